@@ -1,0 +1,54 @@
+# The verbs of the project; CI runs the same ones as a person. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SERVING := build/serving-venv
+# pip prefers the pinned versions everywhere; torch goes in first and by itself, so that nothing else picks its build.
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check serve proto format serving-check clean
+
+help: ## list the verbs
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, found $$($(PYTHON) --version)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3-venv is needed: apt-get install python3-venv"; exit 1; }
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	$(BIN)/python $(PIP_INSTALL) torch==2.13.0 numpy
+	$(BIN)/python $(PIP_INSTALL) --editable '.[cpu,train,dev]'
+	@touch $@
+
+demo: $(STAMP) ## train two models, export, prove, serve and ask them
+	$(BIN)/python -m benchmarks.demo
+
+test: $(STAMP) ## run the test suite
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## lint, types, layers, wire contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint proto
+	$(BIN)/python -m proto.generate --check
+
+serve: $(STAMP) ## serve what is under build/models
+	$(BIN)/python -m service serve --models build/models
+
+proto: $(STAMP) ## regenerate the wire stubs
+	$(BIN)/python -m proto.generate
+
+format: $(STAMP) ## let ruff fix and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+serving-check: ## install the serving dependencies alone and import every service module without torch
+	@test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python $(PIP_INSTALL) '.[cpu]'
+	cd $(SERVING) && bin/python $(CURDIR)/tests/serving_install.py
+
+clean: ## remove what was built, but not the environment
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

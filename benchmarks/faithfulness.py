@@ -1,0 +1,138 @@
+"""Are the served greedy tokens the reference's? Ask a running server, then let PyTorch judge every position.
+
+Requests of ragged prompt and output lengths join and leave while others run. Each served output is then fed once,
+teacher-forced, through the cache-less reference: at every position the served token must be the reference's arg-max,
+and its log-probability the reference's. Works for both families and any checkpoint whose artefact is being served.
+
+    python -m benchmarks.faithfulness CHECKPOINT --model NAME --target HOST:PORT [--positions N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import numpy as np
+import torch
+
+from model import checkpoint as checkpoints
+from model import reference
+from model.config import ModelConfig
+from proto.onward.v1 import generation_pb2, generation_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class ServedOutput:
+    """What the server answered to one greedy request: prompt or source ids, generated ids, their log-probabilities."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Faithfulness:
+    """`agreement` is the share of `positions` where the served token is the reference's arg-max.
+
+    `max_logprob_error` is in nats, over the positions that agree.
+    """
+
+    model: str
+    requests: int
+    positions: int
+    agreement: float
+    max_logprob_error: float
+
+
+def random_requests(config: ModelConfig, positions: int, seed: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yields (prompt ids, output length) of ragged lengths until the outputs add up to `positions`."""
+    rng = np.random.default_rng(seed)
+    special = {config.pad_id, config.bos_id, config.eos_id}
+    vocabulary = config.source_vocab_size or config.vocab_size
+    ordinary = np.array([i for i in range(vocabulary) if i not in special])
+    while positions > 0:
+        if config.is_encoder_decoder:
+            prompt_length = int(rng.integers(1, config.source_context + 1))
+            room = config.context - 1
+        else:
+            prompt_length = int(rng.integers(1, config.context // 2 + 1))
+            room = config.context - prompt_length
+        length = min(positions, int(rng.integers(1, min(room, 200) + 1)))
+        yield tuple(int(i) for i in rng.choice(ordinary, prompt_length)), length
+        positions -= length
+
+
+async def collect(
+    target: str, model: str, requests: Sequence[tuple[tuple[int, ...], int]], concurrency: int
+) -> list[ServedOutput]:
+    """Sends the requests greedily, `concurrency` at a time, so that they join and leave a running batch."""
+    gate = asyncio.Semaphore(concurrency)
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+
+        async def one(prompt: tuple[int, ...], length: int) -> ServedOutput:
+            async with gate:
+                response = await stub.Generate(
+                    generation_pb2.GenerateRequest(
+                        model=model,
+                        token_ids=generation_pb2.TokenIds(ids=prompt),
+                        sampling=generation_pb2.SamplingParams(temperature=0.0),
+                        stopping=generation_pb2.StoppingParams(max_tokens=length, ignore_eos=True),
+                        response=generation_pb2.ResponseOptions(logprobs=0),
+                    )
+                )
+            (output,) = response.outputs
+            if len(output.token_ids) != length:
+                raise RuntimeError(f"asked for {length} tokens, got {len(output.token_ids)}")
+            return ServedOutput(prompt, tuple(output.token_ids), tuple(entry.logprob for entry in output.logprobs))
+
+        return list(await asyncio.gather(*(one(prompt, length) for prompt, length in requests)))
+
+
+def judge(folder: Path, model: str, outputs: Sequence[ServedOutput]) -> Faithfulness:
+    """One teacher-forced reference forward over each served output."""
+    loaded = checkpoints.load(folder)
+    agreeing = positions = 0
+    worst = 0.0
+    for output in outputs:
+        served = torch.tensor(output.tokens)
+        if loaded.config.is_encoder_decoder:
+            fed, source = (loaded.config.bos_id, *output.tokens[:-1]), output.prompt
+            first = 0
+        else:
+            fed, source = (*output.prompt, *output.tokens[:-1]), None
+            first = len(output.prompt) - 1
+        logits = torch.as_tensor(reference.logits(loaded.model, fed, source))[first:]
+        agrees = logits.argmax(-1) == served
+        expected = logits.double().log_softmax(-1).gather(-1, served[:, None])[:, 0]
+        errors = (expected - torch.tensor(output.logprobs, dtype=torch.float64)).abs()[agrees]
+        agreeing += int(agrees.sum())
+        positions += len(served)
+        worst = max([worst, *errors.tolist()])
+    return Faithfulness(model, len(outputs), positions, agreeing / positions, worst)
+
+
+def main() -> None:
+    """Measures one served model and prints the verdict as a JSON line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faithfulness", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--target", default="127.0.0.1:8001")
+    parser.add_argument("--positions", type=int, default=10_000)
+    parser.add_argument("--concurrency", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    config = checkpoints.load(arguments.checkpoint).config
+    requests = list(random_requests(config, arguments.positions, arguments.seed))
+    outputs = asyncio.run(collect(arguments.target, arguments.model, requests, arguments.concurrency))
+    print(json.dumps(dataclasses.asdict(judge(arguments.checkpoint, arguments.model, outputs))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""From a checkpoint to an artefact: ONNX graphs, golden cases, proof."""

@@ -1,0 +1,1 @@
+"""Transformers in PyTorch: configuration, layers, data, training; its first rooms need no torch."""

@@ -1,0 +1,291 @@
+"""What an exported model *is* on disk: one folder, its manifest, its graphs' signatures, its checksums.
+
+The exporter writes an artefact, the server reads it and nothing else. Standard library only; nothing is unpickled and
+no path leaves the folder. What the graphs compute is proven elsewhere (`model.golden`).
+
+    manifest.json      this module's `Manifest`
+    decoder.onnx       + decoder.onnx.data
+    encoder.onnx       + encoder.onnx.data, encoder-decoder only
+    tokenizer.json     (+ target_tokenizer.json where source and target differ)
+    golden.npz         inputs and PyTorch's outputs
+    parity.json        how the exported graphs compared with them
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from model.config import ConfigError, ModelConfig
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+TARGET_TOKENIZER = "target_tokenizer.json"
+GOLDEN = "golden.npz"
+PARITY = "parity.json"
+DECODER = "decoder"
+ENCODER = "encoder"
+
+
+class ArtifactError(Exception):
+    """An artefact is damaged, foreign or incomplete; `problems` lists everything found."""
+
+    def __init__(self, folder: Path, problems: Sequence[str]) -> None:
+        self.folder = folder
+        self.problems = tuple(problems)
+        super().__init__(f"{folder}: " + "; ".join(problems))
+
+
+class Device(StrEnum):
+    """The execution provider a graph was built for."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Precision(StrEnum):
+    """The arithmetic of the graph's matrix products."""
+
+    FP32 = "fp32"
+    INT8 = "int8"
+    INT4 = "int4"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One graph input or output: name, ONNX dtype name ("int64", "float32"), axes (sizes or symbolic names)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSpec:
+    """One ONNX graph: its file inside the folder and its signature."""
+
+    file: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file's checksum (lower-case hex) and size in bytes."""
+
+    sha256: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All that a reader must know about an artefact before it opens anything else.
+
+    `eos_ids` end a sequence; `pad_id` fills; `decoder_start_id` opens an encoder-decoder's output. `training` is the
+    checkpoint's run manifest and `versions` the software that exported, both for people.
+    """
+
+    config: ModelConfig
+    device: Device
+    precision: Precision
+    opset: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    decoder_start_id: int
+    graphs: Mapping[str, GraphSpec]
+    files: Mapping[str, FileEntry]
+    training: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        """The text of manifest.json."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["config"] = self.config.to_dict()
+        values["graphs"] = {name: dataclasses.asdict(spec) for name, spec in self.graphs.items()}
+        values["files"] = {name: dataclasses.asdict(entry) for name, entry in sorted(self.files.items())}
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Parses manifest.json.
+
+        Raises:
+            ValueError: with every problem, separated by "; ".
+        """
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError("manifest is not a JSON object")
+        version = values.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(f"format_version is {version!r}, this version reads {FORMAT_VERSION}")
+        problems: list[str] = []
+        names = {f.name for f in dataclasses.fields(cls)}
+        problems += [f"missing field {name!r}" for name in sorted(names - values.keys())]
+        problems += [f"unknown field {name!r}" for name in sorted(values.keys() - names)]
+        if problems:
+            raise ValueError("; ".join(problems))
+        try:
+            return cls(
+                config=ModelConfig.from_dict(values["config"]),
+                device=Device(values["device"]),
+                precision=Precision(values["precision"]),
+                opset=int(values["opset"]),
+                eos_ids=tuple(int(i) for i in values["eos_ids"]),
+                pad_id=int(values["pad_id"]),
+                decoder_start_id=int(values["decoder_start_id"]),
+                graphs={name: _graph(spec) for name, spec in values["graphs"].items()},
+                files={
+                    name: FileEntry(str(entry["sha256"]), int(entry["num_bytes"]))
+                    for name, entry in values["files"].items()
+                },
+                training=dict(values["training"]),
+                versions=dict(values["versions"]),
+            )
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"malformed entry: {error!r}") from error
+
+
+def _graph(values: Mapping[str, Any]) -> GraphSpec:
+    def specs(items: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(str(i["name"]), str(i["dtype"]), tuple(i["shape"])) for i in items)
+
+    return GraphSpec(str(values["file"]), specs(values["inputs"]), specs(values["outputs"]))
+
+
+def decoder_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs that a CPU decoder graph must have, in order.
+
+    `seqlens_k` is each row's past length plus its new tokens minus one; `total_sequence_length` the largest such
+    value plus one; `logits_indices` picks flat positions of `[batch * sequence]` whose logits are wanted. Caches are
+    read and written in place: each `present_*` is bound to the very buffer of its `past_*`. An encoder-decoder also
+    reads each row's cross-attention K/V, valid up to `source_lengths`, and decodes one token per row and step
+    (`sequence` is 1); `cross_*_out` are the same buffers again, because the operator insists on returning them.
+    """
+    kv = ("batch", config.num_kv_heads, "capacity", config.head_dim)
+    cross = ("batch", config.num_kv_heads, "source_capacity", config.head_dim)
+    inputs = [TensorSpec("input_ids", "int64", ("batch", "sequence"))]
+    if config.positions != "rotary":
+        inputs.append(TensorSpec("position_ids", "int64", ("batch", "sequence")))
+    inputs += [
+        TensorSpec("seqlens_k", "int32", ("batch",)),
+        TensorSpec("total_sequence_length", "int32", ()),
+        TensorSpec("logits_indices", "int64", ("num_logits",)),
+    ]
+    outputs = [TensorSpec("logits", "float32", ("num_logits", config.vocab_size))]
+    for layer in range(config.num_layers):
+        for part in ("key", "value"):
+            inputs.append(TensorSpec(f"past_{part}_{layer}", "float32", kv))
+            outputs.append(TensorSpec(f"present_{part}_{layer}", "float32", kv))
+    if config.is_encoder_decoder:
+        inputs.append(TensorSpec("source_lengths", "int32", ("batch",)))
+        for layer in range(config.num_layers):
+            for part in ("key", "value"):
+                inputs.append(TensorSpec(f"cross_{part}_{layer}", "float32", cross))
+                outputs.append(TensorSpec(f"cross_{part}_out_{layer}", "float32", cross))
+    return tuple(inputs), tuple(outputs)
+
+
+def encoder_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs that an encoder graph must have: right-padded sources in, every layer's cross K/V out."""
+    cross = ("batch", config.num_kv_heads, "source", config.head_dim)
+    inputs = (
+        TensorSpec("source_ids", "int64", ("batch", "source")),
+        TensorSpec("source_lengths", "int32", ("batch",)),
+    )
+    outputs = tuple(
+        TensorSpec(f"cross_{part}_{layer}", "float32", cross)
+        for layer in range(config.num_layers)
+        for part in ("key", "value")
+    )
+    return inputs, outputs
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Checksum and size of a file, read in pieces."""
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+            size += len(piece)
+    return FileEntry(digest.hexdigest(), size)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and checks manifest.json alone; `load` checks the files too.
+
+    Raises:
+        ArtifactError: when it is missing or malformed.
+    """
+    path = folder / MANIFEST
+    try:
+        return Manifest.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(folder, [f"{MANIFEST} is missing: not an artefact"]) from None
+    except (OSError, ValueError) as error:
+        raise ArtifactError(folder, [f"{MANIFEST}: {error}"]) from error
+
+
+def load(folder: Path) -> Manifest:
+    """Reads an artefact's manifest and checks every file, checksum and graph signature against it.
+
+    Raises:
+        ArtifactError: listing every problem, not just the first.
+    """
+    manifest = read_manifest(folder)
+    problems = [*_check_files(folder, manifest), *_check_signatures(manifest)]
+    if problems:
+        raise ArtifactError(folder, problems)
+    return manifest
+
+
+def _check_files(folder: Path, manifest: Manifest) -> list[str]:
+    problems = []
+    root = folder.resolve()
+    needed = {TOKENIZER, GOLDEN, PARITY, *(graph.file for graph in manifest.graphs.values())}
+    problems += [f"files does not list {name}" for name in sorted(needed - manifest.files.keys())]
+    for name, expected in sorted(manifest.files.items()):
+        path = folder / name
+        if PurePosixPath(name).is_absolute() or not path.resolve().is_relative_to(root):
+            problems.append(f"{name!r} leaves the artefact's folder")
+        elif not path.is_file():
+            problems.append(f"{name} is missing")
+        elif (actual := path.stat().st_size) != expected.num_bytes:
+            problems.append(f"{name} has {actual} bytes, the manifest says {expected.num_bytes}")
+        elif hash_file(path).sha256 != expected.sha256:
+            problems.append(f"{name} does not match its sha256 in the manifest")
+    return problems
+
+
+def _check_signatures(manifest: Manifest) -> list[str]:
+    if manifest.device is not Device.CPU:
+        return [f"device is {manifest.device}, this version serves {Device.CPU}"]
+    expected = {DECODER: decoder_signature(manifest.config)}
+    if manifest.config.is_encoder_decoder:
+        expected[ENCODER] = encoder_signature(manifest.config)
+    problems = [f"graphs lists unknown {name!r}" for name in sorted(manifest.graphs.keys() - expected.keys())]
+    for name, (inputs, outputs) in expected.items():
+        graph = manifest.graphs.get(name)
+        if graph is None:
+            problems.append(f"graphs lacks {name!r}")
+            continue
+        for kind, want, have in (("inputs", inputs, graph.inputs), ("outputs", outputs, graph.outputs)):
+            problems += [f"{name} {kind} lacks {_show(spec)}" for spec in want if spec not in have]
+            problems += [f"{name} {kind} has unexpected {_show(spec)}" for spec in have if spec not in want]
+    return problems
+
+
+def _show(spec: TensorSpec) -> str:
+    return f"{spec.name} {spec.dtype}[{', '.join(str(axis) for axis in spec.shape)}]"

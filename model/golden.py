@@ -1,0 +1,148 @@
+"""Golden cases: what PyTorch answered, so that whoever runs the exported graphs can check that they answer the same.
+
+A case is a small schedule over a few sequences. Each step is either one row that feeds several tokens (a prefill, whole
+or in chunks) or several rows that feed one token each (decoding, ragged). The logits after every row's last fed token
+are compared. The exporter makes the cases, `export.verify` and the server replay them, each with its own runner.
+NumPy only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Float32 = npt.NDArray[np.float32]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """In one step, row `row` feeds tokens `[start, start + count)` of its sequence."""
+
+    row: int
+    start: int
+    count: int
+
+
+Step = tuple[Feed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenCase:
+    """`sequences[row]` are decoder tokens, `sources[row]` encoder tokens (empty for a decoder-only model).
+
+    `logits` is `[sum of len(step), V] float32`: PyTorch's, cache-less, in the order of the steps and their feeds.
+    """
+
+    name: str
+    sequences: tuple[Int64, ...]
+    sources: tuple[Int64, ...]
+    steps: tuple[Step, ...]
+    logits: Float32
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """How one case compared. Errors are over all its logits; `agreement` is the share of equal arg-maxima."""
+
+    name: str
+    max_abs_error: float
+    max_relative_error: float
+    agreement: float
+    tolerance: float
+    passed: bool
+
+
+def compare(case: GoldenCase, logits: Float32, tolerance: float) -> CaseResult:
+    """Judges replayed `logits` `[N, V]` against the case's: every absolute error within `tolerance`.
+
+    The relative error divides by the spread (standard deviation) of the golden logits, which is what decides whether
+    an absolute error can change a token. A NaN or a wrong shape fails.
+    """
+    if logits.shape != case.logits.shape or not np.isfinite(logits).all():
+        return CaseResult(case.name, float("inf"), float("inf"), 0.0, tolerance, passed=False)
+    error = float(np.abs(logits.astype(np.float64) - case.logits).max())
+    spread = float(case.logits.std()) or 1.0
+    agreement = float((logits.argmax(-1) == case.logits.argmax(-1)).mean())
+    return CaseResult(case.name, error, error / spread, agreement, tolerance, passed=error <= tolerance)
+
+
+def check_steps(case: GoldenCase) -> None:
+    """Asserts that a case's schedule is one a runner may meet: in order, and batched only one token at a time.
+
+    Raises:
+        ValueError: naming the step.
+    """
+    computed = [0] * len(case.sequences)
+    for index, step in enumerate(case.steps):
+        if len(step) > 1 and any(feed.count != 1 for feed in step):
+            raise ValueError(f"{case.name}: step {index} batches rows of several tokens")
+        for feed in step:
+            if feed.start != computed[feed.row] or feed.start + feed.count > len(case.sequences[feed.row]):
+                raise ValueError(f"{case.name}: step {index} feeds row {feed.row} out of order")
+            computed[feed.row] += feed.count
+
+
+def save(path: Path, cases: Iterable[GoldenCase]) -> None:
+    """Writes golden.npz: flat arrays and one JSON index, nothing pickled."""
+    arrays: dict[str, npt.NDArray[np.generic]] = {}
+    index = []
+    for number, case in enumerate(cases):
+        check_steps(case)
+        for kind, rows in (("sequence", case.sequences), ("source", case.sources)):
+            for row, ids in enumerate(rows):
+                arrays[f"{number}/{kind}/{row}"] = ids
+        arrays[f"{number}/logits"] = case.logits
+        steps = [[[feed.row, feed.start, feed.count] for feed in step] for step in case.steps]
+        index.append(
+            {"name": case.name, "sequences": len(case.sequences), "sources": len(case.sources), "steps": steps}
+        )
+    arrays["index"] = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
+    with path.open("wb") as stream:
+        np.savez_compressed(stream, allow_pickle=False, **arrays)
+
+
+def load(path: Path) -> tuple[GoldenCase, ...]:
+    """Reads golden.npz.
+
+    Raises:
+        ValueError: when it is not a well-formed set of cases.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            cases = []
+            for number, entry in enumerate(json.loads(arrays["index"].tobytes())):
+
+                def rows(kind: str, count: int, number: int = number) -> tuple[Int64, ...]:
+                    return tuple(arrays[f"{number}/{kind}/{row}"].astype(np.int64) for row in range(count))
+
+                steps = tuple(tuple(Feed(*map(int, feed)) for feed in step) for step in entry["steps"])
+                cases.append(
+                    GoldenCase(
+                        str(entry["name"]),
+                        rows("sequence", entry["sequences"]),
+                        rows("source", entry["sources"]),
+                        steps,
+                        arrays[f"{number}/logits"].astype(np.float32),
+                    )
+                )
+    except (KeyError, TypeError, OSError) as error:
+        raise ValueError(f"{path.name} is not a set of golden cases: {error}") from error
+    for case in cases:
+        check_steps(case)
+    return tuple(cases)
+
+
+def staggered(lengths: Sequence[int]) -> tuple[Step, ...]:
+    """A ragged schedule of single-token feeds: row i joins at step i and each row leaves when it has fed its length."""
+    steps = []
+    for tick in range(max(row + length for row, length in enumerate(lengths))):
+        feeds = tuple(Feed(row, tick - row, 1) for row, length in enumerate(lengths) if 0 <= tick - row < length)
+        if feeds:
+            steps.append(feeds)
+    return tuple(steps)

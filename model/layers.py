@@ -1,0 +1,129 @@
+"""The blocks between embedding and logits: norms, feed-forward networks, residual branches, the two kinds of layer.
+
+A layer is handed its attention as an argument, so that training, the reference decoder and the exported graphs run this
+very code and differ only in how queries meet keys. Knows nothing of masks, positions or caches.
+
+Dropout stands where the paper puts it, on each branch before it is added (section 5.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import CrossAttention, SelfAttention
+from model.config import Activation, ModelConfig, Norm, NormPlacement
+
+AttendSelf = Callable[[SelfAttention, Tensor], Tensor]
+"""From a module and its input `[B, S, d]` to the merged output `[B, S, d]`."""
+AttendCross = Callable[[CrossAttention, Tensor], Tensor]
+"""The same for cross-attention; where the memory comes from is the caller's business."""
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """LayerNorm γ(x - μ)/√(σ² + ε) + β, or RMSNorm γx/√(mean(x²) + ε), over the last axis."""
+    if config.norm is Norm.LAYER:
+        return nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
+    return nn.RMSNorm(config.d_model, eps=config.norm_epsilon)
+
+
+class FeedForward(nn.Module):
+    """FFN(x) = f(xW_1 + b_1)W_2 + b_2 with f = max(0, ·) as in the paper, or tanh-approximated GELU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.mlp_bias)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., d]` → `[..., d]`."""
+        inner: Tensor = self.up(x)
+        inner = F.relu(inner) if self.activation is Activation.RELU else F.gelu(inner, approximate="tanh")
+        out: Tensor = self.down(inner)
+        return out
+
+
+class GatedFeedForward(nn.Module):
+    """SwiGLU (Shazeer, 2020): (silu(xW_gate) ⊙ xW_up)W_down, gate and up fused in `gate_up`, gate first."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.d_model, 2 * config.d_ff, bias=config.mlp_bias)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., d]` → `[..., d]`."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+def make_feed_forward(config: ModelConfig) -> nn.Module:
+    """The feed-forward network that the configuration's activation asks for."""
+    return GatedFeedForward(config) if config.activation is Activation.SWIGLU else FeedForward(config)
+
+
+class Residual(nn.Module):
+    """A branch around a sublayer: x + f(norm(x)) when the norm goes before, norm(x + f(x)) when after (the paper's)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.placement = config.norm_placement
+        self.norm = make_norm(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """`[B, S, d]` → `[B, S, d]`."""
+        if self.placement is NormPlacement.PRE:
+            out: Tensor = x + self.dropout(sublayer(self.norm(x)))
+        else:
+            out = self.norm(x + self.dropout(sublayer(x)))
+        return out
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then a feed-forward network, each in a residual branch."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(config)
+        self.self_attention_residual = Residual(config)
+        self.feed_forward = make_feed_forward(config)
+        self.feed_forward_residual = Residual(config)
+
+    def forward(self, x: Tensor, attend_self: AttendSelf) -> Tensor:
+        """`[B, S, d]` → `[B, S, d]`."""
+        x = self.self_attention_residual(x, lambda y: attend_self(self.self_attention, y))
+        out: Tensor = self.feed_forward_residual(x, self.feed_forward)
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention, in an encoder-decoder also cross-attention, then a feed-forward network."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(config)
+        self.self_attention_residual = Residual(config)
+        self.cross_attention = CrossAttention(config) if config.is_encoder_decoder else None
+        self.cross_attention_residual = Residual(config) if config.is_encoder_decoder else None
+        self.feed_forward = make_feed_forward(config)
+        self.feed_forward_residual = Residual(config)
+
+    def forward(self, x: Tensor, attend_self: AttendSelf, attend_cross: AttendCross | None = None) -> Tensor:
+        """`[B, S, d]` → `[B, S, d]`.
+
+        Raises:
+            ValueError: when `attend_cross` is given to a layer without cross-attention, or not to one that has it.
+        """
+        x = self.self_attention_residual(x, lambda y: attend_self(self.self_attention, y))
+        cross, residual = self.cross_attention, self.cross_attention_residual
+        if cross is not None and residual is not None and attend_cross is not None:
+            x = residual(x, lambda y: attend_cross(cross, y))
+        elif cross is not None or attend_cross is not None:
+            raise ValueError("attend_cross goes with a layer that has cross-attention, and with no other")
+        out: Tensor = self.feed_forward_residual(x, self.feed_forward)
+        return out

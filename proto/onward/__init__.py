@@ -1,0 +1,1 @@
+"""Onward's own wire contract."""

@@ -1,0 +1,1 @@
+"""Version 1: `package onward.v1`."""

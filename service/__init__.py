@@ -1,0 +1,1 @@
+"""The server: gRPC in front, one engine thread behind."""

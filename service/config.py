@@ -1,0 +1,234 @@
+"""The command line and its environment twins, turned into frozen configurations.
+
+Every flag `--some-name` may be given as `ONWARD_SOME_NAME` instead; the flag wins. All problems are reported at once.
+This is the only reader of the environment. Knows nothing of what the values do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+from service.errors import StartupError
+
+
+class LogLevel(StrEnum):
+    """Least severe message that reaches the log."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One flag: what it means, and how its text becomes a value. `parse` raises ValueError saying what is wanted."""
+
+    help: str
+    parse: Callable[[str], Any]
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag stands alone, as `--name` or `--no-name`."""
+        return self.parse is _boolean
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError("must not be empty")
+    return text
+
+
+def _folder(text: str) -> Path:
+    return Path(_text(text))
+
+
+def _boolean(text: str) -> bool:
+    values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    try:
+        return values[text.lower()]
+    except KeyError:
+        raise ValueError("must be true or false") from None
+
+
+def _integer(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(f"must be a whole number from {low} to {high}") from None
+        if not low <= value <= high:
+            raise ValueError(f"must be from {low} to {high}")
+        return value
+
+    return parse
+
+
+def _number(low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise ValueError(f"must be a number from {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+def _log_level(text: str) -> LogLevel:
+    try:
+        return LogLevel(text.lower())
+    except ValueError:
+        raise ValueError(f"must be one of {', '.join(LogLevel)}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What one request may ask; told to clients by `GetModel`. Lengths of text are in characters."""
+
+    max_generated_tokens: Annotated[int, Option("largest stopping.max_tokens", _integer(1, 2**31 - 1))] = 65536
+    max_stop_strings: Annotated[int, Option("most stop texts per request", _integer(0, 1024))] = 16
+    max_stop_string_length: Annotated[int, Option("longest stop text in characters", _integer(1, 65536))] = 256
+    max_stop_token_ids: Annotated[int, Option("most stop token ids per request", _integer(0, 65536))] = 64
+    max_logprobs: Annotated[int, Option("most alternatives per token in response.logprobs", _integer(0, 1000))] = 20
+    max_request_id_length: Annotated[int, Option("longest request_id in characters", _integer(32, 4096))] = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """All that `serve` can be told. Times are in seconds, sizes in bytes; port 0 lets the system choose one."""
+
+    models: Annotated[Path, Option("folder whose subfolders are the models to serve", _folder)]
+    host: Annotated[str, Option("address to listen on, for calls and metrics", _text)] = "127.0.0.1"
+    port: Annotated[int, Option("port for gRPC calls; 0 lets the system choose", _integer(0, 65535))] = 8001
+    metrics: Annotated[bool, Option("serve Prometheus metrics over HTTP", _boolean)] = True
+    metrics_port: Annotated[int, Option("port for metrics; 0 lets the system choose", _integer(0, 65535))] = 8002
+    max_batch_size: Annotated[int, Option("sequences that run at once, per model", _integer(1, 1024))] = 32
+    max_queue_size: Annotated[int, Option("requests that may wait besides, per model", _integer(0, 1_000_000))] = 256
+    prefill_chunk: Annotated[int, Option("prompt tokens computed per step", _integer(1, 65536))] = 256
+    threads: Annotated[int | None, Option("threads per graph; default: the machine's cores", _integer(1, 1024))] = None
+    spin: Annotated[bool, Option("let idle graph threads spin: lower latency, one busy core each", _boolean)] = False
+    drain_grace_seconds: Annotated[float, Option("time for requests in flight to end", _number(0, 3600))] = 30.0
+    max_message_bytes: Annotated[int, Option("largest message in bytes, either way", _integer(1024, 1 << 30))] = 4 << 20
+    log_level: Annotated[LogLevel, Option("least severe message logged", _log_level)] = LogLevel.INFO
+    limits: RequestLimits = field(default_factory=RequestLimits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskConfig:
+    """All that `ask` can be told. None leaves the choice to the server."""
+
+    model: str
+    text: str
+    target: Annotated[str, Option("address of the server", _text)] = "127.0.0.1:8001"
+    stream: Annotated[bool, Option("print the text as it is generated", _boolean)] = False
+    max_tokens: Annotated[int | None, Option("tokens to generate at most", _integer(1, 2**31 - 1))] = None
+    temperature: Annotated[float | None, Option("0 is greedy", _number(0, 1000))] = None
+    seed: Annotated[int | None, Option("same seed, same answer", _integer(0, 2**64 - 1))] = None
+    timeout_seconds: Annotated[float | None, Option("give up after this long", _number(0.001, 86400))] = None
+
+
+def parse_command_line(argv: Sequence[str]) -> ServeConfig | AskConfig:
+    """Reads the process's command line and environment.
+
+    Raises:
+        StartupError: listing every flag and variable whose value is unusable.
+        SystemExit: from argparse, on an unknown flag or command and on `--help`.
+    """
+    return parse(argv, os.environ)
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> ServeConfig | AskConfig:
+    """As `parse_command_line`, for the given environment."""
+    arguments = vars(_parser().parse_args(argv))
+    if arguments.pop("command") == "ask":
+        positional = {name: arguments[name] for name in ("model", "text")}
+        return AskConfig(**positional, **_values(AskConfig, arguments, environ))
+    problems: list[str] = []
+    limits = _collect(RequestLimits, arguments, environ, problems)
+    serve = _collect(ServeConfig, arguments, environ, problems)
+    if "models" not in serve and not problems:
+        problems.append(f"--models (or {variable('models')}) must name a folder")
+    if problems:
+        raise StartupError(problems)
+    return ServeConfig(limits=RequestLimits(**limits), **serve)
+
+
+def options(config: type[Any]) -> dict[str, Option]:
+    """The options of a configuration class, by field name."""
+    hints = get_type_hints(config, include_extras=True)
+    return {name: note for name, hint in hints.items() for note in get_args(hint)[1:] if isinstance(note, Option)}
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """The environment variable of a field."""
+    return "ONWARD_" + name.upper()
+
+
+def _values(config: type[Any], arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> dict[str, Any]:
+    problems: list[str] = []
+    values = _collect(config, arguments, environ, problems)
+    if problems:
+        raise StartupError(problems)
+    return values
+
+
+def _collect(
+    config: type[Any], arguments: Mapping[str, str | None], environ: Mapping[str, str], problems: list[str]
+) -> dict[str, Any]:
+    """Values that were given for a class's fields; what cannot be used goes to `problems`."""
+    values = {}
+    for name, option in options(config).items():
+        given, source = arguments.get(name), flag(name)
+        if given is None:
+            given, source = environ.get(variable(name)), variable(name)
+        if given is None:
+            continue
+        try:
+            values[name] = option.parse(given)
+        except ValueError as error:
+            problems.append(f"{source} is {given!r}, {error}")
+    return values
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m service", description="Serve transformers over gRPC, or ask one.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="serve every model of a folder")
+    for config in (ServeConfig, RequestLimits):
+        _add_options(serve, config)
+    ask = commands.add_parser("ask", help="ask a served model")
+    ask.add_argument("model", help="the model's name")
+    ask.add_argument("text", help="the prompt or source text")
+    _add_options(ask, AskConfig)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    """Adds a flag for each option; values stay text here, so that all of them can be judged together."""
+    defaults = {each.name: each.default for each in dataclasses.fields(config)}
+    for name, option in options(config).items():
+        default = defaults[name]
+        shown = "" if default in (None, dataclasses.MISSING) else f" (default: {default})"
+        text = f"{option.help}{shown} [{variable(name)}]"
+        if option.is_switch:
+            negated = "--no-" + name.replace("_", "-")
+            parser.add_argument(flag(name), dest=name, action="store_const", const="true", help=text)
+            parser.add_argument(negated, dest=name, action="store_const", const="false", help=argparse.SUPPRESS)
+        else:
+            parser.add_argument(flag(name), dest=name, metavar=name.upper(), help=text)

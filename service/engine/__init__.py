@@ -1,0 +1,1 @@
+"""The engine: synchronous, transport-free, one step at a time."""

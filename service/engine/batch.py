@@ -1,0 +1,102 @@
+"""One step's work, immutable: all that the runner and the sampler need, and nothing else.
+
+The scheduler writes it, the runner turns it into tensors, the sampler reads `samples`, `Scheduler.commit` moves the
+sequences forward by it. The order within a step is the order of the fields: moves, encoding, the batched one-token run,
+prefill chunks. A row is fed either by the one-token run or by prefill chunks in a step, never by both, so that its
+logits have one place: row `slot` of the runner's output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from service.engine.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class KVMove:
+    """Copies the valid part of row `source` to row `target`: `num_tokens` self, `num_source_tokens` cross positions."""
+
+    source: int
+    target: int
+    num_tokens: int
+    num_source_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeRow:
+    """One source to encode; its cross-attention K/V go to `slot`."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeGroup:
+    """Sources of one padded length, encoded together. The length follows from each row alone, never from the others."""
+
+    padded_length: int
+    rows: tuple[EncodeRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One token of the batched run; its place in `ScheduledBatch.decode` is its slot.
+
+    `position` is how many tokens the row already has in the cache. A padding row has nothing to feed: its token is a
+    dummy, written at the first free position, where the row's next real token replaces it.
+    """
+
+    token_id: int
+    position: int
+    source_length: int
+    is_padding: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Several tokens of one row: `token_ids` go to positions `[start, start + len)` of `slot`."""
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """A row whose next token is chosen in this step: it will stand at `position` of its sequence."""
+
+    slot: int
+    position: int
+    params: SamplingParams
+    seed: int
+    logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledBatch:
+    """One step. An empty batch is valid and runs nothing."""
+
+    moves: tuple[KVMove, ...] = ()
+    encodes: tuple[EncodeGroup, ...] = ()
+    decode: tuple[DecodeRow, ...] = ()
+    prefills: tuple[PrefillChunk, ...] = ()
+    samples: tuple[SampleRow, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that compute something."""
+        return sum(not row.is_padding for row in self.decode) + len({chunk.slot for chunk in self.prefills})
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that do work: sources encoded, prompts prefilled, one for each decoding row."""
+        encoded = sum(len(row.token_ids) for group in self.encodes for row in group.rows)
+        decoded = sum(not row.is_padding for row in self.decode)
+        return encoded + decoded + sum(len(chunk.token_ids) for chunk in self.prefills)
+
+    @property
+    def num_padding_tokens(self) -> int:
+        """Tokens that fill up a tensor and do no work."""
+        encoded = sum(group.padded_length - len(row.token_ids) for group in self.encodes for row in group.rows)
+        return encoded + sum(row.is_padding for row in self.decode)

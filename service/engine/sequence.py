@@ -1,0 +1,102 @@
+"""What the engine knows of one request while it lives: its tokens, how far they are computed, its text.
+
+Mutable, and touched by the engine thread alone: the scheduler is the only mutator. Both families look the same from
+here: a sequence is the *decoder's* tokens, which for a decoder-only model begin with the prompt and for an
+encoder-decoder with the start token, while its prompt is the source that is encoded once. `num_computed_tokens` catches
+up with `num_tokens`; there is no prefill phase and no decode phase (as in vLLM's v1 scheduler).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from service.engine.text import TextStream
+from service.engine.types import FinishReason, GenerationRequest, RequestTimings
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """What one more token meant: the text it settled (None where nobody asked), and why the output ends, if it does."""
+
+    text: str | None
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One request in the engine.
+
+    `token_ids` are the decoder's, of which the first `num_prompt_tokens` were given and `num_computed_tokens` are in the
+    KV cache. `max_num_tokens` is where the output must end at the latest. `text` is there only for requests with stop
+    strings; everyone else's tokens become text outside the engine.
+    """
+
+    request: GenerationRequest
+    token_ids: list[int]
+    source_token_ids: tuple[int, ...]
+    max_num_tokens: int
+    eos_ids: frozenset[int]
+    seed: int
+    text: TextStream | None
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = 0
+    scheduled_time: float | None = None
+    first_token_time: float | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Decoder tokens known so far, prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """How many tokens the KV cache lacks; one for a sequence that is decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def append(self, token_id: int, now: float) -> Appended:
+        """Adds a generated token and decides whether the output ends with it.
+
+        An end-of-sequence token has no text; neither has a stop token, unless the request wants it included.
+        """
+        self.token_ids.append(token_id)
+        if self.first_token_time is None:
+            self.first_token_time = now
+        stopping = self.request.stopping
+        if token_id in self.eos_ids:
+            return Appended(self.flush_text(), FinishReason.END_OF_SEQUENCE)
+        if token_id in stopping.stop_token_ids:
+            text = self._push_text(token_id) if stopping.include_stop_in_output else None
+            return Appended(_join(text, self.flush_text()), FinishReason.STOP, token_id)
+        text = self._push_text(token_id)
+        if self.text is not None and self.text.matched_stop is not None:
+            return Appended(text, FinishReason.STOP, self.text.matched_stop)
+        if self.num_tokens >= self.max_num_tokens:
+            return Appended(_join(text, self.flush_text()), FinishReason.LENGTH)
+        return Appended(text)
+
+    def flush_text(self) -> str | None:
+        """The text held back so far; None for requests whose text is made elsewhere."""
+        return None if self.text is None else self.text.flush()
+
+    def timings(self, now: float) -> RequestTimings:
+        """When things happened, for a sequence that ends at `now`."""
+        return RequestTimings(
+            arrival_time=self.request.arrival_time,
+            scheduled_time=self.scheduled_time,
+            first_token_time=self.first_token_time,
+            finished_time=now,
+        )
+
+    def _push_text(self, token_id: int) -> str | None:
+        return None if self.text is None else self.text.push(token_id)
+
+
+def _join(first: str | None, second: str | None) -> str | None:
+    """Two optional pieces of one text."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second

@@ -1,0 +1,130 @@
+"""The engine's vocabulary: requests in, events out, all immutable.
+
+Knows nothing of protobuf, asyncio, ONNX Runtime or text encodings. Times are `time.monotonic()` seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why an output ended; the wire's `FINISH_REASON_…` and the metric label are derived from these."""
+
+    END_OF_SEQUENCE = "end_of_sequence"
+    STOP = "stop"
+    LENGTH = "length"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen; names and defaults are vLLM's. `temperature` 0 is greedy, `top_k` 0 is off.
+
+    `seed` None lets the engine draw one; the same seed gives the same tokens in any company.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppingParams:
+    """When an output ends, apart from the context's end. Stop strings are cut from the text unless included."""
+
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    include_stop_in_output: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One validated request.
+
+    `prompt_token_ids` is the prompt of a decoder-only model, the source of an encoder-decoder; `logprobs` is how many
+    alternatives to report per generated token, None for no logprobs.
+    """
+
+    request_id: str
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stopping: StoppingParams = field(default_factory=StoppingParams)
+    logprobs: int | None = None
+    deadline: float | None = None
+    arrival_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities before temperature and truncation: the chosen token's, then the top k."""
+
+    logprob: float
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimings:
+    """When things happened to one request; None is "never", as for a request cancelled in the queue."""
+
+    arrival_time: float
+    scheduled_time: float | None
+    first_token_time: float | None
+    finished_time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """What one step did for one request: at most one new token, and on the last event why it ended.
+
+    `text` is set only where the engine detokenises (requests with stop strings); elsewhere the consumer does.
+    Exactly one event of a request is terminal: it has `finish_reason` or `error`, never both, and `timings`.
+    """
+
+    request_id: str
+    token_id: int | None = None
+    text: str | None = None
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+    error: Exception | None = None
+    timings: RequestTimings | None = None
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the request is over."""
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """One step in numbers, for metrics: rows and tokens that did work, padding that did not, seconds spent.
+
+    `host_seconds` is the time of the step outside the graph; `num_running`, `num_waiting` and
+    `kv_usage_ratio` describe the moment after the step.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_padding_tokens: int
+    run_seconds: float
+    host_seconds: float
+    num_running: int
+    num_waiting: int
+    kv_usage_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What `Engine.step` returns: events in schedule order, and the step's numbers."""
+
+    events: tuple[TokenEvent, ...]
+    stats: StepStats

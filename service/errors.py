@@ -1,0 +1,126 @@
+"""Every error that a client or an operator can meet, as one tree.
+
+    OnwardError
+    ├── RequestError                     the request's fault or fate; `label` is its name in metrics
+    │   ├── InvalidRequest               a field has a value outside its limit
+    │   │   └── PromptTooLong            the prompt leaves no room in the context
+    │   ├── UnknownModel                 no such model is served
+    │   ├── UnsupportedFeature           a field asks for what this model or version does not offer
+    │   ├── Overloaded                   the queue is full; carries when to come again
+    │   ├── NotServing                   starting, draining or stopped
+    │   ├── DeadlineExceeded             the request's deadline passed
+    │   ├── RequestCancelled             the client went away
+    │   └── EngineFailed                 our fault; details only in the log
+    └── StartupError                     the server cannot start; lists every problem
+
+Knows nothing of gRPC: `transport.status` maps each leaf to a status code, and a test proves the map total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class OnwardError(Exception):
+    """Root of all errors raised on purpose."""
+
+
+class RequestError(OnwardError):
+    """A request that ends without success; `label` is stable and bounded, for metrics and logs."""
+
+    label: ClassVar[str] = "request_error"
+
+
+class InvalidRequest(RequestError):
+    """A field's value breaks a limit. `field` is the full path, as in `sampling.top_p`."""
+
+    label = "invalid_request"
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        self.field = field
+        self.value = value
+        self.limit = limit
+        super().__init__(f"{field}: {limit}, got {_shorten(value)}")
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt has as many tokens as the context or more, so that nothing could be generated."""
+
+    label = "prompt_too_long"
+
+
+class UnknownModel(RequestError):
+    """The request names a model that is not served, or names none where several are."""
+
+    label = "unknown_model"
+
+    def __init__(self, model: str, served: Sequence[str]) -> None:
+        self.model = model
+        self.served = tuple(served)
+        asked = f"model: {_shorten(model)} is not served" if model else "model: must be named, several are served"
+        super().__init__(f"{asked}; served: {', '.join(served) or 'none'}")
+
+
+class UnsupportedFeature(RequestError):
+    """The request asks for something this server advertises as off."""
+
+    label = "unsupported_feature"
+
+    def __init__(self, field: str, reason: str) -> None:
+        self.field = field
+        super().__init__(f"{field}: {reason}")
+
+
+class Overloaded(RequestError):
+    """The bounded queue is full. `retry_after_seconds` is an estimate of when a place will be free."""
+
+    label = "overloaded"
+
+    def __init__(self, waiting: int, limit: int, retry_after_seconds: float) -> None:
+        self.waiting = waiting
+        self.limit = limit
+        self.retry_after_seconds = retry_after_seconds
+        super().__init__(f"{waiting} requests are in the server, the limit is {limit}; retry later")
+
+
+class NotServing(RequestError):
+    """The server is starting, draining or stopped."""
+
+    label = "not_serving"
+
+
+class DeadlineExceeded(RequestError):
+    """The deadline passed while the request was queued or running."""
+
+    label = "deadline_exceeded"
+
+
+class RequestCancelled(RequestError):
+    """The client cancelled or disconnected."""
+
+    label = "cancelled"
+
+
+class EngineFailed(RequestError):
+    """The engine could not finish the request. Clients see `error_id` and nothing else; the log has the rest."""
+
+    label = "engine_failed"
+
+    def __init__(self, error_id: str) -> None:
+        self.error_id = error_id
+        super().__init__(f"internal error {error_id}")
+
+
+class StartupError(OnwardError):
+    """The server refuses to start; `problems` names everything that is wrong, not just the first."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(problems))
+
+
+def _shorten(value: object, limit: int = 80) -> str:
+    """Bounded rendering of a client's value, so that an error never echoes a megabyte."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

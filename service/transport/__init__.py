@@ -1,0 +1,1 @@
+"""gRPC: protobuf in, protobuf out, errors to statuses."""

@@ -1,0 +1,24 @@
+"""Imports every module of the installed server and fails if anything of the training side came along.
+
+Run by `make serving-check` in an environment that holds the serving dependencies alone; not a pytest module, because
+that environment holds no pytest either.
+"""
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+
+import service
+
+UNWANTED = ("torch", "onnx", "onnxscript", "babel", "matplotlib", "safetensors", "rich", "grpc_tools", "pytest")
+
+present = [name for name in UNWANTED if importlib.util.find_spec(name)]
+assert not present, f"the serving install brought {present}"
+names = [module.name for module in pkgutil.walk_packages(service.__path__, "service.") if "__main__" not in module.name]
+for name in names:
+    importlib.import_module(name)
+assert len(names) > 10, f"only {names} were found: is the package whole?"
+loaded = [name for name in UNWANTED if name in sys.modules]
+assert not loaded, f"importing the server loaded {loaded}"
+print(f"imported {len(names)} service modules from {service.__path__[0]}, without {', '.join(UNWANTED)}")
