@@ -1,7 +1,8 @@
 """What an exported model *is* on disk: one folder, its manifest, its graphs' signatures, its checksums.
 
 The exporter writes an artefact, the server reads it and nothing else. Standard library only; nothing is unpickled and
-no path leaves the folder. What the graphs compute is proven elsewhere (`model.golden`).
+no path leaves the folder; a file that the manifest does not list is refused like a damaged one. What the graphs
+compute is proven elsewhere (`model.golden`).
 
     manifest.json      this module's `Manifest`
     decoder.onnx       + decoder.onnx.data
@@ -153,7 +154,7 @@ class Manifest:
             )
         except ConfigError:
             raise
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"malformed entry: {error!r}") from error
 
 
@@ -175,9 +176,10 @@ def decoder_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tupl
     """
     kv = ("batch", config.num_kv_heads, "capacity", config.head_dim)
     cross = ("batch", config.num_kv_heads, "source_capacity", config.head_dim)
-    inputs = [TensorSpec("input_ids", "int64", ("batch", "sequence"))]
+    sequence: int | str = 1 if config.is_encoder_decoder else "sequence"
+    inputs = [TensorSpec("input_ids", "int64", ("batch", sequence))]
     if config.positions != "rotary":
-        inputs.append(TensorSpec("position_ids", "int64", ("batch", "sequence")))
+        inputs.append(TensorSpec("position_ids", "int64", ("batch", sequence)))
     inputs += [
         TensorSpec("seqlens_k", "int32", ("batch",)),
         TensorSpec("total_sequence_length", "int32", ()),
@@ -239,34 +241,52 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def load(folder: Path) -> Manifest:
-    """Reads an artefact's manifest and checks every file, checksum and graph signature against it.
+    """Reads an artefact's manifest and checks every file, checksum, graph signature and special token against it.
 
     Raises:
         ArtifactError: listing every problem, not just the first.
     """
     manifest = read_manifest(folder)
-    problems = [*_check_files(folder, manifest), *_check_signatures(manifest)]
+    problems = [*_check_files(folder, manifest), *_check_signatures(manifest), *_check_tokens(manifest)]
     if problems:
         raise ArtifactError(folder, problems)
     return manifest
 
 
 def _check_files(folder: Path, manifest: Manifest) -> list[str]:
-    problems = []
-    root = folder.resolve()
     needed = {TOKENIZER, GOLDEN, PARITY, *(graph.file for graph in manifest.graphs.values())}
-    problems += [f"files does not list {name}" for name in sorted(needed - manifest.files.keys())]
+    problems = [f"files does not list {name}" for name in sorted(needed - manifest.files.keys())]
     for name, expected in sorted(manifest.files.items()):
-        path = folder / name
-        if PurePosixPath(name).is_absolute() or not path.resolve().is_relative_to(root):
-            problems.append(f"{name!r} leaves the artefact's folder")
-        elif not path.is_file():
-            problems.append(f"{name} is missing")
-        elif (actual := path.stat().st_size) != expected.num_bytes:
-            problems.append(f"{name} has {actual} bytes, the manifest says {expected.num_bytes}")
-        elif hash_file(path).sha256 != expected.sha256:
-            problems.append(f"{name} does not match its sha256 in the manifest")
+        try:
+            problem = _check_file(folder, name, expected)
+        except (OSError, ValueError, RuntimeError) as error:  # unreadable; not a path at all; a loop of links
+            problem = f"{name!r} cannot be read: {error}"
+        problems += [problem] if problem else []
+    # A graph may name further files, so one that no checksum covers could change what is computed.
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or path.is_file()}
+    problems += [f"{name} is not in the manifest" for name in sorted(present - manifest.files.keys() - {MANIFEST})]
     return problems
+
+
+def _check_file(folder: Path, name: str, expected: FileEntry) -> str | None:
+    path = folder / name
+    if PurePosixPath(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
+        return f"{name!r} leaves the artefact's folder"
+    if not path.is_file():
+        return f"{name} is missing"
+    # Sizes first: a wrong one is found without reading a file that may be huge.
+    if (actual := path.stat().st_size) != expected.num_bytes:
+        return f"{name} has {actual} bytes, the manifest says {expected.num_bytes}"
+    if hash_file(path).sha256 != expected.sha256:
+        return f"{name} does not match its sha256 in the manifest"
+    return None
+
+
+def _check_tokens(manifest: Manifest) -> list[str]:
+    size = manifest.config.vocab_size
+    named = [("pad_id", manifest.pad_id), ("decoder_start_id", manifest.decoder_start_id)]
+    named += [("eos_ids", token) for token in manifest.eos_ids]
+    return [f"{name} has {token}, must be in [0, {size})" for name, token in named if not 0 <= token < size]
 
 
 def _check_signatures(manifest: Manifest) -> list[str]:

@@ -1,9 +1,9 @@
 """Attention as the paper writes it, and the projections on either side of it.
 
 `attend` is the formula softmax(QKᵀ/√d_k)V, computed step by step: the oracle that every other formulation is held to.
-`attend_fused` is the same function through torch's fused kernel, and what training runs. Both are pure. The weights live
-in `SelfAttention` and `CrossAttention`, which only project: training, the reference decoder and the exported graphs
-share them, and each brings its own way from queries, keys and values to an output.
+`attend_fused` is the same function through torch's fused kernel, and what training runs. Both are pure. The weights
+live in `SelfAttention` and `CrossAttention`, which only project: training, the reference decoder and the exported
+graphs share them, and each brings its own way from queries, keys and values to an output.
 
 Knows nothing of layers, positions or caches.
 
@@ -103,7 +103,11 @@ def attend_fused(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """`attend` through torch's fused kernel: the same values to rounding, without the S×T matrix in memory."""
+    """`attend` through torch's fused kernel: the same values to rounding, without the S×T matrix in memory.
+
+    For training. Graphs are exported from `attend`: the ONNX operator that this one becomes takes no mask whose query
+    axis is left to broadcasting, as `padding_mask`'s is.
+    """
     if is_causal and mask is not None:
         mask, is_causal = mask & causal_mask(k.shape[-2], device=k.device), False
     grouped = q.shape[1] != k.shape[1]
@@ -123,7 +127,7 @@ def padding_mask(lengths: Tensor, length: int) -> Tensor:
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """`[B, S, H * D]` → `[B, H, S, D]`."""
     batch, length, _ = x.shape
-    return x.view(batch, length, -1, head_dim).transpose(1, 2)
+    return x.reshape(batch, length, -1, head_dim).transpose(1, 2)
 
 
 def join_heads(x: Tensor) -> Tensor:
@@ -153,7 +157,7 @@ class SelfAttention(nn.Module):
 
     def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What `project` packed → q `[B, H, S, D]`, k and v `[B, Hkv, S, D]`."""
-        q, k, v = torch.split(packed, (self.query_width, self.kv_width, self.kv_width), dim=-1)
+        q, k, v = torch.split(packed, [self.query_width, self.kv_width, self.kv_width], dim=-1)
         return split_heads(q, self.head_dim), split_heads(k, self.head_dim), split_heads(v, self.head_dim)
 
     def merge(self, y: Tensor) -> Tensor:

@@ -5,8 +5,8 @@
     tokenizer.json      (+ target_tokenizer.json where source and target differ)
     run.json            how it came about: data hash, versions, settings, scores
 
-Each file is written beside its place, flushed to the disk and renamed into it: neither a reader nor a crash meets half a
-file. Knows nothing of optimisers or data: what a trainer needs to resume, the trainer keeps.
+Each file is written beside its place, flushed to the disk and renamed into it, so that nobody ever meets half of one.
+Knows nothing of optimisers or data: what a trainer needs to resume, the trainer keeps.
 """
 
 from __future__ import annotations

@@ -100,53 +100,76 @@ class ModelConfig:
     eos_id: int = 2
 
     def __post_init__(self) -> None:
-        problems = self._coerce_enums()
-        for name in ("vocab_size", "context", "d_model", "num_layers", "num_heads", "d_ff"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} is {getattr(self, name)}, must be at least 1")
-        for name in ("num_kv_heads", "head_dim", "num_encoder_layers", "source_vocab_size", "source_context"):
-            if getattr(self, name) < 0:
-                problems.append(f"{name} is {getattr(self, name)}, must not be negative")
+        # Relations between sizes mean something only once every size is valid by itself.
+        alone = self._coerce_enums() + self._size_problems()
+        rest = self._number_problems()
+        if alone:
+            raise ConfigError(alone + rest)
+        problems = self._derive() + self._relation_problems() + rest
         if problems:
             raise ConfigError(problems)
 
-        # Derived sizes are filled in here, once, so that every reader sees numbers and never a zero that means
-        # something; the instance is still under construction, so nothing observes the change.
-        if not self.num_kv_heads:
-            object.__setattr__(self, "num_kv_heads", self.num_heads)
-        if not self.head_dim:
-            if self.d_model % self.num_heads:
-                problems.append(f"d_model {self.d_model} is not a multiple of num_heads {self.num_heads}")
-            object.__setattr__(self, "head_dim", max(1, self.d_model // self.num_heads))
-        if self.is_encoder_decoder:
-            if not self.source_vocab_size:
-                object.__setattr__(self, "source_vocab_size", self.vocab_size)
-            if not self.source_context:
-                object.__setattr__(self, "source_context", self.context)
-            if not self.num_encoder_layers:
-                problems.append("num_encoder_layers is 0, an encoder-decoder needs at least 1")
-        else:
-            for name in ("num_encoder_layers", "source_vocab_size", "source_context"):
-                if getattr(self, name):
-                    problems.append(f"{name} is {getattr(self, name)}, a decoder-only model has none")
+    def _size_problems(self) -> list[str]:
+        needed = ("vocab_size", "context", "d_model", "num_layers", "num_heads", "d_ff")
+        derived = ("num_kv_heads", "head_dim", "num_encoder_layers", "source_vocab_size", "source_context")
+        return [
+            *(f"{name} is {size}, must be at least 1" for name in needed if (size := getattr(self, name)) < 1),
+            *(f"{name} is {size}, must not be negative" for name in derived if (size := getattr(self, name)) < 0),
+        ]
 
-        if self.num_heads % self.num_kv_heads:
-            problems.append(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.positions is Positions.ROTARY and self.head_dim % 2:
-            problems.append(f"head_dim {self.head_dim} is odd, rotary positions turn pairs")
-        if self.positions is Positions.SINUSOIDAL and self.d_model % 2:
-            problems.append(f"d_model {self.d_model} is odd, sinusoidal positions come in pairs")
+    def _number_problems(self) -> list[str]:
+        problems = []
         if not (math.isfinite(self.rope_theta) and self.rope_theta > 1.0):
             problems.append(f"rope_theta is {self.rope_theta}, must be finite and above 1")
         if not (math.isfinite(self.norm_epsilon) and self.norm_epsilon > 0.0):
             problems.append(f"norm_epsilon is {self.norm_epsilon}, must be finite and positive")
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}, must be in [0, 1)")
-        for name in ("pad_id", "bos_id", "eos_id"):
-            if not 0 <= getattr(self, name) < self.vocab_size:
-                problems.append(f"{name} is {getattr(self, name)}, must be in [0, {self.vocab_size})")
-        if problems:
-            raise ConfigError(problems)
+        problems += [
+            f"{name} is {token}, must be in [0, {self.vocab_size})"
+            for name in ("pad_id", "bos_id", "eos_id")
+            if not 0 <= (token := getattr(self, name)) < self.vocab_size
+        ]
+        return problems
+
+    def _derive(self) -> list[str]:
+        """Fills in the sizes left at zero; returns the problems.
+
+        Done here, once, so that every reader sees numbers and never a zero that means something; the instance is still
+        under construction, so nothing observes the change.
+        """
+        problems = []
+        if not self.num_kv_heads:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if not self.head_dim and self.d_model % self.num_heads:
+            problems.append(f"d_model {self.d_model} is not a multiple of num_heads {self.num_heads}")
+        elif not self.head_dim:
+            object.__setattr__(self, "head_dim", self.d_model // self.num_heads)
+        if self.is_encoder_decoder:
+            if not self.source_vocab_size:
+                object.__setattr__(self, "source_vocab_size", self.vocab_size)
+            if not self.source_context:
+                object.__setattr__(self, "source_context", self.context)
+        return problems
+
+    def _relation_problems(self) -> list[str]:
+        problems = []
+        if self.is_encoder_decoder:
+            if not self.num_encoder_layers:
+                problems.append("num_encoder_layers is 0, an encoder-decoder needs at least 1")
+        else:
+            problems += [
+                f"{name} is {size}, a decoder-only model has none"
+                for name in ("num_encoder_layers", "source_vocab_size", "source_context")
+                if (size := getattr(self, name))
+            ]
+        if self.num_heads % self.num_kv_heads:
+            problems.append(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.positions is Positions.ROTARY and self.head_dim % 2:
+            problems.append(f"head_dim {self.head_dim} is odd, rotary positions turn pairs")
+        if self.positions is Positions.SINUSOIDAL and self.d_model % 2:
+            problems.append(f"d_model {self.d_model} is odd, sinusoidal positions come in pairs")
+        return problems
 
     def _coerce_enums(self) -> list[str]:
         """Turns strings into enum members, as configuration files hold strings; returns the problems."""

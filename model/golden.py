@@ -9,6 +9,8 @@ NumPy only.
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,9 @@ import numpy.typing as npt
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
+
+_ABSOLUTE_TOLERANCE = 1e-4
+_RELATIVE_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,15 @@ class CaseResult:
     passed: bool
 
 
+def fp32_tolerance(cases: Iterable[GoldenCase]) -> float:
+    """The largest absolute error of a logit that passes in float32, one figure for all of an artefact's cases.
+
+    1e-4, or 1e-5 of the largest golden logit where that is more: float32 rounding grows with what it rounds.
+    """
+    largest = max((float(np.abs(case.logits).max()) for case in cases), default=0.0)
+    return max(_ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE * largest)
+
+
 def compare(case: GoldenCase, logits: Float32, tolerance: float) -> CaseResult:
     """Judges replayed `logits` `[N, V]` against the case's: every absolute error within `tolerance`.
 
@@ -76,16 +90,25 @@ def check_steps(case: GoldenCase) -> None:
     """Asserts that a case's schedule is one a runner may meet: in order, and batched only one token at a time.
 
     Raises:
-        ValueError: naming the step.
+        ValueError: naming the step, or what else does not fit together.
     """
     computed = [0] * len(case.sequences)
     for index, step in enumerate(case.steps):
+        rows = [feed.row for feed in step]
+        if not step or len(set(rows)) != len(rows) or not set(rows) <= set(range(len(case.sequences))):
+            raise ValueError(f"{case.name}: step {index} feeds rows {rows} of {len(case.sequences)}")
         if len(step) > 1 and any(feed.count != 1 for feed in step):
             raise ValueError(f"{case.name}: step {index} batches rows of several tokens")
         for feed in step:
-            if feed.start != computed[feed.row] or feed.start + feed.count > len(case.sequences[feed.row]):
+            end = feed.start + feed.count
+            if feed.count < 1 or feed.start != computed[feed.row] or end > len(case.sequences[feed.row]):
                 raise ValueError(f"{case.name}: step {index} feeds row {feed.row} out of order")
-            computed[feed.row] += feed.count
+            computed[feed.row] = end
+    num_feeds = sum(len(step) for step in case.steps)
+    if not num_feeds or case.logits.ndim != 2 or len(case.logits) != num_feeds:
+        raise ValueError(f"{case.name}: {num_feeds} feeds, logits of shape {list(case.logits.shape)}")
+    if len(case.sources) not in (0, len(case.sequences)):
+        raise ValueError(f"{case.name}: {len(case.sources)} sources for {len(case.sequences)} sequences")
 
 
 def save(path: Path, cases: Iterable[GoldenCase]) -> None:
@@ -114,7 +137,7 @@ def load(path: Path) -> tuple[GoldenCase, ...]:
         ValueError: when it is not a well-formed set of cases.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             cases = []
             for number, entry in enumerate(json.loads(arrays["index"].tobytes())):
 
@@ -131,7 +154,7 @@ def load(path: Path) -> tuple[GoldenCase, ...]:
                         arrays[f"{number}/logits"].astype(np.float32),
                     )
                 )
-    except (KeyError, TypeError, OSError) as error:
+    except (KeyError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path.name} is not a set of golden cases: {error}") from error
     for case in cases:
         check_steps(case)

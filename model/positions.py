@@ -9,6 +9,7 @@ Sources: sinusoids, Vaswani et al. (2017), section 3.5; rotations, Su et al., "R
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig, Positions
@@ -65,7 +66,7 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, position_ids: Tensor) -> Tensor:
         """`[...] int64` → `[..., d]`."""
-        return self.table[position_ids]
+        return F.embedding(position_ids, self.table)
 
 
 class RotaryPositions(nn.Module):

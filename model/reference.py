@@ -1,7 +1,7 @@
 """The oracle: slow decoding without a cache, by the paper's formula, that everything faster is compared with.
 
-Each call runs the whole model over the whole sequence, one sequence at a time, unpadded, in evaluation mode and float32,
-with `attend` and no fused kernel. Nothing is reused from token to token, so nothing can be stale.
+Each call runs the whole model over the whole sequence, one sequence at a time, unpadded, in evaluation mode and
+float32, with `attend` and no fused kernel. Nothing is reused from token to token, so nothing can be stale.
 """
 
 from __future__ import annotations

@@ -117,7 +117,9 @@ class ServeConfig:
     max_queue_size: Annotated[int, Option("requests that may wait besides, per model", _integer(0, 1_000_000))] = 256
     prefill_chunk: Annotated[int, Option("prompt tokens computed per step", _integer(1, 65536))] = 256
     threads: Annotated[int | None, Option("threads per graph; default: the machine's cores", _integer(1, 1024))] = None
-    spin: Annotated[bool, Option("let idle graph threads spin: lower latency, one busy core each", _boolean)] = False
+    spin: Annotated[
+        bool, Option("let graph threads spin between operators: faster on a machine of one's own", _boolean)
+    ] = True
     drain_grace_seconds: Annotated[float, Option("time for requests in flight to end", _number(0, 3600))] = 30.0
     max_message_bytes: Annotated[int, Option("largest message in bytes, either way", _integer(1024, 1 << 30))] = 4 << 20
     log_level: Annotated[LogLevel, Option("least severe message logged", _log_level)] = LogLevel.INFO
@@ -209,10 +211,11 @@ def _collect(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m service", description="Serve transformers over gRPC, or ask one.")
     commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve", help="serve every model of a folder")
+    # Abbreviated flags would change their meaning when a longer one is added.
+    serve = commands.add_parser("serve", help="serve every model of a folder", allow_abbrev=False)
     for config in (ServeConfig, RequestLimits):
         _add_options(serve, config)
-    ask = commands.add_parser("ask", help="ask a served model")
+    ask = commands.add_parser("ask", help="ask a served model", allow_abbrev=False)
     ask.add_argument("model", help="the model's name")
     ask.add_argument("text", help="the prompt or source text")
     _add_options(ask, AskConfig)

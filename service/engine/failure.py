@@ -11,7 +11,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def report_failure(what: str, cause: BaseException | None = None) -> EngineFailed:
-    """Logs `what` (with `cause`'s traceback) under a fresh id; the error to end the request with carries only the id."""
+    """Logs `what` and `cause`'s traceback under a fresh id; the error to end the request with carries only the id."""
     error_id = secrets.token_hex(8)
     _LOGGER.error("%s: %s", error_id, what, exc_info=cause)
     return EngineFailed(error_id)

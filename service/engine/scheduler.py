@@ -1,9 +1,9 @@
 """Who computes what in the next step: continuous batching over slots, for both families by the same code.
 
-There are no phases. Every sequence has `num_computed_tokens`, which catches up with `num_tokens` in *pieces* that end at
-absolute multiples of the chunk (one for an encoder-decoder, whose graph decodes token by token). A piece of one token
-joins the batched run, a longer one is a prefill chunk of its own. So the shapes that a request meets are a function of
-that request alone; only how many rows share the batched run depends on the company.
+There are no phases. Every sequence has `num_computed_tokens`, which catches up with `num_tokens` in *pieces* that end
+at absolute multiples of the chunk (one for an encoder-decoder, whose graph decodes token by token). A piece of one
+token joins the batched run, a longer one is a prefill chunk of its own. So the shapes that a request meets are a
+function of that request alone; only how many rows share the batched run depends on the company.
 
 Requests get slots first come, first served. What is promised, and checked by the tests:
 
@@ -11,8 +11,8 @@ Requests get slots first come, first served. What is promised, and checked by th
   steps, and its next chunk comes before anybody is admitted: behind prompts of m chunks in all, a prompt of c chunks is
   computed after at most m + c steps.
 * Running rows wait, per step, for `max_prefill_tokens` of prompts at most, or for one source that is longer than that.
-* A new request starts in the first step that finds it with a free slot and prefill budget. Aborted, expired and finished
-  sequences lose their slot before the next step is planned.
+* A new request starts in the first step that finds it with a free slot and prefill budget. Aborted, expired and
+  finished sequences lose their slot before the next step is planned.
 * Every request that `add` accepted gets exactly one terminal event.
 
 Runs on the engine thread alone; knows no tensors, no clock (it is told the time) and no transport.
@@ -20,17 +20,19 @@ Runs on the engine thread alone; knows no tensors, no clock (it is told the time
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
-from collections import OrderedDict, abc
-from collections.abc import Callable
+from collections import OrderedDict, abc, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from service.engine.batch import DecodeRow, EncodeGroup, EncodeRow, KVMove, PrefillChunk, SampleRow, ScheduledBatch
+from service.engine.batch import KVMove, ScheduledBatch
+from service.engine.plan import Pieces, StepPlan
 from service.engine.sampler import SampledToken
 from service.engine.sequence import Sequence
 from service.engine.slots import SlotTable
 from service.engine.text import Decode, TextStream
-from service.engine.types import FinishReason, GenerationRequest, StoppingParams, TokenEvent
+from service.engine.types import FinishReason, GenerationRequest, TokenEvent
 from service.errors import EngineFailed, InvalidRequest, PromptTooLong, StartupError
 
 
@@ -101,7 +103,11 @@ class Scheduler:
         self._model = model
         self._decode = decode
         self._draw_seed = draw_seed
-        self._chunk = 1 if model.is_encoder_decoder else limits.prefill_chunk
+        self.pieces = Pieces(
+            chunk=1 if model.is_encoder_decoder else limits.prefill_chunk,
+            source_padding=limits.source_padding,
+            source_context=model.source_context or 0,
+        )
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._slots: SlotTable[Sequence] = SlotTable(limits.max_batch_size)
         self._live: dict[str, Sequence] = {}
@@ -125,6 +131,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def max_batch_size(self) -> int:
+        """How many sequences can hold a slot."""
+        return self._limits.max_batch_size
+
+    @property
     def kv_usage_ratio(self) -> float:
         """Share of the K/V memory that is taken; a slot is taken whole."""
         return len(self._slots) / self._slots.capacity
@@ -133,7 +144,7 @@ class Scheduler:
         """Queues a request.
 
         Raises:
-            InvalidRequest: when the id is in use, or the prompt empty or too long; nothing was queued then.
+            InvalidRequest: when the id is in use or a length is out of range; nothing was queued then.
         """
         if request.request_id in self._live:
             raise InvalidRequest("request_id", request.request_id, "must not be in use by another request")
@@ -151,12 +162,139 @@ class Scheduler:
         `now` is in `time.monotonic()` seconds. Every call must be followed by one of `commit` or `fail_running`.
         """
         self._reap(now)
-        decode_slots: list[int] = []
-        prefills: list[PrefillChunk] = []
-        encodes: list[EncodeRow] = []
-        budget = self._limits.max_prefill_tokens
+        plan = StepPlan(self.pieces, self._limits.max_prefill_tokens)
         for slot, sequence in enumerate(self._slots):
-            budget -= self._plan(slot, sequence, budget, decode_slots, prefills)
-        while self._waiting and self._slots.num_free and self._can_start(next(iter(self._waiting.values())), budget):
-            ...
-        raise NotImplementedError
+            plan.feed(slot, sequence)
+        while self._waiting and self._slots.num_free and plan.can_start(next(iter(self._waiting.values()))):
+            _, sequence = self._waiting.popitem(last=False)
+            sequence.scheduled_time = now
+            plan.start(self._slots.append(sequence), sequence)
+        moves, self._moves = tuple(self._moves), []
+        return plan.build(moves, self._slots)
+
+    def commit(
+        self, batch: ScheduledBatch, sampled: abc.Sequence[SampledToken | EngineFailed], now: float
+    ) -> tuple[TokenEvent, ...]:
+        """Moves every sequence of `batch` forward: the only place where that happens.
+
+        `sampled` answers `batch.samples` one by one. Returns all events since the last call, in schedule order.
+        """
+        for slot, row in enumerate(batch.decode):
+            if not row.is_padding:
+                self._slots[slot].num_computed_tokens += 1
+        for chunk in batch.prefills:
+            self._slots[chunk.slot].num_computed_tokens += len(chunk.token_ids)
+        finished = [
+            row.slot
+            for row, result in zip(batch.samples, sampled, strict=True)
+            if self._advance(self._slots[row.slot], result, now)
+        ]
+        self._release(finished)
+        return self._take_events()
+
+    def fail_running(self, error: EngineFailed, now: float) -> tuple[TokenEvent, ...]:
+        """Ends every sequence that holds a slot, because a step failed and their K/V is in doubt."""
+        for sequence in self._slots:
+            if sequence.request.request_id in self._live:
+                self._end(sequence, TokenEvent(request_id=sequence.request.request_id, error=error), now)
+        self._slots = SlotTable(self._limits.max_batch_size)
+        self._moves.clear()
+        return self._take_events()
+
+    def check_invariants(self) -> None:
+        """Asserts what holds between steps: every live sequence is in one place, and every resident one has K/V.
+
+        Raises:
+            AssertionError: saying what broke.
+        """
+        self._slots.check_invariants()
+        homes = [*self._waiting.values(), *self._slots]
+        if len(homes) != len(self._live) or set(homes) != set(self._live.values()):
+            raise AssertionError(f"{len(self._live)} live sequences, {len(homes)} in the queue and in slots")
+        for slot, sequence in enumerate(self._slots):
+            if not 0 < sequence.num_computed_tokens < sequence.num_tokens < sequence.max_num_tokens:
+                raise AssertionError(f"slot {slot}: {sequence.num_computed_tokens} of {sequence.num_tokens} computed")
+        if any(sequence.num_computed_tokens for sequence in self._waiting.values()):
+            raise AssertionError("a waiting sequence has K/V")
+
+    def _new_sequence(self, request: GenerationRequest) -> Sequence:
+        prompt, stopping = request.prompt_token_ids, request.stopping
+        limit = self._model.context if self._model.source_context is None else self._model.source_context + 1
+        if not prompt:
+            raise InvalidRequest("prompt", prompt, "must have at least 1 token")
+        if len(prompt) >= limit:
+            raise PromptTooLong("prompt", len(prompt), f"must have fewer than {limit} tokens")
+        if stopping.max_tokens < 1:
+            raise InvalidRequest("stopping.max_tokens", stopping.max_tokens, "must be at least 1")
+        token_ids = [self._model.decoder_start_id] if self._model.is_encoder_decoder else list(prompt)
+        return Sequence(
+            request=request,
+            token_ids=token_ids,
+            source_token_ids=prompt if self._model.is_encoder_decoder else (),
+            max_num_tokens=min(self._model.context, len(token_ids) + stopping.max_tokens),
+            eos_ids=frozenset() if stopping.ignore_eos else self._model.eos_ids,
+            seed=self._draw_seed() if request.sampling.seed is None else request.sampling.seed,
+            text=TextStream(self._decode, stopping.stop, include_stop=stopping.include_stop_in_output)
+            if stopping.stop
+            else None,
+        )
+
+    def _reap(self, now: float) -> None:
+        """Ends aborted and expired sequences, wherever they are."""
+        leaving = [
+            (sequence, FinishReason.CANCELLED if request_id in self._aborted else FinishReason.DEADLINE)
+            for request_id, sequence in self._live.items()
+            if request_id in self._aborted
+            or (sequence.request.deadline is not None and now >= sequence.request.deadline)
+        ]
+        for sequence, reason in leaving:
+            request_id = sequence.request.request_id
+            self._waiting.pop(request_id, None)
+            event = TokenEvent(request_id=request_id, text=sequence.flush_text(), finish_reason=reason)
+            self._end(sequence, event, now)
+        self._aborted.clear()
+        if leaving:
+            self._release(
+                slot for slot, sequence in enumerate(self._slots) if sequence.request.request_id not in self._live
+            )
+
+    def _advance(self, sequence: Sequence, result: SampledToken | EngineFailed, now: float) -> bool:
+        """Appends a sampled token and tells of it; whether the sequence is over."""
+        request_id = sequence.request.request_id
+        if isinstance(result, EngineFailed):
+            self._end(sequence, TokenEvent(request_id=request_id, error=result), now)
+            return True
+        appended = sequence.append(result.token_id, now)
+        event = TokenEvent(
+            request_id=request_id,
+            token_id=result.token_id,
+            text=appended.text,
+            logprobs=result.logprobs,
+            finish_reason=appended.finish_reason,
+            matched_stop=appended.matched_stop,
+        )
+        if not event.is_terminal:
+            self._events.append(event)
+            return False
+        self._end(sequence, event, now)
+        return True
+
+    def _end(self, sequence: Sequence, event: TokenEvent, now: float) -> None:
+        """Makes `event` the sequence's terminal one; its slot is still its own."""
+        del self._live[sequence.request.request_id]
+        self._events.append(dataclasses.replace(event, timings=sequence.timings(now)))
+
+    def _release(self, slots: Iterable[int]) -> None:
+        """Frees slots and notes the moves; nobody who stays moves twice, for K/V may be megabytes."""
+        freed = deque(sorted(slots))
+        while freed:
+            is_last = freed[-1] == len(self._slots) - 1
+            if move := self._slots.remove(freed.pop() if is_last else freed.popleft()):
+                moved = self._slots[move.target]
+                self._moves.append(
+                    KVMove(move.source, move.target, moved.num_computed_tokens, len(moved.source_token_ids))
+                )
+
+    def _take_events(self) -> tuple[TokenEvent, ...]:
+        events, self._events = tuple(self._events), []
+        return events

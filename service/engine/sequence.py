@@ -27,9 +27,9 @@ class Appended:
 class Sequence:
     """One request in the engine.
 
-    `token_ids` are the decoder's, of which the first `num_prompt_tokens` were given and `num_computed_tokens` are in the
-    KV cache. `max_num_tokens` is where the output must end at the latest. `text` is there only for requests with stop
-    strings; everyone else's tokens become text outside the engine.
+    `token_ids` are the decoder's, of which the first `num_prompt_tokens` were given and `num_computed_tokens` are in
+    the KV cache. `max_num_tokens` is where the output must end at the latest. `text` is there only for requests with
+    stop strings; everyone else's tokens become text outside the engine.
     """
 
     request: GenerationRequest

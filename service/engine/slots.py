@@ -1,8 +1,8 @@
 """Which row of the KV buffers belongs to whom, in plain ints.
 
-Rows in use are always `0 … n-1`, so that a decode step is a prefix view of every buffer and no gather is needed. When an
-owner leaves, the last row takes its place: `remove` says which contents have to move and moves nothing itself. Knows
-nothing of sequences, tokens or tensors.
+Rows in use are always `0 … n-1`, so that a decode step is a prefix view of every buffer and no gather is needed. When
+an owner leaves, the last row takes its place: `remove` says which contents have to move and moves nothing itself.
+Knows nothing of sequences, tokens or tensors.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ _MAX_INCOMPLETE_CHARACTERS = 3
 class TextStream:
     """The text of one output as it grows.
 
-    The pieces returned by `push` and `flush` concatenate to `decode` of all tokens pushed, cut at the first stop string.
-    That holds for every decoder whose text only ever grows once its trailing replacement characters are set aside:
-    byte-level, character and word pieces do. (A byte-fallback decoder may take a character back when an invalid byte
-    follows it; text already returned then stands.)
+    The pieces returned by `push` and `flush` concatenate to `decode` of all tokens pushed, cut at the first stop
+    string. That holds for every decoder whose text only ever grows once its trailing replacement characters are set
+    aside: byte-level, character and word pieces do. (A byte-fallback decoder may take a character back when an
+    invalid byte follows it; text already returned then stands.)
 
     Args:
         decode: ids to text, special tokens skipped.

@@ -236,6 +236,7 @@ class ModelCapabilities(_message.Message):
     COST_FIELD_NUMBER: _builtins.int
     SCORING_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
     streaming: _builtins.bool
     """`GenerateStream`."""
     sampling: _builtins.bool
@@ -266,6 +267,8 @@ class ModelCapabilities(_message.Message):
     """`Score` and `response.prompt_logprobs`."""
     explain: _builtins.bool
     """`Explain`."""
+    min_tokens: _builtins.bool
+    """`stopping.min_tokens`."""
     def __init__(
         self,
         *,
@@ -284,10 +287,11 @@ class ModelCapabilities(_message.Message):
         cost: _builtins.bool = ...,
         scoring: _builtins.bool = ...,
         explain: _builtins.bool = ...,
+        min_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam_search", b"beam_search", "chat", b"chat", "cost", b"cost", "explain", b"explain", "logit_control", b"logit_control", "logprobs", b"logprobs", "multiple_outputs", b"multiple_outputs", "partial_on_deadline", b"partial_on_deadline", "penalties", b"penalties", "priority", b"priority", "sampling", b"sampling", "scoring", b"scoring", "stop_strings", b"stop_strings", "streaming", b"streaming", "target_prefix", b"target_prefix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam_search", b"beam_search", "chat", b"chat", "cost", b"cost", "explain", b"explain", "logit_control", b"logit_control", "logprobs", b"logprobs", "min_tokens", b"min_tokens", "multiple_outputs", b"multiple_outputs", "partial_on_deadline", b"partial_on_deadline", "penalties", b"penalties", "priority", b"priority", "sampling", b"sampling", "scoring", b"scoring", "stop_strings", b"stop_strings", "streaming", b"streaming", "target_prefix", b"target_prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -303,7 +307,6 @@ class ParitySummary(_message.Message):
     NUM_CASES_FIELD_NUMBER: _builtins.int
     MAX_ABS_ERROR_FIELD_NUMBER: _builtins.int
     MIN_AGREEMENT_FIELD_NUMBER: _builtins.int
-    PROVIDER_FIELD_NUMBER: _builtins.int
     passed: _builtins.bool
     """Whether every case passed."""
     num_cases: _builtins.int
@@ -312,8 +315,6 @@ class ParitySummary(_message.Message):
     """Largest absolute difference of a logit, over all cases."""
     min_agreement: _builtins.float
     """Smallest share of positions, over all cases, at which both choose the same token greedily."""
-    provider: _builtins.str
-    """Execution provider in use, as ONNX Runtime names it."""
     def __init__(
         self,
         *,
@@ -321,11 +322,10 @@ class ParitySummary(_message.Message):
         num_cases: _builtins.int = ...,
         max_abs_error: _builtins.float = ...,
         min_agreement: _builtins.float = ...,
-        provider: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_abs_error", b"max_abs_error", "min_agreement", b"min_agreement", "num_cases", b"num_cases", "passed", b"passed", "provider", b"provider"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_abs_error", b"max_abs_error", "min_agreement", b"min_agreement", "num_cases", b"num_cases", "passed", b"passed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

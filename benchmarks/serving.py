@@ -1,0 +1,47 @@
+"""A server of one's own for as long as a measurement lasts: a real process on a free loopback port.
+
+Knows how to start it, where it listens and how to stop it by its id; knows nothing of what it is asked.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+_READY = re.compile(r"listening on (\S+?:\d+)")
+_STOP_SECONDS = 60
+
+
+@contextmanager
+def serving(models: Path, *flags: str) -> Iterator[str]:
+    """Serves the artefacts under `models`; yields "host:port" once every model has passed its proof.
+
+    Raises:
+        RuntimeError: when the server ends before it is ready, or does not end cleanly.
+    """
+    command: Sequence[str] = [sys.executable, "-m", "service", "serve", "--models", str(models), "--port", "0", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield _wait_ready(process)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                code = process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise RuntimeError(f"the server did not stop within {_STOP_SECONDS} s") from None
+        if code != 0:
+            raise RuntimeError(f"the server exited with {code}")
+
+
+def _wait_ready(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None  # noqa: S101 (PIPE was asked for; this tells the type checker)
+    for line in process.stdout:
+        if match := _READY.search(line):
+            return match[1]
+    raise RuntimeError(f"the server ended before it was ready, exit code {process.wait()}")

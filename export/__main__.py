@@ -1,0 +1,126 @@
+"""The exporter's command line.
+
+    python -m export CHECKPOINT --out DIR [--device cpu] [--precision fp32]
+    python -m export verify ARTEFACT
+
+Progress goes to stderr; stdout holds the parity table and, as its last line, one JSON object. Exit status: 0 proven,
+1 parity failed or the artefact is damaged, 2 what was asked for cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from export.verify import ParityReport, Verdict, draw, finite, verify
+from model.artifact import ArtifactError, Device, Precision
+
+EXIT_PROVEN = 0
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one command and returns its exit status."""
+    if arguments and arguments[0] == "verify":
+        return _verify(_verify_parser().parse_args(arguments[1:]))
+    return _export(_export_parser().parse_args(arguments))
+
+
+def _export_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m export",
+        description="Turns a checkpoint folder into an artefact folder: ONNX graphs, golden cases, proof.",
+        epilog="`python -m export verify ARTEFACT` proves an artefact again.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="folder that `python -m model train` or `init` wrote")
+    parser.add_argument("--out", type=Path, required=True, help="artefact folder; an artefact there is replaced")
+    parser.add_argument("--device", type=Device, choices=list(Device), default=Device.CPU)
+    parser.add_argument("--precision", type=Precision, choices=list(Precision), default=Precision.FP32)
+    return parser
+
+
+def _verify_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m export verify",
+        description="Checks an artefact's files and replays its golden cases on ONNX Runtime.",
+    )
+    parser.add_argument("artefact", type=Path, help="folder that `python -m export` wrote")
+    return parser
+
+
+def _export(options: argparse.Namespace) -> int:
+    # Torch takes seconds to load: `verify` and `--help` do without it.
+    from export.emit import EmitError
+    from export.exporter import ParityError, Refused, export
+    from export.golden_cases import GoldenCaseError
+    from model import checkpoint
+
+    began = time.monotonic()
+    result: dict[str, Any] = {"artefact": str(options.out)}
+    try:
+        with _progress() as on_stage:
+            on_stage("checkpoint")
+            source = checkpoint.load(options.checkpoint)
+            report = export(source, options.out, options.device, options.precision, on_stage)
+    except (Refused, checkpoint.CheckpointError) as error:
+        return _finish(result | {"problems": error.problems}, EXIT_REFUSED)
+    except ParityError as error:
+        return _finish(result | _summary(error.report), EXIT_FAILED)
+    except (EmitError, GoldenCaseError, ArtifactError) as error:
+        return _finish(result | {"problems": [str(error)]}, EXIT_FAILED)
+    num_bytes = sum(path.stat().st_size for path in options.out.iterdir())
+    cost = {"num_bytes": num_bytes, "seconds": round(time.monotonic() - began, 1)}
+    return _finish(result | _summary(report) | cost, EXIT_PROVEN)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    result: dict[str, Any] = {"artefact": str(options.artefact)}
+    try:
+        with _progress() as on_stage:
+            on_stage("checksums")
+            report = verify(options.artefact, lambda name: on_stage(f"replaying {name}"))
+    except ArtifactError as error:
+        return _finish(result | {"problems": error.problems}, EXIT_FAILED)
+    return _finish(result | _summary(report), EXIT_PROVEN if report.verdict is Verdict.PASSED else EXIT_FAILED)
+
+
+def _summary(report: ParityReport) -> dict[str, Any]:
+    """Draws the table, which belongs before the last line, and returns what that line says of it."""
+    Console().print(draw(report))
+    return {
+        "verdict": report.verdict,
+        "max_abs_error": finite(report.max_abs_error),
+        "num_cases": len(report.cases),
+        "provider": report.provider,
+    }
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """What is being done, on stderr: a line that changes on a terminal, a line for each stage elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda stage: print(stage, file=sys.stderr)
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+def _finish(result: Mapping[str, Any], code: int) -> int:
+    for problem in result.get("problems", ()):
+        print(problem, file=sys.stderr)
+    print(json.dumps(result, allow_nan=False))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,198 @@
+"""From a checkpoint to an artefact: graphs, tokenizers, golden cases, proof, manifest, then one rename.
+
+Everything is made in a folder beside the target and moved into place when it is proven, so that a reader meets a whole
+artefact or none, and one that fails its proof never appears.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+import onnx
+import torch
+from tokenizers import Tokenizer
+
+from export.emit import emit
+from export.golden_cases import make_cases
+from export.graphs import OPSET, DecoderGraph, EncoderGraph, unsupported
+from export.verify import ParityReport, Verdict, replay, runtime_versions
+from model import artifact, golden
+from model.artifact import DECODER, ENCODER, Device, GraphSpec, Manifest, Precision
+from model.checkpoint import Checkpoint
+from model.transformer import EncoderDecoder
+
+
+class Refused(Exception):
+    """What was asked for cannot be exported; `problems` lists every reason."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(problems))
+
+
+class ParityError(Exception):
+    """The exported graphs do not answer as PyTorch does; `report` says where."""
+
+    def __init__(self, report: ParityReport) -> None:
+        self.report = report
+        failed = [case.name for case in report.cases if not case.passed]
+        super().__init__(f"parity failed in {len(failed)} of {len(report.cases)} cases: {', '.join(failed)}")
+
+
+def export(
+    checkpoint: Checkpoint,
+    out: Path,
+    device: Device,
+    precision: Precision,
+    on_stage: Callable[[str], None],
+) -> ParityReport:
+    """Writes the artefact folder `out`, replacing an artefact that is there already.
+
+    Args:
+        checkpoint: what to export.
+        out: made if missing; a folder that is neither empty nor an artefact is left alone and refused.
+        device: the provider to build for.
+        precision: the arithmetic of matrix products.
+        on_stage: told what is being done, before it is done.
+
+    Raises:
+        Refused: when the device, the precision, the model or the folder is not one that can be exported to or from.
+        ParityError: when the graphs fail their proof; nothing is written.
+        GoldenCaseError: when the checkpoint's own logits are not finite.
+        EmitError: when the graphs do not come out as they must.
+    """
+    problems = [*_check_target(device, precision), *unsupported(checkpoint.config), *_check_tokenizers(checkpoint)]
+    problems += _check_folder(out)
+    if problems:
+        raise Refused(problems)
+    with _replacing(out) as folder:
+        on_stage("golden cases by the reference")
+        cases = make_cases(checkpoint.model)
+        golden.save(folder / artifact.GOLDEN, cases)
+        _copy_tokenizers(checkpoint, folder)
+        graphs = _write_graphs(checkpoint, folder, on_stage)
+        draft = _draft(checkpoint, device, precision, graphs)
+        report = replay(folder, draft, cases, lambda name: on_stage(f"replaying {name}"))
+        if report.verdict is not Verdict.PASSED:
+            raise ParityError(report)
+        (folder / artifact.PARITY).write_text(report.to_json(), encoding="utf-8")
+        files = {path.name: artifact.hash_file(path) for path in sorted(folder.iterdir())}
+        manifest = dataclasses.replace(draft, files=files)
+        (folder / artifact.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        on_stage("checking the artefact as a server would")
+        artifact.load(folder)
+    return report
+
+
+def _check_target(device: Device, precision: Precision) -> list[str]:
+    problems = []
+    if device is not Device.CPU:
+        problems.append(f"device {device} is not supported yet, only {Device.CPU}")
+    if precision is not Precision.FP32:
+        problems.append(f"precision {precision} is not supported yet, only {Precision.FP32}")
+    return problems
+
+
+def _check_tokenizers(checkpoint: Checkpoint) -> list[str]:
+    """A tokenizer must not make ids that the model has no embedding for."""
+    config = checkpoint.config
+    sizes = [(checkpoint.target_tokenizer, config.vocab_size)]
+    if config.is_encoder_decoder:
+        sizes.append((checkpoint.tokenizer, config.source_vocab_size))
+    problems = []
+    for path, limit in sizes:
+        largest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values(), default=0)
+        if largest >= limit:
+            problems.append(f"{path.name} has ids up to {largest}, the model embeds {limit}")
+    return problems
+
+
+def _check_folder(out: Path) -> list[str]:
+    if not out.exists():
+        return []
+    if not out.is_dir():
+        return [f"{out} is a file"]
+    if any(out.iterdir()) and not _is_artefact(out):
+        return [f"{out} is neither empty nor an artefact: it is not overwritten"]
+    return []
+
+
+def _is_artefact(folder: Path) -> bool:
+    """Whether a folder's manifest.json is one of ours, of whatever format version."""
+    try:
+        manifest = json.loads((folder / artifact.MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and {"format_version", "graphs"} <= manifest.keys()
+
+
+def _write_graphs(checkpoint: Checkpoint, folder: Path, on_stage: Callable[[str], None]) -> dict[str, GraphSpec]:
+    model = checkpoint.model
+    on_stage("decoder graph")
+    graphs = {DECODER: emit(DecoderGraph(model), folder / f"{DECODER}.onnx")}
+    if isinstance(model, EncoderDecoder):
+        on_stage("encoder graph")
+        graphs[ENCODER] = emit(EncoderGraph(model), folder / f"{ENCODER}.onnx")
+    return graphs
+
+
+def _copy_tokenizers(checkpoint: Checkpoint, folder: Path) -> None:
+    shutil.copyfile(checkpoint.tokenizer, folder / artifact.TOKENIZER)
+    if checkpoint.target_tokenizer != checkpoint.tokenizer:
+        shutil.copyfile(checkpoint.target_tokenizer, folder / artifact.TARGET_TOKENIZER)
+
+
+def _draft(checkpoint: Checkpoint, device: Device, precision: Precision, graphs: Mapping[str, GraphSpec]) -> Manifest:
+    """The manifest but for its checksums, which come last."""
+    config = checkpoint.config
+    return Manifest(
+        config=config,
+        device=device,
+        precision=precision,
+        opset=OPSET,
+        eos_ids=(config.eos_id,),
+        pad_id=config.pad_id,
+        decoder_start_id=config.bos_id,
+        graphs=graphs,
+        files={},
+        training=checkpoint.training,
+        versions={
+            **runtime_versions(),
+            "onward": _own_version(),
+            "torch": torch.__version__,
+            "onnx": onnx.__version__,
+        },
+    )
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("onward")
+    except metadata.PackageNotFoundError:  # run from a source tree that was never installed
+        return "uninstalled"
+
+
+@contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to fill; it takes `out`'s place if the block ends well and vanishes if not."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as workshop:
+        folder = Path(workshop) / "new"
+        folder.mkdir()
+        yield folder
+        old = Path(workshop) / "old"
+        if out.exists():
+            out.rename(old)
+        try:
+            folder.rename(out)
+        except OSError:
+            if old.exists():
+                old.rename(out)
+            raise

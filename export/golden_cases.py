@@ -1,0 +1,163 @@
+"""Which golden cases an artefact carries, and PyTorch's answers to them.
+
+The schedules cover what a server does: prefill of several lengths, whole and in even and uneven chunks, decoding after
+it and from the very first token, rows that join and leave a ragged batch, a context filled to its end. Tokens are
+random, from a fixed seed. The answers come from the cache-less reference, to which every way of splitting a sequence is
+held.
+
+Bounded for large models: a case's length by what the reference may hold in memory and what a replay may cost at every
+start of a server, the number of logits by the file's size, about 40 rows where the vocabulary is large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from model import reference
+from model.config import ModelConfig
+from model.golden import Feed, Float32, GoldenCase, Int64, Step, staggered
+from model.transformer import Transformer, num_parameters
+
+CHUNK = 256
+"""The prefill chunk that the cases straddle: the server's default."""
+
+_SEED = 20170612
+_LARGE_VOCABULARY = 8192
+_MAX_SCORE_BYTES = 256 * 2**20
+_MAX_PREFILL_MULTIPLICATIONS = 1.5e11
+_MAX_DECODE_MULTIPLICATIONS = 1e10
+_MAX_DECODE_LOGITS = 1e6
+
+
+class GoldenCaseError(Exception):
+    """The reference's own answers are no measure: they are not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A case before its answers: lengths of its rows, lengths of their sources, its schedule."""
+
+    name: str
+    lengths: tuple[int, ...]
+    steps: tuple[Step, ...]
+    source_lengths: tuple[int, ...] = ()
+
+
+def make_cases(model: Transformer) -> tuple[GoldenCase, ...]:
+    """Plans the cases that fit a model and answers them with `model.reference`.
+
+    Raises:
+        GoldenCaseError: when a logit is not finite.
+    """
+    config = model.config
+    plan = _plan_encoder_decoder if config.is_encoder_decoder else _plan_decoder_only
+    answers = _Answers(model)
+    return tuple(answers.complete(case) for case in plan(config, num_parameters(model)))
+
+
+def _plan_decoder_only(config: ModelConfig, size: int) -> Iterator[_Plan]:
+    longest = _longest(config.context, config.num_heads, _MAX_PREFILL_MULTIPLICATIONS / size)
+    for length in _fitting((1, 2, 31, CHUNK, CHUNK + 1), longest):
+        yield _Plan(f"prefill-{length}", (length,), _split(0, (length,)))
+    even = [CHUNK] * ((longest - 1) // CHUNK) + [(longest - 1) % CHUNK]
+    yield _Plan(f"chunked-{longest}", (longest,), _split(0, [*even, 1]))
+    (length,) = _fitting((70,), longest)
+    uneven = (length // 3, 1, length // 2, length - length // 3 - 1 - length // 2)
+    yield _Plan(f"uneven-chunks-{length}", (length,), _split(0, uneven))
+    (length,) = _fitting((29,), longest)
+    num_decoded = min(3, length - 1)
+    yield _Plan(f"prefill-decode-{length}", (length,), _split(0, [length - num_decoded] + [1] * num_decoded))
+    (length,) = _fitting((6,), longest)
+    yield _Plan(f"decode-{length}", (length,), _split(0, [1] * length))
+    lengths = _ragged(config, longest)
+    yield _Plan(f"ragged-{len(lengths)}", lengths, staggered(lengths))
+    pasts = _fitting((17, 2, 33), max(1, longest - 2))
+    prefills = [step for row, past in enumerate(pasts) for step in _split(row, (past,))]
+    num_decoded = min(2, longest - max(pasts))
+    decodes = [tuple(Feed(row, past + new, 1) for row, past in enumerate(pasts)) for new in range(num_decoded)]
+    lengths = tuple(past + num_decoded for past in pasts)
+    yield _Plan(f"ragged-pasts-{len(pasts)}", lengths, (*prefills, *decodes))
+
+
+def _plan_encoder_decoder(config: ModelConfig, size: int) -> Iterator[_Plan]:
+    longest_source = _longest(config.source_context, config.num_heads, _MAX_PREFILL_MULTIPLICATIONS / size)
+    max_steps = min(_MAX_DECODE_MULTIPLICATIONS / size, _MAX_DECODE_LOGITS / config.vocab_size)
+    longest = _longest(config.context, config.num_heads, max_steps)
+    for source_length in _fitting((1, 2, 15, 16, 17, longest_source), longest_source):
+        (length,) = _fitting((3,), longest)
+        yield _Plan(f"source-{source_length}", (length,), _split(0, [1] * length), (source_length,))
+    (source_length,) = _fitting((9,), longest_source)
+    yield _Plan(f"decode-{longest}", (longest,), _split(0, [1] * longest), (source_length,))
+    lengths = _ragged(config, longest)
+    sources = _clipped((7, 33, 1, 16, 20, 3, 48, 12), longest_source)[: len(lengths)]
+    yield _Plan(f"ragged-{len(lengths)}", lengths, staggered(lengths), sources)
+
+
+def _ragged(config: ModelConfig, longest: int) -> tuple[int, ...]:
+    large = config.vocab_size > _LARGE_VOCABULARY
+    return _clipped((1, 4, 2) if large else (3, 9, 1, 12, 5, 2, 17, 7), longest)
+
+
+def _longest(context: int, num_heads: int, max_tokens: float) -> int:
+    """The context, unless the reference's scores `[H, T, T] float32` or the replay would cost too much."""
+    return max(1, min(context, math.isqrt(_MAX_SCORE_BYTES // (4 * num_heads)), int(max_tokens)))
+
+
+def _clipped(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
+    return tuple(min(length, longest) for length in lengths)
+
+
+def _fitting(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
+    """The lengths clipped to the longest that fits, each once."""
+    return tuple(dict.fromkeys(_clipped(lengths, longest)))
+
+
+def _split(row: int, counts: Iterable[int]) -> tuple[Step, ...]:
+    """One row fed in pieces of these sizes, empty ones left out."""
+    bounds = accumulate((count for count in counts if count), initial=0)
+    return tuple((Feed(row, start, end - start),) for start, end in pairwise(bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """The reference's logits; cases that split one sequence differently share one computation."""
+
+    model: Transformer
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], Float32] = field(default_factory=dict)
+
+    def complete(self, plan: _Plan) -> GoldenCase:
+        """Draws the tokens and looks up the logits after every feed."""
+        config = self.model.config
+        sequences = tuple(_tokens(row, length, config.vocab_size) for row, length in enumerate(plan.lengths))
+        if config.is_encoder_decoder:
+            for sequence in sequences:
+                sequence[0] = config.bos_id
+        sources = tuple(
+            _tokens(row, length, config.source_vocab_size) for row, length in enumerate(plan.source_lengths)
+        )
+        rows = [
+            self._logits(sequences[feed.row], sources[feed.row] if sources else None)[feed.start + feed.count - 1]
+            for step in plan.steps
+            for feed in step
+        ]
+        logits = np.stack(rows)
+        if not np.isfinite(logits).all():
+            raise GoldenCaseError(f"{plan.name}: the checkpoint's own logits are not finite")
+        return GoldenCase(plan.name, sequences, sources, plan.steps, logits)
+
+    def _logits(self, sequence: Int64, source: Int64 | None) -> Float32:
+        key = (tuple(sequence.tolist()), () if source is None else tuple(source.tolist()))
+        if key not in self.known:
+            found = reference.logits(self.model, key[0], None if source is None else key[1])
+            self.known[key] = found.numpy()
+        return self.known[key]
+
+
+def _tokens(row: int, length: int, vocab_size: int) -> Int64:
+    """Random tokens, the same for the same row and length."""
+    return np.random.default_rng((_SEED, row)).integers(0, vocab_size, length, dtype=np.int64)

@@ -1,0 +1,176 @@
+"""Golden cases replayed on the exported graphs through plain ONNX Runtime sessions.
+
+A runner in a page, apart from the server's on purpose: what two independent readers of the same graphs agree on is the
+graphs' doing. Buffers are bound as past and present at once, as the graphs expect.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from model.artifact import DECODER, ENCODER, ArtifactError, GraphSpec, Manifest, TensorSpec
+from model.config import Positions
+from model.golden import Float32, GoldenCase, Step
+
+PROVIDER = "CPUExecutionProvider"
+
+_SOURCE_MULTIPLE = 16
+_ORT_DTYPES = {"tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(float)": "float32"}
+
+Array = npt.NDArray[np.generic]
+
+
+class ReplayError(Exception):
+    """ONNX Runtime could not run a graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row's buffers by decoder input name, `[1, Hkv, capacity, D]`, and its source's length in tokens."""
+
+    buffers: Mapping[str, Float32]
+    source_length: int
+
+
+class Replayer:
+    """Sessions over one artefact's graphs.
+
+    Raises:
+        ArtifactError: when ONNX Runtime refuses a graph or reads another signature in it than the manifest's.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._config = manifest.config
+        self._decoder = _open(folder, manifest.graphs[DECODER])
+        self._encoder = _open(folder, manifest.graphs[ENCODER]) if self._config.is_encoder_decoder else None
+
+    def run(self, case: GoldenCase) -> Float32:
+        """Logits `[sum of len(step), V]` in the order of the case's own.
+
+        Raises:
+            ReplayError: when ONNX Runtime fails in a step.
+        """
+        rows = self._rows(case)
+        return np.concatenate([self._step(case, step, rows) for step in case.steps])
+
+    def _rows(self, case: GoldenCase) -> list[_Row]:
+        """Zeroed K/V for every row, and its source's K/V where there is one."""
+        config = self._config
+        capacity = max(len(sequence) for sequence in case.sequences)
+        names = [f"past_{part}_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
+        shape = (1, config.num_kv_heads, capacity, config.head_dim)
+        cross = self._encode(case.sources) or [{} for _ in case.sequences]
+        lengths = [len(source) for source in case.sources] or [0] * len(case.sequences)
+        return [
+            _Row({name: np.zeros(shape, np.float32) for name in names} | memory, length)
+            for memory, length in zip(cross, lengths, strict=True)
+        ]
+
+    def _encode(self, sources: Sequence[npt.NDArray[np.int64]]) -> list[dict[str, Float32]]:
+        """Each source's cross-attention K/V, in rows of one width; sources of equal padded length share a batch."""
+        if self._encoder is None:
+            return []
+        limit = self._config.source_context
+        batches: dict[int, list[int]] = defaultdict(list)
+        for row, source in enumerate(sources):
+            batches[min(-(-len(source) // _SOURCE_MULTIPLE) * _SOURCE_MULTIPLE, limit)].append(row)
+        names = [output.name for output in self._encoder.get_outputs()]
+        encoded: list[dict[str, Float32]] = [{} for _ in sources]
+        for padded, rows in batches.items():
+            source_ids = np.full((len(rows), padded), self._config.pad_id, np.int64)
+            for index, row in enumerate(rows):
+                source_ids[index, : len(sources[row])] = sources[row]
+            lengths = np.array([len(sources[row]) for row in rows], np.int32)
+            with _naming_failures():
+                outputs = self._encoder.run(names, {"source_ids": source_ids, "source_lengths": lengths})
+            for name, values in zip(names, outputs, strict=True):
+                for index, row in enumerate(rows):
+                    width = [(0, 0), (0, max(batches) - padded), (0, 0)]
+                    encoded[row][name] = np.pad(values[index], width)[np.newaxis]
+        return encoded
+
+    def _step(self, case: GoldenCase, step: Step, rows: Sequence[_Row]) -> Float32:
+        """Runs one step and leaves the new K/V in the rows that it fed."""
+        fed = [rows[feed.row] for feed in step]
+        buffers = {name: np.concatenate([row.buffers[name] for row in fed]) for name in fed[0].buffers}
+        ends = [feed.start + feed.count for feed in step]
+        inputs: dict[str, Array] = {
+            "input_ids": np.stack([case.sequences[feed.row][feed.start : feed.start + feed.count] for feed in step]),
+            "seqlens_k": np.array(ends, np.int32) - np.int32(1),
+            "total_sequence_length": np.array(max(ends), np.int32),
+            # The last position of every row, flat: a step is one row of many tokens or many rows of one.
+            "logits_indices": np.cumsum([feed.count for feed in step], dtype=np.int64) - 1,
+        }
+        if self._config.positions is not Positions.ROTARY:
+            inputs["position_ids"] = np.stack([np.arange(feed.start, feed.start + feed.count) for feed in step])
+        if self._encoder is not None:
+            inputs["source_lengths"] = np.array([row.source_length for row in fed], np.int32)
+        logits = self._run_in_place(inputs, buffers)
+        for index, row in enumerate(fed):
+            for name, values in buffers.items():
+                row.buffers[name][0] = values[index]
+        return logits
+
+    def _run_in_place(self, inputs: Mapping[str, Array], buffers: Mapping[str, Float32]) -> Float32:
+        """Binds every buffer as input and as the output that continues it."""
+        binding = self._decoder.io_binding()
+        binding.bind_output("logits")
+        for name, values in inputs.items():
+            binding.bind_cpu_input(name, values)
+        for name, values in buffers.items():
+            shared = ort.OrtValue.ortvalue_from_numpy(values)
+            binding.bind_ortvalue_input(name, shared)
+            binding.bind_ortvalue_output(_continuation(name), shared)
+        with _naming_failures():
+            self._decoder.run_with_iobinding(binding)
+        logits: Float32 = binding.get_outputs()[0].numpy()
+        return logits
+
+
+@contextmanager
+def _naming_failures() -> Iterator[None]:
+    """Gives ONNX Runtime's exceptions, which share no base class, the name that callers expect."""
+    try:
+        yield
+    except Exception as error:
+        raise ReplayError(str(error)) from error
+
+
+def _continuation(name: str) -> str:
+    """past_key_3 → present_key_3, cross_key_3 → cross_key_out_3."""
+    kind, part, layer = name.split("_")
+    return f"present_{part}_{layer}" if kind == "past" else f"{kind}_{part}_out_{layer}"
+
+
+def _open(folder: Path, graph: GraphSpec) -> ort.InferenceSession:
+    try:
+        session = ort.InferenceSession(str(folder / graph.file), providers=[PROVIDER])
+    except Exception as error:  # as above
+        raise ArtifactError(folder, [f"{graph.file}: {error}"]) from error
+    problems = [
+        f"{graph.file} {kind} are {_names(found)}, the manifest says {_names(wanted)}"
+        for kind, found, wanted in (
+            ("inputs", tuple(map(_spec, session.get_inputs())), graph.inputs),
+            ("outputs", tuple(map(_spec, session.get_outputs())), graph.outputs),
+        )
+        if found != wanted
+    ]
+    if problems:
+        raise ArtifactError(folder, problems)
+    return session
+
+
+def _spec(argument: ort.NodeArg) -> TensorSpec:
+    return TensorSpec(argument.name, _ORT_DTYPES.get(argument.type, argument.type), tuple(argument.shape))
+
+
+def _names(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(f"{spec.name} {spec.dtype}{list(spec.shape)}" for spec in specs)

@@ -1,0 +1,146 @@
+"""The proof: golden cases replayed on an artefact's graphs, judged, and drawn up for people and for machines.
+
+Knows the artefact alone, so that it runs where no checkpoint is at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from rich import box
+from rich.table import Table
+
+from export.replay import PROVIDER, Replayer, ReplayError
+from model import artifact, golden
+from model.artifact import ArtifactError, Manifest
+from model.golden import CaseResult, GoldenCase
+
+
+class Verdict(StrEnum):
+    """What came of a case or of all of them."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_RUN = "not_run"
+
+
+@dataclass(frozen=True, slots=True)
+class ParityReport:
+    """How an artefact's graphs compared with PyTorch: parity.json."""
+
+    provider: str
+    cases: tuple[CaseResult, ...]
+    versions: Mapping[str, str]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Passed when every case did, and there was one."""
+        if not self.cases:
+            return Verdict.NOT_RUN
+        return Verdict.PASSED if all(case.passed for case in self.cases) else Verdict.FAILED
+
+    @property
+    def max_abs_error(self) -> float:
+        """The largest over all cases."""
+        return max((case.max_abs_error for case in self.cases), default=0.0)
+
+    def to_json(self) -> str:
+        """The text of parity.json."""
+        cases = []
+        for case in self.cases:
+            values = {name: finite(value) for name, value in asdict(case).items()}
+            values["verdict"] = Verdict.PASSED if values.pop("passed") else Verdict.FAILED
+            cases.append(values)
+        report = {
+            "provider": self.provider,
+            "verdict": self.verdict,
+            "max_abs_error": finite(self.max_abs_error),
+            "cases": cases,
+            "versions": dict(self.versions),
+        }
+        return json.dumps(report, indent=2, allow_nan=False) + "\n"
+
+
+def replay(
+    folder: Path,
+    manifest: Manifest,
+    cases: tuple[GoldenCase, ...],
+    on_case: Callable[[str], None],
+) -> ParityReport:
+    """Replays cases on the graphs in `folder`.
+
+    Args:
+        folder: holds the graphs.
+        manifest: says what they are; its checksums are not looked at.
+        cases: what PyTorch answered.
+        on_case: told the name of each case before it runs, and why it could not run, which fails it.
+
+    Raises:
+        ArtifactError: when ONNX Runtime refuses a graph.
+    """
+    replayer = Replayer(folder, manifest)
+    tolerance = golden.fp32_tolerance(cases)
+    results = []
+    for case in cases:
+        on_case(case.name)
+        try:
+            logits = replayer.run(case)
+        except ReplayError as error:
+            on_case(f"{case.name}: {error}")
+            logits = np.empty((0, 0), np.float32)
+        results.append(golden.compare(case, logits, tolerance))
+    return ParityReport(PROVIDER, tuple(results), runtime_versions())
+
+
+def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:
+    """Checks an artefact's files against its manifest, then replays the golden cases it carries.
+
+    Raises:
+        ArtifactError: listing every problem with the files or the graphs.
+    """
+    manifest = artifact.load(folder)
+    try:
+        cases = golden.load(folder / artifact.GOLDEN)
+    except ValueError as error:
+        raise ArtifactError(folder, [str(error)]) from error
+    return replay(folder, manifest, cases, on_case)
+
+
+def runtime_versions() -> dict[str, str]:
+    """What computes a replay."""
+    return {"python": platform.python_version(), "numpy": np.__version__, "onnxruntime": ort.__version__}
+
+
+def finite(value: Any) -> Any:
+    """None for an infinite or undefined number, which JSON has no way to write; anything else as it is."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def draw(report: ParityReport) -> Table:
+    """The report for people: one line for each case.
+
+    `relative` divides the error by the spread of the golden logits; `greedy` is the share of equal arg-maxima.
+    """
+    table = Table(box=box.SIMPLE_HEAD, title=f"parity with PyTorch on {report.provider}", title_justify="left")
+    table.add_column("case")
+    for column in ("max error", "relative", "tolerance", "greedy", "verdict"):
+        table.add_column(column, justify="right")
+    for case in report.cases:
+        table.add_row(
+            case.name,
+            f"{case.max_abs_error:.1e}",
+            f"{case.max_relative_error:.1e}",
+            f"{case.tolerance:.1e}",
+            f"{case.agreement:.1%}",
+            Verdict.PASSED if case.passed else f"[bold red]{Verdict.FAILED}",
+        )
+    return table

@@ -1,0 +1,84 @@
+"""Learning curves: one JSON object per line while a model trains, and a picture when it is done.
+
+A line has `step` and either what training saw (`loss` in nats per token, `learning_rate_factor`, `gradient_norm`,
+`num_target_tokens`, `seconds`) or figures on held-out data (`scores`). Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+CURVES = "curves.jsonl"
+PICTURE = "curves.png"
+
+Point = Mapping[str, Any]
+
+
+class CurveLog:
+    """The points of one run, in memory and in a file that anybody may follow.
+
+    Args:
+        path: the file, begun anew.
+        points: what an earlier part of the run has already seen.
+    """
+
+    def __init__(self, path: Path, points: Sequence[Point] = ()) -> None:
+        self._path = path
+        self._points = list(points)
+        path.write_text("".join(_line(point) for point in self._points), encoding="utf-8")
+
+    @property
+    def points(self) -> Sequence[Point]:
+        """All points so far, in order."""
+        return tuple(self._points)
+
+    def append(self, point: Point) -> None:
+        """Adds a point and writes it at once."""
+        self._points.append(point)
+        with self._path.open("a", encoding="utf-8") as stream:
+            stream.write(_line(point))
+
+
+def read(path: Path, last_step: int) -> list[Point]:
+    """Points up to and including a step; what follows was computed after the state that a run resumes from."""
+    if not path.is_file():
+        return []
+    points = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            points.append(json.loads(line))
+        except ValueError:
+            break  # A run that was killed may have left half a line, and nothing after it.
+    return [point for point in points if point["step"] <= last_step]
+
+
+def draw(points: Sequence[Point], title: str) -> bytes:
+    """A PNG: training loss over steps, with held-out scores below it where there are any."""
+    seen = [point for point in points if "loss" in point]
+    scored = [point for point in points if "scores" in point]
+    names = sorted({name for point in scored for name in point["scores"]})
+    figure = Figure(figsize=(8.0, 3.0 + 2.0 * len(names)), layout="constrained")
+    axes = figure.subplots(1 + len(names), 1, sharex=True, squeeze=False)[:, 0]
+    axes[0].plot([point["step"] for point in seen], [point["loss"] for point in seen], linewidth=1.0)
+    axes[0].set_title(title)
+    axes[0].set_ylabel("training loss, nats per token")
+    for axis, name in zip(axes[1:], names, strict=True):
+        having = [point for point in scored if name in point["scores"]]
+        axis.plot([point["step"] for point in having], [point["scores"][name] for point in having], marker="o")
+        axis.set_ylabel(name.replace("_", " "))
+    for axis in axes:
+        axis.grid(visible=True, alpha=0.3)
+    axes[-1].set_xlabel("step")
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=120)
+    return stream.getvalue()
+
+
+def _line(point: Point) -> str:
+    return json.dumps(point, sort_keys=True) + "\n"

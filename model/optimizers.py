@@ -1,0 +1,66 @@
+"""How weights move: AdamW, or Muon on the layers' matrices with AdamW on the rest; warm-up, then a cosine.
+
+Muon orthogonalises each matrix's momentum, so that no direction is neglected. That is meant for matrices that map
+vectors to vectors inside the network: embeddings, heads, norms and biases stay with AdamW.
+
+Sources: AdamW, Loshchilov and Hutter (2019); Muon, Jordan et al. (2024), as in `torch.optim.Muon`; warm-up, Vaswani et
+al. (2017), section 5.3; cosine, Loshchilov and Hutter, "SGDR" (2017).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from model.training_config import OptimizerName, TrainConfig
+from model.transformer import Transformer
+
+
+def make_optimizers(model: Transformer, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """The optimisers that together own every parameter once; each group's `lr` is its peak rate."""
+    matrices, others = _split_parameters(model)
+    if config.optimizer is OptimizerName.ADAMW:
+        return [_make_adamw(matrices, others, config)]
+    muon = torch.optim.Muon(
+        matrices, lr=config.matrix_learning_rate, weight_decay=config.weight_decay, momentum=config.momentum
+    )
+    return [muon, _make_adamw([], others, config)]
+
+
+def set_learning_rates(
+    optimizers: Sequence[torch.optim.Optimizer], peaks: Sequence[Sequence[float]], factor: float
+) -> None:
+    """Sets each group's rate to its peak times `factor`."""
+    for optimizer, rates in zip(optimizers, peaks, strict=True):
+        for group, peak in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = peak * factor
+
+
+def learning_rate_factor(step: int, steps: int, warmup_steps: int) -> float:
+    """Share of the peak rate at a step counted from 0: a line from 0 to 1, then half a cosine that ends at 0."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps + 1) / (steps - warmup_steps + 1)
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _make_adamw(matrices: list[nn.Parameter], others: list[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    # Decay is for what multiplies: a norm's scale or a bias pulled towards zero only loses.
+    groups = [
+        {"params": [*matrices, *(p for p in others if p.ndim > 1)], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.learning_rate, betas=(0.9, config.beta2), fused=True
+    )
+
+
+def _split_parameters(model: Transformer) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The weights of linear maps between hidden states, and all other parameters."""
+    heads = set() if model.head is None else {model.head}
+    inner = {module.weight for module in model.modules() if isinstance(module, nn.Linear) and module not in heads}
+    parameters = list(model.parameters())
+    return [p for p in parameters if p in inner], [p for p in parameters if p not in inner]

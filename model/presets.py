@@ -1,0 +1,239 @@
+"""Recipes: which model, trained how, on which data. Named ones, files, and overrides on top of either.
+
+A recipe file (JSON or TOML) has the shape of the presets below: a table `model` with `ModelConfig`'s fields and, for
+training, a table `train` with `TrainConfig`'s and the name of the `data`. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from model.config import Architecture, ConfigError, ModelConfig
+from model.tokenizer import BOS_ID, EOS_ID, PAD_ID
+from model.training_config import TrainConfig, TrainConfigError
+
+
+class RecipeError(ValueError):
+    """A recipe or an override is invalid; `problems` lists everything that is wrong with it."""
+
+    def __init__(self, source: str, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(f"{source}: " + "; ".join(problems))
+
+
+class DataName(StrEnum):
+    """The data sets that need no download."""
+
+    DATES = "dates"
+    STDLIB = "stdlib"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """`data` and `train` are None for a model that is only ever given random weights.
+
+    Where there are data, `model.vocab_size` bounds the vocabulary that is made; the checkpoint says what it came to.
+    """
+
+    name: str
+    model: ModelConfig
+    data: DataName | None = None
+    train: TrainConfig | None = None
+
+
+_ARCHITECTURES = {DataName.DATES: Architecture.ENCODER_DECODER, DataName.STDLIB: Architecture.DECODER_ONLY}
+
+# Raw values rather than configurations: derived sizes (head_dim, …) must follow an override of what they derive from.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "dates": {
+        "data": "dates",
+        "model": {
+            "architecture": "encoder-decoder",
+            "vocab_size": 128,
+            "context": 128,
+            "d_model": 128,
+            "num_encoder_layers": 2,
+            "num_layers": 2,
+            "num_heads": 4,
+            "d_ff": 512,
+            "positions": "sinusoidal",
+            "norm": "layernorm",
+            "activation": "relu",
+            "mlp_bias": True,
+        },
+        "train": {
+            "steps": 1400,
+            "batch_tokens": 800,
+            "num_examples": 40000,
+            "warmup_fraction": 0.08,
+        },
+    },
+    "stdlib": {
+        "data": "stdlib",
+        "model": {
+            "architecture": "decoder-only",
+            "vocab_size": 4096,
+            "context": 1024,
+            "d_model": 192,
+            "num_layers": 4,
+            "num_heads": 3,
+            "d_ff": 768,
+            "activation": "relu",
+        },
+        "train": {
+            "steps": 800,
+            "batch_tokens": 1024,
+            "row_tokens": 128,
+            "long_fraction": 0.15,
+            "learning_rate": 3e-3,
+            "warmup_fraction": 0.03,
+        },
+    },
+    # GPT-2's shape: Radford et al. (2019).
+    "gpt2-124m": {
+        "model": {
+            "architecture": "decoder-only",
+            "vocab_size": 50257,
+            "context": 1024,
+            "d_model": 768,
+            "num_layers": 12,
+            "num_heads": 12,
+            "d_ff": 3072,
+            "positions": "learned",
+            "norm": "layernorm",
+            "activation": "gelu",
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    },
+    # Llama's parts at GPT-2's size: Touvron et al. (2023), grouped queries as in its successors.
+    "llama-110m": {
+        "model": {
+            "architecture": "decoder-only",
+            "vocab_size": 32000,
+            "context": 4096,
+            "d_model": 768,
+            "num_layers": 12,
+            "num_heads": 12,
+            "num_kv_heads": 4,
+            "d_ff": 2048,
+        },
+    },
+    # Little of everything but context, so that attention's n² is what a stopwatch sees.
+    "law": {
+        "model": {
+            "architecture": "decoder-only",
+            "vocab_size": 1024,
+            "context": 8192,
+            "d_model": 128,
+            "num_layers": 2,
+            "num_heads": 4,
+            "d_ff": 512,
+            "norm": "layernorm",
+            "activation": "gelu",
+        },
+    },
+}
+
+
+def resolve(source: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a preset's name or a file's path, with `key=value` overrides of its fields.
+
+    Args:
+        source: a key of `PRESETS`, or the path of a `.json` or `.toml` file.
+        overrides: keys are field names of `ModelConfig` or `TrainConfig`, values JSON, or text where they are none.
+
+    Raises:
+        RecipeError: listing every problem of the model, the training and the overrides together.
+    """
+    values = PRESETS[source] if source in PRESETS else _read(source)
+    problems = [f"unknown entry {key!r}" for key in values if key not in {"data", "model", "train"}]
+    tables: dict[str, dict[str, Any]] = {}
+    for key in ("model", "train"):
+        table = values.get(key, {})
+        if not isinstance(table, Mapping):
+            problems.append(f"{key} is not a table")
+            table = {}
+        tables[key] = dict(table)
+    is_trained = "train" in values or "data" in values
+    for override in overrides:
+        problems += _override(tables, override, is_trained=is_trained)
+    model = _build(ModelConfig.from_dict, tables["model"], problems)
+    train = _build(TrainConfig.from_dict, tables["train"], problems) if is_trained else None
+    data = _parse_data(values["data"], problems) if "data" in values else None
+    if is_trained and "data" not in values:
+        problems.append(f"train needs data, one of {', '.join(DataName)}")
+    if model and train and data:
+        problems += _check(model, train, data)
+    if problems or model is None:
+        raise RecipeError(source, problems)
+    return Recipe(Path(source).stem, model, data, train)
+
+
+def _read(source: str) -> Mapping[str, Any]:
+    path = Path(source)
+    parsers = {".json": json.loads, ".toml": tomllib.loads}
+    if path.suffix not in parsers:
+        raise RecipeError(source, [f"neither a preset ({', '.join(PRESETS)}) nor a .json or .toml file"])
+    try:
+        values = parsers[path.suffix](path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError(source, [str(error)]) from error
+    if not isinstance(values, Mapping):
+        raise RecipeError(source, ["not a table of model, train and data"])
+    return values
+
+
+def _override(tables: Mapping[str, dict[str, Any]], override: str, *, is_trained: bool) -> list[str]:
+    """Puts one override into the table that has its field; returns the problems."""
+    key, separator, text = override.partition("=")
+    if not separator:
+        return [f"override {override!r} is not key=value"]
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    for table, kind in (("model", ModelConfig), ("train", TrainConfig)):
+        if key in {field.name for field in dataclasses.fields(kind)}:
+            if table == "train" and not is_trained:
+                return [f"override {key!r}: this recipe is not trained"]
+            tables[table][key] = value
+            return []
+    return [f"override {key!r} is a field of neither the model nor the training"]
+
+
+def _parse_data(value: object, problems: list[str]) -> DataName | None:
+    try:
+        return DataName(str(value))
+    except ValueError:
+        problems.append(f"data is {value!r}, must be one of {', '.join(DataName)}")
+        return None
+
+
+def _build(make: Any, values: Mapping[str, Any], problems: list[str]) -> Any:
+    try:
+        return make(values)
+    except (ConfigError, TrainConfigError) as error:
+        problems += error.problems
+        return None
+
+
+def _check(model: ModelConfig, train: TrainConfig, data: DataName) -> list[str]:
+    """What model, training and data ask of each other."""
+    problems = []
+    if model.architecture is not _ARCHITECTURES[data]:
+        problems.append(f"architecture is {model.architecture}, {data} needs {_ARCHITECTURES[data]}")
+    if (model.pad_id, model.bos_id, model.eos_id) != (PAD_ID, BOS_ID, EOS_ID):
+        problems.append(f"pad_id, bos_id, eos_id must be {PAD_ID}, {BOS_ID}, {EOS_ID} where the tokenizer is made here")
+    if train.row_tokens > model.context:
+        problems.append(f"row_tokens is {train.row_tokens}, must be at most the context of {model.context}")
+    if data is DataName.DATES and train.num_examples < 1:
+        problems.append(f"num_examples is {train.num_examples}, {data} needs at least 1")
+    return problems

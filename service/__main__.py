@@ -1,0 +1,62 @@
+"""`python -m service serve …` and `python -m service ask MODEL TEXT …`.
+
+Exit status: 0 done, 1 failed while running, 2 refused to start.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from service.config import AskConfig, LogLevel, ServeConfig, parse_command_line
+from service.errors import StartupError
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_EXIT_REFUSED = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns the exit status."""
+    try:
+        config = parse_command_line(argv)
+        match config:
+            case ServeConfig():
+                return _serve(config)
+            case AskConfig():
+                return _ask(config)
+    except StartupError as error:
+        for problem in error.problems:
+            print(f"onward: {problem}", file=sys.stderr)
+        return _EXIT_REFUSED
+
+
+def _serve(config: ServeConfig) -> int:
+    # Late, as in `_ask`: asking a server must not load a serving stack, nor serving a client.
+    from service.app import Ready, serve
+
+    def announce(ready: Ready) -> None:
+        at = ready.endpoint
+        models = ", ".join(
+            f"{name} {state}" + (f" (parity {parity.max_abs_error:.1e})" if (parity := ready.parity.get(name)) else "")
+            for name, state in ready.states.items()
+        )
+        metrics = "" if at.metrics_port is None else f"; metrics on http://{at.host}:{at.metrics_port}/metrics"
+        print(f"onward: listening on {at.host}:{at.port}; {models}{metrics}", flush=True)
+
+    logging.basicConfig(level=_level(config.log_level), format=_LOG_FORMAT)
+    return serve(config, announce)
+
+
+def _ask(config: AskConfig) -> int:
+    from service.client import ask
+
+    return ask(config)
+
+
+def _level(level: LogLevel) -> int:
+    return logging.getLevelNamesMapping()[level.upper()]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

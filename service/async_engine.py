@@ -1,0 +1,309 @@
+"""The bridge between the event loop and the engine thread: admission, streams, abort, the end.
+
+    admit ──> generate ──> inbox ──> engine thread ──> step_done ──> stream ──> whoever iterates
+
+A request takes its place with `admit`, before any work is spent on it, and keeps it until the engine has told its last
+event, so that what is counted is what really holds memory. Everything here runs on the event loop, which is why nothing
+is locked. Knows nothing of protobuf, gRPC or text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from service.engine.failure import report_failure
+from service.engine.types import GenerationRequest, RequestTimings, StepOutput, TokenEvent
+from service.engine_thread import EngineThread, Result, StepEngine
+from service.errors import EngineFailed, InvalidRequest, NotServing, Overloaded, RequestError
+from service.metrics import Metrics, ModelMetrics, RequestRecord
+
+_RECENT_REQUESTS = 64
+_UNKNOWN_SERVICE_SECONDS = 1.0
+_MIN_RETRY_SECONDS = 0.05
+_MAX_RETRY_SECONDS = 60.0
+
+
+class _Lane:
+    """One model's places: `max_batch_size` requests run, `max_queue_size` wait, and how long they lately took."""
+
+    def __init__(self, max_batch_size: int, max_queue_size: int, metrics: ModelMetrics) -> None:
+        self.metrics = metrics
+        self._max_batch_size = max_batch_size
+        self._limit = max_batch_size + max_queue_size
+        self._taken = 0
+        self._service_seconds: deque[float] = deque(maxlen=_RECENT_REQUESTS)
+
+    @property
+    def retry_after_seconds(self) -> float:
+        """When a place should be free: a batch's worth of requests ends within one mean service time."""
+        recent = self._service_seconds
+        mean = sum(recent) / len(recent) if recent else _UNKNOWN_SERVICE_SECONDS
+        return min(max(mean / self._max_batch_size, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+
+    def take(self) -> None:
+        """Takes a place.
+
+        Raises:
+            Overloaded: when there is none.
+        """
+        if self._taken >= self._limit:
+            raise Overloaded(self._taken, self._limit, self.retry_after_seconds)
+        self._taken += 1
+
+    def give_back(self, service_seconds: float | None) -> None:
+        """Gives a place back; `service_seconds` is how long its request held a slot, None if it never did."""
+        self._taken -= 1
+        if service_seconds is not None:
+            self._service_seconds.append(service_seconds)
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One request between admission and its last event. `request` is None until it is handed to the engine."""
+
+    request_id: str
+    model: str
+    request: GenerationRequest | None = None
+    events: list[TokenEvent] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    num_tokens: int = 0
+    last_token_time: float | None = None
+
+    def push(self, event: TokenEvent) -> None:
+        self.events.append(event)
+        self.arrived.set()
+
+    async def take(self) -> tuple[TokenEvent, ...]:
+        """All events that wait, at least one."""
+        await self.arrived.wait()
+        self.arrived.clear()
+        events = tuple(self.events)
+        self.events.clear()
+        return events
+
+
+class Admission:
+    """A place in the server: taken before any work is done for a request, kept until the engine is done with it."""
+
+    def __init__(self, engine: AsyncEngine, stream: _Stream) -> None:
+        self._engine = engine
+        self._stream = stream
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._stream.request is None:
+            self._engine._release(self._stream, None)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[tuple[TokenEvent, ...], None]:
+        """Runs the request, once; yields whatever events wait, one or more at a time, the last with a finish reason.
+
+        A consumer that is behind finds several events in one batch. Leaving early, in whatever way, aborts the request:
+        wrap this in `contextlib.aclosing`.
+
+        Raises:
+            RequestError: when the engine refused or failed the request; the events before that were yielded.
+        """
+        self._engine._submit(self._stream, request)
+        try:
+            while True:
+                events = await self._stream.take()
+                error = events[-1].error
+                if error is not None:
+                    if len(events) > 1:
+                        yield events[:-1]
+                    raise error if isinstance(error, RequestError) else report_failure("a request failed", error)
+                yield events
+                if events[-1].is_terminal:
+                    return
+        finally:
+            self._engine._abandon(self._stream)
+
+
+class AsyncEngine:
+    """All served models' engines, for callers on one event loop.
+
+    Args:
+        engines: by model name; the engine thread owns them from `start` on.
+        metrics: where steps and requests are counted.
+        max_batch_size: slots of each engine.
+        max_queue_size: requests that may wait besides, per model.
+    """
+
+    def __init__(
+        self, engines: Mapping[str, StepEngine], metrics: Metrics, *, max_batch_size: int, max_queue_size: int
+    ) -> None:
+        self._engines = engines
+        self._lanes = {name: _Lane(max_batch_size, max_queue_size, metrics.for_model(name)) for name in engines}
+        self._streams: dict[str, _Stream] = {}
+        self._refuse: Callable[[], RequestError] | None = partial(NotServing, "the server is starting")
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ended: asyncio.Future[EngineFailed | None] | None = None
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that hold a place."""
+        return len(self._streams)
+
+    def start(self) -> None:
+        """Starts the engine thread; from now on requests are admitted. Call once, on the event loop."""
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        self._thread = EngineThread(self._engines, self, loop.call_soon_threadsafe)
+        self._thread.start()
+        self._refuse = None
+
+    def admit(self, model: str, request_id: str) -> Admission:
+        """Takes a place for a request of a served model; give it back by leaving the `with` block.
+
+        Raises:
+            InvalidRequest: when the id is in use.
+            Overloaded: when the model's queue is full.
+            NotServing: while starting, draining or stopped.
+            EngineFailed: after the engine thread has died.
+        """
+        if self._refuse is not None:
+            raise self._refuse()
+        if request_id in self._streams:
+            raise InvalidRequest("request_id", request_id, "must not be in use by another request")
+        self._lanes[model].take()
+        stream = self._streams[request_id] = _Stream(request_id, model)
+        self._idle.clear()
+        return Admission(self, stream)
+
+    async def call(self, model: str, function: Callable[[StepEngine], Result]) -> Result:
+        """Runs `function` on a model's engine once that is idle; the model's new requests wait behind it.
+
+        Raises:
+            RequestError: raised by `function`; EngineFailed for anything else it raised; NotServing if it never ran.
+        """
+        ended = self._end()
+        future = asyncio.wrap_future(self._thread.call(model, function))
+        await asyncio.wait((future, ended), return_when=asyncio.FIRST_COMPLETED)
+        if future.done():
+            return future.result()
+        future.cancel()
+        raise ended.result() or NotServing("the server has stopped")
+
+    def drain(self) -> None:
+        """Refuses new requests from now on; those admitted go on."""
+        if self._refuse is None:
+            self._refuse = partial(NotServing, "the server is draining")
+
+    async def wait_idle(self) -> None:
+        """Waits until no request holds a place."""
+        await self._idle.wait()
+
+    async def wait_ended(self) -> EngineFailed | None:
+        """Waits until the engine thread is over; the error that ended it, None after `stop`."""
+        return await asyncio.shield(self._end())
+
+    async def stop(self) -> None:
+        """Ends the engine thread before its next step; streams that are still open get NotServing."""
+        self.drain()
+        self._thread.stop()
+        await self.wait_ended()
+
+    def step_done(self, model: str, output: StepOutput, now: float) -> None:
+        """Hands a step's events to their streams (`Listener`)."""
+        metrics = self._lanes[model].metrics
+        metrics.step_done(output.stats)
+        for event in output.events:
+            stream = self._streams.get(event.request_id)
+            if stream is None:
+                continue
+            if event.token_id is not None:
+                _count_token(metrics, stream, now)
+            stream.push(event)
+            if event.is_terminal:
+                self._finish(stream, event)
+
+    def rejected(self, request_id: str, error: RequestError, now: float) -> None:
+        """Ends the stream of a request that the engine refused (`Listener`)."""
+        if stream := self._streams.get(request_id):
+            self._fail(stream, error, now)
+
+    def ended(self, error: EngineFailed | None) -> None:
+        """Ends every stream: the engine thread is over (`Listener`)."""
+        stopped = partial(NotServing, "the server has stopped")
+        self._refuse = stopped if error is None else partial(EngineFailed, error.error_id)
+        now = time.monotonic()
+        for stream in list(self._streams.values()):
+            self._fail(stream, self._refuse(), now)
+        self._end().set_result(error)
+
+    def _end(self) -> asyncio.Future[EngineFailed | None]:
+        if self._ended is None:
+            raise NotServing("the server is starting")
+        return self._ended
+
+    def _submit(self, stream: _Stream, request: GenerationRequest) -> None:
+        if (request.request_id, request.model) != (stream.request_id, stream.model) or stream.request is not None:
+            raise ValueError(f"admission {stream.request_id} does not fit request {request.request_id}")
+        if stream.request_id not in self._streams:
+            raise self._refuse() if self._refuse is not None else NotServing("the place was given up")
+        stream.request = request
+        self._thread.submit(stream.model, request)
+
+    def _abandon(self, stream: _Stream) -> None:
+        """The consumer is gone; the place stays taken until the engine says that the request is over."""
+        if self._streams.get(stream.request_id) is stream:
+            self._thread.abort(stream.model, stream.request_id)
+
+    def _fail(self, stream: _Stream, error: RequestError, now: float) -> None:
+        arrival = stream.request.arrival_time if stream.request else now
+        timings = RequestTimings(arrival_time=arrival, scheduled_time=None, first_token_time=None, finished_time=now)
+        event = TokenEvent(request_id=stream.request_id, error=error, timings=timings)
+        stream.push(event)
+        self._finish(stream, event)
+
+    def _finish(self, stream: _Stream, event: TokenEvent) -> None:
+        """A request got its last event: counts it and gives its place back."""
+        timings = event.timings
+        service_seconds = None
+        if timings is not None and stream.request is not None:
+            outcome = str(event.finish_reason) if event.error is None else _label(event.error)
+            self._lanes[stream.model].metrics.request_done(
+                RequestRecord(
+                    outcome=outcome,
+                    timings=timings,
+                    num_prompt_tokens=len(stream.request.prompt_token_ids),
+                    num_generated_tokens=stream.num_tokens,
+                    last_token_time=stream.last_token_time,
+                )
+            )
+            if timings.scheduled_time is not None:
+                service_seconds = timings.finished_time - timings.scheduled_time
+        self._release(stream, service_seconds)
+
+    def _release(self, stream: _Stream, service_seconds: float | None) -> None:
+        if self._streams.get(stream.request_id) is not stream:
+            return
+        del self._streams[stream.request_id]
+        self._lanes[stream.model].give_back(service_seconds)
+        if not self._streams:
+            self._idle.set()
+
+
+def _count_token(metrics: ModelMetrics, stream: _Stream, now: float) -> None:
+    if stream.last_token_time is not None:
+        metrics.next_token(now - stream.last_token_time)
+    elif stream.request is not None:
+        metrics.first_token(len(stream.request.prompt_token_ids), now - stream.request.arrival_time)
+    stream.num_tokens += 1
+    stream.last_token_time = now
+
+
+def _label(error: Exception) -> str:
+    return error.label if isinstance(error, RequestError) else EngineFailed.label

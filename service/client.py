@@ -1,0 +1,39 @@
+"""A small client for people: asks a server once and prints the text. Uses the wire contract alone."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+import grpc
+
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from service.config import AskConfig
+
+
+def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
+    """Prints the answer's text to `out`, or the status to `err`; the exit status."""
+    request = pb.GenerateRequest(
+        model=config.model,
+        text=config.text,
+        sampling=pb.SamplingParams(temperature=config.temperature, seed=config.seed),
+        stopping=pb.StoppingParams(max_tokens=config.max_tokens),
+    )
+    try:
+        with grpc.insecure_channel(config.target) as channel:
+            stub = GenerationServiceStub(channel)
+            if config.stream:
+                # The two requests have the same fields and numbers, and so the same bytes.
+                streamed = pb.GenerateStreamRequest.FromString(request.SerializeToString())
+                for event in stub.GenerateStream(streamed, timeout=config.timeout_seconds):
+                    out.write(event.delta.text)
+                    out.flush()
+            else:
+                response = stub.Generate(request, timeout=config.timeout_seconds)
+                out.write("".join(output.text for output in response.outputs))
+    except grpc.RpcError as error:
+        err.write(f"{error.code().name}: {error.details()}\n")
+        return 1
+    out.write("\n")
+    return 0

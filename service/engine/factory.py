@@ -1,0 +1,76 @@
+"""An engine from an artefact folder: the one place where the parts of `service.engine` are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from model.artifact import DECODER, ENCODER, TARGET_TOKENIZER, TOKENIZER, Manifest
+from service.engine.engine import Engine
+from service.engine.kv_cache import SlotKV
+from service.engine.runner import OrtRunner
+from service.engine.sampler import Sampler
+from service.engine.scheduler import EngineLimits, ModelShape, Scheduler
+from service.engine.session import GraphSession, SessionOptions
+from service.engine.text import Decode
+from service.errors import StartupError
+
+
+def build_engine(folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions) -> Engine:
+    """Loads an artefact's graphs and reserves its K/V.
+
+    Loading takes seconds and holds the interpreter lock: do it before serving.
+
+    Args:
+        folder: the artefact.
+        manifest: its manifest, already checked against the files (`model.artifact.load`).
+        limits: slots and step sizes.
+        options: threads.
+
+    Raises:
+        StartupError: when a graph or the tokenizer cannot be loaded.
+    """
+    runner = build_runner(folder, manifest, limits, options)
+    return Engine(Scheduler(limits, model_shape(manifest), load_decode(folder, manifest)), runner, Sampler())
+
+
+def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions) -> OrtRunner:
+    """An artefact's graphs and the K/V they work on.
+
+    Raises:
+        StartupError: when a graph cannot be loaded or is not the manifest's.
+    """
+    sessions = {name: GraphSession(folder, spec, options) for name, spec in manifest.graphs.items()}
+    kv = SlotKV(manifest.config, limits.max_batch_size)
+    return OrtRunner(manifest.config, kv, sessions[DECODER], sessions.get(ENCODER))
+
+
+def model_shape(manifest: Manifest) -> ModelShape:
+    """What scheduling must know of an artefact's model."""
+    config = manifest.config
+    return ModelShape(
+        context=config.context,
+        eos_ids=frozenset(manifest.eos_ids),
+        source_context=config.source_context if config.is_encoder_decoder else None,
+        decoder_start_id=manifest.decoder_start_id,
+    )
+
+
+def load_decode(folder: Path, manifest: Manifest) -> Decode:
+    """The artefact's function from output ids to text, special tokens skipped.
+
+    Raises:
+        StartupError: when the tokenizer cannot be read.
+    """
+    name = TARGET_TOKENIZER if TARGET_TOKENIZER in manifest.files else TOKENIZER
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / name))
+    except Exception as error:
+        raise StartupError([f"{folder / name}: {error}"]) from error
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    return decode

@@ -1,0 +1,100 @@
+"""Golden cases through a runner: the proof, on the provider that really serves, that it answers as PyTorch did.
+
+Rows join, leave and move between slots as a served sequence's do. Drives the runner directly: what the scheduler may
+ask of it is wider than any one of its schedules.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+
+import numpy as np
+import numpy.typing as npt
+
+from model.golden import Feed, GoldenCase
+from service.engine.batch import DecodeRow, EncodeRow, KVMove, PrefillChunk, ScheduledBatch
+from service.engine.plan import Pieces
+from service.engine.runner import Runner
+from service.engine.slots import SlotTable
+
+Float32 = npt.NDArray[np.float32]
+
+
+def replay(runner: Runner, case: GoldenCase, pieces: Pieces, num_slots: int) -> Float32:
+    """The runner's logits for a case, `[feeds, V] float32` in the order of the case's own.
+
+    A case of more rows than there are slots is replayed in groups: no row depends on its company. The runner must be
+    idle, for its K/V is overwritten.
+    """
+    feeds = [feed for step in case.steps for feed in step]
+    logits: dict[Feed, Float32] = {}
+    for first in range(0, len(case.sequences), num_slots):
+        _Replay(runner, case, pieces, range(first, first + num_slots)).run(logits)
+    return np.stack([logits[feed] for feed in feeds])
+
+
+class _Replay:
+    """One group of a case's rows, in slots of their own from the first feed to the last."""
+
+    def __init__(self, runner: Runner, case: GoldenCase, pieces: Pieces, group: range) -> None:
+        self._runner = runner
+        self._case = case
+        self._pieces = pieces
+        self._group = group
+        self._slots: SlotTable[int] = SlotTable(len(group))
+        self._num_computed = [0] * len(case.sequences)
+
+    def run(self, logits: dict[Feed, Float32]) -> None:
+        """Feeds every step and files the logits of each of its feeds."""
+        moves: tuple[KVMove, ...] = ()
+        for step in self._case.steps:
+            feeds = [feed for feed in step if feed.row in self._group]
+            if not feeds:
+                continue
+            output = self._runner.run(self._batch(feeds, moves))
+            slots = {row: slot for slot, row in enumerate(self._slots)}
+            for feed in feeds:
+                logits[feed] = output[slots[feed.row]].copy()
+                self._num_computed[feed.row] += feed.count
+            moves = tuple(self._release())
+
+    def _batch(self, feeds: abc.Sequence[Feed], moves: tuple[KVMove, ...]) -> ScheduledBatch:
+        joining = [(self._slots.append(feed.row), feed.row) for feed in feeds if feed.start == 0]
+        sources = [
+            EncodeRow(slot, tuple(self._case.sources[row].tolist())) for slot, row in joining if self._case.sources
+        ]
+        slots = {row: slot for slot, row in enumerate(self._slots)}
+        decoding = {slots[feed.row] for feed in feeds if feed.count == 1}
+        return ScheduledBatch(
+            moves=moves,
+            encodes=self._pieces.group_sources(sources),
+            decode=tuple(
+                self._decode_row(self._slots[slot], is_padding=slot not in decoding)
+                for slot in range(max(decoding, default=-1) + 1)
+            ),
+            prefills=tuple(
+                PrefillChunk(slots[feed.row], feed.start, self._token_ids(feed)) for feed in feeds if feed.count > 1
+            ),
+        )
+
+    def _decode_row(self, row: int, *, is_padding: bool) -> DecodeRow:
+        position = self._num_computed[row]
+        return DecodeRow(int(self._case.sequences[row][position]), position, self._source_length(row), is_padding)
+
+    def _token_ids(self, feed: Feed) -> tuple[int, ...]:
+        return tuple(self._case.sequences[feed.row][feed.start : feed.start + feed.count].tolist())
+
+    def _source_length(self, row: int) -> int:
+        return len(self._case.sources[row]) if self._case.sources else 0
+
+    def _release(self) -> list[KVMove]:
+        """Frees the slots of rows that have fed all their tokens, the highest first."""
+        moves = []
+        for slot in reversed(range(len(self._slots))):
+            row = self._slots[slot]
+            if self._num_computed[row] < len(self._case.sequences[row]):
+                continue
+            if move := self._slots.remove(slot):
+                moved = self._slots[move.target]
+                moves.append(KVMove(move.source, move.target, self._num_computed[moved], self._source_length(moved)))
+        return moves

@@ -1,0 +1,138 @@
+"""ONNX Runtime, wrapped: the only file that imports it.
+
+Knows files, names, dtypes and arrays; not what a graph computes. NumPy arrays are bound without a copy, so that a
+caller writes inputs through its own arrays and finds outputs in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import onnxruntime as ort
+
+from model.artifact import GraphSpec, TensorSpec
+from service.errors import OnwardError, StartupError
+
+Array = npt.NDArray[Any]
+
+_DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
+# Everything below "error" is advice about graph optimisation.
+_LOG_ERRORS = 3
+
+
+class GraphError(OnwardError):
+    """ONNX Runtime refused to run a graph; its own words are the message, for the log and nobody else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """How a graph runs. `intra_op_threads` 0 is one for each physical core.
+
+    `allow_spinning` keeps threads busy between operators: faster on a machine of one's own, wasteful on a shared one.
+    """
+
+    intra_op_threads: int = 0
+    allow_spinning: bool = True
+
+
+class GraphSession:
+    """One loaded graph on the CPU provider.
+
+    Args:
+        folder: the artefact.
+        spec: the graph's file in it, and the signature it must have.
+        options: threads.
+
+    Raises:
+        StartupError: when the file cannot be loaded or has another signature.
+    """
+
+    def __init__(self, folder: Path, spec: GraphSpec, options: SessionOptions) -> None:
+        self._session = _load(folder / spec.file, options)
+        problems = [
+            *_differences(spec.file, "inputs", spec.inputs, self._session.get_inputs()),
+            *_differences(spec.file, "outputs", spec.outputs, self._session.get_outputs()),
+        ]
+        if problems:
+            raise StartupError([f"{folder}: {problem}" for problem in problems])
+
+    def run(self, feeds: Mapping[str, Array]) -> list[Array]:
+        """Runs with inputs copied in and outputs freshly allocated, in the graph's order.
+
+        Raises:
+            GraphError: when the run fails.
+        """
+        try:
+            outputs: list[Array] = self._session.run(None, dict(feeds))
+        except Exception as error:
+            raise GraphError(str(error)) from error
+        return outputs
+
+    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Binding:
+        """A run that reads and writes the given arrays, which must be C-contiguous and stay where they are."""
+        return Binding(self._session, inputs, outputs)
+
+
+class Binding:
+    """A graph with its inputs and outputs tied to arrays; run it as often as you like.
+
+    Single tensors can be tied anew between runs, as when a length changes.
+    """
+
+    def __init__(self, session: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        # ONNX Runtime sees addresses: these keep the memory behind them alive.
+        self._values: dict[str, Any] = {}
+        self.bind_inputs(inputs)
+        for name, array in outputs.items():
+            self._binding.bind_ortvalue_output(name, self._wrap(name, array))
+
+    def bind_inputs(self, inputs: Mapping[str, Array]) -> None:
+        """Ties inputs to other arrays, of other shapes if need be."""
+        for name, array in inputs.items():
+            self._binding.bind_ortvalue_input(name, self._wrap(name, array))
+
+    def run(self) -> None:
+        """Runs the graph.
+
+        Raises:
+            GraphError: when the run fails; the bound outputs are undefined then.
+        """
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            raise GraphError(str(error)) from error
+
+    def _wrap(self, name: str, array: Array) -> Any:
+        if not array.flags.c_contiguous:
+            raise ValueError(f"{name} is not contiguous: binding it would copy")
+        value = ort.OrtValue.ortvalue_from_numpy(array)
+        self._values[name] = (array, value)
+        return value
+
+
+def _load(path: Path, options: SessionOptions) -> Any:
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = options.intra_op_threads
+    settings.log_severity_level = _LOG_ERRORS
+    settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.allow_spinning)))
+    try:
+        return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise StartupError([f"{path}: {error}"]) from error
+
+
+def _differences(file: str, kind: str, expected: Sequence[TensorSpec], actual: Sequence[Any]) -> list[str]:
+    """How a graph's own inputs or outputs differ from the manifest's, by name, dtype and rank."""
+    want = {spec.name: (spec.dtype, len(spec.shape)) for spec in expected}
+    have = {node.name: (_DTYPES.get(node.type, node.type), len(node.shape)) for node in actual}
+    return [
+        f"{file} {kind}: {name} is {have.get(name, 'absent')}, the manifest says {want.get(name, 'absent')}"
+        for name in sorted(want.keys() | have.keys())
+        if want.get(name) != have.get(name)
+    ]

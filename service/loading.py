@@ -1,0 +1,110 @@
+"""From a folder of artefacts to models that can be served; every problem of every artefact is reported at once.
+
+Loading graphs takes seconds and holds the interpreter's lock: it is done before anything is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from model import golden
+from model.artifact import GOLDEN, TARGET_TOKENIZER, TOKENIZER, ArtifactError, Manifest, load
+from model.tokenizer import Tokenizer, TokenizerError
+from service.config import ServeConfig
+from service.engine.engine import Engine
+from service.engine.factory import build_engine
+from service.engine.scheduler import EngineLimits
+from service.engine.session import SessionOptions
+from service.errors import StartupError
+from service.models import ServedModel
+
+_Item = TypeVar("_Item")
+_Loaded = TypeVar("_Loaded")
+
+
+def load_models(folder: Path) -> tuple[ServedModel, ...]:
+    """Reads and checks every artefact below `folder`; a subfolder's name is its model's.
+
+    Raises:
+        StartupError: listing all that is wrong with any of them.
+    """
+    try:
+        subfolders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError as error:
+        raise StartupError([f"{folder} cannot be read: {error.strerror}"]) from error
+    if not subfolders:
+        raise StartupError([f"{folder} has no subfolder, and so no model to serve"])
+    return _load_all(subfolders, _load_model)
+
+
+def build_engines(folder: Path, models: Iterable[ServedModel], config: ServeConfig) -> dict[str, Engine]:
+    """Loads every model's graphs and reserves its key-value cache.
+
+    Raises:
+        StartupError: listing all that is wrong with any of them.
+    """
+    limits = EngineLimits(
+        max_batch_size=config.max_batch_size,
+        prefill_chunk=config.prefill_chunk,
+        max_prefill_tokens=config.prefill_chunk,
+    )
+    options = SessionOptions(intra_op_threads=config.threads or 0, allow_spinning=config.spin)
+
+    def build(model: ServedModel) -> tuple[str, Engine]:
+        return model.name, build_engine(folder / model.name, model.manifest, limits, options)
+
+    return dict(_load_all(models, build))
+
+
+def _load_model(folder: Path) -> ServedModel:
+    try:
+        manifest = load(folder)
+    except ArtifactError as error:
+        raise StartupError([f"{folder}: {problem}" for problem in error.problems]) from error
+    problems: list[str] = []
+    prompt = _load_tokenizer(folder / TOKENIZER, _prompt_vocab_size(manifest), problems)
+    output = prompt
+    if TARGET_TOKENIZER in manifest.files:
+        output = _load_tokenizer(folder / TARGET_TOKENIZER, manifest.config.vocab_size, problems)
+    try:
+        cases = golden.load(folder / GOLDEN)
+    except ValueError as error:
+        problems.append(f"{folder}: {error}")
+        cases = ()
+    if problems or prompt is None or output is None:
+        raise StartupError(problems)
+    return ServedModel(
+        name=folder.name, manifest=manifest, prompt_tokenizer=prompt, output_tokenizer=output, golden_cases=cases
+    )
+
+
+def _prompt_vocab_size(manifest: Manifest) -> int:
+    config = manifest.config
+    return config.source_vocab_size if config.is_encoder_decoder else config.vocab_size
+
+
+def _load_tokenizer(path: Path, vocab_size: int, problems: list[str]) -> Tokenizer | None:
+    try:
+        tokenizer = Tokenizer.load(path)
+    except TokenizerError as error:
+        problems.append(str(error))
+        return None
+    if tokenizer.vocab_size > vocab_size:
+        problems.append(f"{path} has {tokenizer.vocab_size} tokens, the model knows {vocab_size}")
+    return tokenizer
+
+
+def _load_all(items: Iterable[_Item], load_one: Callable[[_Item], _Loaded]) -> tuple[_Loaded, ...]:
+    """Loads each item, and raises what all of them have to complain about."""
+    loaded: list[_Loaded] = []
+    problems: list[str] = []
+    for item in items:
+        try:
+            loaded.append(load_one(item))
+        except StartupError as error:
+            problems += error.problems
+    if problems:
+        raise StartupError(problems)
+    return tuple(loaded)

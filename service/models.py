@@ -1,0 +1,163 @@
+"""The served models: what is known of each, whether it answers, and its half of a request's validation.
+
+A `ServedModel` never changes; which of them answer does, on the event loop alone. Knows neither engines nor protobuf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from model.artifact import Manifest
+from model.golden import CaseResult, GoldenCase
+from model.tokenizer import Tokenizer
+from service.errors import InvalidRequest, NotServing, PromptTooLong, UnknownModel
+
+
+class ModelState(StrEnum):
+    """Whether a model answers."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    FAILED = "failed"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """How the golden cases went on the provider in use."""
+
+    cases: tuple[CaseResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every case did; no cases prove nothing."""
+        return bool(self.cases) and all(case.passed for case in self.cases)
+
+    @property
+    def max_abs_error(self) -> float:
+        """Largest absolute difference of a logit."""
+        return max((case.max_abs_error for case in self.cases), default=float("inf"))
+
+    @property
+    def min_agreement(self) -> float:
+        """Smallest share of equal greedy choices in a case."""
+        return min((case.agreement for case in self.cases), default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """One model, as everything but its engine sees it."""
+
+    name: str
+    manifest: Manifest
+    prompt_tokenizer: Tokenizer
+    output_tokenizer: Tokenizer
+    golden_cases: tuple[GoldenCase, ...]
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that leaves room for a token, or longest source."""
+        config = self.manifest.config
+        return config.source_context if config.is_encoder_decoder else config.context - 1
+
+    @property
+    def prompt_vocab_size(self) -> int:
+        """Number of ids a prompt may hold."""
+        config = self.manifest.config
+        return config.source_vocab_size if config.is_encoder_decoder else config.vocab_size
+
+    def encode_prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        """Token ids of a prompt; text may take milliseconds, so call this off the event loop.
+
+        Raises:
+            PromptTooLong: when it leaves no room in the context.
+            InvalidRequest: when an id is not in the vocabulary, or the text has no tokens.
+        """
+        field = "prompt.text" if isinstance(prompt, str) else "prompt.token_ids"
+        token_ids = tuple(self.prompt_tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        if not token_ids:
+            raise InvalidRequest(field, prompt, "must have at least 1 token")
+        if len(token_ids) > self.max_prompt_tokens:
+            raise PromptTooLong(field, len(token_ids), f"must have at most {self.max_prompt_tokens} tokens")
+        check_ids(f"{field}.ids", token_ids, self.prompt_vocab_size)
+        return token_ids
+
+    def check_stop_token_ids(self, token_ids: Iterable[int]) -> None:
+        """Refuses stop tokens that the model cannot generate.
+
+        Raises:
+            InvalidRequest: naming the largest.
+        """
+        vocab_size = self.manifest.config.vocab_size
+        if (largest := max(token_ids, default=0)) >= vocab_size:
+            limit = f"must be below the vocabulary's size {vocab_size}"
+            raise InvalidRequest("stopping.stop_token_ids", largest, limit)
+
+
+def check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Refuses ids outside a vocabulary.
+
+    Raises:
+        InvalidRequest: naming the first, by its place in `field`.
+    """
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{field}[{index}]", token_id, f"must be below the vocabulary's size {vocab_size}")
+
+
+class Models:
+    """The served models by name, and whether each answers."""
+
+    def __init__(self, models: Iterable[ServedModel]) -> None:
+        self._models = {model.name: model for model in sorted(models, key=lambda model: model.name)}
+        self._states = dict.fromkeys(self._models, ModelState.STARTING)
+        self._parity: dict[str, Parity] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All served models' names, sorted."""
+        return tuple(self._models)
+
+    def resolve(self, name: str) -> ServedModel:
+        """The model a request means; it may leave the name out where one is served.
+
+        Raises:
+            UnknownModel: when there is none of this name, or several and no name.
+        """
+        if not name and len(self._models) == 1:
+            return next(iter(self._models.values()))
+        if name not in self._models:
+            raise UnknownModel(name, self.names)
+        return self._models[name]
+
+    def require_serving(self, name: str) -> None:
+        """Refuses requests to a model that does not answer.
+
+        Raises:
+            NotServing: saying why.
+        """
+        match self._states[name]:
+            case ModelState.STARTING:
+                raise NotServing(f"{name} is starting")
+            case ModelState.FAILED:
+                raise NotServing(f"{name} does not answer as its golden cases say")
+
+    def state(self, name: str) -> ModelState:
+        """Whether a model answers."""
+        return self._states[name]
+
+    def parity(self, name: str) -> Parity | None:
+        """How a model's golden cases went when they were last replayed; None before that."""
+        return self._parity.get(name)
+
+    def verified(self, name: str, parity: Parity) -> None:
+        """Takes note of a replay: a model that failed answers no more, one that passed does, unless it is draining."""
+        self._parity[name] = parity
+        if self._states[name] is not ModelState.DRAINING:
+            self._states[name] = ModelState.SERVING if parity.passed else ModelState.FAILED
+
+    def drain(self) -> None:
+        """The server is stopping."""
+        self._states = dict.fromkeys(self._models, ModelState.DRAINING)

@@ -1,0 +1,78 @@
+"""Errors to gRPC statuses: one table, total over the error tree, with machine-readable details where they help.
+
+Clients find `google.rpc.BadRequest` with an invalid field and `google.rpc.RetryInfo` with an overload, through
+`grpc_status.rpc_status`. Whatever is not a `RequestError` becomes INTERNAL with an opaque id; the log has the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf import duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from service.engine.failure import report_failure
+from service.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    NotServing,
+    Overloaded,
+    PromptTooLong,
+    RequestCancelled,
+    RequestError,
+    UnknownModel,
+    UnsupportedFeature,
+)
+
+STATUS_CODES: Mapping[type[RequestError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    PromptTooLong: grpc.StatusCode.OUT_OF_RANGE,
+    UnknownModel: grpc.StatusCode.NOT_FOUND,
+    UnsupportedFeature: grpc.StatusCode.UNIMPLEMENTED,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    NotServing: grpc.StatusCode.UNAVAILABLE,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    RequestCancelled: grpc.StatusCode.CANCELLED,
+    EngineFailed: grpc.StatusCode.INTERNAL,
+}
+
+_DETAILS_KEY = "grpc-status-details-bin"
+_NANOSECONDS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a client sees of an error: code, message, and details as trailing metadata."""
+
+    code: grpc.StatusCode
+    message: str
+    trailing_metadata: tuple[tuple[str, bytes], ...] = ()
+
+
+def to_status(error: Exception) -> Status:
+    """The status for an error that ended a call. An error nobody foresaw is logged here, and only here."""
+    if not isinstance(error, RequestError):
+        error = report_failure("an unexpected error ended a call", error)
+    code, message = STATUS_CODES[type(error)], str(error)
+    details = _details(error)
+    if details is None:
+        return Status(code, message)
+    rich = status_pb2.Status(code=code.value[0], message=message)
+    rich.details.add().Pack(details)
+    return Status(code, message, ((_DETAILS_KEY, rich.SerializeToString()),))
+
+
+def _details(error: RequestError) -> Message | None:
+    details: Message | None = None
+    if isinstance(error, InvalidRequest):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
+        details = error_details_pb2.BadRequest(field_violations=[violation])
+    elif isinstance(error, Overloaded):
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(error.retry_after_seconds * _NANOSECONDS))
+        details = error_details_pb2.RetryInfo(retry_delay=delay)
+    return details

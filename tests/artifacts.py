@@ -1,0 +1,112 @@
+"""Tiny artefacts for tests: random weights, real export, a tokenizer that can spell any text.
+
+Made once for each set of sizes in a run and removed when it ends. Importing this module is cheap; the first call loads
+torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from model.artifact import TOKENIZER, Device, Precision
+from model.config import Architecture, ModelConfig
+
+if TYPE_CHECKING:
+    from model.transformer import Transformer
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+SPECIALS = (PAD, BOS, EOS)
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 288,
+    "context": 96,
+    "d_model": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "d_ff": 64,
+}
+_TINY_ENCODER: dict[str, Any] = {
+    "num_encoder_layers": 2,
+    "source_context": 64,
+    "positions": "sinusoidal",
+    "norm": "layernorm",
+    "activation": "relu",
+}
+
+
+def tiny_config(family: str, **overrides: Any) -> ModelConfig:
+    """A configuration of either family ("decoder-only", "encoder-decoder") that runs in well under a millisecond."""
+    encoder = _TINY_ENCODER if family == Architecture.ENCODER_DECODER else {}
+    return ModelConfig(**{"architecture": Architecture(family), **_TINY, **encoder, **overrides})
+
+
+def tiny_artifact(family: str, **overrides: Any) -> Path:
+    """An artefact folder of `tiny_config`; equal arguments give the same folder, which tests must not write to."""
+    return _export(tiny_config(family, **overrides))
+
+
+def tiny_checkpoint(folder: Path, config: ModelConfig, seed: int = 0) -> Path:
+    """Writes a checkpoint of random weights, as the trainer leaves one, and returns its folder."""
+    from model import checkpoint
+
+    tokenizer = tiny_tokenizer(config.vocab_size, ends_with_eos=config.is_encoder_decoder)
+    model = random_model(config, seed)
+    checkpoint.save(folder, model, config, {TOKENIZER: tokenizer.to_str()}, {"seed": seed})
+    return folder
+
+
+def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
+    """A model whose biases and norms are random too: one that a graph forgot would otherwise go unnoticed."""
+    import torch
+
+    from model.transformer import build
+
+    model = build(config, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    return model.eval()
+
+
+def tiny_tokenizer(vocab_size: int, *, ends_with_eos: bool) -> Tokenizer:
+    """One token for each byte, after the special tokens; filler words take the ids that are left.
+
+    A vocabulary too small for all bytes keeps the printable ones first. A prompt begins with `<bos>`, a source ends
+    with `<eos>`.
+    """
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda letter: (letter != "Ġ", ord(letter)))
+    pieces = [*SPECIALS, *letters, *(f"Ġword{number}" for number in range(vocab_size))][:vocab_size]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    template, special = (f"$A {EOS}", (EOS, 2)) if ends_with_eos else (f"{BOS} $A", (BOS, 1))
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[special])
+    return tokenizer
+
+
+@cache
+def _export(config: ModelConfig) -> Path:
+    from export.exporter import export
+    from model import checkpoint
+
+    root = Path(tempfile.mkdtemp(dir=_root()))
+    source = checkpoint.load(tiny_checkpoint(root / "checkpoint", config))
+    export(source, root / config.architecture, Device.CPU, Precision.FP32, lambda _: None)
+    return root / config.architecture
+
+
+@cache
+def _root() -> str:
+    folder = tempfile.TemporaryDirectory(prefix="onward-tiny-")
+    atexit.register(folder.cleanup)
+    return folder.name

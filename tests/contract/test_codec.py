@@ -1,0 +1,195 @@
+"""The codec: what a message means, what is refused, and how answers are spelled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proto.onward.v1 import generation_pb2 as pb
+from service.config import RequestLimits
+from service.engine.types import FinishReason, RequestTimings, SamplingParams, StoppingParams, TokenLogprobs
+from service.errors import InvalidRequest, UnsupportedFeature
+from service.generator import GenerateCall
+from service.transport import codec
+from service.transport.model_service import describe_capabilities
+
+LIMITS = RequestLimits()
+ONE_TOKEN = pb.TokenIds(ids=[7])
+
+# Field that is refused, the message that asks for it, and the capability that says so.
+UNSUPPORTED: dict[str, tuple[pb.GenerateRequest, str]] = {
+    "prompt.chat": (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])), "chat"),
+    "target_prefix": (pb.GenerateRequest(text="a", target_prefix="b"), "target_prefix"),
+    "beam_search": (pb.GenerateRequest(text="a", beam_search=pb.BeamSearchParams(beam_size=2)), "beam_search"),
+    "priority": (pb.GenerateRequest(text="a", priority=-1), "priority"),
+    "partial_on_deadline": (pb.GenerateRequest(text="a", partial_on_deadline=True), "partial_on_deadline"),
+    "sampling.n": (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=2)), "multiple_outputs"),
+    "sampling.repetition_penalty": (
+        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(repetition_penalty=1.1)),
+        "penalties",
+    ),
+    "sampling.presence_penalty": (
+        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(presence_penalty=0.1)),
+        "penalties",
+    ),
+    "sampling.frequency_penalty": (
+        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(frequency_penalty=float("nan"))),
+        "penalties",
+    ),
+    "sampling.logit_bias": (
+        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(logit_bias={1: 2.0})),
+        "logit_control",
+    ),
+    "sampling.allowed_token_ids": (
+        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(allowed_token_ids=[1])),
+        "logit_control",
+    ),
+    "stopping.min_tokens": (pb.GenerateRequest(text="a", stopping=pb.StoppingParams(min_tokens=1)), "min_tokens"),
+    "response.prompt_logprobs": (
+        pb.GenerateRequest(text="a", response=pb.ResponseOptions(prompt_logprobs=0)),
+        "scoring",
+    ),
+    "response.cost": (pb.GenerateRequest(text="a", response=pb.ResponseOptions(cost=True)), "cost"),
+}
+
+
+def decode(message: pb.GenerateRequest, limits: RequestLimits = LIMITS) -> GenerateCall:
+    return codec.decode_generate(message, limits, draw_id=lambda: "drawn")
+
+
+def test_request_that_says_nothing_but_its_prompt_gets_the_documented_defaults() -> None:
+    assert decode(pb.GenerateRequest(text="a")) == GenerateCall(
+        request_id="drawn",
+        model="",
+        prompt="a",
+        sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None),
+        stopping=StoppingParams(max_tokens=256),
+        logprobs=None,
+        timeout_seconds=None,
+    )
+
+
+def test_every_offered_field_is_read() -> None:
+    message = pb.GenerateRequest(
+        request_id="mine",
+        model="m",
+        token_ids=pb.TokenIds(ids=[4, 5]),
+        sampling=pb.SamplingParams(temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, seed=2**64 - 1, n=1),
+        stopping=pb.StoppingParams(
+            max_tokens=7, stop=["x", "y"], stop_token_ids=[8, 8], ignore_eos=True, include_stop_in_output=True
+        ),
+        response=pb.ResponseOptions(logprobs=5),
+        timeout_seconds=2.5,
+    )
+    assert decode(message) == GenerateCall(
+        request_id="mine",
+        model="m",
+        prompt=(4, 5),
+        sampling=SamplingParams(temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, seed=2**64 - 1),
+        stopping=StoppingParams(
+            max_tokens=7,
+            stop=("x", "y"),
+            stop_token_ids=frozenset({8}),
+            ignore_eos=True,
+            include_stop_in_output=True,
+        ),
+        logprobs=5,
+        timeout_seconds=2.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (pb.SamplingParams(temperature=0.0), SamplingParams(temperature=0.0)),
+        (pb.SamplingParams(seed=0), SamplingParams(seed=0)),
+        (pb.SamplingParams(min_p=1.0), SamplingParams(min_p=1.0)),
+    ],
+    ids=["temperature", "seed", "min_p"],
+)
+def test_zero_that_was_said_is_not_an_absent_value(sampling: pb.SamplingParams, expected: SamplingParams) -> None:
+    assert decode(pb.GenerateRequest(text="a", sampling=sampling)).sampling == expected
+
+
+def test_logprobs_zero_asks_for_the_chosen_token_alone() -> None:
+    assert decode(pb.GenerateRequest(text="a", response=pb.ResponseOptions(logprobs=0))).logprobs == 0
+
+
+def test_default_of_max_tokens_bows_to_the_operators_limit() -> None:
+    limits = RequestLimits(max_generated_tokens=10)
+    assert decode(pb.GenerateRequest(text="a"), limits).stopping.max_tokens == 10
+    with pytest.raises(InvalidRequest, match=r"stopping\.max_tokens: must be from 1 to 10, got 11"):
+        decode(pb.GenerateRequest(text="a", stopping=pb.StoppingParams(max_tokens=11)), limits)
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_feature_of_a_later_version_is_refused_by_the_name_of_its_field(field: str) -> None:
+    message, _ = UNSUPPORTED[field]
+    with pytest.raises(UnsupportedFeature) as refusal:
+        decode(message)
+    assert refusal.value.field == field
+    assert str(refusal.value).startswith(f"{field}: ")
+
+
+def test_capabilities_deny_exactly_what_is_refused() -> None:
+    capabilities = describe_capabilities()
+    denied = {field.name for field in capabilities.DESCRIPTOR.fields if not getattr(capabilities, field.name)}
+    methods = {"explain"}
+    assert denied == {capability for _, capability in UNSUPPORTED.values()} | methods
+
+
+def test_error_never_echoes_a_long_value() -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        decode(pb.GenerateRequest(text="a", request_id="x" * 100_000))
+    assert len(str(refusal.value)) < 250
+
+
+def test_stream_request_has_the_fields_and_numbers_of_the_unary_one() -> None:
+    def shape(message: Any) -> list[tuple[str, int, int, str | None]]:
+        return [
+            (each.name, each.number, each.type, each.message_type and each.message_type.full_name)
+            for each in message.DESCRIPTOR.fields
+        ]
+
+    assert shape(pb.GenerateStreamRequest) == shape(pb.GenerateRequest)
+    oneofs = [
+        [(each.name, [f.name for f in each.fields]) for each in message.DESCRIPTOR.oneofs]
+        for message in (pb.GenerateRequest, pb.GenerateStreamRequest)
+    ]
+    assert oneofs[0] == oneofs[1]
+
+
+def test_every_finish_reason_is_spelled_as_on_the_wire() -> None:
+    assert set(codec.FINISH_REASONS) == set(FinishReason)
+    for reason, number in codec.FINISH_REASONS.items():
+        assert pb.FinishReason.Name(number) == f"FINISH_REASON_{reason.upper()}"
+    assert set(codec.FINISH_REASONS.values()) == set(pb.FinishReason.values()) - {pb.FINISH_REASON_UNSPECIFIED}
+
+
+def test_logprobs_pair_ids_with_values_best_first() -> None:
+    message = codec.encode_logprobs(TokenLogprobs(-0.5, (9, 4), (-0.25, -0.5)))
+    assert message.logprob == -0.5
+    assert [(top.token_id, top.logprob) for top in message.top] == [(9, -0.25), (4, -0.5)]
+
+
+def test_matched_stop_is_text_or_token_or_nothing() -> None:
+    assert codec.encode_matched_stop(None) is None
+    assert codec.encode_matched_stop("x") == pb.MatchedStop(text="x")
+    assert codec.encode_matched_stop(0) == pb.MatchedStop(token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "first", "expected"),
+    [
+        (2.0, 5.0, pb.Timings(queue=1, prefill=3, decode=4, time_to_first_token=4, total=8)),
+        (2.0, None, pb.Timings(queue=1, prefill=7, decode=0, total=8)),
+        (None, None, pb.Timings(queue=8, prefill=0, decode=0, total=8)),
+    ],
+    ids=["complete", "ended in prefill", "ended in the queue"],
+)
+def test_timings_add_up_wherever_the_request_ended(
+    scheduled: float | None, first: float | None, expected: pb.Timings
+) -> None:
+    timings = RequestTimings(arrival_time=1.0, scheduled_time=scheduled, first_token_time=first, finished_time=9.0)
+    assert codec.encode_timings(timings) == expected

@@ -1,0 +1,119 @@
+"""The command line: flags, environment twins, defaults, and problems told all at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.config import (
+    AskConfig,
+    LogLevel,
+    RequestLimits,
+    ServeConfig,
+    flag,
+    options,
+    parse,
+    variable,
+)
+from service.errors import StartupError
+
+SERVE = ("serve", "--models", "folder")
+
+
+def serve(*flags: str, **environ: str) -> ServeConfig:
+    config = parse((*SERVE, *flags), environ)
+    assert isinstance(config, ServeConfig)
+    return config
+
+
+def test_serve_needs_only_a_folder_and_listens_on_loopback() -> None:
+    config = serve()
+    assert config == ServeConfig(models=Path("folder"))
+    assert (config.host, config.port, config.metrics_port, config.max_batch_size) == ("127.0.0.1", 8001, 8002, 32)
+
+
+def test_every_flag_has_an_environment_twin() -> None:
+    given = {
+        "models": "elsewhere", "host": "0.0.0.0", "port": "0", "metrics": "off", "metrics_port": "9", "spin": "no",
+        "max_batch_size": "4", "max_queue_size": "0", "prefill_chunk": "16", "threads": "3", "log_level": "DEBUG",
+        "drain_grace_seconds": "1.5", "max_message_bytes": "2048", "max_generated_tokens": "5", "max_stop_strings": "6",
+        "max_stop_string_length": "7", "max_stop_token_ids": "8", "max_logprobs": "9", "max_request_id_length": "64",
+    }  # fmt: skip
+    assert set(given) == set(options(ServeConfig)) | set(options(RequestLimits))
+    switches = {"metrics": "--no-metrics", "spin": "--no-spin"}
+    flags = [
+        part
+        for name, value in given.items()
+        for part in ([switches.get(name)] if name in switches else [flag(name), value])
+    ]
+    by_flag = parse(["serve", *map(str, flags)], {})
+    by_environment = parse(["serve"], {variable(name): value for name, value in given.items()})
+    assert by_flag == by_environment
+    assert by_environment == ServeConfig(
+        models=Path("elsewhere"),
+        host="0.0.0.0",
+        port=0,
+        metrics=False,
+        metrics_port=9,
+        max_batch_size=4,
+        max_queue_size=0,
+        prefill_chunk=16,
+        threads=3,
+        spin=False,
+        drain_grace_seconds=1.5,
+        max_message_bytes=2048,
+        log_level=LogLevel.DEBUG,
+        limits=RequestLimits(
+            max_generated_tokens=5,
+            max_stop_strings=6,
+            max_stop_string_length=7,
+            max_stop_token_ids=8,
+            max_logprobs=9,
+            max_request_id_length=64,
+        ),
+    )
+
+
+def test_flag_wins_over_its_twin() -> None:
+    assert serve("--port", "1", ONWARD_PORT="2").port == 1
+    assert serve("--metrics", ONWARD_METRICS="false").metrics
+
+
+def test_all_problems_are_told_at_once_by_the_name_they_came_under() -> None:
+    with pytest.raises(StartupError) as refusal:
+        serve("--port", "70000", "--max-batch-size", "many", "--drain-grace-seconds", "nan", ONWARD_SPIN="perhaps")
+    assert set(refusal.value.problems) == {
+        "--port is '70000', must be from 0 to 65535",
+        "--max-batch-size is 'many', must be a whole number from 1 to 1024",
+        "--drain-grace-seconds is 'nan', must be a number from 0 to 3600",
+        "ONWARD_SPIN is 'perhaps', must be true or false",
+    }
+
+
+def test_missing_folder_is_a_problem_with_both_its_names() -> None:
+    with pytest.raises(StartupError, match=r"--models \(or ONWARD_MODELS\)"):
+        parse(["serve"], {})
+
+
+def test_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        parse([*SERVE, "--prot", "1"], {})
+    assert refusal.value.code == 2
+    assert "--prot" in capsys.readouterr().err
+
+
+def test_help_names_every_flag_default_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["serve", "--help"], {})
+    text = " ".join(capsys.readouterr().out.split())
+    for name in (*options(ServeConfig), *options(RequestLimits)):
+        assert flag(name) in text
+        assert f"[{variable(name)}]" in text
+    assert "(default: 127.0.0.1)" in text
+
+
+def test_ask_leaves_to_the_server_what_is_not_said() -> None:
+    assert parse(["ask", "m", "hello"], {}) == AskConfig(model="m", text="hello")
+    asked = parse(["ask", "m", "hello", "--stream", "--seed", "0", "--temperature", "0"], {"ONWARD_TARGET": "h:1"})
+    assert asked == AskConfig(model="m", text="hello", target="h:1", stream=True, seed=0, temperature=0.0)

@@ -1,0 +1,70 @@
+"""Errors to statuses: nothing is left out, nothing leaks."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from service.errors import EngineFailed, InvalidRequest, NotServing, Overloaded, PromptTooLong, RequestError
+from service.transport.status import STATUS_CODES, to_status
+
+
+def descendants(error: type[RequestError]) -> set[type[RequestError]]:
+    return {each for child in error.__subclasses__() for each in {child, *descendants(child)}}
+
+
+def rich(metadata: tuple[tuple[str, bytes], ...]) -> status_pb2.Status:
+    ((key, value),) = metadata
+    assert key == "grpc-status-details-bin"
+    return status_pb2.Status.FromString(value)
+
+
+def test_table_is_total_over_the_error_tree() -> None:
+    assert set(STATUS_CODES) == descendants(RequestError)
+
+
+def test_labels_of_errors_are_distinct() -> None:
+    labels = [error.label for error in descendants(RequestError)]
+    assert len(set(labels)) == len(labels)
+
+
+@pytest.mark.parametrize("kind", [InvalidRequest, PromptTooLong])
+def test_invalid_field_is_named_in_a_bad_request(kind: type[InvalidRequest]) -> None:
+    status = to_status(kind("sampling.top_p", 0.0, "must be above 0"))
+    assert status.message == "sampling.top_p: must be above 0, got 0.0"
+    details = rich(status.trailing_metadata)
+    request = error_details_pb2.BadRequest()
+    assert details.details[0].Unpack(request)
+    assert (details.code, details.message) == (status.code.value[0], status.message)
+    (violation,) = request.field_violations
+    assert (violation.field, violation.description) == ("sampling.top_p", status.message)
+
+
+def test_overload_tells_when_to_come_again() -> None:
+    status = to_status(Overloaded(8, 8, 1.25))
+    assert status.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    retry = error_details_pb2.RetryInfo()
+    assert rich(status.trailing_metadata).details[0].Unpack(retry)
+    assert retry.retry_delay.ToMilliseconds() == 1250
+
+
+def test_other_errors_have_no_details() -> None:
+    assert to_status(NotServing("draining")).trailing_metadata == ()
+
+
+def test_failure_of_the_engine_shows_its_id_and_nothing_else() -> None:
+    status = to_status(EngineFailed("abc"))
+    assert (status.code, status.message) == (grpc.StatusCode.INTERNAL, "internal error abc")
+
+
+def test_unforeseen_error_shows_an_id_that_the_log_explains(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        status = to_status(KeyError("/secret/path"))
+    assert status.code is grpc.StatusCode.INTERNAL
+    error_id = status.message.removeprefix("internal error ")
+    assert "secret" not in status.message
+    assert error_id in caplog.text
+    assert "/secret/path" in caplog.text

@@ -1,0 +1,193 @@
+"""The engine with no model: a runner whose logits are a pure function of the tokens in a row's cache.
+
+`FakeRunner` keeps, for each slot, the tokens whose K/V a real runner would hold, and obeys the same rules: moves copy
+the valid part, a write at a position cuts off what was behind it. So a batch that is scheduled wrongly gives other
+tokens or fails, and a row's tokens can be foretold by `expected_tokens`.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from service.engine.batch import ScheduledBatch
+from service.engine.engine import Engine
+from service.engine.sampler import Sampler
+from service.engine.scheduler import EngineLimits, ModelShape, Scheduler
+from service.engine.text import Decode
+from service.engine.types import (
+    GenerationRequest,
+    SamplingParams,
+    StepOutput,
+    StoppingParams,
+    TokenEvent,
+)
+
+Float32 = npt.NDArray[np.float32]
+NextToken = Callable[[Sequence[int], Sequence[int]], int]
+
+PAD, BOS, EOS = 0, 1, 2
+NUM_SPECIAL = 3
+VOCAB_SIZE = 32
+CONTEXT = 64
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def noise(source: Sequence[int], tokens: Sequence[int], vocab_size: int = VOCAB_SIZE) -> Float32:
+    """Logits `[V]` that depend on every token of the row and on nothing else; special tokens are out of reach."""
+    key = zlib.crc32(repr((tuple(source), tuple(tokens))).encode())
+    logits = np.random.Generator(np.random.Philox(key)).standard_normal(vocab_size, dtype=np.float32)
+    logits[:NUM_SPECIAL] = -100.0
+    return logits
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    """A decoder for fake tokens: the first after the special ones is "a"; special ones have no text."""
+    return "".join(chr(ord("a") + (i - NUM_SPECIAL) % 26) for i in token_ids if i >= NUM_SPECIAL)
+
+
+def spell(text: str) -> tuple[int, ...]:
+    """The tokens that `letters` turns into `text`."""
+    return tuple(ord(letter) - ord("a") + NUM_SPECIAL for letter in text)
+
+
+def script(text: str, *, prompt_length: int = 1) -> NextToken:
+    """A model that writes `text` after a decoder prompt of the given length, then ends the sequence."""
+    output = (*spell(text), EOS)
+    return lambda source, tokens: output[min(len(tokens) - prompt_length, len(output) - 1)]
+
+
+class FakeRunner:
+    """A `Runner` for both families.
+
+    Args:
+        next_token: (source, decoder tokens) to the token that greedy decoding must choose; None leaves it to `noise`.
+        before_run: called with every batch; may raise, to fail the step, or block.
+    """
+
+    def __init__(
+        self,
+        num_slots: int = 4,
+        vocab_size: int = VOCAB_SIZE,
+        next_token: NextToken | None = None,
+        before_run: Callable[[ScheduledBatch], None] | None = None,
+    ) -> None:
+        self.batches: list[ScheduledBatch] = []
+        self.poisoned_tokens: set[int] = set()
+        self._next_token = next_token
+        self._before_run = before_run
+        self._tokens: list[list[int]] = [[] for _ in range(num_slots)]
+        self._sources: list[tuple[int, ...]] = [() for _ in range(num_slots)]
+        self._logits = np.full((num_slots, vocab_size), np.nan, np.float32)
+
+    def run(self, batch: ScheduledBatch) -> Float32:
+        """Logits by slot; a row that holds one of `poisoned_tokens` gets NaN, like rows that were not fed."""
+        self.batches.append(batch)
+        if self._before_run is not None:
+            self._before_run(batch)
+        self._logits[:] = np.nan
+        for move in batch.moves:
+            assert len(self._tokens[move.source]) >= move.num_tokens
+            self._tokens[move.target] = self._tokens[move.source][: move.num_tokens]
+            self._sources[move.target] = self._sources[move.source][: move.num_source_tokens]
+        for group in batch.encodes:
+            for encoded in group.rows:
+                assert 0 < len(encoded.token_ids) <= group.padded_length
+                self._sources[encoded.slot] = encoded.token_ids
+        for slot, row in enumerate(batch.decode):
+            assert row.source_length == 0 or row.source_length == len(self._sources[slot])
+            self._feed(slot, row.position, (row.token_id,), row.source_length)
+        for chunk in batch.prefills:
+            assert len(chunk.token_ids) > 1
+            self._feed(chunk.slot, chunk.start, chunk.token_ids, 0)
+        return self._logits
+
+    def _feed(self, slot: int, start: int, token_ids: tuple[int, ...], source_length: int) -> None:
+        tokens = self._tokens[slot]
+        assert len(tokens) >= start, f"slot {slot}: {len(tokens)} tokens cached, fed at {start}"
+        tokens[start:] = token_ids
+        source = self._sources[slot][:source_length]
+        row = noise(source, tokens, self._logits.shape[1])
+        if self._next_token is not None:
+            row[self._next_token(source, tuple(tokens))] = 100.0
+        if self.poisoned_tokens & set(tokens):
+            row[:] = np.nan
+        self._logits[slot] = row
+
+
+def fake_engine(
+    runner: FakeRunner | None = None,
+    *,
+    encoder_decoder: bool = False,
+    limits: EngineLimits | None = None,
+    context: int = CONTEXT,
+    decode: Decode = letters,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    """A whole engine over a `FakeRunner`; `limits` default to 4 slots, chunks of 8 and 16 prefill tokens a step."""
+    limits = limits or EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=16)
+    return Engine(
+        Scheduler(limits, fake_model(encoder_decoder=encoder_decoder, context=context), decode),
+        runner or FakeRunner(limits.max_batch_size),
+        Sampler(),
+        clock,
+    )
+
+
+def fake_model(*, encoder_decoder: bool = False, context: int = CONTEXT) -> ModelShape:
+    """The shape of a fake model; an encoder-decoder's sources are as long as its outputs."""
+    source_context = context if encoder_decoder else None
+    return ModelShape(context=context, eos_ids=frozenset({EOS}), source_context=source_context, decoder_start_id=BOS)
+
+
+def request(
+    request_id: str = "r",
+    prompt: Sequence[int] = (5,),
+    *,
+    max_tokens: int = 4,
+    sampling: SamplingParams = GREEDY,
+    stopping: StoppingParams | None = None,
+    logprobs: int | None = None,
+    deadline: float | None = None,
+) -> GenerationRequest:
+    """A request in few words, greedy unless told."""
+    return GenerationRequest(
+        request_id=request_id,
+        model="fake",
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling,
+        stopping=stopping or StoppingParams(max_tokens=max_tokens),
+        logprobs=logprobs,
+        deadline=deadline,
+    )
+
+
+def expected_tokens(prompt: Sequence[int], count: int, *, encoder_decoder: bool = False) -> list[int]:
+    """What greedy decoding on `noise` must give after a prompt, by itself and step by step."""
+    source, tokens = (tuple(prompt), [BOS]) if encoder_decoder else ((), list(prompt))
+    for _ in range(count):
+        tokens.append(int(noise(source, tokens).argmax()))
+    return tokens[-count:]
+
+
+def drain(engine: Engine, max_steps: int = 1000) -> list[StepOutput]:
+    """Steps until nothing is left."""
+    outputs = []
+    while engine.has_work:
+        assert len(outputs) < max_steps, "the engine does not come to an end"
+        outputs.append(engine.step())
+    return outputs
+
+
+def events_of(outputs: Sequence[StepOutput], request_id: str) -> list[TokenEvent]:
+    """One request's events, in order."""
+    return [event for output in outputs for event in output.events if event.request_id == request_id]
+
+
+def tokens_of(outputs: Sequence[StepOutput], request_id: str) -> list[int]:
+    """One request's generated tokens, in order."""
+    return [event.token_id for event in events_of(outputs, request_id) if event.token_id is not None]

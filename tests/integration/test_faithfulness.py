@@ -1,0 +1,41 @@
+"""Served greedy tokens are the reference's: a real server process, real graphs, judged by PyTorch position by position."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+
+import pytest
+
+from benchmarks import faithfulness
+from benchmarks.serving import serving
+from model import checkpoint
+from model.config import Architecture
+from tests.artifacts import tiny_artifact
+
+POSITIONS_PER_FAMILY = 10_000
+CONCURRENCY = 24
+MODEL = "tiny"
+# Untied embeddings: a tied random model mostly repeats its last token, and would agree with anything.
+SIZES = {
+    Architecture.DECODER_ONLY: {"context": 256, "tie_embeddings": False},
+    Architecture.ENCODER_DECODER: {"context": 128, "tie_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("family", [*Architecture])
+def test_served_greedy_tokens_are_the_reference_decoders(family, tmp_path):
+    artefact = tiny_artifact(family, **SIZES[family])
+    shutil.copytree(artefact, tmp_path / "models" / MODEL)
+    source = artefact.parent / "checkpoint"
+    requests = list(faithfulness.random_requests(checkpoint.load(source).config, POSITIONS_PER_FAMILY, seed=1))
+    # Fewer slots than callers: requests queue, join a running batch and leave it while others go on.
+    with serving(tmp_path / "models", "--max-batch-size", "8", "--no-metrics", "--prefill-chunk", "32") as target:
+        outputs = asyncio.run(faithfulness.collect(target, MODEL, requests, CONCURRENCY))
+    verdict = faithfulness.judge(source, MODEL, outputs)
+    assert verdict.positions >= POSITIONS_PER_FAMILY
+    assert verdict.agreement >= 0.999
+    assert verdict.max_logprob_error <= 1e-4
+    assert len({token for output in outputs for token in output.tokens}) >= 20, (
+        "the model says too little to prove much"
+    )

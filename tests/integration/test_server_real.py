@@ -1,0 +1,200 @@
+"""The server as an operator runs it: a process of its own, real artefacts of both families, real exits."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1 import model_pb2
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from service.client import ask
+from service.config import AskConfig
+from tests.artifacts import tiny_artifact
+
+FAMILIES = ("decoder-only", "encoder-decoder")
+COMMAND = (sys.executable, "-m", "service", "serve", "--port", "0", "--metrics-port", "0", "--threads", "1")
+LISTENING = re.compile(r"listening on (?P<target>[\d.]+:\d+); .*metrics on (?P<metrics>\S+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    process: subprocess.Popen[str]
+    line: str
+    target: str
+    metrics: str
+
+
+@contextmanager
+def serving(models: Path) -> Iterator[Served]:
+    with subprocess.Popen([*COMMAND, "--models", models], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = LISTENING.search(line)
+            assert found, line
+            yield Served(process, line, found["target"], found["metrics"])
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        (folder / family).symlink_to(tiny_artifact(family), target_is_directory=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(models: Path) -> Iterator[Served]:
+    with serving(models) as served:
+        yield served
+
+
+@pytest.fixture
+def channel(served: Served) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(served.target) as channel:
+        yield channel
+
+
+def request(model: str, **fields: object) -> pb.GenerateRequest:
+    sampling, stopping = pb.SamplingParams(temperature=0.0), pb.StoppingParams(max_tokens=24, ignore_eos=True)
+    return pb.GenerateRequest(**{"model": model, "text": "3 May", "sampling": sampling, "stopping": stopping, **fields})
+
+
+def streamed(message: pb.GenerateRequest) -> pb.GenerateStreamRequest:
+    return pb.GenerateStreamRequest.FromString(message.SerializeToString())
+
+
+def test_ready_line_names_every_model_and_its_parity(served: Served) -> None:
+    for family in FAMILIES:
+        assert re.search(rf"{family} serving \(parity \d\.\de-\d\d\)", served.line)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_families_stream_what_they_answer_at_once(channel: grpc.Channel, family: str) -> None:
+    stub = GenerationServiceStub(channel)
+    (output,) = stub.Generate(request(family)).outputs
+    events = list(stub.GenerateStream(streamed(request(family))))
+    assert len(output.token_ids) == 24
+    assert [token for event in events for token in event.delta.token_ids] == list(output.token_ids)
+    assert "".join(event.delta.text for event in events) == output.text
+    assert events[-1].WhichOneof("event") == "summary"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_of_special_tokens_is_ordinary_characters(channel: grpc.Channel, family: str) -> None:
+    stub = GenerationServiceStub(channel)
+    tokens = stub.Tokenize(pb.TokenizeRequest(model=family, text="<eos><pad>", add_special_tokens=False))
+    assert not {0, 1, 2} & set(tokens.token_ids)
+    assert stub.Detokenize(pb.DetokenizeRequest(model=family, token_ids=tokens.token_ids)).text == "<eos><pad>"
+    assert stub.Generate(request(family, text="<eos>")).outputs[0].token_ids
+
+
+def test_health_is_serving_overall_and_for_each_model(channel: grpc.Channel) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    for name in ("", *FAMILIES):
+        status = stub.Check(health_pb2.HealthCheckRequest(service=name)).status
+        assert status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_parity_is_verified_on_demand_case_by_case(channel: grpc.Channel) -> None:
+    stub = ModelServiceStub(channel)
+    for family in FAMILIES:
+        report = stub.VerifyParity(model_pb2.VerifyParityRequest(model=family))
+        assert report.parity.passed
+        assert report.parity.num_cases == len(report.cases) > 1
+        assert max(case.max_abs_error for case in report.cases) == report.parity.max_abs_error
+
+
+def test_metrics_answer_where_the_ready_line_says(served: Served, channel: grpc.Channel) -> None:
+    GenerationServiceStub(channel).Generate(request("decoder-only"))
+    with urllib.request.urlopen(served.metrics) as answer:
+        text = answer.read().decode()
+    for family in FAMILIES:
+        assert f'onward_parity_max_abs_error{{model_name="{family}"}}' in text
+    assert 'onward_requests_total{finish_reason="length",model_name="decoder-only"}' in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ask_prints_the_text(served: Served, channel: grpc.Channel, stream: bool) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    config = AskConfig(
+        model="encoder-decoder", text="3 May", target=served.target, stream=stream, max_tokens=24, temperature=0.0
+    )
+    assert ask(config, out, err) == 0
+    expected = request("encoder-decoder", stopping=pb.StoppingParams(max_tokens=24))
+    assert out.getvalue() == GenerationServiceStub(channel).Generate(expected).outputs[0].text + "\n"
+
+
+def test_ask_tells_what_went_wrong_and_fails(served: Served) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    assert ask(AskConfig(model="nobody", text="a", target=served.target), out, err) == 1
+    assert err.getvalue().startswith("NOT_FOUND: model: 'nobody' is not served")
+
+
+def test_sigterm_lets_a_stream_end_and_exits_with_0(models: Path) -> None:
+    with serving(models) as served, grpc.insecure_channel(served.target) as channel:
+        message = request("decoder-only", stopping=pb.StoppingParams(max_tokens=80, ignore_eos=True))
+        call = GenerationServiceStub(channel).GenerateStream(streamed(message))
+        events = [next(call), next(call)]
+        served.process.send_signal(signal.SIGTERM)
+        events += list(call)
+        assert events[-1].WhichOneof("event") == "summary"
+        assert sum(len(event.delta.token_ids) for event in events) == 80
+        assert served.process.wait() == 0
+
+
+def refused(models: Path) -> list[str]:
+    """The problems with which a start is refused."""
+    ended = subprocess.run([*COMMAND, "--models", models], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stdout == ""
+    return [line.removeprefix("onward: ") for line in ended.stderr.splitlines()]
+
+
+def test_every_problem_of_every_artefact_stops_the_start(tmp_path: Path) -> None:
+    for name in ("flipped", "incomplete"):
+        shutil.copytree(tiny_artifact("encoder-decoder"), tmp_path / name)
+    (tmp_path / "healthy").symlink_to(tiny_artifact("decoder-only"), target_is_directory=True)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "model.onnx").write_bytes(b"not ours")
+    weights = tmp_path / "flipped" / "decoder.onnx.data"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    (tmp_path / "flipped" / "golden.npz").write_bytes(b"short")
+    (tmp_path / "incomplete" / "encoder.onnx").unlink()
+    (tmp_path / "incomplete" / "tokenizer.json").unlink()
+
+    problems = refused(tmp_path)
+    expected = {
+        "flipped: decoder.onnx.data does not match its sha256",
+        "flipped: golden.npz has 5 bytes, the manifest says",
+        "foreign: manifest.json is missing: not an artefact",
+        "incomplete: encoder.onnx is missing",
+        "incomplete: tokenizer.json is missing",
+    }
+    assert len(problems) == len(expected)
+    for words in expected:
+        assert any(f"{tmp_path}/{words}" in problem for problem in problems), words
+
+
+def test_folder_without_models_stops_the_start(tmp_path: Path) -> None:
+    assert refused(tmp_path) == [f"{tmp_path} has no subfolder, and so no model to serve"]
+    assert refused(tmp_path / "absent") == [f"{tmp_path / 'absent'} cannot be read: No such file or directory"]

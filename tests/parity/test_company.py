@@ -1,0 +1,233 @@
+"""The law of company, asked of the kernels: a row's numbers have the same bits alone and in any company.
+
+The graphs run as a server runs them, rows as a prefix of shared buffers bound in place. Stale K/V beyond a row's length
+is NaN here, so a kernel that reads it cannot hide. Sizes are chosen to be awkward for vectorised kernels: odd
+vocabularies and inner widths, few heads, and widths beside the round ones.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+import pytest
+
+from export.emit import emit
+from export.graphs import DecoderGraph, EncoderGraph
+from model.config import ModelConfig
+from tests.artifacts import random_model
+
+Buffers = dict[str, npt.NDArray[np.float32]]
+
+NUM_ROWS = 8
+CONTEXT = 80
+SOURCE_CONTEXT = 64
+COMPANIES: tuple[Sequence[int], ...] = (
+    [0, 1],
+    [1, 0],
+    [3, 2, 1],
+    [6, 3, 0, 2, 5, 1],
+    range(NUM_ROWS),
+    range(NUM_ROWS - 1, -1, -1),
+    [4, 4, 4],
+)
+STYLES: dict[str, dict[str, Any]] = {
+    "paper": {"norm": "layernorm", "activation": "relu", "positions": "sinusoidal"},
+    "gpt2": {
+        "norm": "layernorm",
+        "activation": "gelu",
+        "positions": "learned",
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary"},
+}
+Shape = tuple[int, int, int, int, int, str]
+SHAPES: list[Shape] = [
+    # d_model, query heads, KV heads, inner width, vocabulary, style
+    (64, 4, 2, 97, 97, "llama"),
+    (128, 4, 4, 512, 1003, "gpt2"),
+    (192, 3, 1, 515, 1003, "llama"),
+    (192, 12, 4, 768, 97, "paper"),
+    (72, 9, 1, 130, 33, "gpt2"),
+]
+
+
+by_decoder = pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        *(("decoder-only", shape) for shape in SHAPES[:3]),
+        *(("encoder-decoder", shape) for shape in (SHAPES[0], *SHAPES[3:])),
+    ],
+    ids=lambda value: value if isinstance(value, str) else _name(value),
+)
+
+
+def _name(shape: Shape) -> str:
+    d_model, num_heads, num_kv_heads, _, vocab_size, _ = shape
+    return f"d{d_model}-h{num_heads}-kv{num_kv_heads}-v{vocab_size}"
+
+
+def _config(family: str, shape: Shape) -> ModelConfig:
+    d_model, num_heads, num_kv_heads, d_ff, vocab_size, style = shape
+    values: dict[str, Any] = {"architecture": family, "vocab_size": vocab_size, "context": CONTEXT, "num_layers": 1}
+    values |= {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "d_ff": d_ff}
+    if family == "encoder-decoder":
+        values |= {"num_encoder_layers": 1, "source_context": SOURCE_CONTEXT}
+    return ModelConfig(**values, **STYLES[style])
+
+
+def _session(graph: DecoderGraph | EncoderGraph) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 2
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.onnx"
+        emit(graph, path)
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+@cache
+def _decoder(family: str, shape: Shape) -> Decoder:
+    return Decoder(_config(family, shape))
+
+
+class Decoder:
+    """A decoder graph and `NUM_ROWS` sequences somewhere in their middle, ragged."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        rng = np.random.default_rng(0)
+        self.config = config
+        self.session = _session(DecoderGraph(random_model(config)))
+        self.tokens = rng.integers(0, config.vocab_size, NUM_ROWS)
+        self.past = rng.integers(0, CONTEXT - 1, NUM_ROWS)
+        self.past[:2] = (0, CONTEXT - 1)
+        self.source_lengths = rng.integers(1, SOURCE_CONTEXT + 1, NUM_ROWS)
+        self.buffers = {name: self._random(rng, CONTEXT, self.past) for name in self._names("past")}
+        if config.is_encoder_decoder:
+            lengths = self.source_lengths
+            self.buffers |= {name: self._random(rng, SOURCE_CONTEXT, lengths) for name in self._names("cross")}
+
+    def decode(self, rows: Sequence[int], total: int | None = None) -> tuple[npt.NDArray[np.float32], Buffers]:
+        """One step for these rows, in this order: logits `[rows, V]` and the buffers after it."""
+        chosen = list(rows)
+        buffers = {name: values[chosen] for name, values in self.buffers.items()}
+        longest = int(self.past[chosen].max()) + 1
+        return self.run(self.tokens[chosen, None], self.past[chosen], buffers, total or longest, chosen), buffers
+
+    def run(
+        self,
+        ids: npt.NDArray[np.int64],
+        past: npt.NDArray[np.int64],
+        buffers: Buffers,
+        total: int,
+        rows: Sequence[int],
+    ) -> npt.NDArray[np.float32]:
+        """One run of the graph with `buffers` bound in place; the logits of every row's last token."""
+        batch, count = ids.shape
+        inputs: dict[str, npt.NDArray[np.generic]] = {
+            "input_ids": ids,
+            "seqlens_k": (past + count - 1).astype(np.int32),
+            "total_sequence_length": np.array(total, np.int32),
+            "logits_indices": np.arange(batch) * count + count - 1,
+        }
+        if self.config.positions != "rotary":
+            inputs["position_ids"] = past[:, None] + np.arange(count)
+        if self.config.is_encoder_decoder:
+            inputs["source_lengths"] = self.source_lengths[list(rows)].astype(np.int32)
+        binding = self.session.io_binding()
+        binding.bind_output("logits")
+        for name, values in inputs.items():
+            binding.bind_cpu_input(name, np.ascontiguousarray(values))
+        for name, values in buffers.items():
+            kind, part, layer = name.split("_")
+            shared = ort.OrtValue.ortvalue_from_numpy(values)
+            binding.bind_ortvalue_input(name, shared)
+            output = f"present_{part}_{layer}" if kind == "past" else f"cross_{part}_out_{layer}"
+            binding.bind_ortvalue_output(output, shared)
+        self.session.run_with_iobinding(binding)
+        return binding.get_outputs()[0].numpy()
+
+    def empty_buffers(self, num_rows: int) -> Buffers:
+        shape = (num_rows, self.config.num_kv_heads, CONTEXT, self.config.head_dim)
+        return {name: np.full(shape, np.nan, np.float32) for name in self._names("past")}
+
+    def _names(self, kind: str) -> list[str]:
+        return [f"{kind}_{part}_{layer}" for layer in range(self.config.num_layers) for part in ("key", "value")]
+
+    def _random(
+        self, rng: np.random.Generator, capacity: int, lengths: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
+        shape = (NUM_ROWS, self.config.num_kv_heads, capacity, self.config.head_dim)
+        values = rng.standard_normal(shape, dtype=np.float32)
+        for row, length in enumerate(lengths):
+            values[row, :, length:] = np.nan
+        return values
+
+
+@by_decoder
+def test_decoded_row_has_the_same_bits_alone_and_in_any_company(family: str, shape: Shape) -> None:
+    decoder = _decoder(family, shape)
+    alone = [decoder.decode([row]) for row in range(NUM_ROWS)]
+    assert all(np.isfinite(logits).all() for logits, _ in alone)
+    for company in COMPANIES:
+        logits, buffers = decoder.decode(company)
+        for index, row in enumerate(company):
+            assert logits[index].tobytes() == alone[row][0][0].tobytes(), f"row {row} among {list(company)}"
+            for name, values in buffers.items():
+                assert values[index].tobytes() == alone[row][1][name][0].tobytes(), f"{name} of row {row}"
+    for row in range(NUM_ROWS):
+        longest = decoder.decode([row], total=CONTEXT)[0]
+        assert longest.tobytes() == alone[row][0].tobytes(), "the longest row of a batch is no business of the others"
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=_name)
+def test_prefill_has_the_same_bits_in_any_slot(shape: Shape) -> None:
+    decoder = _decoder("decoder-only", shape)
+    ids = np.random.default_rng(1).integers(0, decoder.config.vocab_size, (1, 61))
+    slots = decoder.empty_buffers(NUM_ROWS)
+    answers = set()
+    for slot in range(NUM_ROWS):
+        view = {name: values[slot : slot + 1] for name, values in slots.items()}
+        start = np.zeros(1, np.int64)
+        first = decoder.run(ids[:, :32], start, view, 32, [slot])
+        second = decoder.run(ids[:, 32:], start + 32, view, 61, [slot])
+        answers.add(first.tobytes() + second.tobytes() + b"".join(values.tobytes() for values in view.values()))
+    assert len(answers) == 1
+
+
+def test_cross_attention_leaves_the_source_as_it_is() -> None:
+    decoder = _decoder("encoder-decoder", SHAPES[0])
+    _, buffers = decoder.decode(range(NUM_ROWS))
+    for name in (name for name in buffers if name.startswith("cross")):
+        assert buffers[name].tobytes() == decoder.buffers[name].tobytes()
+    for name in (name for name in buffers if name.startswith("past")):
+        assert buffers[name].tobytes() != decoder.buffers[name].tobytes()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=_name)
+def test_encoded_source_has_the_same_bits_alone_and_batched(shape: Shape) -> None:
+    config = _config("encoder-decoder", shape)
+    session = _session(EncoderGraph(random_model(config)))
+    rng = np.random.default_rng(2)
+    for padded in (1, 16, 48, SOURCE_CONTEXT):
+        ids = rng.integers(0, config.source_vocab_size, (NUM_ROWS, padded))
+        lengths = rng.integers(max(1, padded - 15), padded + 1, NUM_ROWS).astype(np.int32)
+        alone = [_encode(session, ids[[row]], lengths[[row]]) for row in range(NUM_ROWS)]
+        for company in COMPANIES:
+            rows = list(company)
+            together = _encode(session, ids[rows], lengths[rows])
+            for index, row in enumerate(rows):
+                for batched, single in zip(together, alone[row], strict=True):
+                    assert batched[index].tobytes() == single[0].tobytes(), f"row {row} among {rows}, width {padded}"
+
+
+def _encode(
+    session: ort.InferenceSession, ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]
+) -> list[npt.NDArray[np.float32]]:
+    return session.run(None, {"source_ids": ids, "source_lengths": lengths})

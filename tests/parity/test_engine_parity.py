@@ -1,0 +1,346 @@
+"""The engine on real graphs: what it serves is the reference's, bit for bit the same in any company."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from model import artifact, golden, reference
+from model.config import Architecture, ModelConfig
+from service.engine.batch import ScheduledBatch
+from service.engine.engine import Engine
+from service.engine.factory import build_engine, build_runner, load_decode, model_shape
+from service.engine.runner import Runner
+from service.engine.sampler import Sampler
+from service.engine.scheduler import EngineLimits, Scheduler
+from service.engine.session import GraphSession, SessionOptions
+from service.engine.types import FinishReason, GenerationRequest, SamplingParams, StepOutput, StoppingParams
+from service.errors import EngineFailed, StartupError
+from tests.artifacts import random_model, tiny_artifact, tiny_config
+from tests.fakes import drain, events_of, tokens_of
+
+Float32 = npt.NDArray[np.float32]
+Logits = dict[tuple[int, int], bytes]
+
+TOLERANCE = 1e-4
+THREADS = SessionOptions(intra_op_threads=2, allow_spinning=False)
+DECODER_ONLY, ENCODER_DECODER = Architecture.DECODER_ONLY, Architecture.ENCODER_DECODER
+FAMILIES = pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
+
+# The second of each family differs from the first in all that chooses kernels: positions, norm, heads, odd widths.
+VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "rotary": (DECODER_ONLY, {}),
+    "learned": (
+        DECODER_ONLY,
+        {"positions": "learned", "norm": "layernorm", "activation": "gelu", "d_model": 96, "num_heads": 6}
+        | {"num_kv_heads": 6, "vocab_size": 1021, "d_ff": 160, "attention_bias": True, "mlp_bias": True},
+    ),
+    "sinusoidal": (ENCODER_DECODER, {}),
+    "encoder-rotary": (
+        ENCODER_DECODER,
+        {"positions": "rotary", "d_model": 128, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 499, "d_ff": 200},
+    ),
+}
+
+
+class Recorder:
+    """A runner that remembers the bits of every row that is sampled, by (seed, position)."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.logits: Logits = {}
+        self.max_rows = 0
+
+    def run(self, batch: ScheduledBatch) -> Float32:
+        logits = self._runner.run(batch)
+        self.max_rows = max(self.max_rows, len(batch.decode))
+        for sample in batch.samples:
+            self.logits[sample.seed, sample.position] = logits[sample.slot].tobytes()
+        return logits
+
+
+class Served:
+    """An engine over an artefact, with its logits on record; the same K/V buffers serve every test that shares it."""
+
+    def __init__(self, family: str, overrides: Mapping[str, object], limits: EngineLimits) -> None:
+        self.folder = tiny_artifact(family, **overrides)
+        self.manifest = artifact.load(self.folder)
+        self.limits = limits
+        runner = build_runner(self.folder, self.manifest, limits, THREADS)
+        self.kv = runner.kv
+        self.recorder = Recorder(runner)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.manifest.config
+
+    def engine(self) -> Engine:
+        """Fresh sequences over stale K/V, as after other requests."""
+        self.recorder.logits = {}
+        scheduler = Scheduler(self.limits, model_shape(self.manifest), load_decode(self.folder, self.manifest))
+        return Engine(scheduler, self.recorder, Sampler())
+
+
+@cache
+def served(variant: str, max_batch_size: int = 8, max_prefill_tokens: int = 32) -> Served:
+    family, overrides = VARIANTS[variant]
+    limits = EngineLimits(max_batch_size=max_batch_size, prefill_chunk=16, max_prefill_tokens=max_prefill_tokens)
+    return Served(family, overrides, limits)
+
+
+def crowd(variant: str) -> Served:
+    """As many rows as the default, all of which can start at once."""
+    return served(variant, max_batch_size=32, max_prefill_tokens=4096)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines_are_released() -> Iterator[None]:
+    yield
+    served.cache_clear()
+    alone.cache_clear()
+
+
+def make_request(config: ModelConfig, number: int, length: int, **sampling: float) -> GenerationRequest:
+    """Request `number` of a pool: random prompt, greedy unless told; its seed is its number."""
+    longest = config.source_context if config.is_encoder_decoder else config.context - 1
+    vocab_size = config.source_vocab_size if config.is_encoder_decoder else config.vocab_size
+    prompt = np.random.default_rng(number).integers(0, vocab_size, min(length, longest))
+    params = SamplingParams(seed=number, **(sampling or {"temperature": 0.0}))  # type: ignore[arg-type]
+    return GenerationRequest(
+        request_id=f"r{number}",
+        model="tiny",
+        prompt_token_ids=tuple(prompt.tolist()),
+        sampling=params,
+        stopping=StoppingParams(max_tokens=5 + number % 9, ignore_eos=number % 2 == 0),
+    )
+
+
+# Chunks are 16 long: prompts of one token, within a chunk, at its end, over several, with a remainder of one.
+LENGTHS = (1, 2, 7, 15, 16, 17, 31, 33, 40, 48, 61, 64)
+KINDS: tuple[dict[str, float], ...] = ({}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40})
+
+
+def pool(config: ModelConfig) -> list[GenerationRequest]:
+    return [make_request(config, number, length, **KINDS[number % len(KINDS)]) for number, length in enumerate(LENGTHS)]
+
+
+@cache
+def alone(variant: str) -> tuple[dict[str, list[int]], Logits]:
+    """Every request of the pool by itself: its tokens, and the bits of all its logits."""
+    host = served(variant)
+    tokens: dict[str, list[int]] = {}
+    logits: Logits = {}
+    for request in pool(host.config):
+        engine = host.engine()
+        engine.add_request(request)
+        tokens[request.request_id] = tokens_of(drain(engine), request.request_id)
+        logits |= host.recorder.logits
+    return tokens, logits
+
+
+def run(
+    engine: Engine, arrivals: Sequence[tuple[int, GenerationRequest]], aborts: Mapping[str, int]
+) -> list[StepOutput]:
+    """Requests join after so many steps each; those in `aborts` are cancelled that many steps later."""
+    outputs: list[StepOutput] = []
+    for delay, request in arrivals:
+        outputs += [engine.step() for _ in range(delay)]
+        engine.add_request(request)
+        if request.request_id in aborts:
+            outputs += [engine.step() for _ in range(aborts[request.request_id])]
+            engine.abort(request.request_id)
+    return outputs + drain(engine)
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 3, 16])
+@FAMILIES
+def test_engine_replays_every_golden_case(family: str, max_batch_size: int) -> None:
+    folder = tiny_artifact(family)
+    engine = build_engine(folder, artifact.load(folder), EngineLimits(max_batch_size=max_batch_size), THREADS)
+    results = engine.verify_golden(golden.load(folder / artifact.GOLDEN), TOLERANCE)
+    assert len(results) >= 8
+    assert [result for result in results if not result.passed] == []
+    assert not engine.has_work
+
+
+@FAMILIES
+def test_engine_golden_replay_notices_a_wrong_answer(family: str) -> None:
+    folder = tiny_artifact(family)
+    engine = build_engine(folder, artifact.load(folder), EngineLimits(max_batch_size=4), THREADS)
+    case = golden.load(folder / artifact.GOLDEN)[-1]
+    wrong = case.logits.copy()
+    wrong[-1, -1] += 10 * TOLERANCE
+    (result,) = engine.verify_golden([dataclasses.replace(case, logits=wrong)], TOLERANCE)
+    assert not result.passed
+
+
+@FAMILIES
+def test_engine_serves_the_references_greedy_tokens_to_ragged_joining_and_leaving_requests(family: str) -> None:
+    """10,000 positions: each served token is the arg-max of one teacher-forced, cache-less forward over its output."""
+    config = tiny_config(family)
+    host = served("rotary" if family == DECODER_ONLY else "sinusoidal")
+    model = random_model(config)
+    engine = host.engine()
+    rng = np.random.default_rng(0)
+    requests: list[GenerationRequest] = []
+    outputs: list[StepOutput] = []
+    num_asked = 0
+    while num_asked < 10_000:
+        number = len(requests)
+        request = make_request(config, number, int(rng.integers(1, 60)))
+        room = config.context - (1 if config.is_encoder_decoder else len(request.prompt_token_ids))
+        count = int(rng.integers(1, room + 1))
+        num_asked += count
+        stopping = StoppingParams(max_tokens=count, ignore_eos=True)
+        requests.append(dataclasses.replace(request, stopping=stopping))
+        engine.add_request(requests[-1])
+        outputs += [engine.step() for _ in range(int(rng.integers(0, 12)))]
+    outputs += drain(engine, max_steps=10_000)
+    num_equal = 0
+    max_error = 0.0
+    for request in requests:
+        output = tokens_of(outputs, request.request_id)
+        assert len(output) == request.stopping.max_tokens
+        prompt = request.prompt_token_ids
+        given, source = ([config.bos_id], prompt) if config.is_encoder_decoder else (list(prompt), None)
+        expected = reference.logits(model, [*given, *output[:-1]], source).numpy()[len(given) - 1 :]
+        num_equal += int((expected.argmax(-1) == output).sum())
+        seed = request.sampling.seed
+        assert seed is not None
+        positions = range(len(given), len(given) + len(output))
+        actual = np.stack([np.frombuffer(host.recorder.logits[seed, at], np.float32) for at in positions])
+        max_error = max(max_error, float(np.abs(actual - expected).max()))
+    assert num_equal / num_asked >= 0.999
+    assert max_error <= TOLERANCE
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_law_of_company_the_bits_of_logits_and_tokens_depend_on_the_request_alone(
+    variant: str, data: st.DataObject
+) -> None:
+    """Any order, any arrival, any neighbours that may be cancelled at any time: as alone, greedy and sampled."""
+    host = served(variant)
+    tokens, logits = alone(variant)
+    requests = data.draw(st.lists(st.sampled_from(pool(host.config)), min_size=2, unique_by=lambda r: r.request_id))
+    delays = data.draw(st.lists(st.integers(0, 4), min_size=len(requests), max_size=len(requests)))
+    names = [request.request_id for request in requests]
+    aborts = data.draw(st.dictionaries(st.sampled_from(names), st.integers(0, 5), max_size=len(names) // 2))
+    outputs = run(host.engine(), list(zip(delays, requests, strict=True)), aborts)
+    differing = [key for key, bits in host.recorder.logits.items() if logits[key] != bits]
+    assert not differing, f"logits differ at (seed, position) {differing}"
+    for name in names:
+        seen = tokens_of(outputs, name)
+        assert seen == tokens[name][: len(seen)]
+        assert name in aborts or len(seen) == len(tokens[name])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_law_of_company_holds_among_thirty_two(variant: str) -> None:
+    """A batch as large as the default, everyone at once, first and last: the same bits as alone in eight slots."""
+    tokens, logits = alone(variant)
+    host = crowd(variant)
+    wanted = pool(host.config)
+    company = [make_request(host.config, 100 + i, 1 + i * 5 % 50, temperature=1.0) for i in range(20)]
+    for requests in (wanted + company, company + wanted):
+        outputs = run(host.engine(), [(0, request) for request in requests], {})
+        assert host.recorder.max_rows == 32
+        for name, expected in tokens.items():
+            assert tokens_of(outputs, name) == expected
+        assert all(host.recorder.logits[key] == bits for key, bits in logits.items())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_law_of_company_holds_over_whatever_was_in_the_slots_before(variant: str) -> None:
+    """Even NaN, as a sequence that failed leaves it: no kernel touches what lies beyond a row's own length."""
+    tokens, logits = alone(variant)
+    host = served(variant)
+    for buffer in (*host.kv.own, *host.kv.cross):
+        buffer[:] = np.nan
+    outputs = run(host.engine(), [(0, request) for request in pool(host.config)], {})
+    assert {name: tokens_of(outputs, name) for name in tokens} == tokens
+    assert host.recorder.logits == logits
+
+
+@FAMILIES
+def test_engine_cancelling_half_frees_their_slots_in_one_step_and_changes_nobody(family: str) -> None:
+    host = crowd("rotary" if family == DECODER_ONLY else "sinusoidal")
+    requests = [
+        dataclasses.replace(
+            make_request(host.config, number, 1 + number * 7 % 40),
+            stopping=StoppingParams(max_tokens=20, ignore_eos=True),
+        )
+        for number in range(64)
+    ]
+    undisturbed = run(host.engine(), [(0, request) for request in requests], {})
+    engine = host.engine()
+    for request in requests:
+        engine.add_request(request)
+    outputs = [engine.step(), engine.step()]
+    assert (engine.num_running, engine.num_waiting) == (32, 32)
+    cancelled = {request.request_id for request in requests[::2]}
+    for name in cancelled:
+        engine.abort(name)
+    outputs.append(engine.step())
+    ended = [event.request_id for event in outputs[-1].events if event.finish_reason is FinishReason.CANCELLED]
+    assert sorted(ended) == sorted(cancelled)
+    # The sixteen that were running made room for the sixteen that still waited.
+    assert (engine.num_running, engine.num_waiting) == (32, 0)
+    outputs += drain(engine)
+    for request in requests[1::2]:
+        assert tokens_of(outputs, request.request_id) == tokens_of(undisturbed, request.request_id)
+
+
+def test_engine_stop_strings_are_found_in_the_artefacts_own_text() -> None:
+    host = served("rotary")
+    decode = load_decode(host.folder, host.manifest)
+    request = dataclasses.replace(make_request(host.config, 4, 20), stopping=StoppingParams(max_tokens=40))
+    engine = host.engine()
+    engine.add_request(request)
+    text = decode(tokens_of(drain(engine), request.request_id))
+    stop = text[len(text) // 2 :][:2]
+    engine = host.engine()
+    engine.add_request(dataclasses.replace(request, stopping=StoppingParams(max_tokens=40, stop=(stop,))))
+    events = events_of(drain(engine), request.request_id)
+    assert "".join(event.text or "" for event in events) == text[: text.index(stop)]
+    assert (events[-1].finish_reason, events[-1].matched_stop) == (FinishReason.STOP, stop)
+
+
+def test_engine_outlives_a_graph_that_refuses_a_batch() -> None:
+    """An id outside the vocabulary, which the layers above never let through, fails those that ran and nobody later."""
+    host = served("rotary")
+    tokens, logits = alone("rotary")
+    bad = dataclasses.replace(make_request(host.config, 50, 9), prompt_token_ids=(host.config.vocab_size,) * 9)
+    engine = host.engine()
+    engine.add_request(bad)
+    (event,) = engine.step().events
+    assert isinstance(event.error, EngineFailed)
+    host.recorder.logits = {}
+    for request in pool(host.config):
+        engine.add_request(request)
+    outputs = drain(engine)
+    assert {name: tokens_of(outputs, name) for name in tokens} == tokens
+    assert host.recorder.logits == logits
+
+
+def test_session_refuses_a_graph_that_is_not_the_manifests(tmp_path: Path) -> None:
+    folder = tiny_artifact(DECODER_ONLY)
+    spec = artifact.load(folder).graphs[artifact.DECODER]
+    foreign = dataclasses.replace(spec, inputs=spec.inputs[1:], outputs=(*spec.outputs, spec.inputs[0]))
+    with pytest.raises(StartupError) as caught:
+        GraphSession(folder, foreign, THREADS)
+    assert len(caught.value.problems) == 2
+    shutil.copy(folder / spec.file, tmp_path)
+    (tmp_path / spec.file).write_bytes((folder / spec.file).read_bytes()[:100])
+    with pytest.raises(StartupError):
+        GraphSession(tmp_path, spec, THREADS)

@@ -1,0 +1,299 @@
+"""The exporter: every configuration answers as PyTorch does, the graphs are as lean as meant, and nothing unproven or
+foreign is written over or left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import numpy_helper
+
+from export import golden_cases
+from export.__main__ import main
+from export.verify import Verdict, verify
+from model import artifact, checkpoint, golden
+from model.artifact import DECODER, ENCODER
+from model.checkpoint import WEIGHTS
+from tests.artifacts import random_model, tiny_artifact, tiny_checkpoint, tiny_config
+
+FAMILIES = ("decoder-only", "encoder-decoder")
+# Every pair of values of any two columns stands in one of these rows.
+COLUMNS = "family positions norm norm_placement activation tie_embeddings num_kv_heads bias scale_embeddings"
+CONFIGURATIONS = """\
+    encoder-decoder rotary     rmsnorm   post gelu   0 1 1 0
+    decoder-only    sinusoidal layernorm pre  gelu   1 2 0 1
+    encoder-decoder learned    layernorm post swiglu 1 4 0 0
+    decoder-only    learned    rmsnorm   pre  relu   0 2 1 0
+    encoder-decoder rotary     rmsnorm   pre  relu   0 4 0 1
+    decoder-only    learned    layernorm post relu   1 1 1 1
+    encoder-decoder sinusoidal rmsnorm   pre  swiglu 0 1 0 1
+    decoder-only    rotary     rmsnorm   post swiglu 1 2 1 1
+    decoder-only    sinusoidal rmsnorm   post relu   0 4 1 0
+    encoder-decoder rotary     layernorm pre  swiglu 0 2 1 1
+    decoder-only    learned    layernorm pre  gelu   0 4 1 1
+"""
+
+
+every_configuration = pytest.mark.parametrize(
+    "row", CONFIGURATIONS.strip().splitlines(), ids=lambda row: "-".join(row.split())
+)
+
+
+def _artifact(row: str) -> Path:
+    """One layer will do: that layers are told apart is shown by the default artefacts, which have two."""
+    values: dict[str, Any] = dict(zip(COLUMNS.split(), row.split(), strict=True))
+    family = values.pop("family")
+    bias = values.pop("bias") == "1"
+    values |= {name: values[name] == "1" for name in ("tie_embeddings", "scale_embeddings")}
+    values |= {"num_kv_heads": int(values["num_kv_heads"]), "num_heads": 4, "d_model": 64, "num_layers": 1}
+    if family == "encoder-decoder":
+        values["num_encoder_layers"] = 1
+    return tiny_artifact(family, attention_bias=bias, mlp_bias=bias, **values)
+
+
+@every_configuration
+def test_export_of_every_configuration_answers_as_pytorch_does(row: str) -> None:
+    report = verify(_artifact(row), lambda _: None)
+    assert report.verdict is Verdict.PASSED
+    assert report.max_abs_error < 2e-5
+    assert all(case.agreement == 1.0 for case in report.cases)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_cases_cover_what_a_server_does(family: str) -> None:
+    config = tiny_config(family)
+    cases = golden.load(tiny_artifact(family) / artifact.GOLDEN)
+    fed = {len(sequence) for case in cases for sequence in case.sequences}
+    steps = [step for case in cases for step in case.steps]
+    assert config.context in fed
+    assert {len(step) for step in steps} >= {1, 2, 3, 4}
+    if config.is_encoder_decoder:
+        assert {1, 15, 16, 17, config.source_context} <= {len(source) for case in cases for source in case.sources}
+        assert all(feed.count == 1 for step in steps for feed in step)
+    else:
+        assert {1, 2, config.context} <= {feed.count for step in steps for feed in step}
+        assert any(feed.start and feed.count > 1 for step in steps for feed in step)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_cases_stay_small_when_the_vocabulary_is_large(family: str) -> None:
+    config = tiny_config(family, vocab_size=50257, context=1024, num_layers=1, d_model=16, num_heads=1)
+    cases = golden_cases.make_cases(random_model(config))
+    assert sum(case.logits.nbytes for case in cases) < 10e6
+
+
+def test_golden_cases_are_refused_when_the_checkpoint_has_no_answers() -> None:
+    model = random_model(tiny_config("decoder-only", num_layers=1))
+    with torch.no_grad():
+        model.final_norm.weight[0] = torch.nan
+    with pytest.raises(golden_cases.GoldenCaseError, match="not finite"):
+        golden_cases.make_cases(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graph_has_one_attention_operator_for_each_attention(family: str) -> None:
+    folder = tiny_artifact(family)
+    config = artifact.load(folder).config
+    decoder = _operators(onnx.load(folder / "decoder.onnx", load_external_data=False))
+    assert decoder["GroupQueryAttention"] == config.num_layers * (2 if config.is_encoder_decoder else 1)
+    assert decoder["Softmax"] == 0
+    if config.is_encoder_decoder:
+        encoder = _operators(onnx.load(folder / "encoder.onnx", load_external_data=False))
+        assert encoder["Attention"] == config.num_encoder_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_optimised_decoder_has_nothing_but_the_work(family: str, tmp_path: Path) -> None:
+    folder = tiny_artifact(family)
+    config = artifact.load(folder).config
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # writing an optimised graph warns that it fits this machine alone
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    ort.InferenceSession(str(folder / "decoder.onnx"), options, providers=["CPUExecutionProvider"])
+    found = _operators(onnx.load(tmp_path / "optimised.onnx", load_external_data=False))
+    sublayers = 3 if config.is_encoder_decoder else 2
+    norm = "LayerNormalization" if config.is_encoder_decoder else "RMSNormalization"
+    layer = Counter({norm: sublayers, "MatMul": 2 * sublayers, "Add": sublayers, "GroupQueryAttention": sublayers - 1})
+    # Around the layers: token vectors, the choice of positions, the final norm, the head.
+    around = Counter({"Gather": 2, "Reshape": 2, norm: 1, "Gemm": 1})
+    if config.is_encoder_decoder:
+        layer["Relu"] = 1
+        # Position vectors, and once for all layers: last positions, the longest source, the empty keys.
+        around += Counter(Gather=1, Add=1, Sub=1, ReduceMax=1, Shape=1, Concat=1, ConstantOfShape=1)
+    else:
+        layer += Counter(Split=1, QuickGelu=1, Mul=1)
+    assert found == Counter({name: count * config.num_layers for name, count in layer.items()}) + around
+
+
+@every_configuration
+def test_graph_stores_no_tensor_twice(row: str) -> None:
+    folder = _artifact(row)
+    config = artifact.load(folder).config
+    for file in folder.glob("*.onnx"):
+        tensors = [numpy_helper.to_array(tensor) for tensor in onnx.load(file).graph.initializer]
+        large = [array for array in tensors if array.nbytes >= 1024]
+        contents = [array.tobytes() for array in large] + [array.T.tobytes() for array in large]
+        assert len(set(contents)) == len(contents)
+        tables = [array for array in large if config.vocab_size in array.shape]
+        assert len(tables) == (1 if config.tie_embeddings or file.stem == ENCODER else 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graph_names_come_from_the_model_and_nothing_from_the_machine(family: str) -> None:
+    folder = tiny_artifact(family)
+    names = {tensor.name for tensor in onnx.load(folder / "decoder.onnx", load_external_data=False).graph.initializer}
+    assert "layers.1.feed_forward.down.weight_transposed" in names
+    for file in folder.glob("*.onnx"):
+        assert str(Path.cwd()).encode() not in file.read_bytes()
+        assert b"stack_trace" not in file.read_bytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_manifest_says_what_the_files_are(family: str) -> None:
+    folder = tiny_artifact(family)
+    manifest = artifact.load(folder)
+    assert manifest.files.keys() == {path.name for path in folder.iterdir()} - {artifact.MANIFEST}
+    assert manifest.graphs[DECODER].inputs == artifact.decoder_signature(manifest.config)[0]
+    assert (manifest.pad_id, manifest.decoder_start_id, manifest.eos_ids) == (0, 1, (2,))
+    assert manifest.training == {"seed": 0}
+    assert manifest.opset <= 26
+    assert manifest.versions["torch"] == torch.__version__
+
+
+def test_report_of_an_artefact_gives_every_case_its_figures() -> None:
+    folder = tiny_artifact("decoder-only")
+    report = json.loads((folder / artifact.PARITY).read_text())
+    assert report["verdict"] == "passed"
+    assert report["provider"] == "CPUExecutionProvider"
+    names = [case.name for case in golden.load(folder / artifact.GOLDEN)]
+    assert [case["name"] for case in report["cases"]] == names
+    keys = {"name", "max_abs_error", "max_relative_error", "agreement", "tolerance", "verdict"}
+    assert all(case.keys() == keys for case in report["cases"])
+
+
+def test_verify_fails_when_one_weight_is_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _copy(tiny_artifact("decoder-only"), tmp_path)
+    weights = np.fromfile(folder / "decoder.onnx.data", np.float32)
+    weights[np.abs(weights).argmax()] += 0.5
+    weights.tofile(folder / "decoder.onnx.data")
+    _rehash(folder)
+    assert main(["verify", str(folder)]) == 1
+    result = _last_line(capsys)
+    assert result["verdict"] == "failed"
+    assert result["max_abs_error"] > 1e-3
+
+
+def test_verify_reports_a_graph_that_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _copy(tiny_artifact("decoder-only"), tmp_path)
+    config = artifact.load(folder).config
+    beyond = (np.full(2, config.vocab_size, np.int64),)
+    cases = golden.load(folder / artifact.GOLDEN)
+    cases = tuple(dataclasses.replace(case, sequences=beyond) if case.name == "prefill-2" else case for case in cases)
+    golden.save(folder / artifact.GOLDEN, cases)
+    _rehash(folder)
+    assert main(["verify", str(folder)]) == 1
+    captured = capsys.readouterr()
+    assert "prefill-2: " in captured.err
+    assert json.loads(captured.out.splitlines()[-1])["max_abs_error"] is None
+
+
+def test_verify_fails_on_a_damaged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _copy(tiny_artifact("decoder-only"), tmp_path)
+    (folder / artifact.TOKENIZER).write_text("{}")
+    (folder / "decoder.onnx.data").unlink()
+    assert main(["verify", str(folder)]) == 1
+    problems = _last_line(capsys)["problems"]
+    assert [problem.split()[0] for problem in problems] == ["decoder.onnx.data", "tokenizer.json"]
+
+
+def test_export_command_ends_in_one_json_line_and_replaces_an_artefact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny_checkpoint(tmp_path / "checkpoint", tiny_config("decoder-only", num_layers=1))
+    out = tmp_path / "models" / "tiny"
+    shutil.copytree(tiny_artifact("encoder-decoder"), out)
+    assert main([str(source), "--out", str(out), "--device", "cpu", "--precision", "fp32"]) == 0
+    result = _last_line(capsys)
+    assert result["verdict"] == "passed"
+    assert result["artefact"] == str(out)
+    assert not artifact.load(out).config.is_encoder_decoder
+    assert not (out / "encoder.onnx").exists()
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_export_refuses_by_name_what_it_cannot_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config("decoder-only", head_dim=24, num_layers=1)
+    source = tiny_checkpoint(tmp_path / "checkpoint", config)
+    taken = tmp_path / "thesis"
+    taken.mkdir()
+    (taken / "chapter.txt").write_text("years of work")
+    (taken / artifact.MANIFEST).write_text('{"name": "of something else"}')
+    assert main([str(source), "--out", str(taken), "--device", "cuda", "--precision", "int8"]) == 2
+    problems = "\n".join(_last_line(capsys)["problems"])
+    for reason in ("device cuda", "precision int8", "head_dim is 24", "neither empty nor an artefact"):
+        assert reason in problems
+    assert len(list(taken.iterdir())) == 2
+
+
+def test_export_refuses_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "checkpoint", tiny_config("decoder-only", num_layers=1, vocab_size=64))
+    shutil.copyfile(tiny_artifact("decoder-only") / artifact.TOKENIZER, source / artifact.TOKENIZER)
+    assert main([str(source), "--out", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_refuses_a_folder_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert f"{WEIGHTS} is missing" in _last_line(capsys)["problems"]
+
+
+def test_export_leaves_nothing_behind_when_the_proof_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_checkpoint(tmp_path / "checkpoint", tiny_config("decoder-only", num_layers=1))
+    monkeypatch.setattr(golden, "fp32_tolerance", lambda cases: 1e-12)
+    out = tmp_path / "models" / "tiny"
+    assert main([str(source), "--out", str(out)]) == 1
+    assert _last_line(capsys)["verdict"] == "failed"
+    assert list(out.parent.iterdir()) == []
+
+
+def test_export_of_a_checkpoint_without_answers_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config("decoder-only", num_layers=1)
+    source = tiny_checkpoint(tmp_path / "checkpoint", config)
+    loaded = checkpoint.load(source)
+    with torch.no_grad():
+        loaded.model.final_norm.weight[0] = torch.inf
+    tokenizers = {artifact.TOKENIZER: (source / artifact.TOKENIZER).read_text()}
+    checkpoint.save(source, loaded.model, config, tokenizers, {})
+    assert main([str(source), "--out", str(tmp_path / "out")]) == 1
+    assert "not finite" in _last_line(capsys)["problems"][0]
+    assert not (tmp_path / "out").exists()
+
+
+def _operators(model: onnx.ModelProto) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph.node)
+
+
+def _copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def _rehash(folder: Path) -> None:
+    """Writes checksums that fit, as one who means to deceive would."""
+    manifest = artifact.read_manifest(folder)
+    files = {name: artifact.hash_file(folder / name) for name in manifest.files}
+    (folder / artifact.MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
+
+
+def _last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])

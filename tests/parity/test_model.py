@@ -1,0 +1,390 @@
+"""The transformers in torch: every combination works, attention is its formula, neither future nor padding leaks."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from model import reference
+from model.attention import attend, attend_fused, causal_mask, padding_mask
+from model.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
+from model.layers import DecoderLayer, FeedForward, GatedFeedForward, Residual
+from model.positions import rotary_tables, rotate
+from model.transformer import DecoderOnly, EncoderDecoder, Transformer, build, num_parameters
+
+
+def make_config(architecture: Architecture = Architecture.DECODER_ONLY, **changes: object) -> ModelConfig:
+    values: dict[str, object] = {
+        "architecture": architecture,
+        "vocab_size": 23,
+        "context": 16,
+        "d_model": 16,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "d_ff": 24,
+    }
+    if architecture is Architecture.ENCODER_DECODER:
+        values |= {"num_encoder_layers": 2, "source_vocab_size": 19, "source_context": 12}
+    return ModelConfig(**values | changes)
+
+
+def make_model(config: ModelConfig) -> Transformer:
+    """Weights of unit effect: a fresh model's are so small that a leak could hide below any tolerance."""
+    model = build(config, seed=0).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(2.0)
+    return model
+
+
+def draw_ids(*shape: int, high: int = 19, seed: int = 0) -> Tensor:
+    return torch.randint(3, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run(model: Transformer, target_ids: Tensor, source_ids: Tensor | None = None) -> Tensor:
+    if isinstance(model, DecoderOnly):
+        return model(target_ids)
+    source_ids = draw_ids(len(target_ids), 5) if source_ids is None else source_ids
+    return model(source_ids, torch.full((len(source_ids),), source_ids.shape[1]), target_ids)
+
+
+# Attention
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("masking", ["none", "causal", "padding", "causal and padding"])
+def test_fused_attention_is_the_formula(num_kv_heads: int, masking: str) -> None:
+    q, k, v = draw(3, 4, 9, 8), draw(3, num_kv_heads, 9, 8, seed=1), draw(3, num_kv_heads, 9, 8, seed=2)
+    mask = padding_mask(torch.tensor([9, 1, 4]), 9) if "padding" in masking else None
+    is_causal = "causal" in masking
+    torch.testing.assert_close(
+        attend_fused(q, k, v, mask, is_causal=is_causal),
+        attend(q, k, v, mask, is_causal=is_causal),
+        atol=1e-6,
+        rtol=1e-5,
+    )
+    torch.testing.assert_close(attend_fused(q, k, v, scale=0.3), attend(q, k, v, scale=0.3), atol=1e-6, rtol=1e-5)
+
+
+def test_fused_attention_has_the_formulas_gradients() -> None:
+    gradients = []
+    for function in (attend, attend_fused):
+        inputs = [draw(2, heads, 7, 8, seed=seed).requires_grad_() for seed, heads in enumerate((4, 2, 2))]
+        function(*inputs, is_causal=True).square().sum().backward()
+        gradients.append([tensor.grad for tensor in inputs])
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+
+
+def test_grouped_attention_is_multi_head_attention_with_keys_and_values_repeated() -> None:
+    q, k, v = draw(2, 6, 5, 8), draw(2, 2, 5, 8, seed=1), draw(2, 2, 5, 8, seed=2)
+    repeated = [torch.stack([tensor[:, head // 3] for head in range(6)], dim=1) for tensor in (k, v)]
+    torch.testing.assert_close(attend(q, k, v), attend(q, *repeated), atol=0.0, rtol=0.0)
+
+
+def test_a_grouped_model_with_its_kv_heads_repeated_is_a_multi_head_model() -> None:
+    grouped = make_model(make_config(num_kv_heads=2))
+    full = make_model(make_config(num_kv_heads=4))
+    state = grouped.state_dict()
+    for name, tensor in state.items():
+        if name.endswith("qkv.weight"):
+            q, k, v = tensor.split((16, 8, 8))
+            k, v = (part.view(2, 4, 16).repeat_interleave(2, dim=0).reshape(16, 16) for part in (k, v))
+            state[name] = torch.cat((q, k, v))
+    full.load_state_dict(state)
+    ids = draw_ids(2, 9)
+    torch.testing.assert_close(full(ids), grouped(ids), atol=1e-5, rtol=1e-5)
+
+
+def test_masks_are_true_where_attention_may_go() -> None:
+    assert causal_mask(3).tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+    mask = padding_mask(torch.tensor([2, 3]), 3)
+    assert mask.shape == (2, 1, 1, 3)
+    assert mask[:, 0, 0].tolist() == [[True, True, False], [True, True, True]]
+
+
+# Positions
+
+
+def test_rotated_dot_products_depend_on_distance_alone() -> None:
+    cos, sin = rotary_tables(64, 8, 100.0)
+    q, k = draw(8), draw(8, seed=1)
+    queries, keys = rotate(q.expand(64, 8), cos, sin), rotate(k.expand(64, 8), cos, sin)
+    for distance in (0, 1, 5, 20):
+        products = (queries[distance:] * keys[: 64 - distance]).sum(-1)
+        torch.testing.assert_close(products, products[:1].expand_as(products), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(queries.norm(dim=-1), q.norm().expand(64), atol=1e-5, rtol=1e-5)
+
+
+def test_rotation_turns_the_two_halves_against_each_other() -> None:
+    cos, sin = rotary_tables(4, 4, 10000.0)
+    turned = rotate(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), cos[3:], sin[3:])[0]
+    np.testing.assert_allclose(turned.numpy(), [np.cos(3.0), 0.0, np.sin(3.0), 0.0], atol=1e-6)
+
+
+def test_rotary_angles_are_exact_far_from_the_start() -> None:
+    cos, sin = rotary_tables(100_000, 8, 500_000.0)
+    angles = np.float64(99_999) / np.float64(500_000.0) ** (np.arange(0, 8, 2) / 8)
+    np.testing.assert_allclose(cos[-1].numpy(), np.cos(angles), atol=1e-7)
+    np.testing.assert_allclose(sin[-1].numpy(), np.sin(angles), atol=1e-7)
+
+
+@pytest.mark.parametrize("positions", Positions)
+def test_order_matters_whatever_the_positions(positions: Positions) -> None:
+    # One layer: the causal mask alone cannot tell the order of what comes before the last token.
+    model = make_model(make_config(positions=positions, num_layers=1))
+    ids = torch.tensor([[5, 7, 9, 11]])
+    swapped = torch.tensor([[7, 5, 9, 11]])
+    assert (model(ids)[0, -1] - model(swapped)[0, -1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("positions", [Positions.SINUSOIDAL, Positions.LEARNED])
+def test_added_positions_can_be_given(positions: Positions) -> None:
+    model = make_model(make_config(positions=positions))
+    ids = draw_ids(2, 5)
+    whole = model.embed(torch.cat((draw_ids(2, 3), ids), dim=1))[:, 3:]
+    torch.testing.assert_close(model.embed(ids, torch.arange(3, 8).expand(2, 5)), whole, atol=0.0, rtol=0.0)
+
+
+def test_scaled_embeddings_are_the_tokens_times_the_root_of_the_width() -> None:
+    model = build(make_config(scale_embeddings=True, positions=Positions.ROTARY), seed=0)
+    ids = draw_ids(1, 4)
+    torch.testing.assert_close(model.embed(ids), 4.0 * model.embedding.tokens.weight[ids])
+
+
+# Layers
+
+
+def test_pre_norm_normalises_the_branch_and_post_norm_the_sum() -> None:
+    x = draw(2, 3, 16)
+    for placement in NormPlacement:
+        residual = Residual(make_config(norm_placement=placement))
+        with torch.no_grad():
+            residual.norm.weight.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(0))
+        expected = {
+            NormPlacement.PRE: x + torch.sin(residual.norm(x)),
+            NormPlacement.POST: residual.norm(x + torch.sin(x)),
+        }
+        torch.testing.assert_close(residual(x, torch.sin), expected[placement])
+
+
+@pytest.mark.parametrize("architecture", Architecture)
+def test_only_pre_norm_models_end_in_a_norm_of_their_own(architecture: Architecture) -> None:
+    for placement in NormPlacement:
+        model = build(make_config(architecture, norm_placement=placement))
+        norms = [model.final_norm] + ([model.encoder.final_norm] if isinstance(model, EncoderDecoder) else [])
+        assert {type(norm) for norm in norms} == {nn.RMSNorm if placement is NormPlacement.PRE else nn.Identity}
+
+
+def test_feed_forward_networks_are_their_formulas() -> None:
+    x = draw(3, 16)
+    gelu = FeedForward(make_config(activation=Activation.GELU, mlp_bias=True))
+    inner = gelu.up(x)
+    tanh = torch.tanh(np.sqrt(2.0 / np.pi) * (inner + 0.044715 * inner**3))
+    torch.testing.assert_close(gelu(x), gelu.down(0.5 * inner * (1.0 + tanh)), atol=1e-6, rtol=1e-5)
+    gated = GatedFeedForward(make_config())
+    gate, up = (x @ weight.T for weight in gated.gate_up.weight.split(24))
+    torch.testing.assert_close(gated(x), gated.down(gate * torch.sigmoid(gate) * up), atol=1e-6, rtol=1e-5)
+
+
+def test_dropout_acts_in_training_and_only_there() -> None:
+    config = make_config(dropout=0.5)
+    ids, x = draw_ids(1, 8), draw(1, 8, 16)
+    model, residual = build(config, seed=0), Residual(config)
+    torch.manual_seed(0)
+    for module, compute in ((model, lambda: model.embed(ids)), (residual, lambda: residual(x, torch.sin) - x)):
+        assert 0.3 < (compute() == 0.0).float().mean() < 0.7
+        module.eval()
+        assert torch.equal(compute(), compute())
+        assert (compute() != 0.0).all()
+
+
+def test_a_layer_refuses_a_cross_attention_it_has_no_place_for_or_lacks() -> None:
+    def unchanged(_: nn.Module, x: Tensor) -> Tensor:
+        return x
+
+    for architecture, attend_cross in ((Architecture.DECODER_ONLY, unchanged), (Architecture.ENCODER_DECODER, None)):
+        layer = DecoderLayer(make_config(architecture))
+        with pytest.raises(ValueError, match="attend_cross"):
+            layer(draw(1, 2, 16), unchanged, attend_cross)
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("architecture", Architecture)
+@pytest.mark.parametrize("positions", Positions)
+def test_every_combination_runs_and_gives_every_parameter_a_gradient(
+    architecture: Architecture, positions: Positions
+) -> None:
+    for norm, placement, activation, tied in itertools.product(Norm, NormPlacement, Activation, (True, False)):
+        config = make_config(
+            architecture,
+            positions=positions,
+            norm=norm,
+            norm_placement=placement,
+            activation=activation,
+            tie_embeddings=tied,
+            attention_bias=norm is Norm.LAYER,
+            mlp_bias=norm is Norm.LAYER,
+            num_layers=1,
+        )
+        model = build(config, seed=0)
+        logits = run(model, draw_ids(2, 6))
+        assert logits.shape == (2, 6, config.vocab_size)
+        logits.logsumexp(-1).sub(logits[..., 5]).mean().backward()
+        without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+        without += [name for name, parameter in model.named_parameters() if not parameter.grad.any()]
+        assert not without, config
+
+
+@pytest.mark.parametrize("architecture", Architecture)
+@pytest.mark.parametrize("positions", Positions)
+def test_no_token_changes_a_logit_before_it(architecture: Architecture, positions: Positions) -> None:
+    model = make_model(make_config(architecture, positions=positions))
+    ids = draw_ids(1, 10)
+    before = run(model, ids)
+    for changed in (1, 5, 9):
+        others = ids.clone()
+        others[:, changed:] = draw_ids(1, 10 - changed, seed=1)
+        after = run(model, others)
+        torch.testing.assert_close(after[:, :changed], before[:, :changed], atol=1e-6, rtol=0.0)
+        assert (after[:, changed] - before[:, changed]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("positions", Positions)
+def test_every_source_token_changes_every_logit(positions: Positions) -> None:
+    model = make_model(make_config(Architecture.ENCODER_DECODER, positions=positions))
+    ids, source = draw_ids(1, 4), draw_ids(1, 5)
+    before = run(model, ids, source)
+    for changed in range(5):
+        others = source.clone()
+        others[0, changed] = 3 + (others[0, changed] - 2) % 16
+        assert (run(model, ids, others) - before).abs().amax(dim=-1).min() > 1e-4
+
+
+@pytest.mark.parametrize("positions", Positions)
+@pytest.mark.parametrize("attention", [attend, attend_fused])
+def test_a_padded_source_gives_what_it_gives_alone(positions: Positions, attention: reference.Attend) -> None:
+    # In float64, where rounding is far below anything that padding could do.
+    model = make_model(make_config(Architecture.ENCODER_DECODER, positions=positions)).double()
+    lengths = torch.tensor([12, 1, 7])
+    sources, targets = draw_ids(3, 12), draw_ids(3, 6, seed=1)
+    together = model(sources, lengths, targets, attention)
+    for row, length in enumerate(lengths.tolist()):
+        alone = model(sources[row : row + 1, :length], lengths[row : row + 1], targets[row : row + 1], attention)
+        torch.testing.assert_close(together[row], alone[0], atol=1e-10, rtol=1e-10)
+
+
+def test_tied_embeddings_are_one_table_and_shared_by_the_source_where_vocabularies_are_equal() -> None:
+    def tables(**changes: object) -> int:
+        model = build(make_config(Architecture.ENCODER_DECODER, num_heads=4, **changes))
+        return sum(parameter.shape in ((23, 16), (19, 16)) for parameter in model.parameters())
+
+    assert tables(source_vocab_size=23, tie_embeddings=True) == 1
+    assert tables(source_vocab_size=19, tie_embeddings=True) == 2
+    assert tables(source_vocab_size=23, tie_embeddings=False) == 3
+
+
+def test_parameters_are_counted_as_the_configuration_implies() -> None:
+    config = make_config(Architecture.DECODER_ONLY)
+    attention = 16 * (4 + 2 * 2) * 4 + 16 * 16
+    layer = attention + 3 * 16 * 24 + 2 * 16
+    assert num_parameters(build(config)) == 23 * 16 + 2 * layer + 16
+    assert num_parameters(build(make_config(tie_embeddings=False))) == 2 * 23 * 16 + 2 * layer + 16
+
+
+def test_a_seed_decides_the_weights_and_leaves_the_generator_alone() -> None:
+    config = make_config()
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    first, again, other = (build(config, seed=seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["embedding.tokens.weight"], other["embedding.tokens.weight"])
+
+
+@pytest.mark.parametrize("num_layers", [2, 16])
+def test_a_fresh_model_guesses_about_evenly_at_any_depth(num_layers: int) -> None:
+    model = build(make_config(d_model=64, num_layers=num_layers, tie_embeddings=False), seed=0).eval()
+    loss = nn.functional.cross_entropy(model(draw_ids(8, 16)).flatten(0, 1), draw_ids(8, 16, seed=1).flatten())
+    assert loss.item() == pytest.approx(np.log(23), abs=0.5)
+
+
+@pytest.mark.parametrize("architecture", Architecture)
+@pytest.mark.parametrize("positions", Positions)
+def test_bfloat16_autocast_stays_near_float32(architecture: Architecture, positions: Positions) -> None:
+    model = build(make_config(architecture, positions=positions), seed=0)
+    ids = draw_ids(2, 8)
+    exact = run(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = run(model, ids)
+    assert (rounded.float() - exact).abs().max() < 0.03 * exact.abs().max()
+
+
+# The reference decoder
+
+
+@pytest.mark.parametrize("architecture", Architecture)
+def test_the_reference_is_the_formula_and_agrees_with_training_code(architecture: Architecture) -> None:
+    model = make_model(make_config(architecture)).train()
+    ids, source = draw_ids(1, 9), draw_ids(1, 7)
+    is_pair = architecture is Architecture.ENCODER_DECODER
+    found = reference.logits(model, ids[0].tolist(), source[0].tolist() if is_pair else None)
+    assert model.training
+    assert found.dtype == torch.float32
+    assert not found.requires_grad
+    torch.testing.assert_close(found, run(model.eval(), ids, source)[0].detach(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", Architecture)
+def test_greedy_output_is_the_argmax_at_every_step(architecture: Architecture) -> None:
+    model = make_model(make_config(architecture))
+    is_pair = architecture is Architecture.ENCODER_DECODER
+    source, prompt, start_id = ([4, 5, 6], [], 1) if is_pair else (None, [3, 4], None)
+    given = ([1] if is_pair else []) + prompt
+    output = reference.greedy(model, prompt, source, max_tokens=8, start_id=start_id)
+    assert len(output) == 8
+    teacher_forced = reference.logits(model, given + output[:-1], source)
+    assert teacher_forced[len(given) - 1 :].argmax(-1).tolist() == output
+    assert reference.greedy(model, prompt, source, max_tokens=8, start_id=start_id) == output
+
+
+def test_greedy_output_ends_with_an_end_token_or_the_context() -> None:
+    model = make_model(make_config())
+    free = reference.greedy(model, [3], max_tokens=100)
+    assert len(free) == model.config.context - 1
+    end = free[4]
+    assert reference.greedy(model, [3], max_tokens=100, eos_ids={end}) == free[: free.index(end) + 1]
+    assert reference.greedy(model, [3], max_tokens=0) == []
+
+
+def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
+    model = make_model(make_config(tie_embeddings=False))
+    with torch.no_grad():
+        model.head.weight.zero_()
+    assert reference.greedy(model, [3], max_tokens=2) == [0, 0]
+
+
+def test_the_reference_refuses_what_it_cannot_run() -> None:
+    causal, pair = make_model(make_config()), make_model(make_config(Architecture.ENCODER_DECODER))
+    for model, sequence, source, problem in (
+        (causal, [], None, "sequence has 0 tokens, must have 1 to 16"),
+        (causal, [3] * 17, None, "sequence has 17 tokens, must have 1 to 16"),
+        (causal, [3], [3], "decoder-only model given a source"),
+        (pair, [1], None, "encoder-decoder model with no source"),
+        (pair, [1], [], "source has 0 tokens, must have 1 to 12"),
+        (make_model(make_config()).bfloat16(), [3], None, "the reference is float32"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            reference.logits(model, sequence, source)

@@ -1,0 +1,131 @@
+"""`python -m model`: what it writes, what it says, and how it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from model import checkpoint
+from model.__main__ import main
+from model.data import stdlib
+from model.tokenizer import Tokenizer
+
+TINY = ["--set", "d_model=32", "--set", "num_heads=2", "--set", "d_ff=32"]
+
+
+def last_line(text: str) -> dict[str, object]:
+    values = json.loads(text.splitlines()[-1])
+    assert isinstance(values, dict)
+    return values
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs a command that must refuse, and returns its one line."""
+    try:
+        status = main(arguments)
+    except SystemExit as error:
+        status = error.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    return captured.err
+
+
+def test_init_gives_random_weights_and_a_tokenizer_for_every_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed, folder in ((1, "a"), (1, "b"), (2, "c")):
+        out = tmp_path / folder
+        assert main(["init", "law", *TINY, "--set", "vocab_size=50", "--out", str(out), "--seed", str(seed)]) == 0
+        said = last_line(capsys.readouterr().out)
+        assert said["checkpoint"] == str(out)
+    a, b, c = (checkpoint.load(tmp_path / folder) for folder in "abc")
+    files = [(tmp_path / folder / checkpoint.WEIGHTS).read_bytes() for folder in "abc"]
+    assert files[0] == files[1] != files[2]
+    assert a.config == b.config == c.config
+    tokenizer = Tokenizer.load(a.tokenizer)
+    assert tokenizer.vocab_size == a.config.vocab_size == 50
+    assert len(tokenizer.decode(range(50)).split()) == 46
+
+
+def test_init_of_a_trained_preset_has_its_tokenizer(tmp_path: Path) -> None:
+    assert main(["init", "dates", *TINY, "--set", "num_examples=50", "--out", str(tmp_path)]) == 0
+    loaded = checkpoint.load(tmp_path)
+    tokenizer = Tokenizer.load(loaded.tokenizer)
+    assert tokenizer.decode(tokenizer.encode("2026-11-20")) == "2026-11-20"
+    assert tokenizer.vocab_size == loaded.config.vocab_size == loaded.config.source_vocab_size
+
+
+def test_training_dates_leaves_a_checkpoint_and_one_json_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*TINY, "--set", "steps=3", "--set", "num_examples=200"]
+    assert main(["train", "dates", *overrides, "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    said = last_line(captured.out)
+    assert len(captured.out.splitlines()) == 1
+    assert {"checkpoint", "steps", "train_seconds", "num_parameters", "loss", "exact_match"} <= said.keys()
+    assert said["steps"] == 3
+    assert "step 3/3" in captured.err
+    assert checkpoint.load(tmp_path).training["data"]["name"] == "dates"
+
+
+def test_training_stdlib_reaches_the_whole_context(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(stdlib.__file__).read_text(encoding="utf-8")
+    small = stdlib.Split(
+        (stdlib.SourceFile("a.py", source),), (stdlib.SourceFile("b.py", source[:1000]),), sha256="0" * 64
+    )
+    monkeypatch.setattr(stdlib, "split", lambda: small)
+    overrides = ["vocab_size=300", "context=64", "row_tokens=16", "batch_tokens=64", "steps=4", "long_fraction=0.5"]
+    arguments = [argument for override in overrides for argument in ("--set", override)]
+    assert main(["train", "stdlib", *TINY, *arguments, "--out", str(tmp_path)]) == 0
+    said = last_line(capsys.readouterr().out)
+    assert {"bits_per_byte", "xz_bits_per_byte", "xz_primed_bits_per_byte"} <= said.keys()
+    assert said["num_target_tokens"] == 4 * 64
+
+
+def test_every_problem_of_a_recipe_is_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = fail(capsys, "train", "dates", "--set", "steps=0", "--set", "heads=3", "--out", str(tmp_path / "x"))
+    assert "steps is 0" in line
+    assert "'heads'" in line
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("fly",),
+        ("train",),
+        ("train", "dates"),
+        ("train", "detas", "--out", "x"),
+        ("init", "law", "--out", "x", "--seed", "-1"),
+        ("init", "law", "--out", "x", "--resume"),
+    ],
+)
+def test_a_wrong_command_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    assert fail(capsys, *arguments).startswith("python -m model")
+
+
+def test_a_model_without_data_cannot_be_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "law has no data to train on" in fail(capsys, "train", "law", "--out", str(tmp_path))
+
+
+def test_resuming_where_nothing_was_interrupted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [*TINY, "--set", "num_examples=50"]
+    status = main(["train", "dates", *overrides, "--resume", "--out", str(tmp_path)])
+    assert status == 2
+    assert "nothing to resume" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_data_that_do_not_fit_the_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(
+        ["train", "dates", *TINY, "--set", "num_examples=50", "--set", "source_context=8", "--out", str(tmp_path)]
+    )
+    assert status == 2
+    assert "source_context is 8" in capsys.readouterr().err.splitlines()[-1]

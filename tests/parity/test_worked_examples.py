@@ -1,0 +1,383 @@
+"""The six worked examples: torch and ONNX Runtime both give what NumPy gives, and what the notes print.
+
+Every computation is one of the model's own functions or modules. It runs twice: in torch, and exported by
+`torch.onnx.export` in ONNX Runtime. Where ONNX has an operator of its own for the same thing, that is asked too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor, nn
+
+from model.attention import (
+    SelfAttention,
+    attend,
+    attention_weights,
+    causal_mask,
+    dot_scores,
+    join_heads,
+)
+from model.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
+from model.layers import EncoderLayer, FeedForward, make_norm
+from model.positions import SinusoidalPositions, rotary_tables, rotate
+from model.transformer import Embedding
+from tests.parity import worked_examples as notes
+
+Arrays = tuple[np.ndarray, ...]
+Run = Callable[..., np.ndarray]
+TOLERANCE = 1e-5
+PRINTED = 0.00501  # two printed decimals
+
+
+class Computation(nn.Module):
+    """A function of tensors as a module, so that it can be exported."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
+def run_torch(module: nn.Module, *inputs: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return module.eval()(*map(torch.from_numpy, inputs)).numpy()
+
+
+def run_onnx_runtime(module: nn.Module, *inputs: np.ndarray) -> np.ndarray:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter warns of its own internals
+        program = torch.onnx.export(
+            module.eval(), tuple(map(torch.from_numpy, inputs)), dynamo=True, opset_version=23, verbose=False
+        )
+    return run_graph(program.model_proto, inputs)
+
+
+def run_graph(model: onnx.ModelProto, inputs: Arrays) -> np.ndarray:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    feeds = {value.name: array for value, array in zip(session.get_inputs(), inputs, strict=True)}
+    return session.run(None, feeds)[0]
+
+
+def run_operator(operator: str, *inputs: np.ndarray, num_outputs: int = 1, take: int = 0, **attributes) -> np.ndarray:
+    """One operator of ONNX's own, opset 23; `take` picks which of its outputs is wanted."""
+    names = [f"input_{index}" for index in range(len(inputs))]
+    outputs = [f"output_{index}" for index in range(num_outputs)]
+    graph = helper.make_graph(
+        [helper.make_node(operator, names, outputs, **attributes)],
+        operator,
+        [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+            for name, array in zip(names, inputs, strict=True)
+        ],
+        [helper.make_tensor_value_info(outputs[take], TensorProto.FLOAT, None)],
+    )
+    return run_graph(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11), inputs)
+
+
+@pytest.fixture(params=[run_torch, run_onnx_runtime], ids=["torch", "onnxruntime"])
+def run(request: pytest.FixtureRequest) -> Run:
+    return request.param
+
+
+def floats(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
+    return (np.random.default_rng([seed, *shape]).standard_normal(shape) * scale).astype(np.float32)
+
+
+def one_head(x: np.ndarray) -> np.ndarray:
+    """`[S, D]` float64 → `[1, 1, S, D]` float32."""
+    return x.astype(np.float32)[None, None]
+
+
+def make_config(**changes: object) -> ModelConfig:
+    values: dict[str, object] = {
+        "architecture": Architecture.DECODER_ONLY,
+        "vocab_size": 8,
+        "context": 16,
+        "d_model": 64,
+        "num_layers": 1,
+        "num_heads": 8,
+        "d_ff": 96,
+        "positions": Positions.SINUSOIDAL,
+        "norm": Norm.LAYER,
+        "norm_placement": NormPlacement.POST,
+        "activation": Activation.RELU,
+    }
+    return ModelConfig(**values | changes)
+
+
+def randomize(module: nn.Module) -> nn.Module:
+    """Draws every parameter, biases and norms too, so that none can be left out unnoticed."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.3, generator=generator)
+    return module
+
+
+def weight(linear: nn.Linear) -> np.ndarray:
+    """The notes' W, `[inputs, outputs]`; torch stores its transpose."""
+    return linear.weight.detach().numpy().T.astype(np.float64)
+
+
+def vector(parameter: Tensor) -> np.ndarray:
+    return parameter.detach().numpy().astype(np.float64)
+
+
+def attend_to_itself(module: SelfAttention, x: Tensor) -> Tensor:
+    return module.merge(join_heads(attend(*module.split(module.project(x)))))
+
+
+class MultiHead(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention = SelfAttention(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attend_to_itself(self.attention, x)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.layer = EncoderLayer(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, attend_to_itself)
+
+
+# 1. Queries, keys, values; word by word, and as one matrix expression.
+
+
+def test_one_matrix_expression_is_the_word_by_word_computation(run: Run) -> None:
+    x = floats(5, 512)
+    w_q, w_k, w_v = (floats(512, 64, seed=seed, scale=0.06) for seed in (1, 2, 3))
+    q, k, v = (one_head(x @ w) for w in (w_q, w_k, w_v))
+    assert (x[:1] @ w_q).shape == (x[:1] @ w_k).shape == (x[:1] @ w_v).shape == (1, 64)
+
+    expected = notes.attention_word_by_word(*(array.astype(np.float64) for array in (x, w_q, w_k, w_v)))
+    np.testing.assert_allclose(run(Computation(attend), q, k, v)[0, 0], expected, atol=TOLERANCE)
+    np.testing.assert_allclose(run_operator("Attention", q, k, v)[0, 0], expected, atol=TOLERANCE)
+
+
+def test_scores_are_divided_by_the_root_of_the_head_width(run: Run) -> None:
+    q, k = floats(1, 1, 1, 64, seed=1), floats(1, 1, 3, 64, seed=2)
+    scores = run(Computation(dot_scores), q, k)
+    np.testing.assert_allclose(scores[0, 0, 0], k[0, 0].astype(np.float64) @ q[0, 0, 0] / 8.0, atol=TOLERANCE)
+
+
+def test_scores_divided_by_the_root_of_the_head_width_keep_unit_variance() -> None:
+    for width in (16, 64, 256):
+        scores = run_torch(Computation(dot_scores), floats(1, 1, 200, width, seed=1), floats(1, 1, 200, width, seed=2))
+        assert scores.std() == pytest.approx(1.0, abs=0.05)
+
+
+# 2. Self-attention before anything is learned.
+
+
+def test_unlearned_self_attention_sums_earlier_words_by_their_dot_products(run: Run) -> None:
+    def unlearned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (dot_scores(q, k, scale=1.0) * causal_mask(q.shape[-2])) @ v
+
+    x = floats(6, 4)
+    # Side by side: the words themselves, and their learned queries, keys and values.
+    q, k, v = (np.stack((x, x @ floats(4, 4, seed=seed)))[:, None] for seed in (1, 2, 3))
+    found = run(Computation(unlearned), q, k, v)
+    for row in range(2):
+        expected = notes.unlearned(*(array[row, 0].astype(np.float64) for array in (q, k, v)))
+        np.testing.assert_allclose(found[row, 0], expected, atol=TOLERANCE)
+
+
+def test_bank_is_another_word_beside_money_than_beside_a_river(run: Run) -> None:
+    def contextual(e: Tensor) -> Tensor:
+        return attend(e, e, e, scale=1.0)
+
+    sentences = (notes.MONEY_BANK_GROWS, notes.RIVER_BANK_FLOWS)
+    np.testing.assert_array_equal(*(sentence[notes.BANK] for sentence in sentences))
+    contexts = run(Computation(contextual), np.concatenate([one_head(sentence) for sentence in sentences]))[:, 0]
+    for found, e in zip(contexts, sentences, strict=True):
+        np.testing.assert_allclose(found, notes.softmax(e @ e.T) @ e, atol=TOLERANCE)
+    by_money, by_river = contexts[:, notes.BANK]
+    assert by_money[0] > by_river[0] + 0.1
+    assert by_river[2] > by_money[2] + 0.1
+
+
+# 3. "help me!"
+
+
+def test_help_me_gets_the_printed_weights_and_sums(run: Run) -> None:
+    # With the rows of an identity as keys, a query's scores are its own first elements.
+    q = np.zeros((2, notes.HELP_ME_WIDTH))
+    q[:, :2] = notes.HELP_ME_SCORES
+    k = np.eye(2, notes.HELP_ME_WIDTH)
+    v = floats(2, notes.HELP_ME_WIDTH).astype(np.float64)
+
+    scores = run(Computation(dot_scores), one_head(q), one_head(k))
+    np.testing.assert_array_equal(scores[0, 0], notes.HELP_ME_SCALED)
+    weights = run(Computation(attention_weights), scores)[0, 0]
+    np.testing.assert_allclose(weights, notes.softmax(notes.HELP_ME_SCALED), atol=TOLERANCE)
+    np.testing.assert_allclose(weights, notes.HELP_ME_WEIGHTS, atol=PRINTED)
+    output = run(Computation(attend), one_head(q), one_head(k), one_head(v))[0, 0]
+    np.testing.assert_allclose(output, notes.attention(q, k, v), atol=TOLERANCE)
+    np.testing.assert_allclose(output, notes.HELP_ME_WEIGHTS @ v, atol=2 * PRINTED * np.abs(v).max())
+
+
+# 4. "Show me the money"
+
+
+def test_show_me_the_money_rows_are_distributions_that_mix_the_words(run: Run) -> None:
+    np.testing.assert_allclose(notes.SHOW_ME_WEIGHTS.sum(-1), 1.0, atol=1e-9)
+    weights = run(Computation(attention_weights), one_head(np.log(notes.SHOW_ME_WEIGHTS)))[0, 0]
+    np.testing.assert_allclose(weights, notes.SHOW_ME_WEIGHTS, atol=TOLERANCE)
+
+
+def test_sinusoids_are_the_papers_in_radians(run: Run) -> None:
+    narrow, wide = (run(SinusoidalPositions(40, width), np.arange(40)) for width in (4, 64))
+    for table in (narrow, wide):
+        expected = np.stack([notes.position_vector(position, table.shape[1]) for position in range(40)])
+        np.testing.assert_allclose(table, expected, atol=1e-6)
+    np.testing.assert_allclose(narrow[1], notes.POSITION_1_IN_RADIANS, atol=0.000501)
+
+
+def test_the_notes_figures_for_positions_are_degrees() -> None:
+    np.testing.assert_allclose(notes.position_vector(1, 4, degrees=True), notes.POSITION_1_IN_DEGREES, atol=PRINTED)
+    np.testing.assert_allclose(
+        notes.MONEY + notes.position_vector(notes.MONEY_POSITION, 4, degrees=True),
+        notes.MONEY_PLUS_POSITION_IN_DEGREES,
+        atol=PRINTED,
+    )
+
+
+def test_money_enters_as_its_embedding_plus_its_position(run: Run) -> None:
+    config = make_config(d_model=4, num_heads=1)
+    tokens = nn.Embedding(config.vocab_size, config.d_model)
+    with torch.no_grad():
+        tokens.weight[5] = torch.from_numpy(notes.MONEY)
+    entered = run(Embedding(config, tokens, config.context), np.array([[2, 3, 4, 5]]))
+    expected = notes.MONEY + notes.position_vector(notes.MONEY_POSITION, 4)
+    np.testing.assert_allclose(entered[0, notes.MONEY_POSITION], expected, atol=1e-6)
+
+
+def test_one_rotation_moves_every_position_by_the_same_offset(run: Run) -> None:
+    table = run(SinusoidalPositions(64, 16), np.arange(64))
+    for offset in (1, 2, 7, 31):
+        np.testing.assert_allclose(table[:-offset] @ notes.shift_matrix(offset, 16).T, table[offset:], atol=TOLERANCE)
+
+
+def test_rotary_positions_are_those_of_the_onnx_operator(run: Run) -> None:
+    x = floats(2, 4, 9, 16)
+    cos, sin = (table.numpy() for table in rotary_tables(9, 16, 10000.0))
+    turned = run(Computation(rotate), x, cos, sin)
+    position_ids = np.tile(np.arange(9), (2, 1))
+    np.testing.assert_allclose(turned, run_operator("RotaryEmbedding", x, cos, sin, position_ids), atol=TOLERANCE)
+
+
+# 5. The mask.
+
+
+def test_masked_words_get_exactly_no_attention(run: Run) -> None:
+    def weights_of(q: Tensor, k: Tensor) -> Tensor:
+        return attention_weights(dot_scores(q, k), causal_mask(q.shape[-2]))
+
+    length, width = len(notes.ON_YOUR_LIFE), notes.ON_YOUR_LIFE_WIDTH
+    q = np.zeros((length, width))
+    q[:, :length] = notes.ON_YOUR_LIFE_SCORES
+    k, v = np.eye(length, width), floats(length, width).astype(np.float64)
+    masked = notes.ON_YOUR_LIFE_SCORES + notes.mask_above_diagonal(length)
+    expected = notes.softmax(masked / np.sqrt(width))
+
+    own = run(Computation(weights_of), one_head(q), one_head(k))[0, 0]
+    operator = run_operator(
+        "Attention",
+        *map(one_head, (q, k, v)),
+        num_outputs=4,
+        take=3,
+        is_causal=1,
+        qk_matmul_output_mode=3,
+    )[0, 0]
+    for weights in (own, operator):
+        np.testing.assert_allclose(weights, expected, atol=TOLERANCE)
+        np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-6)
+        assert (weights[np.triu_indices(length, k=1)] == 0.0).all()
+        assert (weights[np.tril_indices(length)] > 0.0).all()
+    on = notes.ON_YOUR_LIFE.index("on")
+    unseen = [notes.ON_YOUR_LIFE.index(word) for word in ("your", "life", "<end>")]
+    assert own[on, unseen].tolist() == [0.0, 0.0, 0.0]
+
+    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, is_causal=True)
+
+    output = run(Computation(causal), *map(one_head, (q, k, v)))[0, 0]
+    np.testing.assert_allclose(output, notes.attention(q, k, v, notes.mask_above_diagonal(length)), atol=TOLERANCE)
+
+
+# 6. Heads, norms, residuals, feed-forward networks.
+
+
+def heads_of(attention: SelfAttention) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Each head's own W^Q, W^K, W^V, cut from the fused projection."""
+    columns = np.split(weight(attention.qkv), attention.qkv.out_features // attention.head_dim, axis=1)
+    count = len(columns) // 3
+    return list(zip(columns[:count], columns[count : 2 * count], columns[2 * count :], strict=True))
+
+
+def test_multi_head_attention_is_the_heads_concatenated_times_the_output_matrix(run: Run) -> None:
+    module = randomize(MultiHead(make_config()))
+    x = floats(1, 7, 64)
+    heads, w_o = heads_of(module.attention), weight(module.attention.output)
+    assert len(heads) == 8
+    assert w_o.shape == (8 * 8, 64)
+    np.testing.assert_allclose(run(module, x)[0], notes.multi_head(x[0], heads, w_o), atol=10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("norm", Norm)
+def test_norms_are_their_formulas(run: Run, norm: Norm) -> None:
+    module = randomize(make_norm(make_config(norm=norm)))
+    x = floats(3, 64) * 2.0 + 1.0
+    gamma = vector(module.weight)
+    if norm is Norm.LAYER:
+        expected = notes.layer_norm(x, gamma, vector(module.bias), 1e-5)
+        arrays = (x, module.weight.detach().numpy(), module.bias.detach().numpy())
+        operator = run_operator("LayerNormalization", *arrays, epsilon=1e-5)
+    else:
+        expected = notes.rms_norm(x, gamma, 1e-5)
+        operator = run_operator("RMSNormalization", x, module.weight.detach().numpy(), epsilon=1e-5)
+    np.testing.assert_allclose(run(module, x), expected, atol=TOLERANCE)
+    np.testing.assert_allclose(operator, expected, atol=TOLERANCE)
+
+
+def feed_forward_oracle(module: FeedForward, x: np.ndarray) -> np.ndarray:
+    return notes.feed_forward(
+        x, weight(module.up), vector(module.up.bias), weight(module.down), vector(module.down.bias)
+    )
+
+
+def test_the_feed_forward_network_is_its_formula(run: Run) -> None:
+    module = randomize(FeedForward(make_config(mlp_bias=True)))
+    x = floats(5, 64)
+    np.testing.assert_allclose(run(module, x), feed_forward_oracle(module, x), atol=10 * TOLERANCE)
+
+
+def test_a_layer_normalises_each_sum_of_input_and_sublayer(run: Run) -> None:
+    module = randomize(Layer(make_config(mlp_bias=True)))
+    layer = module.layer
+    x = floats(1, 7, 64)
+
+    def add_and_norm(norm: nn.LayerNorm, x: np.ndarray, branch: np.ndarray) -> np.ndarray:
+        return notes.layer_norm(x + branch, vector(norm.weight), vector(norm.bias), norm.eps)
+
+    attention = notes.multi_head(x[0], heads_of(layer.self_attention), weight(layer.self_attention.output))
+    hidden = add_and_norm(layer.self_attention_residual.norm, x[0], attention)
+    expected = add_and_norm(layer.feed_forward_residual.norm, hidden, feed_forward_oracle(layer.feed_forward, hidden))
+    np.testing.assert_allclose(run(module, x)[0], expected, atol=10 * TOLERANCE)

@@ -1,0 +1,120 @@
+"""Worked examples of attention from lecture notes, with the formulas in NumPy: the oracle for torch and ONNX Runtime.
+
+Plain float64, written for reading: loops over tokens and heads where the notes have sums. Figures that the notes print
+are kept as printed, to the digits printed. Two remarks on them: the notes worked their sinusoids in degrees, where the
+paper means radians; and one slide divides scores by d, where the paper and all other slides divide by √d_k.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+# "help me!": each word's scores against both words, d_k = 16, and the softmax of their quarters as printed.
+HELP_ME_WIDTH = 16
+HELP_ME_SCORES = np.array([[6.0, 4.0], [3.0, 8.0]])
+HELP_ME_SCALED = np.array([[1.5, 1.0], [0.75, 2.0]])
+HELP_ME_WEIGHTS = np.array([[0.62, 0.38], [0.22, 0.78]])
+
+# "Show me the money": attention weights, and the embedding of *money*, the word at position 3.
+SHOW_ME_WEIGHTS = np.array(
+    [[0.61, 0.18, 0.04, 0.17], [0.16, 0.57, 0.08, 0.19], [0.03, 0.07, 0.74, 0.16], [0.17, 0.23, 0.12, 0.48]]
+)
+MONEY = np.array([0.41, 0.08, 0.51, 0.87])
+MONEY_POSITION = 3
+MONEY_PLUS_POSITION_IN_DEGREES = np.array([0.46, 1.08, 0.51, 1.87])
+POSITION_1_IN_DEGREES = np.array([0.02, 1.0, 0.0, 1.0])
+POSITION_1_IN_RADIANS = np.array([0.841, 0.540, 0.010, 1.000])
+
+# "<start> not on your life <end>": scores up to the diagonal; the notes mask the rest, and whatever stood there.
+ON_YOUR_LIFE = ("<start>", "not", "on", "your", "life", "<end>")
+ON_YOUR_LIFE_SCORES = np.array(
+    [
+        [16.2, 30.0, 30.0, 30.0, 30.0, 30.0],
+        [3.2, 21.5, 30.0, 30.0, 30.0, 30.0],
+        [1.9, 4.3, 18.7, 30.0, 30.0, 30.0],
+        [2.7, 4.1, 7.6, 22.3, 30.0, 30.0],
+        [4.4, 5.8, 6.9, 5.6, 24.5, 30.0],
+        [4.0, 3.9, 6.7, 7.3, 6.1, 16.8],
+    ]
+)
+ON_YOUR_LIFE_WIDTH = 64
+
+# Two senses of *bank*: each word a vector of (money, growth, river, water), *bank* the same in both sentences.
+MONEY_BANK_GROWS = np.array([[1.0, 0.2, 0.0, 0.0], [0.5, 0.0, 0.5, 0.1], [0.2, 1.0, 0.1, 0.0]])
+RIVER_BANK_FLOWS = np.array([[0.0, 0.0, 1.0, 0.6], [0.5, 0.0, 0.5, 0.1], [0.0, 0.1, 0.6, 1.0]])
+BANK = 1
+
+
+def softmax(scores: Array) -> Array:
+    """exp(s) / Σ exp(s) over the last axis, shifted by the maximum so that nothing overflows."""
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def mask_above_diagonal(length: int) -> Array:
+    """The notes' B: 0 on and below the diagonal, -∞ above."""
+    return np.triu(np.full((length, length), -np.inf), k=1)
+
+
+def attention(q: Array, k: Array, v: Array, mask: Array | float = 0.0) -> Array:
+    """softmax((QKᵀ + B)/√d_k)V for one head: `[S, d_k]`, `[T, d_k]`, `[T, d_v]` → `[S, d_v]`."""
+    return softmax((q @ k.T + mask) / np.sqrt(q.shape[-1])) @ v
+
+
+def attention_word_by_word(x: Array, w_q: Array, w_k: Array, w_v: Array) -> Array:
+    """The same without a matrix in sight: one word's query against every word's key, then a weighted sum of values."""
+    rows = []
+    for word in x:
+        q = word @ w_q
+        scores = np.array([q @ (other @ w_k) / np.sqrt(len(q)) for other in x])
+        rows.append(sum(weight * (other @ w_v) for weight, other in zip(softmax(scores), x, strict=True)))
+    return np.stack(rows)
+
+
+def multi_head(x: Array, heads: list[tuple[Array, Array, Array]], w_o: Array) -> Array:
+    """Concat(head_1, …, head_h)W^O, head_i attending with its own W^Q, W^K, W^V; W^O is `[h * d_v, d]`."""
+    outputs = [attention(x @ w_q, x @ w_k, x @ w_v) for w_q, w_k, w_v in heads]
+    return np.concatenate(outputs, axis=-1) @ w_o
+
+
+def unlearned(q: Array, k: Array, v: Array) -> Array:
+    """y_i = Σ_{j≤i} (q_i·k_j) v_j: self-attention with no softmax and no scale."""
+    return np.stack([sum((q[i] @ k[j]) * v[j] for j in range(i + 1)) for i in range(len(q))])
+
+
+def layer_norm(x: Array, gamma: Array, beta: Array, epsilon: float) -> Array:
+    """LN(x) = γ(x - μ)/√(σ² + ε) + β."""
+    return gamma * (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + epsilon) + beta
+
+
+def rms_norm(x: Array, gamma: Array, epsilon: float) -> Array:
+    """γx/√(mean(x²) + ε)."""
+    return gamma * x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
+
+
+def feed_forward(x: Array, w_1: Array, b_1: Array, w_2: Array, b_2: Array) -> Array:
+    """FFN(x) = max(0, xW_1 + b_1)W_2 + b_2."""
+    return np.maximum(0.0, x @ w_1 + b_1) @ w_2 + b_2
+
+
+def position_vector(position: int, width: int, *, degrees: bool = False) -> Array:
+    """PE(i, 2j) = sin(i / 10000^(2j/d)), PE(i, 2j+1) = cos(the same), element by element."""
+    vector = np.empty(width)
+    for pair in range(width // 2):
+        angle = position / 10000.0 ** (2 * pair / width)
+        angle = np.deg2rad(angle) if degrees else angle
+        vector[2 * pair], vector[2 * pair + 1] = np.sin(angle), np.cos(angle)
+    return vector
+
+
+def shift_matrix(offset: int, width: int) -> Array:
+    """Takes PE_i to PE_{i + offset} for every i: one block (cos δω, sin δω; -sin δω, cos δω) for each pair."""
+    matrix = np.zeros((width, width))
+    for pair in range(width // 2):
+        angle = offset / 10000.0 ** (2 * pair / width)
+        block = slice(2 * pair, 2 * pair + 2)
+        matrix[block, block] = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
+    return matrix

@@ -1,0 +1,335 @@
+"""The engine over a fake model: what a request gets, whoever else is there."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from service.engine.batch import ScheduledBatch
+from service.engine.scheduler import EngineLimits
+from service.engine.types import FinishReason, SamplingParams, StoppingParams
+from service.errors import EngineFailed, InvalidRequest, PromptTooLong
+from tests.fakes import (
+    CONTEXT,
+    EOS,
+    FakeRunner,
+    drain,
+    events_of,
+    expected_tokens,
+    fake_engine,
+    request,
+    script,
+    spell,
+    tokens_of,
+)
+
+FAMILIES = pytest.mark.parametrize("encoder_decoder", [False, True], ids=["decoder-only", "encoder-decoder"])
+
+
+@FAMILIES
+@pytest.mark.parametrize("prompt_length", [1, 2, 8, 9, 17, 40])
+def test_engine_greedy_tokens_are_the_models(encoder_decoder: bool, prompt_length: int) -> None:
+    engine = fake_engine(encoder_decoder=encoder_decoder)
+    prompt = range(3, 3 + prompt_length)
+    engine.add_request(request("a", prompt, max_tokens=5))
+    assert tokens_of(drain(engine), "a") == expected_tokens(prompt, 5, encoder_decoder=encoder_decoder)
+
+
+@FAMILIES
+def test_engine_ragged_joining_requests_each_get_their_own_tokens(encoder_decoder: bool) -> None:
+    engine = fake_engine(encoder_decoder=encoder_decoder)
+    prompts = {f"r{i}": range(3, 4 + (i * 7) % 23) for i in range(12)}
+    outputs = []
+    for index, (name, prompt) in enumerate(prompts.items()):
+        engine.add_request(request(name, prompt, max_tokens=2 + index % 5))
+        outputs.append(engine.step())
+    outputs += drain(engine)
+    for index, (name, prompt) in enumerate(prompts.items()):
+        expected = expected_tokens(prompt, 2 + index % 5, encoder_decoder=encoder_decoder)
+        assert tokens_of(outputs, name) == expected
+
+
+@FAMILIES
+def test_engine_sampled_tokens_do_not_depend_on_company(encoder_decoder: bool) -> None:
+    sampling = SamplingParams(temperature=1.3, top_p=0.9, seed=7)
+    wanted = request("a", range(3, 20), max_tokens=8, sampling=sampling)
+    alone = fake_engine(encoder_decoder=encoder_decoder)
+    alone.add_request(wanted)
+    crowded = fake_engine(encoder_decoder=encoder_decoder)
+    for index in range(5):
+        crowded.add_request(request(f"before{index}", range(3, 5 + index), max_tokens=3 + index))
+    crowded.step()
+    crowded.add_request(wanted)
+    assert tokens_of(drain(crowded), "a") == tokens_of(drain(alone), "a")
+
+
+def test_engine_unseeded_requests_differ() -> None:
+    engine = fake_engine()
+    for name in "ab":
+        engine.add_request(request(name, [5], max_tokens=20, sampling=SamplingParams()))
+    outputs = drain(engine)
+    assert tokens_of(outputs, "a") != tokens_of(outputs, "b")
+
+
+def test_engine_new_request_joins_the_next_step_and_a_finished_ones_slot_is_refilled() -> None:
+    runner = FakeRunner(num_slots=2)
+    engine = fake_engine(runner, limits=EngineLimits(max_batch_size=2, prefill_chunk=8, max_prefill_tokens=8))
+    engine.add_request(request("a", max_tokens=2))
+    engine.step()
+    engine.add_request(request("b", max_tokens=9))
+    engine.add_request(request("c", max_tokens=9))
+    output = engine.step()
+    assert [(event.request_id, event.is_terminal) for event in output.events] == [("a", True), ("b", False)]
+    output = engine.step()
+    assert {event.request_id for event in output.events} == {"b", "c"}
+    assert output.stats.num_running == 2
+
+
+def test_engine_end_of_sequence_token_is_reported_and_has_no_text() -> None:
+    engine = fake_engine(FakeRunner(next_token=script("hi")))
+    engine.add_request(request("a", stopping=StoppingParams(max_tokens=9, stop=("zzz",))))
+    events = events_of(drain(engine), "a")
+    assert [event.token_id for event in events] == [*spell("hi"), EOS]
+    assert "".join(event.text or "" for event in events) == "hi"
+    assert events[-1].finish_reason is FinishReason.END_OF_SEQUENCE
+
+
+def test_engine_ignore_eos_goes_on_to_the_limit() -> None:
+    engine = fake_engine(FakeRunner(next_token=script("hi")))
+    engine.add_request(request("a", stopping=StoppingParams(max_tokens=5, ignore_eos=True)))
+    outputs = drain(engine)
+    assert tokens_of(outputs, "a") == [*spell("hi"), EOS, EOS, EOS]
+    assert events_of(outputs, "a")[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "on"), (True, "onward")])
+def test_engine_stop_string_ends_the_output(include: bool, text: str) -> None:
+    engine = fake_engine(FakeRunner(next_token=script("onwardandup")))
+    stopping = StoppingParams(max_tokens=30, stop=("up", "ward"), include_stop_in_output=include)
+    engine.add_request(request("a", stopping=stopping))
+    events = events_of(drain(engine), "a")
+    assert "".join(event.text or "" for event in events) == text
+    assert (events[-1].finish_reason, events[-1].matched_stop) == (FinishReason.STOP, "ward")
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "on"), (True, "onw")])
+def test_engine_stop_token_ends_the_output_and_its_text_is_optional(include: bool, text: str) -> None:
+    (stop_id,) = spell("w")
+    engine = fake_engine(FakeRunner(next_token=script("onward")))
+    stopping = StoppingParams(stop=("zzz",), stop_token_ids=frozenset({stop_id}), include_stop_in_output=include)
+    engine.add_request(request("a", stopping=stopping))
+    events = events_of(drain(engine), "a")
+    assert "".join(event.text or "" for event in events) == text
+    assert (events[-1].finish_reason, events[-1].matched_stop) == (FinishReason.STOP, stop_id)
+    assert events[-1].token_id == stop_id
+
+
+def test_engine_text_held_back_for_a_stop_string_comes_with_the_last_token() -> None:
+    engine = fake_engine(FakeRunner(next_token=script("abcd")))
+    engine.add_request(request("a", stopping=StoppingParams(max_tokens=3, stop=("cx",))))
+    assert [event.text for event in events_of(drain(engine), "a")] == ["a", "b", "c"]
+
+
+def test_engine_requests_without_stop_strings_have_no_text() -> None:
+    engine = fake_engine()
+    engine.add_request(request("a"))
+    assert {event.text for event in events_of(drain(engine), "a")} == {None}
+
+
+def test_engine_output_ends_where_the_context_does() -> None:
+    engine = fake_engine()
+    engine.add_request(request("a", range(3, 3 + 20), max_tokens=1000))
+    outputs = drain(engine)
+    assert len(tokens_of(outputs, "a")) == CONTEXT - 20
+    assert events_of(outputs, "a")[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_engine_logprobs_come_with_every_token_where_asked() -> None:
+    engine = fake_engine()
+    engine.add_request(request("a", logprobs=2))
+    engine.add_request(request("b"))
+    outputs = drain(engine)
+    for event in events_of(outputs, "a"):
+        assert event.logprobs is not None
+        assert event.logprobs.top_token_ids[0] == event.token_id
+        assert event.logprobs.top_logprobs[0] == event.logprobs.logprob
+        assert len(event.logprobs.top_token_ids) == 2
+    assert all(event.logprobs is None for event in events_of(outputs, "b"))
+
+
+@FAMILIES
+def test_engine_abort_frees_the_slot_within_one_step_and_changes_nobody(encoder_decoder: bool) -> None:
+    engine = fake_engine(encoder_decoder=encoder_decoder)
+    prompts = {name: range(3, 3 + length) for name, length in {"a": 3, "b": 9, "c": 4, "d": 12}.items()}
+    for name, prompt in prompts.items():
+        engine.add_request(request(name, prompt, max_tokens=10))
+    outputs = [engine.step() for _ in range(3)]
+    engine.abort("a")
+    engine.abort("c")
+    outputs.append(engine.step())
+    assert outputs[-1].stats.num_running == 2
+    assert [e.finish_reason for e in outputs[-1].events if e.is_terminal] == [FinishReason.CANCELLED] * 2
+    outputs += drain(engine)
+    for name in "bd":
+        assert tokens_of(outputs, name) == expected_tokens(prompts[name], 10, encoder_decoder=encoder_decoder)
+
+
+def test_engine_aborted_while_waiting_never_runs() -> None:
+    engine = fake_engine()
+    engine.add_request(request("a"))
+    engine.abort("a")
+    (event,) = engine.step().events
+    assert event.finish_reason is FinishReason.CANCELLED
+    assert event.timings is not None
+    assert event.timings.scheduled_time is None
+    assert not engine.has_work
+
+
+def test_engine_id_of_an_aborted_request_can_be_used_again() -> None:
+    engine = fake_engine()
+    engine.add_request(request("a"))
+    engine.abort("a")
+    engine.step()
+    engine.add_request(request("a", max_tokens=3))
+    assert tokens_of(drain(engine), "a") == expected_tokens([5], 3)
+
+
+def test_engine_abort_of_an_unknown_or_finished_request_is_ignored() -> None:
+    engine = fake_engine()
+    engine.abort("nobody")
+    assert not engine.has_work
+    engine.add_request(request("a", max_tokens=1))
+    engine.step()
+    engine.abort("a")
+    assert engine.step().events == ()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_engine_deadline_ends_a_request_at_the_next_step(steps: int) -> None:
+    now = 10.0
+    engine = fake_engine(clock=lambda: now)
+    engine.add_request(request("a", range(3, 23), max_tokens=30, deadline=11.0))
+    for _ in range(steps):
+        engine.step()
+    now = 11.0
+    (event,) = engine.step().events
+    assert event.finish_reason is FinishReason.DEADLINE
+    assert event.timings is not None
+    assert event.timings.finished_time == 11.0
+    assert engine.num_running == 0
+
+
+def test_engine_timings_follow_the_clock() -> None:
+    times = iter(range(100))
+    engine = fake_engine(clock=lambda: float(next(times)))
+    engine.add_request(request("a", range(3, 30), max_tokens=2))
+    timings = events_of(drain(engine), "a")[-1].timings
+    assert timings is not None
+    assert timings.scheduled_time is not None
+    assert timings.first_token_time is not None
+    assert timings.arrival_time <= timings.scheduled_time < timings.first_token_time < timings.finished_time
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind"), [((), InvalidRequest), (range(3, 3 + CONTEXT), PromptTooLong)], ids=["empty", "whole-context"]
+)
+def test_engine_refuses_prompts_that_leave_no_room(prompt: range, kind: type[Exception]) -> None:
+    engine = fake_engine()
+    with pytest.raises(kind):
+        engine.add_request(request("a", prompt))
+    assert not engine.has_work
+
+
+def test_engine_refuses_an_id_in_use_until_it_is_free() -> None:
+    engine = fake_engine()
+    engine.add_request(request("a", max_tokens=1))
+    with pytest.raises(InvalidRequest, match="request_id"):
+        engine.add_request(request("a"))
+    engine.step()
+    engine.add_request(request("a"))
+
+
+def test_engine_refuses_to_generate_nothing() -> None:
+    with pytest.raises(InvalidRequest, match=r"stopping\.max_tokens"):
+        fake_engine().add_request(request("a", max_tokens=0))
+
+
+def test_engine_failed_step_ends_its_requests_and_the_next_ones_are_right(caplog: pytest.LogCaptureFixture) -> None:
+    failing = True
+
+    def fail(batch: ScheduledBatch) -> None:
+        if failing and batch.samples:
+            raise RuntimeError("secret detail")
+
+    engine = fake_engine(
+        FakeRunner(2, before_run=fail), limits=EngineLimits(max_batch_size=2, prefill_chunk=8, max_prefill_tokens=8)
+    )
+    for name in "abc":
+        engine.add_request(request(name, max_tokens=3))
+    with caplog.at_level(logging.ERROR):
+        events = engine.step().events
+    assert [event.request_id for event in events] == ["a", "b"]
+    errors = [event.error for event in events]
+    assert all(isinstance(error, EngineFailed) for error in errors)
+    assert "secret" not in str(errors[0])
+    assert str(errors[0]).split()[-1] in caplog.text
+    assert "secret detail" in caplog.text
+    failing = False
+    engine.add_request(request("d", max_tokens=3))
+    outputs = drain(engine)
+    assert tokens_of(outputs, "c") == tokens_of(outputs, "d") == expected_tokens([5], 3)
+
+
+def test_engine_failure_in_committing_still_ends_every_request_once() -> None:
+    def broken(token_ids: object) -> str:
+        raise ValueError("cannot decode")
+
+    engine = fake_engine(decode=broken)
+    engine.add_request(request("a", max_tokens=1))
+    engine.add_request(request("b", stopping=StoppingParams(stop=("x",))))
+    engine.add_request(request("c"))
+    events = engine.step().events
+    assert [(event.request_id, event.is_terminal) for event in events] == [("a", True), ("b", True), ("c", True)]
+    assert events[0].error is None
+    assert not engine.has_work
+
+
+def test_engine_non_finite_logits_fail_only_their_sequence() -> None:
+    runner = FakeRunner()
+    runner.poisoned_tokens = {9}
+    engine = fake_engine(runner)
+    engine.add_request(request("a", [4, 5], max_tokens=1))
+    engine.add_request(request("bad", [9, 5], max_tokens=1))
+    engine.add_request(request("c", [6, 5], max_tokens=1))
+    outputs = drain(engine)
+    (failed,) = events_of(outputs, "bad")
+    assert isinstance(failed.error, EngineFailed)
+    assert failed.finish_reason is None
+    assert failed.timings is not None
+    for name, prompt in {"a": [4, 5], "c": [6, 5]}.items():
+        assert tokens_of(outputs, name) == expected_tokens(prompt, 1)
+
+
+def test_engine_stats_count_work_and_padding() -> None:
+    ticks = iter(float(i) for i in range(1000))
+    engine = fake_engine(encoder_decoder=True, clock=lambda: next(ticks))
+    engine.add_request(request("a", range(3, 8)))
+    stats = engine.step().stats
+    assert (stats.num_rows, stats.num_tokens, stats.num_padding_tokens) == (1, 5 + 1, 16 - 5)
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage_ratio) == (1, 0, 0.25)
+    assert stats.run_seconds == 1.0
+    assert stats.host_seconds > 0
+
+
+def test_engine_idle_step_does_nothing() -> None:
+    output = fake_engine().step()
+    assert output.events == ()
+    assert output.stats.num_tokens == 0
+
+
+def test_engine_golden_replay_needs_an_idle_engine() -> None:
+    engine = fake_engine()
+    engine.add_request(request("a"))
+    with pytest.raises(RuntimeError, match="idle"):
+        engine.verify_golden((), 1e-4)

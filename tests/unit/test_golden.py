@@ -1,0 +1,169 @@
+"""`model.golden`: cases survive the disk, comparison cannot be fooled, schedules are ones a runner may meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model import golden
+from model.golden import Feed, GoldenCase
+
+RNG = np.random.default_rng(0)
+
+
+def make_case(steps: tuple[golden.Step, ...], lengths: tuple[int, ...], *, with_sources: bool = False) -> GoldenCase:
+    rows = tuple(np.arange(length, dtype=np.int64) + 3 for length in lengths)
+    num_feeds = sum(len(step) for step in steps)
+    logits = RNG.standard_normal((num_feeds, 7)).astype(np.float32)
+    return GoldenCase("case", rows, tuple(row[::-1].copy() for row in rows) if with_sources else (), steps, logits)
+
+
+PREFILL_THEN_DECODE = make_case(
+    ((Feed(0, 0, 4),), (Feed(1, 0, 2),), (Feed(0, 4, 1), Feed(1, 2, 1)), (Feed(1, 3, 2),)), (5, 5)
+)
+
+
+def assert_same(left: GoldenCase, right: GoldenCase) -> None:
+    assert (left.name, left.steps) == (right.name, right.steps)
+    for rows, others in ((left.sequences, right.sequences), (left.sources, right.sources)):
+        assert [row.tolist() for row in rows] == [row.tolist() for row in others]
+    assert left.logits.dtype == right.logits.dtype == np.float32
+    np.testing.assert_array_equal(left.logits, right.logits)
+
+
+def test_cases_survive_the_disk(tmp_path: Path) -> None:
+    cases = (PREFILL_THEN_DECODE, make_case(golden.staggered((3, 1, 2)), (3, 1, 2), with_sources=True))
+    golden.save(tmp_path / "golden.npz", cases)
+    loaded = golden.load(tmp_path / "golden.npz")
+    assert len(loaded) == len(cases)
+    for left, right in zip(loaded, cases, strict=True):
+        assert_same(left, right)
+
+
+def test_saving_the_same_cases_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a.npz", "b.npz"):
+        golden.save(tmp_path / name, [PREFILL_THEN_DECODE])
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+
+
+def test_equal_logits_pass_with_full_agreement() -> None:
+    result = golden.compare(PREFILL_THEN_DECODE, PREFILL_THEN_DECODE.logits.copy(), 0.0)
+    assert (result.passed, result.max_abs_error, result.agreement) == (True, 0.0, 1.0)
+
+
+def test_one_logit_over_tolerance_fails() -> None:
+    logits = PREFILL_THEN_DECODE.logits.copy()
+    logits[1, 2] += 0.5
+    result = golden.compare(PREFILL_THEN_DECODE, logits, 0.49)
+    assert not result.passed
+    assert result.max_abs_error == pytest.approx(0.5, abs=1e-6)
+    assert result.max_relative_error == pytest.approx(0.5 / PREFILL_THEN_DECODE.logits.std(), rel=1e-5)
+    assert golden.compare(PREFILL_THEN_DECODE, logits, 0.51).passed
+
+
+def test_tolerance_grows_with_logits_that_are_large_and_not_below_its_floor() -> None:
+    large = replace(PREFILL_THEN_DECODE, logits=PREFILL_THEN_DECODE.logits * 0 - 500.0)
+    assert golden.fp32_tolerance([PREFILL_THEN_DECODE]) == 1e-4
+    assert golden.fp32_tolerance([PREFILL_THEN_DECODE, large]) == pytest.approx(5e-3)
+    assert golden.fp32_tolerance([]) == 1e-4
+
+
+def test_agreement_counts_equal_arg_maxima() -> None:
+    logits = PREFILL_THEN_DECODE.logits.copy()
+    logits[0] = -logits[0]
+    assert golden.compare(PREFILL_THEN_DECODE, logits, 100.0).agreement == pytest.approx(4 / 5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_logit_that_is_no_number_fails_at_any_tolerance(value: float) -> None:
+    logits = PREFILL_THEN_DECODE.logits.copy()
+    logits[0, 0] = value
+    assert not golden.compare(PREFILL_THEN_DECODE, logits, float("inf")).passed
+
+
+def test_a_golden_logit_that_is_no_number_fails_too() -> None:
+    spoiled = PREFILL_THEN_DECODE.logits.copy()
+    spoiled[0, 0] = np.nan
+    assert not golden.compare(replace(PREFILL_THEN_DECODE, logits=spoiled), PREFILL_THEN_DECODE.logits, 1e9).passed
+
+
+def test_logits_of_another_shape_fail() -> None:
+    for logits in (PREFILL_THEN_DECODE.logits[:-1], PREFILL_THEN_DECODE.logits[:, :-1]):
+        assert not golden.compare(PREFILL_THEN_DECODE, logits, float("inf")).passed
+
+
+def test_logits_that_are_all_the_same_compare_without_dividing_by_zero() -> None:
+    case = replace(PREFILL_THEN_DECODE, logits=np.zeros_like(PREFILL_THEN_DECODE.logits))
+    assert golden.compare(case, case.logits + 0.25, 1.0).max_relative_error == 0.25
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_a_staggered_schedule_is_valid_and_feeds_every_token_once(lengths: list[int]) -> None:
+    steps = golden.staggered(lengths)
+    golden.check_steps(make_case(steps, tuple(lengths)))
+    fed = [(feed.row, feed.start) for step in steps for feed in step]
+    assert sorted(fed) == [(row, start) for row, length in enumerate(lengths) for start in range(length)]
+
+
+def test_a_staggered_schedule_joins_one_row_a_step_and_lets_each_leave_when_done() -> None:
+    rows = [[feed.row for feed in step] for step in golden.staggered((1, 3, 2))]
+    assert rows == [[0], [1], [1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("steps", "problem"),
+    [
+        (((Feed(0, 0, 2), Feed(1, 0, 1)),), "batches rows of several tokens"),
+        (((Feed(0, 1, 1),),), "row 0 out of order"),
+        (((Feed(0, 0, 2),), (Feed(0, 1, 1),)), "row 0 out of order"),
+        (((Feed(0, 0, 6),),), "row 0 out of order"),
+        (((Feed(0, 0, 0),),), "row 0 out of order"),
+        (((Feed(0, 0, 1), Feed(0, 1, 1)),), r"feeds rows \[0, 0\] of 2"),
+        (((Feed(2, 0, 1),),), r"feeds rows \[2\] of 2"),
+        (((Feed(-1, 0, 1),),), r"feeds rows \[-1\] of 2"),
+        (((Feed(0, 0, 1),), ()), r"feeds rows \[\] of 2"),
+        ((), "0 feeds"),
+    ],
+)
+def test_a_schedule_no_runner_may_meet_is_refused(steps: tuple[golden.Step, ...], problem: str, tmp_path: Path) -> None:
+    case = make_case(steps, (5, 5))
+    with pytest.raises(ValueError, match=problem):
+        golden.check_steps(case)
+    with pytest.raises(ValueError, match=problem):
+        golden.save(tmp_path / "golden.npz", [case])
+
+
+def test_a_case_needs_logits_for_every_feed_and_a_source_for_every_row_or_none() -> None:
+    with pytest.raises(ValueError, match=r"5 feeds, logits of shape \[4, 7\]"):
+        golden.check_steps(replace(PREFILL_THEN_DECODE, logits=PREFILL_THEN_DECODE.logits[1:]))
+    with pytest.raises(ValueError, match="1 sources for 2 sequences"):
+        golden.check_steps(replace(PREFILL_THEN_DECODE, sources=PREFILL_THEN_DECODE.sequences[:1]))
+
+
+def test_a_file_that_holds_no_cases_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "golden.npz"
+    golden.save(path, [PREFILL_THEN_DECODE])
+    whole = path.read_bytes()
+    spoiled = whole[:200] + b"\xff" * 40 + whole[240:]
+    for data in (b"", b"not an archive", whole[: len(whole) // 2], spoiled):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r".+"):
+            golden.load(path)
+    np.savez(path, other=np.zeros(3))
+    with pytest.raises(ValueError, match="not a set of golden cases"):
+        golden.load(path)
+    with pytest.raises(ValueError, match="not a set of golden cases"):
+        golden.load(tmp_path / "missing.npz")
+
+
+def test_pickled_arrays_are_never_opened(tmp_path: Path) -> None:
+    path = tmp_path / "golden.npz"
+    np.savez(path, index=np.array([{"name": "x"}], dtype=object))
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        golden.load(path)

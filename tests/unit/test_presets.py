@@ -1,0 +1,146 @@
+"""Recipes: presets as documented, files, overrides, and every problem in one message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from model.config import Activation, Norm, Positions
+from model.presets import PRESETS, DataName, RecipeError, resolve
+from model.training_config import OptimizerName
+
+
+def problems(source: str, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(RecipeError) as caught:
+        resolve(source, overrides)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_valid(name: str) -> None:
+    recipe = resolve(name)
+    assert recipe.name == name
+    assert (recipe.data is None) == (recipe.train is None)
+
+
+def test_the_demo_models_have_their_documented_contexts() -> None:
+    dates, stdlib = resolve("dates"), resolve("stdlib")
+    assert (dates.data, dates.model.context, dates.model.is_encoder_decoder) == (DataName.DATES, 128, True)
+    assert (stdlib.data, stdlib.model.context, stdlib.model.positions) == (DataName.STDLIB, 1024, Positions.ROTARY)
+    assert stdlib.train is not None
+    assert 0 < stdlib.train.long_steps < stdlib.train.steps
+
+
+def test_gpt2_is_gpt2s_shape() -> None:
+    model = resolve("gpt2-124m").model
+    assert (model.num_layers, model.d_model, model.num_heads, model.vocab_size, model.context) == (
+        12,
+        768,
+        12,
+        50257,
+        1024,
+    )
+    assert (model.positions, model.norm, model.activation) == (Positions.LEARNED, Norm.LAYER, Activation.GELU)
+
+
+def test_llama_is_llamas_shape() -> None:
+    model = resolve("llama-110m").model
+    assert (model.num_layers, model.d_model, model.num_heads, model.num_kv_heads) == (12, 768, 12, 4)
+    assert (model.d_ff, model.vocab_size, model.context, model.tie_embeddings) == (2048, 32000, 4096, True)
+    assert (model.positions, model.norm, model.activation) == (Positions.ROTARY, Norm.RMS, Activation.SWIGLU)
+
+
+def test_law_is_the_scaling_studys_shape() -> None:
+    model = resolve("law").model
+    assert (model.num_layers, model.d_model, model.num_heads, model.d_ff, model.context) == (2, 128, 4, 512, 8192)
+
+
+def test_overrides_reach_model_and_training() -> None:
+    recipe = resolve("stdlib", ["d_model=96", "steps=7", "optimizer=adamw", "learning_rate=1e-4", "activation=swiglu"])
+    assert recipe.train is not None
+    assert (recipe.model.d_model, recipe.model.head_dim, recipe.model.activation) == (96, 32, Activation.SWIGLU)
+    assert (recipe.train.steps, recipe.train.optimizer, recipe.train.learning_rate) == (7, OptimizerName.ADAMW, 1e-4)
+
+
+def test_the_last_override_of_a_field_wins() -> None:
+    recipe = resolve("dates", ["steps=5", "steps=6"])
+    assert recipe.train is not None
+    assert recipe.train.steps == 6
+
+
+def test_problems_of_overrides_model_and_training_come_together() -> None:
+    found = problems("dates", "steps=0", "num_heads=3", "colour=blue", "seed")
+    assert found == (
+        "override 'colour' is a field of neither the model nor the training",
+        "override 'seed' is not key=value",
+        "d_model 128 is not a multiple of num_heads 3",
+        "steps is 0, must be at least 1",
+    )
+
+
+def test_a_recipe_without_training_takes_no_training_overrides() -> None:
+    assert problems("law", "steps=3") == ("override 'steps': this recipe is not trained",)
+
+
+def test_a_preset_is_not_changed_by_overrides() -> None:
+    before = resolve("dates")
+    resolve("dates", ["steps=5", "d_model=64"])
+    assert resolve("dates") == before
+
+
+@pytest.mark.parametrize("suffix", [".json", ".toml"])
+def test_a_file_has_the_shape_of_a_preset(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"mine{suffix}"
+    values = PRESETS["dates"]
+    if suffix == ".json":
+        path.write_text(json.dumps(values), encoding="utf-8")
+    else:
+        tables = [
+            f"[{name}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in values[name].items())
+            for name in ("model", "train")
+        ]
+        path.write_text('data = "dates"\n' + "".join(tables), encoding="utf-8")
+    recipe, preset = resolve(str(path)), resolve("dates")
+    assert (recipe.name, recipe.model, recipe.train, recipe.data) == ("mine", preset.model, preset.train, preset.data)
+
+
+def test_a_file_of_a_model_alone_is_enough_for_random_weights(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps({"model": PRESETS["law"]["model"]}), encoding="utf-8")
+    recipe = resolve(str(path))
+    assert (recipe.data, recipe.train) == (None, None)
+    assert recipe.model == resolve("law").model
+
+
+def test_a_name_that_is_neither_preset_nor_file_lists_the_presets() -> None:
+    (problem,) = problems("detas")
+    assert all(name in problem for name in PRESETS)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"model": 3}', '{"model": {}, "extra": 1}'])
+def test_a_malformed_file_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(content, encoding="utf-8")
+    assert problems(str(path))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert problems(str(tmp_path / "none.toml"))
+
+
+def test_data_must_suit_the_architecture() -> None:
+    assert "architecture is decoder-only, dates needs encoder-decoder" in problems(
+        "dates", "architecture=decoder-only", "num_encoder_layers=0"
+    )
+
+
+def test_rows_must_fit_the_context() -> None:
+    assert problems("stdlib", "context=64") == ("row_tokens is 128, must be at most the context of 64",)
+
+
+def test_control_tokens_must_be_those_of_our_tokenizers() -> None:
+    assert problems("stdlib", "pad_id=5") == (
+        "pad_id, bos_id, eos_id must be 0, 1, 2 where the tokenizer is made here",
+    )

@@ -1,0 +1,64 @@
+"""Golden cases replayed on a fake model: every feed's logits, whatever the slots."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from model.golden import Feed, GoldenCase, Step, staggered
+from service.engine.plan import Pieces
+from service.engine.replay import replay
+from tests.fakes import VOCAB_SIZE, FakeRunner, fake_engine, noise
+
+PIECES = Pieces(chunk=8, source_padding=16, source_context=64)
+LENGTHS = (3, 9, 1, 6, 4)
+
+
+def make_case(lengths: tuple[int, ...], steps: tuple[Step, ...], *, with_sources: bool) -> GoldenCase:
+    """A case that PyTorch would answer as `noise` does."""
+    sequences = tuple(np.arange(3, 3 + length) + row for row, length in enumerate(lengths))
+    sources = tuple(np.arange(3, 5 + 7 * row) for row in range(len(lengths))) if with_sources else ()
+    logits = [
+        noise(
+            sources[feed.row].tolist() if with_sources else (), sequences[feed.row][: feed.start + feed.count].tolist()
+        )
+        for step in steps
+        for feed in step
+    ]
+    return GoldenCase("case", sequences, sources, steps, np.stack(logits))
+
+
+@pytest.mark.parametrize("with_sources", [False, True], ids=["decoder-only", "encoder-decoder"])
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 8])
+def test_replay_of_ragged_rows_gives_every_feeds_logits_in_any_number_of_slots(
+    num_slots: int, with_sources: bool
+) -> None:
+    case = make_case(LENGTHS, staggered(LENGTHS), with_sources=with_sources)
+    runner = FakeRunner(num_slots)
+    np.testing.assert_array_equal(replay(runner, case, PIECES, num_slots), case.logits)
+    assert max(len(batch.decode) for batch in runner.batches) <= num_slots
+
+
+def test_replay_of_chunks_beside_rows_that_wait_gives_their_logits() -> None:
+    steps = staggered((2,))
+    chunked = make_case((7, 12), (*_chunks(0, (5,)), *_chunks(1, (4, 6)), *_together(5, 10, 2)), with_sources=False)
+    for case in (chunked, make_case((2,), steps, with_sources=False)):
+        np.testing.assert_array_equal(replay(FakeRunner(4), case, PIECES, 4), case.logits)
+
+
+def test_engine_verifies_golden_cases_and_notices_wrong_ones() -> None:
+    engine = fake_engine(FakeRunner(4))
+    case = make_case(LENGTHS, staggered(LENGTHS), with_sources=False)
+    wrong = GoldenCase("wrong", case.sequences, case.sources, case.steps, case.logits + np.float32(1))
+    results = engine.verify_golden((case, wrong), 1e-6)
+    assert [(result.name, result.passed) for result in results] == [("case", True), ("wrong", False)]
+    assert case.logits.shape[1] == VOCAB_SIZE
+
+
+def _chunks(row: int, counts: tuple[int, ...]) -> list[Step]:
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    return [(Feed(row, start, count),) for start, count in zip(starts, counts, strict=True)]
+
+
+def _together(first: int, second: int, count: int) -> list[Step]:
+    return [(Feed(0, first + index, 1), Feed(1, second + index, 1)) for index in range(count)]

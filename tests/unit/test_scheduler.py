@@ -1,0 +1,338 @@
+"""Scheduling keeps its promises: single steps by example, whole lives by a state machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from service.engine.batch import KVMove, ScheduledBatch
+from service.engine.engine import Engine
+from service.engine.plan import Pieces
+from service.engine.sampler import SampledToken, Sampler
+from service.engine.scheduler import EngineLimits, Scheduler
+from service.engine.types import FinishReason, GenerationRequest, TokenEvent
+from service.errors import EngineFailed, StartupError
+from tests.fakes import CONTEXT, FakeRunner, fake_model, letters, noise, request
+
+LIMITS = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=16)
+
+
+def make_scheduler(limits: EngineLimits = LIMITS, *, encoder_decoder: bool = False) -> Scheduler:
+    return Scheduler(limits, fake_model(encoder_decoder=encoder_decoder), letters)
+
+
+def commit(scheduler: Scheduler, batch: ScheduledBatch, token_id: int = 7) -> tuple[TokenEvent, ...]:
+    return scheduler.commit(batch, [SampledToken(token_id, None) for _ in batch.samples], 0.0)
+
+
+def step(scheduler: Scheduler, now: float = 0.0) -> ScheduledBatch:
+    """One step in which every sampled token is the same; the batch that was run."""
+    batch = scheduler.schedule(now)
+    commit(scheduler, batch)
+    scheduler.check_invariants()
+    return batch
+
+
+def chunks_of(batch: ScheduledBatch) -> list[tuple[int, int, int]]:
+    return [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in batch.prefills]
+
+
+def test_schedule_cuts_a_prompt_at_multiples_of_the_chunk_within_the_budget() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", range(3, 23)))
+    first, second, third = step(scheduler), step(scheduler), step(scheduler)
+    assert chunks_of(first) == [(0, 0, 8), (0, 8, 8)]
+    assert not first.samples
+    assert chunks_of(second) == [(0, 16, 4)]
+    assert [(sample.slot, sample.position) for sample in second.samples] == [(0, 20)]
+    assert not third.prefills
+    assert [(row.position, row.token_id) for row in third.decode] == [(20, 7)]
+
+
+def test_schedule_puts_a_remainder_of_one_token_into_the_batched_run() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", range(3, 12)))
+    assert chunks_of(step(scheduler)) == [(0, 0, 8)]
+    batch = step(scheduler)
+    assert not batch.prefills
+    assert [row.position for row in batch.decode] == [8]
+    assert [sample.slot for sample in batch.samples] == [0]
+
+
+def test_schedule_prefill_budget_goes_to_the_oldest_and_nobody_overtakes() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", range(3, 26)))  # 8 + 8 + 7
+    scheduler.add(request("b", range(3, 18)))  # 8 + 7
+    scheduler.add(request("c", range(3, 5)))
+    assert chunks_of(step(scheduler)) == [(0, 0, 8), (0, 8, 8)]
+    assert chunks_of(step(scheduler)) == [(0, 16, 7), (1, 0, 8)]
+    assert chunks_of(step(scheduler)) == [(1, 8, 7), (2, 0, 2)]
+
+
+def test_schedule_rows_in_the_middle_of_their_prompt_pad_the_batched_run_where_the_next_chunk_will_write() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [5], max_tokens=2))
+    scheduler.add(request("long", range(3, 40)))
+    scheduler.add(request("c", [5], max_tokens=20))
+    step(scheduler)
+    step(scheduler)  # "a" ends; "long" is the last row and takes its slot
+    batch = step(scheduler)
+    assert chunks_of(batch)[0] == (0, 32, 5)
+    scheduler = make_scheduler()
+    scheduler.add(request("x", [5], max_tokens=9))
+    scheduler.add(request("long", range(3, 40)))
+    step(scheduler)
+    scheduler.abort("x")
+    scheduler.add(request("y", [5]))
+    batch = step(scheduler)
+    assert batch.moves == (KVMove(source=1, target=0, num_tokens=16, num_source_tokens=0),)
+    assert chunks_of(batch) == [(0, 16, 8), (0, 24, 8)]
+    batch = step(scheduler)
+    assert [(row.position, row.is_padding) for row in batch.decode] == [(32, True), (0, False)]
+    assert chunks_of(batch) == [(0, 32, 5)]
+    assert batch.num_padding_tokens == 1
+
+
+def test_schedule_rows_that_do_not_decode_at_the_end_are_left_out_of_the_batched_run() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [5]))
+    scheduler.add(request("long", range(3, 40)))
+    step(scheduler)
+    batch = step(scheduler)
+    assert len(batch.decode) == 1
+    assert batch.num_padding_tokens == 0
+
+
+def test_schedule_encodes_sources_of_one_padded_length_together_and_decodes_them_at_once() -> None:
+    scheduler = make_scheduler(EngineLimits(prefill_chunk=8, max_prefill_tokens=64), encoder_decoder=True)
+    for name, length in {"a": 3, "b": 17, "c": 16}.items():
+        scheduler.add(request(name, range(3, 3 + length)))
+    batch = step(scheduler)
+    assert [(group.padded_length, [row.slot for row in group.rows]) for group in batch.encodes] == [
+        (16, [0, 2]),
+        (32, [1]),
+    ]
+    assert [row.source_length for row in batch.decode] == [3, 17, 16]
+    assert len(batch.samples) == 3
+    assert not batch.prefills
+    assert not step(scheduler).encodes
+
+
+def test_schedule_pads_sources_no_further_than_the_context() -> None:
+    pieces = Pieces(chunk=1, source_padding=16, source_context=40)
+    assert [pieces.padded_source_length(length) for length in (0, 1, 16, 33, 40)] == [0, 16, 16, 40, 40]
+
+
+def test_schedule_a_source_longer_than_the_budget_still_runs_but_alone() -> None:
+    scheduler = make_scheduler(encoder_decoder=True)
+    for name in "ab":
+        scheduler.add(request(name, range(3, 43)))
+    assert [group.padded_length for group in step(scheduler).encodes] == [48]
+    assert scheduler.num_waiting == 1
+    assert [row.slot for group in step(scheduler).encodes for row in group.rows] == [1]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8))
+def test_schedule_rows_that_outlive_those_that_end_together_move_at_most_once(ends: list[bool]) -> None:
+    scheduler = make_scheduler(EngineLimits(max_batch_size=8, prefill_chunk=8, max_prefill_tokens=8))
+    for index, is_end in enumerate(ends):
+        scheduler.add(request(f"r{index}", [5], max_tokens=2 if is_end else 9))
+    step(scheduler)
+    step(scheduler)
+    num_left = ends.count(False)
+    batch = step(scheduler)
+    survivors = [slot for slot, is_end in enumerate(ends) if not is_end]
+    assert [move.target for move in batch.moves] == [slot for slot in range(num_left) if slot not in survivors]
+    assert sorted(move.source for move in batch.moves) == [slot for slot in survivors if slot >= num_left]
+    assert all(move.num_tokens == 2 for move in batch.moves)
+    assert [row.position for row in batch.decode] == [2] * num_left
+
+
+def test_schedule_expired_requests_leave_the_queue_and_the_slots() -> None:
+    scheduler = make_scheduler(EngineLimits(max_batch_size=1, prefill_chunk=8, max_prefill_tokens=8))
+    scheduler.add(request("runs", deadline=5.0))
+    scheduler.add(request("waits", deadline=5.0))
+    scheduler.add(request("next"))
+    step(scheduler)
+    batch = scheduler.schedule(5.0)
+    events = commit(scheduler, batch)
+    assert [(event.request_id, event.finish_reason) for event in events] == [
+        ("runs", FinishReason.DEADLINE),
+        ("waits", FinishReason.DEADLINE),
+        ("next", None),
+    ]
+
+
+def test_schedule_abort_wins_over_an_expired_deadline() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", deadline=1.0))
+    scheduler.abort("a")
+    (event,) = commit(scheduler, scheduler.schedule(2.0))
+    assert event.finish_reason is FinishReason.CANCELLED
+
+
+def test_schedule_failing_the_running_leaves_the_waiting() -> None:
+    scheduler = make_scheduler(EngineLimits(max_batch_size=1, prefill_chunk=8, max_prefill_tokens=8))
+    scheduler.add(request("a"))
+    scheduler.add(request("b"))
+    scheduler.schedule(0.0)
+    (event,) = scheduler.fail_running(EngineFailed("id"), 0.0)
+    assert event.request_id == "a"
+    scheduler.check_invariants()
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 1)
+    assert len(step(scheduler).samples) == 1
+
+
+def test_limits_report_every_problem() -> None:
+    with pytest.raises(StartupError) as caught:
+        EngineLimits(max_batch_size=0, prefill_chunk=64, max_prefill_tokens=32, source_padding=-1)
+    assert len(caught.value.problems) == 3
+
+
+@given(
+    prompts=st.lists(st.integers(1, CONTEXT - 1), min_size=1, max_size=10),
+    encoder_decoder=st.booleans(),
+)
+@settings(deadline=None)
+def test_schedule_first_token_comes_within_the_promised_number_of_steps(
+    prompts: list[int], encoder_decoder: bool
+) -> None:
+    """With a slot free for everyone: after at most as many steps as there are pieces up to and including one's own."""
+    limits = EngineLimits(max_batch_size=10, prefill_chunk=8, max_prefill_tokens=16)
+    scheduler = make_scheduler(limits, encoder_decoder=encoder_decoder)
+    for index, length in enumerate(prompts):
+        scheduler.add(request(str(index), [5] * length, max_tokens=CONTEXT))
+    first: dict[str, int] = {}
+    pieces_ahead = 0
+    for number in range(1, 200):
+        for event in commit(scheduler, scheduler.schedule(0.0)):
+            first.setdefault(event.request_id, number)
+    for index, length in enumerate(prompts):
+        pieces_ahead += 1 if encoder_decoder else -(-length // limits.prefill_chunk)
+        assert first[str(index)] <= pieces_ahead
+
+
+class Life(RuleBasedStateMachine):
+    """Requests come, go, expire and fail in any order; the model of them is a dict from id to what must come next."""
+
+    encoder_decoder = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.fails = False
+        self.was_run = False
+        self.runner = FakeRunner(LIMITS.max_batch_size, before_run=self.on_batch)
+        self.scheduler = make_scheduler(encoder_decoder=self.encoder_decoder)
+        self.engine = Engine(self.scheduler, self.runner, Sampler(), lambda: self.now)
+        self.requests: dict[str, GenerationRequest] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.terminal: Counter[str] = Counter()
+        self.doomed: set[str] = set()
+
+    def on_batch(self, batch: ScheduledBatch) -> None:
+        """What every batch must satisfy, whatever led to it."""
+        busy = [slot for slot, row in enumerate(batch.decode) if not row.is_padding]
+        busy += sorted({chunk.slot for chunk in batch.prefills})
+        assert sorted(busy) == list(range(self.scheduler.num_running)), "every resident row is fed, and fed once"
+        costs = [group.padded_length for group in batch.encodes for _ in group.rows]
+        costs += [len(chunk.token_ids) for chunk in batch.prefills]
+        assert sum(costs) <= LIMITS.max_prefill_tokens or len(costs) == 1
+        assert all(chunk.start % LIMITS.prefill_chunk == 0 for chunk in batch.prefills)
+        assert all(len(chunk.token_ids) <= LIMITS.prefill_chunk for chunk in batch.prefills)
+        assert all(move.num_tokens < CONTEXT for move in batch.moves)
+        if self.fails:
+            raise RuntimeError("the runner fails")
+        self.was_run = True
+
+    @rule(
+        length=st.integers(1, CONTEXT - 1),
+        max_tokens=st.integers(1, 12),
+        lifetime=st.none() | st.integers(1, 6),
+    )
+    def add(self, length: int, max_tokens: int, lifetime: int | None) -> None:
+        name = f"r{len(self.requests)}"
+        prompt = [3 + (length + len(self.requests) * i) % 29 for i in range(length)]
+        deadline = None if lifetime is None else self.now + lifetime
+        self.requests[name] = request(name, prompt, max_tokens=max_tokens, deadline=deadline)
+        self.tokens[name] = []
+        self.engine.add_request(self.requests[name])
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.requests)
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        self.engine.abort(name)
+        if not self.terminal[name]:
+            self.doomed.add(name)
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.now += 1.0
+            self.observe()
+
+    @rule()
+    def fail(self) -> None:
+        self.fails = True
+        running = self.engine.num_running
+        self.observe()
+        self.fails = False
+        assert self.engine.num_running == 0, f"of {running} rows some survived a failed step"
+
+    def observe(self) -> None:
+        expired = {
+            name
+            for name, one in self.requests.items()
+            if not self.terminal[name] and one.deadline is not None and one.deadline <= self.now
+        }
+        self.was_run = False
+        output = self.engine.step()
+        assert self.was_run or self.fails, "the runner refused the batch"
+        for event in output.events:
+            name = event.request_id
+            assert not self.terminal[name], "an event after the terminal one"
+            assert event.error is None or self.fails, "the batch was refused while it ran"
+            self.terminal[name] += event.is_terminal
+            if event.token_id is not None:
+                assert name not in expired | self.doomed
+                assert event.token_id == self.expected(name)
+                self.tokens[name].append(event.token_id)
+        assert all(self.terminal[name] == 1 for name in expired | self.doomed), "they leave at the next step boundary"
+        self.doomed.clear()
+        waiting, running = output.stats.num_waiting, output.stats.num_running
+        assert waiting + running == sum(not self.terminal[name] for name in self.requests)
+
+    def expected(self, name: str) -> int:
+        prompt = self.requests[name].prompt_token_ids
+        source, tokens = (prompt, [1]) if self.encoder_decoder else ((), list(prompt))
+        return int(noise(source, tokens + self.tokens[name]).argmax())
+
+    @invariant()
+    def is_consistent(self) -> None:
+        self.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            if not self.engine.has_work:
+                break
+            self.now += 1.0
+            self.observe()
+        assert all(self.terminal[name] == 1 for name in self.requests), "exactly one terminal event each"
+        assert self.engine.num_running == self.engine.num_waiting == 0
+
+
+class EncoderDecoderLife(Life):
+    """The same life for the other family."""
+
+    encoder_decoder = True
+
+
+Life.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+EncoderDecoderLife.TestCase.settings = Life.TestCase.settings
+TestDecoderOnlyLife = Life.TestCase
+TestEncoderDecoderLife = EncoderDecoderLife.TestCase

@@ -1,0 +1,161 @@
+"""Tokenizers: what comes back, what never becomes a control token, and which ids frame a prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.config import Architecture
+from model.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer, TokenizerError
+from model.tokenizer_training import BOS, EOS, PAD, UNKNOWN, byte_level_bpe, characters, one_word_per_id
+
+SOURCE = """def add(a, b):
+    return a + b
+
+
+class Counter:
+    def __init__(self):
+        self.n = 0
+"""
+BPE = byte_level_bpe([SOURCE] * 4, 320, Architecture.DECODER_ONLY)
+CHARACTERS = characters(
+    ["vendredi 20 novembre 2026", "pátek 3. června 2026", "0123456789-"], Architecture.ENCODER_DECODER
+)
+WORDS = one_word_per_id(300, Architecture.DECODER_ONLY)
+
+any_text = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@given(any_text)
+def test_byte_level_bpe_gives_any_text_back(text: str) -> None:
+    assert BPE.decode(BPE.encode(text)) == text
+    assert BPE.decode(BPE.encode_plain(text)) == text
+
+
+def test_byte_level_bpe_learns_merges_from_its_texts() -> None:
+    assert len(BPE.encode_plain(SOURCE)) < len(SOURCE) / 2
+    assert BPE.vocab_size <= 320
+
+
+def test_byte_level_bpe_is_the_same_each_time() -> None:
+    assert byte_level_bpe([SOURCE] * 4, 320, Architecture.DECODER_ONLY).to_json() == BPE.to_json()
+
+
+def test_a_vocabulary_too_small_for_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size is 258, byte-level BPE needs at least 259"):
+        byte_level_bpe([SOURCE], 258, Architecture.DECODER_ONLY)
+
+
+def test_a_line_break_and_its_indentation_can_be_one_token() -> None:
+    assert len(BPE.encode_plain("\n    ")) == 1
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, CHARACTERS, WORDS], ids=["bpe", "characters", "words"])
+def test_control_tokens_written_out_are_ordinary_characters(tokenizer: Tokenizer) -> None:
+    plain = tokenizer.encode_plain(f"{BOS} {EOS} {PAD}")
+    assert len(plain) > 3
+    assert not {PAD_ID, BOS_ID, EOS_ID} & set(plain)
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, CHARACTERS, WORDS], ids=["bpe", "characters", "words"])
+def test_control_tokens_are_pad_0_bos_1_eos_2(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.token(index) for index in (PAD_ID, BOS_ID, EOS_ID)] == [PAD, BOS, EOS]
+
+
+def test_a_text_to_continue_begins_with_bos() -> None:
+    assert BPE.encode("x = 1") == [BOS_ID, *BPE.encode_plain("x = 1")]
+
+
+def test_a_source_ends_with_eos() -> None:
+    assert CHARACTERS.encode("20") == [*CHARACTERS.encode_plain("20"), EOS_ID]
+
+
+def test_the_empty_text_is_its_frame_alone() -> None:
+    assert BPE.encode("") == [BOS_ID]
+    assert CHARACTERS.encode("") == [EOS_ID]
+    assert BPE.encode_plain("") == []
+
+
+def test_decoding_leaves_control_tokens_out() -> None:
+    ids = BPE.encode_plain("x = 1")
+    assert BPE.decode([PAD_ID, BOS_ID, *ids, EOS_ID, PAD_ID]) == "x = 1"
+
+
+def test_part_of_a_character_decodes_to_the_replacement_character() -> None:
+    ids = BPE.encode_plain("…")
+    assert len(ids) == 3
+    assert BPE.decode(ids[:2]) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_characters_are_one_token_each() -> None:
+    assert [CHARACTERS.token(index) for index in CHARACTERS.encode_plain("2026-11")] == list("2026-11")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "VENDREDI 20 NOVEMBRE 2026",
+        "  vendredi\t20  novembre 2026\n",
+        "vendredi\N{NO-BREAK SPACE}20\N{NARROW NO-BREAK SPACE}novembre 2026",
+        "vendredi 20 novembre 2026",
+    ],
+)
+def test_other_ways_to_type_the_same_characters_are_the_same_input(text: str) -> None:
+    assert CHARACTERS.encode(text) == CHARACTERS.encode("vendredi 20 novembre 2026")
+
+
+def test_composed_and_decomposed_accents_are_the_same_input() -> None:
+    assert CHARACTERS.encode("pa\N{COMBINING ACUTE ACCENT}tek") == CHARACTERS.encode("pátek")
+
+
+def test_a_character_never_seen_is_unknown() -> None:
+    (index,) = CHARACTERS.encode_plain("中")
+    assert CHARACTERS.token(index) == UNKNOWN
+
+
+def test_every_id_of_the_stand_in_is_a_word_of_its_own() -> None:
+    words = [WORDS.decode([index]) for index in range(4, 300)]
+    assert len(set(words)) == 296
+    assert WORDS.encode_plain(" ".join(words)) == list(range(4, 300))
+    assert WORDS.vocab_size == 300
+
+
+def test_a_stand_in_without_room_for_control_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size is 3"):
+        one_word_per_id(3, Architecture.DECODER_ONLY)
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, CHARACTERS, WORDS], ids=["bpe", "characters", "words"])
+def test_a_tokenizer_survives_its_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tokenizer.to_json(), encoding="utf-8")
+    loaded = Tokenizer.load(path)
+    assert loaded.to_json() == tokenizer.to_json()
+    for text in (SOURCE, "vendredi 20 novembre", "w17 w4", f"{BOS} x {EOS}"):
+        assert loaded.encode(text) == tokenizer.encode(text)
+
+
+def test_truncation_and_padding_in_a_file_are_ignored(tmp_path: Path) -> None:
+    text = BPE.to_json()
+    padded = text.replace(
+        '"truncation": null',
+        '"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}',
+    )
+    assert padded != text
+    assert Tokenizer.from_json(padded).encode(SOURCE) == BPE.encode(SOURCE)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1, 2]", b"\xff\xfe"])
+def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.load(path)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path / "tokenizer.json")

@@ -1,0 +1,71 @@
+"""Training configurations: everything that is wrong is said at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+
+from model.training_config import OptimizerName, TrainConfig, TrainConfigError, TrainPrecision
+
+VALID: dict[str, Any] = {"steps": 100, "batch_tokens": 512}
+
+
+def problems(values: dict[str, Any]) -> tuple[str, ...]:
+    with pytest.raises(TrainConfigError) as caught:
+        TrainConfig.from_dict(values)
+    return caught.value.problems
+
+
+def test_a_configuration_survives_json() -> None:
+    config = TrainConfig(**VALID, optimizer=OptimizerName.ADAMW, precision=TrainPrecision.FP32, seed=7)
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_strings_become_choices() -> None:
+    config = TrainConfig.from_dict({**VALID, "optimizer": "adamw", "precision": "bf16"})
+    assert config.optimizer is OptimizerName.ADAMW
+    assert config.precision is TrainPrecision.BF16
+
+
+def test_every_invalid_field_is_reported_at_once() -> None:
+    found = problems({"steps": 0, "batch_tokens": -1, "optimizer": "sgd", "warmup_fraction": 1.5, "beta2": 1.0})
+    assert [problem.split()[0] for problem in found] == [
+        "optimizer",
+        "steps",
+        "batch_tokens",
+        "warmup_fraction",
+        "beta2",
+    ]
+
+
+def test_unknown_missing_and_mistyped_fields_are_reported_together() -> None:
+    found = problems({"step": 3, "batch_tokens": "many", "seed": True})
+    assert found == (
+        "unknown field 'step'",
+        "steps is missing",
+        "batch_tokens is 'many', must be int",
+        "seed is True, must be int",
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name", [field.name for field in dataclasses.fields(TrainConfig) if str(field.type) == "float"]
+)
+def test_no_number_may_be_infinite_or_none_at_all(name: str, value: float) -> None:
+    (problem,) = problems({**VALID, name: value})
+    assert problem.startswith(f"{name} is {value}")
+
+
+def test_whole_numbers_stand_for_real_ones() -> None:
+    assert TrainConfig.from_dict({**VALID, "gradient_clip": 1}).gradient_clip == 1
+
+
+def test_shares_of_the_run_round_to_whole_steps() -> None:
+    config = TrainConfig(steps=10, batch_tokens=1, warmup_fraction=0.25, long_fraction=0.15)
+    assert config.warmup_steps == 2
+    assert config.long_steps == 2
