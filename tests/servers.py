@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import grpc
 import numpy as np
 import tokenizers
 from grpc_health.v1 import health_pb2_grpc
+from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 from tokenizers import decoders, models, pre_tokenizers, processors
 
@@ -25,13 +27,16 @@ from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from proto.onward.v1.model_pb2_grpc import ModelServiceStub
 from service.app import App, Endpoint
 from service.config import ServeConfig
+from service.engine.batch import ScheduledBatch
 from service.engine.engine import Engine
 from service.engine.scheduler import EngineLimits
 from service.engine_thread import StepEngine
 from service.models import Parity, ServedModel
-from tests.fakes import BOS, CONTEXT, EOS, NUM_SPECIAL, PAD, VOCAB_SIZE, FakeRunner, fake_engine, noise
+from tests.fakes import BOS, CONTEXT, EOS, NUM_SPECIAL, PAD, VOCAB_SIZE, FakeRunner, fake_engine, noise, spell
 
 MODEL = "fake"
+# The tokens of the prompt "ab".
+PROMPT = (BOS, *spell("ab"))
 SLOTS = 4
 CONFIG = ServeConfig(
     models=Path("unused"), port=0, metrics=False, max_batch_size=SLOTS, max_queue_size=4, drain_grace_seconds=60.0
@@ -116,6 +121,25 @@ def engine_for(model: ServedModel, runner: FakeRunner | None = None, **options: 
     )
 
 
+class Gate:
+    """Lets the engine's steps pass, or holds them back."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+
+    def __call__(self, batch: ScheduledBatch) -> None:
+        self._open.wait()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
     """A server that listens, and clients to it."""
@@ -198,6 +222,39 @@ def generate_request(text: str = "ab", **fields: Any) -> pb.GenerateRequest:
 def stream_request(text: str = "ab", **fields: Any) -> pb.GenerateStreamRequest:
     """The same, to be streamed."""
     return pb.GenerateStreamRequest.FromString(generate_request(text, **fields).SerializeToString())
+
+
+def kinds(events: list[pb.GenerateStreamResponse]) -> list[str]:
+    return [str(event.WhichOneof("event")) for event in events]
+
+
+def text_of(events: list[pb.GenerateStreamResponse]) -> str:
+    return "".join(event.delta.text for event in events)
+
+
+def tokens_of(events: list[pb.GenerateStreamResponse]) -> list[int]:
+    return [token for event in events for token in event.delta.token_ids]
+
+
+async def read(call: Any) -> list[pb.GenerateStreamResponse]:
+    """The rest of a stream, read as `read_accepted` reads: the two ways of gRPC must not be mixed on one call."""
+    events = []
+    while (event := await call.read()) is not grpc.aio.EOF:
+        events.append(event)
+    return events
+
+
+async def read_accepted(call: Any) -> Any:
+    event = await call.read()
+    assert event.WhichOneof("event") == "accepted"
+    return call
+
+
+def rich_details(error: grpc.aio.AioRpcError) -> Any:
+    status = rpc_status.from_call(error)
+    assert status is not None
+    assert status.code == error.code().value[0]
+    return status.details
 
 
 async def status_of(call: Any) -> grpc.aio.AioRpcError:

@@ -30,7 +30,7 @@ def build_engine(folder: Path, manifest: Manifest, limits: EngineLimits, options
         options: threads.
 
     Raises:
-        StartupError: when a graph or the tokenizer cannot be loaded.
+        StartupError: when a graph or the tokenizer cannot be loaded, or the K/V cannot be reserved.
     """
     runner = build_runner(folder, manifest, limits, options)
     return Engine(Scheduler(limits, model_shape(manifest), load_decode(folder, manifest)), runner, Sampler())
@@ -40,10 +40,13 @@ def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options
     """An artefact's graphs and the K/V they work on.
 
     Raises:
-        StartupError: when a graph cannot be loaded or is not the manifest's.
+        StartupError: when a graph cannot be loaded or is not the manifest's, or the K/V cannot be reserved.
     """
     sessions = {name: GraphSession(folder, spec, options) for name, spec in manifest.graphs.items()}
-    kv = SlotKV(manifest.config, limits.max_batch_size)
+    try:
+        kv = SlotKV(manifest.config, limits.max_batch_size)
+    except MemoryError as error:
+        raise StartupError([f"{folder}: K/V for max_batch_size {limits.max_batch_size}: {error}"]) from error
     return OrtRunner(manifest.config, kv, sessions[DECODER], sessions.get(ENCODER))
 
 

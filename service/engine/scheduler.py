@@ -7,9 +7,9 @@ function of that request alone; only how many rows share the batched run depends
 
 Requests get slots first come, first served. What is promised, and checked by the tests:
 
-* Every sequence in a slot advances in every step. At most one of them can be in the middle of its prompt between two
-  steps, and its next chunk comes before anybody is admitted: behind prompts of m chunks in all, a prompt of c chunks is
-  computed after at most m + c steps.
+* Every sequence in a slot advances by a piece or more in every step.
+* Chunks are computed in the order of arrival, and one that does not fit into a step comes first in the next: while
+  slots are free, a prompt of c pieces behind prompts of m pieces in all is computed after at most m + c steps.
 * Running rows wait, per step, for `max_prefill_tokens` of prompts at most, or for one source that is longer than that.
 * A new request starts in the first step that finds it with a free slot and prefill budget. Aborted, expired and
   finished sequences lose their slot before the next step is planned.

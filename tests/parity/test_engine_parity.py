@@ -59,10 +59,12 @@ class Recorder:
         self._runner = runner
         self.logits: Logits = {}
         self.max_rows = 0
+        self.num_padding_rows = 0
 
     def run(self, batch: ScheduledBatch) -> Float32:
         logits = self._runner.run(batch)
         self.max_rows = max(self.max_rows, len(batch.decode))
+        self.num_padding_rows += sum(row.is_padding for row in batch.decode)
         for sample in batch.samples:
             self.logits[sample.seed, sample.position] = logits[sample.slot].tobytes()
         return logits
@@ -122,6 +124,10 @@ def make_request(config: ModelConfig, number: int, length: int, **sampling: floa
         sampling=params,
         stopping=StoppingParams(max_tokens=5 + number % 9, ignore_eos=number % 2 == 0),
     )
+
+
+def len_of_prompt(request: GenerationRequest) -> int:
+    return len(request.prompt_token_ids)
 
 
 # Chunks are 16 long: prompts of one token, within a chunk, at its end, over several, with a remainder of one.
@@ -224,7 +230,7 @@ def test_engine_serves_the_references_greedy_tokens_to_ragged_joining_and_leavin
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_law_of_company_the_bits_of_logits_and_tokens_depend_on_the_request_alone(
     variant: str, data: st.DataObject
@@ -258,6 +264,19 @@ def test_law_of_company_holds_among_thirty_two(variant: str) -> None:
         for name, expected in tokens.items():
             assert tokens_of(outputs, name) == expected
         assert all(host.recorder.logits[key] == bits for key, bits in logits.items())
+
+
+@pytest.mark.parametrize("variant", ["rotary", "learned"])
+def test_law_of_company_holds_for_rows_that_pad_while_they_are_in_the_middle_of_their_prompt(variant: str) -> None:
+    host = served(variant)
+    tokens, logits = alone(variant)
+    before = host.recorder.num_padding_rows
+    requests = [request for request in pool(host.config) if len(request.prompt_token_ids) in (1, 61, 64)]
+    outputs = run(host.engine(), [(0, request) for request in sorted(requests, key=len_of_prompt, reverse=True)], {})
+    assert host.recorder.num_padding_rows > before
+    for request in requests:
+        assert tokens_of(outputs, request.request_id) == tokens[request.request_id]
+    assert all(logits[key] == bits for key, bits in host.recorder.logits.items())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -197,7 +197,6 @@ def test_limits_report_every_problem() -> None:
     prompts=st.lists(st.integers(1, CONTEXT - 1), min_size=1, max_size=10),
     encoder_decoder=st.booleans(),
 )
-@settings(deadline=None)
 def test_schedule_first_token_comes_within_the_promised_number_of_steps(
     prompts: list[int], encoder_decoder: bool
 ) -> None:
@@ -332,7 +331,7 @@ class EncoderDecoderLife(Life):
     encoder_decoder = True
 
 
-Life.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+Life.TestCase.settings = settings(max_examples=120, stateful_step_count=30)
 EncoderDecoderLife.TestCase.settings = Life.TestCase.settings
 TestDecoderOnlyLife = Life.TestCase
 TestEncoderDecoderLife = EncoderDecoderLife.TestCase

@@ -1,0 +1,259 @@
+"""The server from start to stop: health, parity, failures of the engine, drain, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import urllib.request
+from collections.abc import Awaitable, Callable
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1 import model_pb2
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from service.app import App, Ready, run
+from service.engine.batch import ScheduledBatch
+from service.errors import StartupError
+from tests.fakes import FakeRunner, expected_tokens
+from tests.servers import (
+    CONFIG,
+    MODEL,
+    PROMPT,
+    SLOTS,
+    Gate,
+    Running,
+    engine_for,
+    generate_request,
+    kinds,
+    read,
+    read_accepted,
+    running,
+    served_model,
+    status_of,
+    stream_request,
+    tokens_of,
+)
+
+# gRPC's poller holds on to every event loop it has met: one for all.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def health(server: Running, service: str = "") -> int:
+    return (await server.health.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+async def test_failed_step_ends_its_batch_with_an_opaque_id_and_the_server_lives() -> None:
+    fail = threading.Event()
+
+    def before_run(batch: ScheduledBatch) -> None:
+        if fail.is_set():
+            fail.clear()
+            raise RuntimeError("secret of the machine room")
+
+    async with running(runner=FakeRunner(SLOTS, before_run=before_run)) as server:
+        fail.set()
+        error = await status_of(server.stream())
+        answer = await server.generation.Generate(generate_request(max_tokens=3))
+        assert server.metric("requests_total", model_name=MODEL, finish_reason="engine_failed") == 1
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert str(error.details()).startswith("internal error ")
+    assert "secret" not in str(error.details())
+    assert list(answer.outputs[0].token_ids) == expected_tokens(PROMPT, 3)
+
+
+class Death(BaseException):
+    """What no engine survives."""
+
+
+async def test_death_of_the_engine_thread_ends_every_stream_and_is_reported() -> None:
+    die = threading.Event()
+
+    def before_run(batch: ScheduledBatch) -> None:
+        if die.is_set():
+            raise Death
+
+    models = [served_model("one", context=512), served_model("two", context=512)]
+    engines = {model.name: engine_for(model, FakeRunner(SLOTS, before_run=before_run)) for model in models}
+    async with running(models, engines) as server:
+        calls = [await read_accepted(server.stream(model=model.name, max_tokens=500)) for model in models]
+        die.set()
+        errors = [await status_of(call) for call in calls]
+        end = await server.app.wait(asyncio.Event())
+        afterwards = await status_of(server.stream(model="one"))
+    assert end is not None
+    assert [error.code() for error in (*errors, afterwards)] == [grpc.StatusCode.INTERNAL] * 3
+    assert {error.details() for error in errors} == {f"internal error {end.error_id}"}
+
+
+async def test_unexpected_error_of_a_handler_is_internal_and_told_to_the_log_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running() as server:
+        monkeypatch.setattr(server.app.models, "resolve", lambda name: 1 / 0)
+        error = await status_of(server.generation.Tokenize(pb.TokenizeRequest(text="a")))
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "division" not in str(error.details())
+    assert "ZeroDivisionError" in caplog.text
+    assert str(error.details()).removeprefix("internal error ") in caplog.text
+
+
+async def test_health_follows_start_and_golden_cases() -> None:
+    names = ["", "onward.v1.GenerationService", MODEL]
+    async with running(verify=False) as server:
+        assert [await health(server, name) for name in names[:2]] == [NOT_SERVING] * 2
+        error = await status_of(server.stream())
+        await server.app.verify_all()
+        assert [await health(server, name) for name in names] == [SERVING] * 3
+        assert await health(server, "onward.v1.ModelService") == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await health(server, "nobody")
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "starting" in str(error.details())
+    assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_model_that_fails_its_golden_cases_does_not_serve_and_others_do() -> None:
+    models = [served_model("good"), served_model("wrong", golden_error=0.5)]
+    async with running(models) as server:
+        assert [await health(server, name) for name in ("good", "wrong", "")] == [SERVING, NOT_SERVING, NOT_SERVING]
+        error = await status_of(server.stream(model="wrong"))
+        assert (await server.generation.Generate(generate_request(model="good"))).outputs
+        described = await server.models.GetModel(model_pb2.GetModelRequest(model="wrong"))
+        assert server.metric("parity_max_abs_error", model_name="wrong") == pytest.approx(0.5)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert described.state == model_pb2.MODEL_STATE_FAILED
+    assert not described.parity.passed
+
+
+async def test_models_are_listed_and_described() -> None:
+    both = [served_model("b", encoder_decoder=True), served_model("a", context=48)]
+    async with running(both) as server:
+        listed = (await server.models.ListModels(model_pb2.ListModelsRequest())).models
+        described = await server.models.GetModel(model_pb2.GetModelRequest(model="a"))
+    assert [(model.name, model.family) for model in listed] == [
+        ("a", model_pb2.MODEL_FAMILY_DECODER_ONLY),
+        ("b", model_pb2.MODEL_FAMILY_ENCODER_DECODER),
+    ]
+    assert described.state == model_pb2.MODEL_STATE_SERVING
+    assert (described.architecture.context, described.limits.max_prompt_tokens) == (48, 47)
+    assert described.limits.max_batch_size == SLOTS
+    assert described.capabilities.streaming
+    assert not described.capabilities.beam_search
+    assert described.parity.passed
+    assert described.parity.num_cases == 1
+    assert (described.device, described.precision) == ("cpu", "fp32")
+
+
+async def test_parity_can_be_verified_while_requests_run() -> None:
+    async with running([served_model(context=512)]) as server:
+        streams = [asyncio.create_task(read(server.stream(max_tokens=40))) for _ in range(SLOTS)]
+        report = await server.models.VerifyParity(model_pb2.VerifyParityRequest())
+        events = [*await asyncio.gather(*streams), await read(server.stream(max_tokens=40))]
+    assert report.parity.passed
+    assert [case.name for case in report.cases] == ["noise"]
+    assert {tuple(tokens_of(each)) for each in events} == {tuple(expected_tokens(PROMPT, 40))}
+
+
+async def test_reflection_lists_the_services() -> None:
+    async with running() as server:
+        stub = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+        requests = [reflection_pb2.ServerReflectionRequest(list_services="")]
+        (answer,) = [each async for each in stub.ServerReflectionInfo(iter(requests))]
+    names = {service.name for service in answer.list_services_response.service}
+    assert names == {
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+        "onward.v1.GenerationService",
+        "onward.v1.ModelService",
+    }
+
+
+async def test_stopping_withdraws_health_refuses_new_requests_and_lets_those_in_flight_end() -> None:
+    gate = Gate()
+    held = running(runner=FakeRunner(SLOTS, before_run=gate))
+    server = await held.__aenter__()
+    async with grpc.aio.insecure_channel(f"{server.endpoint.host}:{server.endpoint.port}") as channel:
+        watch = type(server.health)(channel).Watch(health_pb2.HealthCheckRequest(service=MODEL))
+        assert (await watch.read()).status == SERVING
+        generate = type(server.generation)(channel)
+        with gate.closed():
+            call = await read_accepted(generate.GenerateStream(stream_request(max_tokens=7)))
+            stopping = asyncio.create_task(held.__aexit__(None, None, None))
+            assert (await watch.read()).status == NOT_SERVING
+            error = await status_of(generate.Generate(generate_request()))
+        events = await read(call)
+        await stopping
+        gone = await status_of(generate.Generate(generate_request()))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "draining" in str(error.details())
+    assert tokens_of(events) == expected_tokens(PROMPT, 7)
+    assert kinds(events)[-1] == "summary"
+    assert gone.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_stream_that_outlives_the_grace_ends_without_summary() -> None:
+    held = running([served_model(context=100_000)], drain_grace_seconds=0.0)
+    server = await held.__aenter__()
+    async with grpc.aio.insecure_channel(f"{server.endpoint.host}:{server.endpoint.port}") as channel:
+        call = await read_accepted(type(server.generation)(channel).GenerateStream(stream_request(max_tokens=60_000)))
+        stopping = asyncio.create_task(held.__aexit__(None, None, None))
+        error = await status_of(call)
+        await stopping
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_process_ends_with_0_when_told_to_and_with_1_when_its_engine_dies() -> None:
+    die = threading.Event()
+
+    def before_run(batch: ScheduledBatch) -> None:
+        if die.is_set():
+            raise Death
+
+    async def serve_until(act: Callable[[grpc.aio.Channel], Awaitable[None]]) -> int:
+        model = served_model()
+        engines = {MODEL: engine_for(model, FakeRunner(SLOTS, before_run=before_run))}
+        ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        process = asyncio.create_task(run(App(CONFIG, [model], engines), ready.set_result))
+        endpoint = (await ready).endpoint
+        async with grpc.aio.insecure_channel(f"{endpoint.host}:{endpoint.port}") as channel:
+            await act(channel)
+        return await process
+
+    async def kill(channel: grpc.aio.Channel) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def break_engine(channel: grpc.aio.Channel) -> None:
+        die.set()
+        await status_of(GenerationServiceStub(channel).Generate(generate_request()))
+
+    assert await serve_until(kill) == 0
+    assert await serve_until(break_engine) == 1
+
+
+async def test_metrics_are_scraped_over_http() -> None:
+    async with running(metrics=True, metrics_port=0) as server:
+        await read(server.stream(max_tokens=5))
+        url = f"http://{server.endpoint.host}:{server.endpoint.metrics_port}/metrics"
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+    assert f'onward_generation_tokens_total{{model_name="{MODEL}"}} 5.0' in text
+    assert f'onward_prompt_tokens_total{{model_name="{MODEL}"}} 3.0' in text
+    assert f'onward_requests_total{{finish_reason="length",model_name="{MODEL}"}} 1.0' in text
+    assert 'onward_grpc_server_handled_total{grpc_code="OK",grpc_method="GenerateStream"} 1.0' in text
+    assert f'onward_inter_token_latency_seconds_count{{model_name="{MODEL}"}} 4.0' in text
+    assert "process_resident_memory_bytes" in text
+
+
+async def test_port_in_use_stops_the_start() -> None:
+    async with running() as server:
+        with pytest.raises(StartupError, match="cannot listen"):
+            async with running(port=server.endpoint.port):
+                pass
