@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# Named after what it installed, so that a checkout of other dependencies installs and a mere touch does not.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 SERVING := build/serving-venv
 # pip prefers the pinned versions everywhere; torch goes in first and by itself, so that nothing else picks its build.
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -13,13 +14,13 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint co
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, found $$($(PYTHON) --version)"; exit 1; }
+$(STAMP):
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3-venv is needed: apt-get install python3-venv"; exit 1; }
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, $(VENV) has $$($(BIN)/python --version)"; exit 1; }
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(BIN)/python $(PIP_INSTALL) torch==2.13.0 numpy
 	$(BIN)/python $(PIP_INSTALL) --editable '.[cpu,train,dev]'
-	@touch $@
+	@rm -f $(VENV)/.installed-* && touch $@
 
 demo: $(STAMP) ## train two models, export, prove, serve and ask them
 	$(BIN)/python -m benchmarks.demo

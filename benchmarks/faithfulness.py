@@ -1,8 +1,9 @@
 """Are the served greedy tokens the reference's? Ask a running server, then let PyTorch judge every position.
 
 Requests of ragged prompt and output lengths join and leave while others run. Each served output is then fed once,
-teacher-forced, through the cache-less reference: at every position the served token must be the reference's arg-max,
-and its log-probability the reference's. Works for both families and any checkpoint whose artefact is being served.
+teacher-forced, through the cache-less reference: at every position the served token must be the reference's arg-max or
+as good as tied with it, and its log-probability the reference's. Works for both families and any checkpoint whose
+artefact is being served.
 
     python -m benchmarks.faithfulness CHECKPOINT --model NAME --target HOST:PORT [--positions N]
 """
@@ -40,7 +41,8 @@ class ServedOutput:
 class Faithfulness:
     """`agreement` is the share of `positions` where the served token is the reference's arg-max.
 
-    `max_logprob_error` is in nats, over the positions that agree.
+    `max_logprob_error` is in nats, over all positions. `worst_disagreement_margin` is the most by which the reference's
+    largest logit exceeds that of a served token: 0 where all agree, and no more than rounding where the rest are ties.
     """
 
     model: str
@@ -48,6 +50,7 @@ class Faithfulness:
     positions: int
     agreement: float
     max_logprob_error: float
+    worst_disagreement_margin: float
 
 
 def random_requests(config: ModelConfig, positions: int, seed: int) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -99,7 +102,7 @@ def judge(folder: Path, model: str, outputs: Sequence[ServedOutput]) -> Faithful
     """One teacher-forced reference forward over each served output."""
     loaded = checkpoints.load(folder)
     agreeing = positions = 0
-    worst = 0.0
+    worst_error = worst_margin = 0.0
     for output in outputs:
         served = torch.tensor(output.tokens)
         if loaded.config.is_encoder_decoder:
@@ -109,13 +112,14 @@ def judge(folder: Path, model: str, outputs: Sequence[ServedOutput]) -> Faithful
             fed, source = (*output.prompt, *output.tokens[:-1]), None
             first = len(output.prompt) - 1
         logits = torch.as_tensor(reference.logits(loaded.model, fed, source))[first:]
-        agrees = logits.argmax(-1) == served
         expected = logits.double().log_softmax(-1).gather(-1, served[:, None])[:, 0]
-        errors = (expected - torch.tensor(output.logprobs, dtype=torch.float64)).abs()[agrees]
-        agreeing += int(agrees.sum())
+        errors = (expected - torch.tensor(output.logprobs, dtype=torch.float64)).abs()
+        margins = logits.amax(-1) - logits.gather(-1, served[:, None])[:, 0]
+        agreeing += int((logits.argmax(-1) == served).sum())
         positions += len(served)
-        worst = max([worst, *errors.tolist()])
-    return Faithfulness(model, len(outputs), positions, agreeing / positions, worst)
+        worst_error = max(worst_error, float(errors.max()))
+        worst_margin = max(worst_margin, float(margins.max()))
+    return Faithfulness(model, len(outputs), positions, agreeing / positions, worst_error, worst_margin)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from export.verify import ParityReport, Verdict, draw, finite, verify
 from model.artifact import ArtifactError, Device, Precision
@@ -71,13 +72,15 @@ def _export(options: argparse.Namespace) -> int:
             on_stage("checkpoint")
             source = checkpoint.load(options.checkpoint)
             report = export(source, options.out, options.device, options.precision, on_stage)
+        num_bytes = sum(path.stat().st_size for path in options.out.iterdir())
+    except OSError as error:  # a folder that cannot be made, a disk that is full
+        return _finish(result | {"problems": [str(error)]}, EXIT_REFUSED)
     except (Refused, checkpoint.CheckpointError) as error:
         return _finish(result | {"problems": error.problems}, EXIT_REFUSED)
     except ParityError as error:
         return _finish(result | _summary(error.report), EXIT_FAILED)
     except (EmitError, GoldenCaseError, ArtifactError) as error:
         return _finish(result | {"problems": [str(error)]}, EXIT_FAILED)
-    num_bytes = sum(path.stat().st_size for path in options.out.iterdir())
     cost = {"num_bytes": num_bytes, "seconds": round(time.monotonic() - began, 1)}
     return _finish(result | _summary(report) | cost, EXIT_PROVEN)
 
@@ -88,6 +91,8 @@ def _verify(options: argparse.Namespace) -> int:
         with _progress() as on_stage:
             on_stage("checksums")
             report = verify(options.artefact, lambda name: on_stage(f"replaying {name}"))
+    except OSError as error:
+        return _finish(result | {"problems": [str(error)]}, EXIT_REFUSED)
     except ArtifactError as error:
         return _finish(result | {"problems": error.problems}, EXIT_FAILED)
     return _finish(result | _summary(report), EXIT_PROVEN if report.verdict is Verdict.PASSED else EXIT_FAILED)
@@ -96,10 +101,14 @@ def _verify(options: argparse.Namespace) -> int:
 def _summary(report: ParityReport) -> dict[str, Any]:
     """Draws the table, which belongs before the last line, and returns what that line says of it."""
     Console().print(draw(report))
+    for warning in report.warnings:
+        print(warning, file=sys.stderr)
     return {
         "verdict": report.verdict,
         "max_abs_error": finite(report.max_abs_error),
         "num_cases": len(report.cases),
+        "proven_context": report.proven_context,
+        "proven_source_context": report.proven_source_context,
         "provider": report.provider,
     }
 
@@ -112,7 +121,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda stage: print(stage, file=sys.stderr)
         return
     with console.status("") as status:
-        yield status.update
+        yield lambda stage: status.update(Text(stage))
 
 
 def _finish(result: Mapping[str, Any], code: int) -> int:

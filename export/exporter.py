@@ -1,13 +1,17 @@
 """From a checkpoint to an artefact: graphs, tokenizers, golden cases, proof, manifest, then one rename.
 
-Everything is made in a folder beside the target and moved into place when it is proven, so that a reader meets a whole
-artefact or none, and one that fails its proof never appears.
+Everything is made in a folder beside the target, flushed to the disk and moved into place when it is proven, so that a
+reader meets a whole artefact or none, and one that fails its proof never appears. What an export that was killed leaves
+behind, the next one to the same place clears away.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import glob
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +21,6 @@ from pathlib import Path
 
 import onnx
 import torch
-from tokenizers import Tokenizer
 
 from export.emit import emit
 from export.golden_cases import make_cases
@@ -26,7 +29,11 @@ from export.verify import ParityReport, Verdict, replay, runtime_versions
 from model import artifact, golden
 from model.artifact import DECODER, ENCODER, Device, GraphSpec, Manifest, Precision
 from model.checkpoint import Checkpoint
+from model.tokenizer import Tokenizer, TokenizerError
 from model.transformer import EncoderDecoder
+
+_NEW = "new"
+_OLD = "old"
 
 
 class Refused(Exception):
@@ -103,15 +110,21 @@ def _check_target(device: Device, precision: Precision) -> list[str]:
 def _check_tokenizers(checkpoint: Checkpoint) -> list[str]:
     """A tokenizer must not make ids that the model has no embedding for."""
     config = checkpoint.config
-    sizes = [(checkpoint.target_tokenizer, config.vocab_size)]
+    sizes = [(checkpoint.tokenizer, config.source_vocab_size if config.is_encoder_decoder else config.vocab_size)]
     if config.is_encoder_decoder:
-        sizes.append((checkpoint.tokenizer, config.source_vocab_size))
+        sizes.append((checkpoint.target_tokenizer, config.vocab_size))
+    elif checkpoint.target_tokenizer != checkpoint.tokenizer:
+        return [f"{artifact.TARGET_TOKENIZER} is there, a decoder-only model reads and writes with one tokenizer"]
     problems = []
     for path, limit in sizes:
-        largest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values(), default=0)
-        if largest >= limit:
-            problems.append(f"{path.name} has ids up to {largest}, the model embeds {limit}")
-    return problems
+        try:
+            size = Tokenizer.load(path).vocab_size
+        except TokenizerError as error:
+            problems.append(str(error))
+            continue
+        if size > limit:
+            problems.append(f"{path.name} has ids up to {size - 1}, the model embeds {limit}")
+    return list(dict.fromkeys(problems))
 
 
 def _check_folder(out: Path) -> list[str]:
@@ -183,11 +196,15 @@ def _own_version() -> str:
 def _replacing(out: Path) -> Iterator[Path]:
     """A folder beside `out` to fill; it takes `out`'s place if the block ends well and vanishes if not."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as workshop:
-        folder = Path(workshop) / "new"
+    prefix = f".{out.name}.export-"
+    for stranded in out.parent.glob(f"{glob.escape(prefix)}*"):
+        _clear(stranded, out)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent) as workshop, _locked(Path(workshop)):
+        folder, old = Path(workshop) / _NEW, Path(workshop) / _OLD
         folder.mkdir()
         yield folder
-        old = Path(workshop) / "old"
+        for path in (*folder.iterdir(), folder):
+            _flush(path)
         if out.exists():
             out.rename(old)
         try:
@@ -196,3 +213,39 @@ def _replacing(out: Path) -> Iterator[Path]:
             if old.exists():
                 old.rename(out)
             raise
+        _flush(out.parent)
+
+
+def _clear(workshop: Path, out: Path) -> None:
+    """Removes the workshop of an export that was killed, after giving back an artefact it had just put aside."""
+    try:
+        with _locked(workshop):
+            if not out.exists() and (workshop / _OLD).is_dir():
+                (workshop / _OLD).rename(out)
+            shutil.rmtree(workshop)
+    except BlockingIOError:  # that export is at work
+        return
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a folder's lock, which the system lets go when the process ends, however it ends.
+
+    Raises:
+        BlockingIOError: when another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _flush(path: Path) -> None:
+    """Has a file's or folder's contents on the disk before anything that relies on them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

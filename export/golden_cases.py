@@ -1,12 +1,13 @@
 """Which golden cases an artefact carries, and PyTorch's answers to them.
 
 The schedules cover what a server does: prefill of several lengths, whole and in even and uneven chunks, decoding after
-it and from the very first token, rows that join and leave a ragged batch, a context filled to its end. Tokens are
-random, from a fixed seed. The answers come from the cache-less reference, to which every way of splitting a sequence is
-held.
+it and from the very first token, rows that join and leave a ragged batch, and rows with hardly a past beside one that
+fills the context. Tokens are random, from a fixed seed. The answers come from the cache-less reference, to which every
+way of splitting a sequence is held.
 
 Bounded for large models: a case's length by what the reference may hold in memory and what a replay may cost at every
-start of a server, the number of logits by the file's size, about 40 rows where the vocabulary is large.
+start of a server, the number of logits by the file's size, about 40 rows where the vocabulary is large. So a large
+model may not be proven to the end of its context; parity.json says how far it is.
 """
 
 from __future__ import annotations
@@ -64,8 +65,7 @@ def _plan_decoder_only(config: ModelConfig, size: int) -> Iterator[_Plan]:
     longest = _longest(config.context, config.num_heads, _MAX_PREFILL_MULTIPLICATIONS / size)
     for length in _fitting((1, 2, 31, CHUNK, CHUNK + 1), longest):
         yield _Plan(f"prefill-{length}", (length,), _split(0, (length,)))
-    even = [CHUNK] * ((longest - 1) // CHUNK) + [(longest - 1) % CHUNK]
-    yield _Plan(f"chunked-{longest}", (longest,), _split(0, [*even, 1]))
+    yield _long_pasts(longest)
     (length,) = _fitting((70,), longest)
     uneven = (length // 3, 1, length // 2, length - length // 3 - 1 - length // 2)
     yield _Plan(f"uneven-chunks-{length}", (length,), _split(0, uneven))
@@ -91,11 +91,29 @@ def _plan_encoder_decoder(config: ModelConfig, size: int) -> Iterator[_Plan]:
     for source_length in _fitting((1, 2, 15, 16, 17, longest_source), longest_source):
         (length,) = _fitting((3,), longest)
         yield _Plan(f"source-{source_length}", (length,), _split(0, [1] * length), (source_length,))
-    (source_length,) = _fitting((9,), longest_source)
-    yield _Plan(f"decode-{longest}", (longest,), _split(0, [1] * longest), (source_length,))
+    yield _long_output(longest, longest_source)
     lengths = _ragged(config, longest)
     sources = _clipped((7, 33, 1, 16, 20, 3, 48, 12), longest_source)[: len(lengths)]
     yield _Plan(f"ragged-{len(lengths)}", lengths, staggered(lengths), sources)
+
+
+def _long_pasts(longest: int) -> _Plan:
+    """A row prefilled in even chunks feeds the last token there is room for beside rows of shorter pasts."""
+    pasts = _clipped((longest, CHUNK + 1, 33), max(1, longest - 1))
+    even = [CHUNK] * (pasts[0] // CHUNK) + [pasts[0] % CHUNK]
+    prefills = [*_split(0, even), *(step for row in (1, 2) for step in _split(row, (pasts[row],)))]
+    lengths = tuple(min(past + 1, longest) for past in pasts)
+    together = tuple(Feed(row, past, 1) for row, past in enumerate(pasts) if past < longest)
+    return _Plan(f"long-pasts-{longest}", lengths, (*prefills, together) if together else tuple(prefills))
+
+
+def _long_output(longest: int, longest_source: int) -> _Plan:
+    """The longest output from the longest source; a row of a shorter source joins for its last tokens."""
+    num_together = min(3, longest)
+    first = longest - num_together
+    together = [(Feed(0, first + new, 1), Feed(1, new, 1)) for new in range(num_together)]
+    sources = _clipped((longest_source, 9), longest_source)
+    return _Plan(f"long-{longest}", (longest, num_together), (*_split(0, [1] * first), *together), sources)
 
 
 def _ragged(config: ModelConfig, longest: int) -> tuple[int, ...]:

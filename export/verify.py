@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from export.replay import PROVIDER, Replayer, ReplayError
@@ -35,11 +36,19 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """How an artefact's graphs compared with PyTorch: parity.json."""
+    """How an artefact's graphs compared with PyTorch: parity.json.
+
+    The cases reach `proven_context` of the decoder's `context` positions and `proven_source_context` of the encoder's
+    `source_context`, which are both 0 for a decoder-only model.
+    """
 
     provider: str
     cases: tuple[CaseResult, ...]
     versions: Mapping[str, str]
+    context: int
+    proven_context: int
+    source_context: int
+    proven_source_context: int
 
     @property
     def verdict(self) -> Verdict:
@@ -53,6 +62,19 @@ class ParityReport:
         """The largest over all cases."""
         return max((case.max_abs_error for case in self.cases), default=0.0)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the cases leave unproven, in words."""
+        reaches = (
+            ("context", self.context, self.proven_context),
+            ("source context", self.source_context, self.proven_source_context),
+        )
+        return tuple(
+            f"warning: {name} of {limit} tokens is proven to {proven} only"
+            for name, limit, proven in reaches
+            if proven < limit
+        )
+
     def to_json(self) -> str:
         """The text of parity.json."""
         cases = []
@@ -64,6 +86,10 @@ class ParityReport:
             "provider": self.provider,
             "verdict": self.verdict,
             "max_abs_error": finite(self.max_abs_error),
+            "context": self.context,
+            "proven_context": self.proven_context,
+            "source_context": self.source_context,
+            "proven_source_context": self.proven_source_context,
             "cases": cases,
             "versions": dict(self.versions),
         }
@@ -88,7 +114,6 @@ def replay(
         ArtifactError: when ONNX Runtime refuses a graph.
     """
     replayer = Replayer(folder, manifest)
-    tolerance = golden.fp32_tolerance(cases)
     results = []
     for case in cases:
         on_case(case.name)
@@ -97,8 +122,16 @@ def replay(
         except ReplayError as error:
             on_case(f"{case.name}: {error}")
             logits = np.empty((0, 0), np.float32)
-        results.append(golden.compare(case, logits, tolerance))
-    return ParityReport(PROVIDER, tuple(results), runtime_versions())
+        results.append(golden.compare(case, logits, golden.FP32_TOLERANCE))
+    return ParityReport(
+        provider=PROVIDER,
+        cases=tuple(results),
+        versions=runtime_versions(),
+        context=manifest.config.context,
+        proven_context=max((len(row) for case in cases for row in case.sequences), default=0),
+        source_context=manifest.config.source_context,
+        proven_source_context=max((len(row) for case in cases for row in case.sources), default=0),
+    )
 
 
 def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:
@@ -109,7 +142,7 @@ def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:
     """
     manifest = artifact.load(folder)
     try:
-        cases = golden.load(folder / artifact.GOLDEN)
+        cases = golden.load(folder / artifact.GOLDEN, manifest.config)
     except ValueError as error:
         raise ArtifactError(folder, [str(error)]) from error
     return replay(folder, manifest, cases, on_case)
@@ -136,7 +169,7 @@ def draw(report: ParityReport) -> Table:
         table.add_column(column, justify="right")
     for case in report.cases:
         table.add_row(
-            case.name,
+            escape(case.name),
             f"{case.max_abs_error:.1e}",
             f"{case.max_relative_error:.1e}",
             f"{case.tolerance:.1e}",

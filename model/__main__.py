@@ -54,6 +54,7 @@ def _train(recipe: Any, options: argparse.Namespace) -> int:
             "checkpoint": str(result.folder),
             "steps": result.steps,
             "train_seconds": round(result.seconds, 3),
+            "step_seconds": round(result.step_seconds, 3),
             "num_parameters": result.num_parameters,
             "num_target_tokens": result.num_target_tokens,
             "loss": result.loss,

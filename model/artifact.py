@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
@@ -33,6 +33,10 @@ GOLDEN = "golden.npz"
 PARITY = "parity.json"
 DECODER = "decoder"
 ENCODER = "encoder"
+MIN_OPSET = 23
+"""The first ONNX operator set with RMSNormalization and Attention."""
+MAX_OPSET = 26
+"""The last that ONNX Runtime 1.31 reads."""
 
 
 class ArtifactError(Exception):
@@ -123,39 +127,42 @@ class Manifest:
         Raises:
             ValueError: with every problem, separated by "; ".
         """
-        values = json.loads(text)
-        if not isinstance(values, dict):
-            raise ValueError("manifest is not a JSON object")
-        version = values.get("format_version")
-        if version != FORMAT_VERSION:
-            raise ValueError(f"format_version is {version!r}, this version reads {FORMAT_VERSION}")
-        problems: list[str] = []
-        names = {f.name for f in dataclasses.fields(cls)}
-        problems += [f"missing field {name!r}" for name in sorted(names - values.keys())]
-        problems += [f"unknown field {name!r}" for name in sorted(values.keys() - names)]
+        fields, problems = _parse(text)
         if problems:
             raise ValueError("; ".join(problems))
+        return cls(**fields)
+
+
+def _parse(text: str) -> tuple[dict[str, Any], list[str]]:
+    """The fields of manifest.json that can be read, and what is wrong with the others."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return {}, [str(error)]
+    if not isinstance(values, dict):
+        return {}, ["manifest is not a JSON object"]
+    version = values.get("format_version")
+    if version != FORMAT_VERSION:
+        return {}, [f"format_version is {version!r}, this version reads {FORMAT_VERSION}"]
+    problems = [f"missing field {name!r}" for name in sorted(_PARSERS.keys() - values.keys())]
+    problems += [f"unknown field {name!r}" for name in sorted(values.keys() - _PARSERS.keys())]
+    fields: dict[str, Any] = {}
+    for name, parse in _PARSERS.items():
+        if name not in values:
+            continue
         try:
-            return cls(
-                config=ModelConfig.from_dict(values["config"]),
-                device=Device(values["device"]),
-                precision=Precision(values["precision"]),
-                opset=int(values["opset"]),
-                eos_ids=tuple(int(i) for i in values["eos_ids"]),
-                pad_id=int(values["pad_id"]),
-                decoder_start_id=int(values["decoder_start_id"]),
-                graphs={name: _graph(spec) for name, spec in values["graphs"].items()},
-                files={
-                    name: FileEntry(str(entry["sha256"]), int(entry["num_bytes"]))
-                    for name, entry in values["files"].items()
-                },
-                training=dict(values["training"]),
-                versions=dict(values["versions"]),
-            )
-        except ConfigError:
-            raise
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"malformed entry: {error!r}") from error
+            fields[name] = parse(values[name])
+        except ConfigError as error:
+            problems += [f"{name}: {problem}" for problem in error.problems]
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            problems.append(f"{name} is malformed: {error!r}")
+    return fields, problems
+
+
+def _integer(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is not an integer")
+    return value
 
 
 def _graph(values: Mapping[str, Any]) -> GraphSpec:
@@ -163,6 +170,30 @@ def _graph(values: Mapping[str, Any]) -> GraphSpec:
         return tuple(TensorSpec(str(i["name"]), str(i["dtype"]), tuple(i["shape"])) for i in items)
 
     return GraphSpec(str(values["file"]), specs(values["inputs"]), specs(values["outputs"]))
+
+
+def _graphs(values: Mapping[str, Any]) -> dict[str, GraphSpec]:
+    return {name: _graph(spec) for name, spec in values.items()}
+
+
+def _file_entries(values: Mapping[str, Any]) -> dict[str, FileEntry]:
+    return {name: FileEntry(str(entry["sha256"]), _integer(entry["num_bytes"])) for name, entry in values.items()}
+
+
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "format_version": _integer,
+    "config": ModelConfig.from_dict,
+    "device": Device,
+    "precision": Precision,
+    "opset": _integer,
+    "eos_ids": lambda values: tuple(map(_integer, values)),
+    "pad_id": _integer,
+    "decoder_start_id": _integer,
+    "graphs": _graphs,
+    "files": _file_entries,
+    "training": dict,
+    "versions": dict,
+}
 
 
 def decoder_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -231,13 +262,10 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         ArtifactError: when it is missing or malformed.
     """
-    path = folder / MANIFEST
-    try:
-        return Manifest.from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ArtifactError(folder, [f"{MANIFEST} is missing: not an artefact"]) from None
-    except (OSError, ValueError) as error:
-        raise ArtifactError(folder, [f"{MANIFEST}: {error}"]) from error
+    fields, problems = _read(folder)
+    if problems:
+        raise ArtifactError(folder, problems)
+    return Manifest(**fields)
 
 
 def load(folder: Path) -> Manifest:
@@ -246,17 +274,36 @@ def load(folder: Path) -> Manifest:
     Raises:
         ArtifactError: listing every problem, not just the first.
     """
-    manifest = read_manifest(folder)
-    problems = [*_check_files(folder, manifest), *_check_signatures(manifest), *_check_tokens(manifest)]
+    fields, problems = _read(folder)
+    # A manifest that is wrong elsewhere still says which files there must be.
+    if "files" in fields:
+        problems += _check_files(folder, fields["files"], fields.get("graphs", {}))
+    if fields.keys() == _PARSERS.keys():
+        manifest = Manifest(**fields)
+        problems += [*_check_target(manifest), *_check_signatures(manifest), *_check_tokens(manifest)]
     if problems:
         raise ArtifactError(folder, problems)
     return manifest
 
 
-def _check_files(folder: Path, manifest: Manifest) -> list[str]:
-    needed = {TOKENIZER, GOLDEN, PARITY, *(graph.file for graph in manifest.graphs.values())}
-    problems = [f"files does not list {name}" for name in sorted(needed - manifest.files.keys())]
-    for name, expected in sorted(manifest.files.items()):
+def _read(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """The manifest's fields that can be read, and what is wrong with the others or with the file."""
+    path = folder / MANIFEST
+    try:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            return {}, [f"{MANIFEST!r} leaves the artefact's folder"]
+        fields, problems = _parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, [f"{MANIFEST} is missing: not an artefact"]
+    except (OSError, ValueError, RuntimeError) as error:  # unreadable; not UTF-8; a loop of links
+        return {}, [f"{MANIFEST}: {error}"]
+    return fields, [f"{MANIFEST}: {problem}" for problem in problems]
+
+
+def _check_files(folder: Path, files: Mapping[str, FileEntry], graphs: Mapping[str, GraphSpec]) -> list[str]:
+    needed = {TOKENIZER, GOLDEN, PARITY, *(graph.file for graph in graphs.values())}
+    problems = [f"files does not list {name}" for name in sorted(needed - files.keys())]
+    for name, expected in sorted(files.items()):
         try:
             problem = _check_file(folder, name, expected)
         except (OSError, ValueError, RuntimeError) as error:  # unreadable; not a path at all; a loop of links
@@ -264,7 +311,7 @@ def _check_files(folder: Path, manifest: Manifest) -> list[str]:
         problems += [problem] if problem else []
     # A graph may name further files, so one that no checksum covers could change what is computed.
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or path.is_file()}
-    problems += [f"{name} is not in the manifest" for name in sorted(present - manifest.files.keys() - {MANIFEST})]
+    problems += [f"{name} is not in the manifest" for name in sorted(present - files.keys() - {MANIFEST})]
     return problems
 
 
@@ -282,16 +329,31 @@ def _check_file(folder: Path, name: str, expected: FileEntry) -> str | None:
     return None
 
 
+def _check_target(manifest: Manifest) -> list[str]:
+    """What the server has no way to run, or no proof for."""
+    problems = []
+    if manifest.device is not Device.CPU:
+        problems.append(f"device is {manifest.device}, this version serves {Device.CPU}")
+    if manifest.precision is not Precision.FP32:
+        problems.append(f"precision is {manifest.precision}, this version serves {Precision.FP32}")
+    if not MIN_OPSET <= manifest.opset <= MAX_OPSET:
+        problems.append(f"opset is {manifest.opset}, this version serves {MIN_OPSET} to {MAX_OPSET}")
+    return problems
+
+
 def _check_tokens(manifest: Manifest) -> list[str]:
-    size = manifest.config.vocab_size
-    named = [("pad_id", manifest.pad_id), ("decoder_start_id", manifest.decoder_start_id)]
-    named += [("eos_ids", token) for token in manifest.eos_ids]
-    return [f"{name} has {token}, must be in [0, {size})" for name, token in named if not 0 <= token < size]
+    config = manifest.config
+    size = config.vocab_size
+    fillable = min(size, config.source_vocab_size) if config.is_encoder_decoder else size
+    named = [("pad_id", manifest.pad_id, fillable), ("decoder_start_id", manifest.decoder_start_id, size)]
+    named += [("eos_ids", token, size) for token in manifest.eos_ids]
+    problems = [f"{name} has {token}, must be in [0, {size})" for name, token, size in named if not 0 <= token < size]
+    return problems if manifest.eos_ids else [*problems, "eos_ids is empty: no output would end"]
 
 
 def _check_signatures(manifest: Manifest) -> list[str]:
     if manifest.device is not Device.CPU:
-        return [f"device is {manifest.device}, this version serves {Device.CPU}"]
+        return []  # the signatures known here are the CPU's
     expected = {DECODER: decoder_signature(manifest.config)}
     if manifest.config.is_encoder_decoder:
         expected[ENCODER] = encoder_signature(manifest.config)

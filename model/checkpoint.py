@@ -3,14 +3,17 @@
     config.json         the `ModelConfig`
     model.safetensors   every trained tensor once, shared ones under their first name
     tokenizer.json      (+ target_tokenizer.json where source and target differ)
-    run.json            how it came about: data hash, versions, settings, scores
+    run.json            how it came about: data hash, versions, settings, scores; and the sha256 of the files above
 
 Each file is written beside its place, flushed to the disk and renamed into it, so that nobody ever meets half of one.
+run.json comes last: a folder whose writer was killed between two files holds a run.json that does not name what lies
+beside it, and is refused.
 Knows nothing of optimisers or data: what a trainer needs to resume, the trainer keeps.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -23,13 +26,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.artifact import TARGET_TOKENIZER, TOKENIZER
+from model.artifact import TARGET_TOKENIZER, TOKENIZER, hash_file
 from model.config import ConfigError, ModelConfig
 from model.transformer import Transformer, build
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 RUN = "run.json"
+_HASHES = "files"
+_HASHED = (CONFIG, WEIGHTS, TOKENIZER, TARGET_TOKENIZER)
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -44,7 +49,7 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model with its configuration, where it was read from, and run.json as `training`."""
+    """A model with its configuration, where it was read from, and run.json, hashes apart, as `training`."""
 
     config: ModelConfig
     model: Transformer
@@ -73,34 +78,44 @@ def save(
         model: any device and float dtype, kept as it is.
         config: the model's.
         tokenizers: texts by file name: tokenizer.json and, if need be, target_tokenizer.json.
-        manifest: JSON-ready contents of run.json.
+        manifest: JSON-ready contents of run.json, to which "files" is added.
 
     Raises:
-        ValueError: when the configuration is not the model's or the tokenizers' names are not as above.
+        ValueError: when the configuration is not the model's, the tokenizers' names are not as above, or the manifest
+            has a "files" of its own.
     """
     if config != model.config:
         raise ValueError("the configuration is not the model's")
     if TOKENIZER not in tokenizers or tokenizers.keys() - {TOKENIZER, TARGET_TOKENIZER}:
         raise ValueError(f"tokenizers are {sorted(tokenizers)}, must be {TOKENIZER} and at most {TARGET_TOKENIZER}")
+    if _HASHES in manifest:
+        raise ValueError(f"the manifest has an entry {_HASHES!r}")
     folder.mkdir(parents=True, exist_ok=True)
     if TARGET_TOKENIZER not in tokenizers:
         (folder / TARGET_TOKENIZER).unlink(missing_ok=True)
-    texts = {CONFIG: _json(config.to_dict()), RUN: _json(manifest), **tokenizers}
-    for name, text in texts.items():
-        write_atomically(folder / name, text.encode())
     # Parameters alone: position tables are functions of the configuration, and a shared tensor is listed once.
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.named_parameters()}
-    write_atomically(folder / WEIGHTS, safetensors.torch.save(tensors, metadata={"format": "pt"}))
+    files = {
+        CONFIG: _json(config.to_dict()).encode(),
+        **{name: text.encode() for name, text in tokenizers.items()},
+        WEIGHTS: safetensors.torch.save(tensors, metadata={"format": "pt"}),
+    }
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    run = _json({**manifest, _HASHES: hashes})
+    for name, data in files.items():
+        write_atomically(folder / name, data)
+    write_atomically(folder / RUN, run.encode())
 
 
 def load(folder: Path) -> Checkpoint:
     """Reads a checkpoint onto the CPU as float32, in evaluation mode.
 
     Raises:
-        CheckpointError: listing every missing file and every missing, unexpected or misshapen tensor by name.
+        CheckpointError: listing every missing file, every file that is not the one that run.json names, and every
+            missing, unexpected or misshapen tensor by name.
     """
     problems = [f"{name} is missing" for name in (CONFIG, WEIGHTS, TOKENIZER, RUN) if not (folder / name).is_file()]
-    config, training = _read_config(folder, problems), _read_json(folder, RUN, problems)
+    config, training = _read_config(folder, problems), _read_run(folder, problems)
     if config is None:
         raise CheckpointError(folder, problems)
     model = build(config, seed=0)
@@ -141,13 +156,34 @@ def _read_json(folder: Path, name: str, problems: list[str]) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{name}: {error}")
         return {}
     if not isinstance(values, dict):
         problems.append(f"{name} is not a JSON object")
         return {}
     return values
+
+
+def _read_run(folder: Path, problems: list[str]) -> dict[str, Any]:
+    num_problems = len(problems)
+    values = _read_json(folder, RUN, problems)
+    if len(problems) == num_problems and (folder / RUN).is_file():
+        problems += _check_hashes(folder, values.pop(_HASHES, None))
+    return values
+
+
+def _check_hashes(folder: Path, hashes: object) -> list[str]:
+    """Which files are not those that run.json was written with; a missing one that is always needed is known."""
+    if not isinstance(hashes, dict):
+        return [f"{RUN} does not name the files beside it"]
+    problems = []
+    for name in _HASHED:
+        if not (folder / name).is_file():
+            problems += [f"{name} is missing"] if name == TARGET_TOKENIZER and name in hashes else []
+        elif hash_file(folder / name).sha256 != hashes.get(name):
+            problems.append(f"{name} is not the file that {RUN} names")
+    return problems
 
 
 def _read_config(folder: Path, problems: list[str]) -> ModelConfig | None:

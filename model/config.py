@@ -157,6 +157,8 @@ class ModelConfig:
         if self.is_encoder_decoder:
             if not self.num_encoder_layers:
                 problems.append("num_encoder_layers is 0, an encoder-decoder needs at least 1")
+            if self.pad_id >= self.source_vocab_size:
+                problems.append(f"pad_id is {self.pad_id}, sources have ids in [0, {self.source_vocab_size})")
         else:
             problems += [
                 f"{name} is {size}, a decoder-only model has none"

@@ -64,12 +64,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "num_heads": 4,
             "d_ff": 512,
             "positions": "sinusoidal",
-            "norm": "layernorm",
             "activation": "relu",
             "mlp_bias": True,
+            "scale_embeddings": True,
         },
         "train": {
-            "steps": 1400,
+            "steps": 1000,
             "batch_tokens": 800,
             "num_examples": 40000,
             "warmup_fraction": 0.08,
@@ -88,11 +88,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "activation": "relu",
         },
         "train": {
-            "steps": 800,
+            "steps": 1200,
             "batch_tokens": 1024,
             "row_tokens": 128,
-            "long_fraction": 0.15,
-            "learning_rate": 3e-3,
+            "long_fraction": 0.35,
+            "learning_rate": 3e-2,
+            "matrix_learning_rate": 1e-2,
             "warmup_fraction": 0.03,
         },
     },
@@ -170,6 +171,9 @@ def resolve(source: str, overrides: Sequence[str] = ()) -> Recipe:
     data = _parse_data(values["data"], problems) if "data" in values else None
     if is_trained and "data" not in values:
         problems.append(f"train needs data, one of {', '.join(DataName)}")
+    # Whatever the recipe, its tokenizer is made here: from its data, or a stand-in.
+    if model and (model.pad_id, model.bos_id, model.eos_id) != (PAD_ID, BOS_ID, EOS_ID):
+        problems.append(f"pad_id, bos_id, eos_id must be {PAD_ID}, {BOS_ID}, {EOS_ID} where the tokenizer is made here")
     if model and train and data:
         problems += _check(model, train, data)
     if problems or model is None:
@@ -230,8 +234,6 @@ def _check(model: ModelConfig, train: TrainConfig, data: DataName) -> list[str]:
     problems = []
     if model.architecture is not _ARCHITECTURES[data]:
         problems.append(f"architecture is {model.architecture}, {data} needs {_ARCHITECTURES[data]}")
-    if (model.pad_id, model.bos_id, model.eos_id) != (PAD_ID, BOS_ID, EOS_ID):
-        problems.append(f"pad_id, bos_id, eos_id must be {PAD_ID}, {BOS_ID}, {EOS_ID} where the tokenizer is made here")
     if train.row_tokens > model.context:
         problems.append(f"row_tokens is {train.row_tokens}, must be at most the context of {model.context}")
     if data is DataName.DATES and train.num_examples < 1:

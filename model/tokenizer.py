@@ -36,6 +36,7 @@ class Tokenizer:
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
+        self._vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @classmethod
     def from_json(cls, text: str) -> Tokenizer:
@@ -68,9 +69,11 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, control tokens included; ids are 0 to this, exclusive."""
-        size: int = self._inner.get_vocab_size(with_added_tokens=True)
-        return size
+        """How many ids a model must embed: one more than the largest, control tokens included.
+
+        A file may leave ids out, so that it has fewer tokens than this.
+        """
+        return self._vocab_size
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt or source, with the control tokens that the file's post-processor adds."""

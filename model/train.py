@@ -10,6 +10,7 @@ Files in the folder while it runs: curves.jsonl, and resume.safetensors every so
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import math
 import platform
@@ -48,11 +49,16 @@ class TrainingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a run came to. `seconds` are of training alone; `scores` are on held-out data, `baselines` beside them."""
+    """What a run came to. `scores` are on held-out data, `baselines` beside them.
+
+    `seconds` is all of the run but the baselines: reading, tokenising, steps, scoring, and the steps before a resume;
+    `step_seconds` is the steps alone.
+    """
 
     folder: Path
     steps: int
     seconds: float
+    step_seconds: float
     num_parameters: int
     num_target_tokens: int
     loss: float
@@ -85,6 +91,7 @@ def train(
     config = recipe.train
     if config is None:
         raise TaskError(f"{recipe.name} has no data to train on")
+    started = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     reporter.say(f"reading {recipe.data}")
     task = make(recipe)
@@ -95,8 +102,9 @@ def train(
         run = _Run(task, config, model, folder, reporter)
         if resume_run:
             run.restore()
+        seconds_before = run.state.seconds
         run.train()
-    return _finish(recipe, run)
+    return _finish(recipe, run, seconds_before + time.perf_counter() - started)
 
 
 class _Run:
@@ -118,6 +126,8 @@ class _Run:
             **{f"train.{key}": value for key, value in settings.items()},
             "precision": str(self.precision),
             "data": task.facts["sha256"],
+            "tokenizer": hashlib.sha256(task.tokenizer.to_json().encode()).hexdigest(),
+            "torch": version("torch"),
         }
         self.state = RunState(step=0, num_target_tokens=0, seconds=0.0, identity=identity)
         self.points: list[curves.Point] = []
@@ -130,8 +140,9 @@ class _Run:
 
     def train(self) -> None:
         """Does the steps that are left."""
-        if not self.state.step:
-            (self.folder / resume.STATE).unlink(missing_ok=True)
+        if not self.state.step and (self.folder / resume.STATE).exists():
+            self.reporter.say(f"starting over: the interrupted run in {self.folder} is dropped (--resume keeps it)")
+            (self.folder / resume.STATE).unlink()
         log = CurveLog(self.folder / curves.CURVES, self.points)
         self.model.train()
         meter = _Meter()
@@ -266,14 +277,16 @@ def _attend_for(batch: Batch) -> Attend:
     return attend if longest <= _MAX_PLAIN_ATTENTION else attend_fused
 
 
-def _finish(recipe: Recipe, run: _Run) -> TrainResult:
+def _finish(recipe: Recipe, run: _Run, seconds: float) -> TrainResult:
     """Writes the checkpoint, draws the curves, and drops what only a resumed run would have needed."""
+    run.reporter.say("measuring the baselines")
     baselines = dict(run.task.baselines())
     last = {name: value for point in run.points for name, value in point.items()}
     result = TrainResult(
         folder=run.folder,
         steps=run.state.step,
-        seconds=run.state.seconds,
+        seconds=seconds,
+        step_seconds=run.state.seconds,
         num_parameters=num_parameters(run.model),
         num_target_tokens=run.state.num_target_tokens,
         loss=last["loss"],
@@ -298,6 +311,7 @@ def _manifest(recipe: Recipe, run: _Run, result: TrainResult) -> dict[str, Any]:
         "num_parameters": result.num_parameters,
         "num_target_tokens": result.num_target_tokens,
         "train_seconds": result.seconds,
+        "step_seconds": result.step_seconds,
         "loss": result.loss,
         "scores": dict(result.scores),
         "baselines": dict(result.baselines),

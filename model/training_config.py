@@ -42,7 +42,7 @@ class TrainConfig:
         batch_tokens: tokens per step, padding included; source and target together for an encoder-decoder.
         row_tokens: tokens in a row of a decoder-only model's batch; 0 is the whole context.
         long_fraction: share of the steps, the last ones, whose rows are as long as the context.
-        num_examples: distinct examples drawn from a source that could go on making them.
+        num_examples: examples drawn, with replacement, from a source that could go on making them.
         optimizer: who moves the matrices.
         learning_rate: AdamW's peak.
         matrix_learning_rate: Muon's peak.
@@ -78,7 +78,7 @@ class TrainConfig:
     seed: int = 0
     log_every: int = 20
     evaluate_every: int = 0
-    checkpoint_every: int = 0
+    checkpoint_every: int = 500
 
     def __post_init__(self) -> None:
         problems = []

@@ -1,7 +1,7 @@
 """The composition root: puts the server together, starts it, watches it, stops it, in the right order.
 
     start   load ─> listen (NOT_SERVING) ─> replay the golden cases on the engine thread ─> SERVING
-    stop    NOT_SERVING ─> refuse new requests ─> let those in flight end ─> close ─> end the engine thread
+    stop    NOT_SERVING ─> refuse new requests ─> let those in flight end ─> end the engine thread ─> close
 
 If the engine thread dies, every stream is told, health flips and the process exits with 1: it never limps.
 """
@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from model.golden import fp32_tolerance
 from service.async_engine import AsyncEngine
 from service.config import ServeConfig
 from service.engine_thread import StepEngine
-from service.errors import EngineFailed, StartupError
+from service.errors import EngineFailed, RequestError, StartupError
 from service.generator import Generator
 from service.loading import build_engines, load_models
 from service.metrics import Metrics
@@ -31,15 +31,19 @@ from service.transport.generation import GenerationServicer
 from service.transport.interceptors import CallInterceptor
 from service.transport.model_service import ModelServicer
 from service.transport.server import EVERYTHING, GENERATION_SERVICE, MODEL_SERVICE, SERVICES, GrpcServer
+from service.verifier import Verifier
 
 _LOGGER = logging.getLogger(__name__)
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TOKENIZER_THREADS = 2
-# For the last statuses to reach their clients, and for cancelled handlers to clean up.
-_CLOSING_SECONDS = 1.0
+# After a run the engine thread waits for the interpreter's lock behind whatever the event loop does, for up to a whole
+# switch interval: CPython's 5 ms are several steps of a small model, and a step's wait falls to the tenth with this.
+_SWITCH_INTERVAL_SECONDS = 0.0005
 # For a step in progress to end.
-_ENGINE_SECONDS = 10.0
+_ENGINE_SECONDS = 5.0
+# For the last statuses to reach their clients; then for gRPC to end what is open; then for that to clean up.
+_CLOSING_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +70,28 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
     Raises:
         StartupError: listing every problem that keeps the server from starting.
     """
+    sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
     models = load_models(config.models)
     engines = build_engines(config.models, models, config)
     return asyncio.run(run(App(config, models, engines), announce))
 
 
 async def run(app: App, announce: Callable[[Ready], None]) -> int:
-    """Runs an app until a signal or a failure; the process's exit status."""
-    stop = asyncio.Event()
+    """Runs an app until a signal or a failure; the process's exit status. A second signal ends the drain's grace."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def signalled() -> None:
+        (hurry if stop.is_set() else stop).set()
+
     for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, signalled)
     try:
-        async with app.listening() as endpoint:
-            states = await app.verify_all()
-            parity = {name: found for name in states if (found := app.models.parity(name))}
-            announce(Ready(endpoint, states, parity))
+        async with app.listening(hurry) as endpoint:
+            if await app.start(stop):
+                states = {name: app.models.state(name) for name in app.models.names}
+                parity = {name: found for name in states if (found := app.models.parity(name))}
+                announce(Ready(endpoint, states, parity))
             error = await app.wait(stop)
     finally:
         for number in _STOP_SIGNALS:
@@ -113,8 +123,11 @@ class App:
         self._engine = AsyncEngine(
             engines, self._metrics, max_batch_size=config.max_batch_size, max_queue_size=config.max_queue_size
         )
-        self._executor = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenize")
-        self._calls = CallInterceptor(SERVICES, self._metrics.handled)
+        self._verifier = Verifier(self._engine, self._models, self._metrics, self._tell_health)
+        self._prompts = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="prompts")
+        # A thread of its own: whoever tokenises for its own sake waits in line and holds up no prompt.
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._calls = CallInterceptor(SERVICES, self._metrics.handled, config.max_message_bytes)
 
     @property
     def models(self) -> Models:
@@ -122,8 +135,11 @@ class App:
         return self._models
 
     @asynccontextmanager
-    async def listening(self) -> AsyncIterator[Endpoint]:
-        """Listens for the length of the block; nothing is served before `verify_all`. Leaving drains and stops."""
+    async def listening(self, hurry: asyncio.Event | None = None) -> AsyncIterator[Endpoint]:
+        """Listens for the length of the block; nothing is served before `verify_all`. Leaving drains and stops.
+
+        Setting `hurry` ends the time that requests in flight are given.
+        """
         with _metrics_server(self._config, self._registry) as metrics_port:
             self._server = self._make_server()
             port = await self._server.start(self._config.host, self._config.port)
@@ -131,53 +147,49 @@ class App:
             try:
                 yield Endpoint(self._config.host, port, metrics_port)
             finally:
-                await self._stop()
+                await self._stop(hurry or asyncio.Event())
 
-    async def verify_all(self) -> Mapping[str, ModelState]:
-        """Replays every model's golden cases and serves the models that pass; the states that follow, by name."""
+    async def start(self, stop: asyncio.Event) -> bool:
+        """`verify_all`, given up when `stop` is set or the engine thread dies; whether it was done."""
+        verifying = asyncio.create_task(self.verify_all())
+        waiting = asyncio.create_task(self.wait(stop))
+        await asyncio.wait((verifying, waiting), return_when=asyncio.FIRST_COMPLETED)
+        is_done = verifying.done() and not waiting.done()
+        for task in (verifying, waiting):
+            task.cancel()
+        # What `verify_all` raised, and the ends of what was cancelled.
+        for outcome in await asyncio.gather(verifying, waiting, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+        return is_done
+
+    async def verify_all(self) -> None:
+        """Replays every model's golden cases and serves the models that pass."""
         for name in self._models.names:
             try:
-                await self.verify(name)
-            except EngineFailed as error:
+                await self._verifier.verify(name)
+            except RequestError as error:
                 _LOGGER.error("%s does not serve, its golden cases could not be replayed: %s", name, error)
                 self._models.verified(name, Parity(()))
         await self._tell_health()
-        return {name: self._models.state(name) for name in self._models.names}
 
     async def wait(self, stop: asyncio.Event) -> EngineFailed | None:
         """Waits until `stop` is set (None) or the engine thread died (its error)."""
         ended = asyncio.create_task(self._engine.wait_ended())
         stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if ended.done():
-            return ended.result()
-        ended.cancel()
-        return None
-
-    async def verify(self, name: str) -> Parity:
-        """Replays a model's golden cases on the provider in use; a model that fails them does not answer.
-
-        Raises:
-            RequestError: when the replay itself failed.
-        """
-        cases = self._models.resolve(name).golden_cases
-        tolerance = fp32_tolerance(cases)
-        parity = Parity(tuple(await self._engine.call(name, lambda engine: engine.verify_golden(cases, tolerance))))
-        self._models.verified(name, parity)
-        self._metrics.for_model(name).parity_checked(parity.max_abs_error)
-        if not parity.passed:
-            failed = ", ".join(case.name for case in parity.cases if not case.passed)
-            _LOGGER.error("%s does not serve, golden cases failed: %s", name, failed or "there are none")
-        await self._tell_health()
-        return parity
+        try:
+            await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
+            return ended.result() if ended.done() else None
+        finally:
+            stopped.cancel()
+            ended.cancel()
 
     def _make_server(self) -> GrpcServer:
         """A gRPC server belongs to the event loop that runs when it is made, so it cannot be made any earlier."""
-        generator = Generator(self._engine, self._models, self._executor)
+        generator = Generator(self._engine, self._models, self._prompts)
         return GrpcServer(
-            GenerationServicer(generator, self._models, self._config.limits, self._executor),
-            ModelServicer(self._models, self.verify, self._config),
+            GenerationServicer(generator, self._models, self._config.limits, self._texts),
+            ModelServicer(self._models, self._verifier.verify, self._config),
             [self._calls],
             self._config.max_message_bytes,
         )
@@ -190,22 +202,37 @@ class App:
             await self._server.set_health(name, is_serving=all(serving.values()))
         await self._server.set_health(MODEL_SERVICE, is_serving=True)
 
-    async def _stop(self) -> None:
+    async def _stop(self, hurry: asyncio.Event) -> None:
         self._models.drain()
         self._engine.drain()
         await self._server.withdraw()
-        try:
-            await asyncio.wait_for(self._calls.wait_idle(), self._config.drain_grace_seconds)
-        except TimeoutError:
-            _LOGGER.warning("%d requests outlived the grace and are cancelled", self._engine.num_streams)
+        await self._drain(hurry)
+        # Before the gRPC server: a stream that is still open is told that the server stops, and not just cut off.
+        await _within(_ENGINE_SECONDS, self._engine.stop, "the engine did not stop")
+        await _within(_CLOSING_SECONDS, self._calls.wait_idle, "calls did not end with the engine")
         await self._server.stop(_CLOSING_SECONDS)
-        # Cancelled handlers clean up after `stop` has returned; the engine thread may be in the middle of a long step.
-        for part, seconds in ((self._calls.wait_idle(), _CLOSING_SECONDS), (self._engine.stop(), _ENGINE_SECONDS)):
-            try:
-                await asyncio.wait_for(part, seconds)
-            except TimeoutError:
-                _LOGGER.error("not everything ended in time")
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        # Cancelled handlers clean up after `stop` has returned.
+        await _within(_CLOSING_SECONDS, self._calls.wait_idle, "cancelled calls did not end")
+        for executor in (self._prompts, self._texts):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _drain(self, hurry: asyncio.Event) -> None:
+        """Gives calls in flight the grace to end, or less if `hurry` is set."""
+        idle = asyncio.create_task(self._calls.wait_idle())
+        hurried = asyncio.create_task(hurry.wait())
+        grace = self._config.drain_grace_seconds
+        await asyncio.wait((idle, hurried), timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        for task in (idle, hurried):
+            task.cancel()
+        if num_open := self._calls.num_open:
+            _LOGGER.warning("%d calls outlived the grace and are ended", num_open)
+
+
+async def _within(seconds: float, wait: Callable[[], Awaitable[None]], complaint: str) -> None:
+    try:
+        await asyncio.wait_for(wait(), seconds)
+    except TimeoutError:
+        _LOGGER.error("%s within %g s", complaint, seconds)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The bridge between the event loop and the engine thread: admission, streams, abort, the end.
 
-    admit ──> generate ──> inbox ──> engine thread ──> step_done ──> stream ──> whoever iterates
+    admit ──> submit ──> inbox ──> engine thread ──> step_done ──> stream ──> whoever iterates `events`
 
 A request takes its place with `admit`, before any work is spent on it, and keeps it until the engine has told its last
 event, so that what is counted is what really holds memory. Everything here runs on the event loop, which is why nothing
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -21,47 +21,9 @@ from typing import Self
 from service.engine.failure import report_failure
 from service.engine.types import GenerationRequest, RequestTimings, StepOutput, TokenEvent
 from service.engine_thread import EngineThread, Result, StepEngine
-from service.errors import EngineFailed, InvalidRequest, NotServing, Overloaded, RequestError
+from service.errors import EngineFailed, InvalidRequest, NotServing, RequestCancelled, RequestError
+from service.lane import Lane
 from service.metrics import Metrics, ModelMetrics, RequestRecord
-
-_RECENT_REQUESTS = 64
-_UNKNOWN_SERVICE_SECONDS = 1.0
-_MIN_RETRY_SECONDS = 0.05
-_MAX_RETRY_SECONDS = 60.0
-
-
-class _Lane:
-    """One model's places: `max_batch_size` requests run, `max_queue_size` wait, and how long they lately took."""
-
-    def __init__(self, max_batch_size: int, max_queue_size: int, metrics: ModelMetrics) -> None:
-        self.metrics = metrics
-        self._max_batch_size = max_batch_size
-        self._limit = max_batch_size + max_queue_size
-        self._taken = 0
-        self._service_seconds: deque[float] = deque(maxlen=_RECENT_REQUESTS)
-
-    @property
-    def retry_after_seconds(self) -> float:
-        """When a place should be free: a batch's worth of requests ends within one mean service time."""
-        recent = self._service_seconds
-        mean = sum(recent) / len(recent) if recent else _UNKNOWN_SERVICE_SECONDS
-        return min(max(mean / self._max_batch_size, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
-
-    def take(self) -> None:
-        """Takes a place.
-
-        Raises:
-            Overloaded: when there is none.
-        """
-        if self._taken >= self._limit:
-            raise Overloaded(self._taken, self._limit, self.retry_after_seconds)
-        self._taken += 1
-
-    def give_back(self, service_seconds: float | None) -> None:
-        """Gives a place back; `service_seconds` is how long its request held a slot, None if it never did."""
-        self._taken -= 1
-        if service_seconds is not None:
-            self._service_seconds.append(service_seconds)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,32 +64,34 @@ class Admission:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._stream.request is None:
-            self._engine._release(self._stream, None)
+        self._engine._leave(self._stream, error)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[tuple[TokenEvent, ...], None]:
-        """Runs the request, once; yields whatever events wait, one or more at a time, the last with a finish reason.
+    def submit(self, request: GenerationRequest) -> None:
+        """Hands the request to the engine, once; leaving the `with` block aborts it if it is not over by then.
 
-        A consumer that is behind finds several events in one batch. Leaving early, in whatever way, aborts the request:
-        wrap this in `contextlib.aclosing`.
+        Raises:
+            RequestError: when the engine has ended since the place was taken.
+        """
+        self._engine._submit(self._stream, request)
+
+    async def events(self) -> AsyncGenerator[tuple[TokenEvent, ...], None]:
+        """Yields whatever events wait, one or more at a time, the last with a finish reason.
+
+        A consumer that is behind finds several events in one batch.
 
         Raises:
             RequestError: when the engine refused or failed the request; the events before that were yielded.
         """
-        self._engine._submit(self._stream, request)
-        try:
-            while True:
-                events = await self._stream.take()
-                error = events[-1].error
-                if error is not None:
-                    if len(events) > 1:
-                        yield events[:-1]
-                    raise error if isinstance(error, RequestError) else report_failure("a request failed", error)
-                yield events
-                if events[-1].is_terminal:
-                    return
-        finally:
-            self._engine._abandon(self._stream)
+        is_over = False
+        while not is_over:
+            events = await self._stream.take()
+            error = events[-1].error
+            if error is not None:
+                if len(events) > 1:
+                    yield events[:-1]
+                raise error if isinstance(error, RequestError) else report_failure("a request failed", error)
+            yield events
+            is_over = events[-1].is_terminal
 
 
 class AsyncEngine:
@@ -144,12 +108,13 @@ class AsyncEngine:
         self, engines: Mapping[str, StepEngine], metrics: Metrics, *, max_batch_size: int, max_queue_size: int
     ) -> None:
         self._engines = engines
-        self._lanes = {name: _Lane(max_batch_size, max_queue_size, metrics.for_model(name)) for name in engines}
+        self._lanes = {name: Lane(name, max_batch_size, max_queue_size, metrics.for_model(name)) for name in engines}
         self._streams: dict[str, _Stream] = {}
         self._refuse: Callable[[], RequestError] | None = partial(NotServing, "the server is starting")
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended: asyncio.Future[EngineFailed | None] | None = None
+        self._fault: EngineFailed | None = None
 
     @property
     def num_streams(self) -> int:
@@ -173,28 +138,48 @@ class AsyncEngine:
             NotServing: while starting, draining or stopped.
             EngineFailed: after the engine thread has died.
         """
-        if self._refuse is not None:
-            raise self._refuse()
-        if request_id in self._streams:
-            raise InvalidRequest("request_id", request_id, "must not be in use by another request")
-        self._lanes[model].take()
+        try:
+            if self._refuse is not None:
+                raise self._refuse()
+            if request_id in self._streams:
+                raise InvalidRequest("request_id", request_id, "must not be in use by another request")
+            self._lanes[model].take()
+        except RequestError as error:
+            self.refused(model, error, request_id)
+            raise
         stream = self._streams[request_id] = _Stream(request_id, model)
         self._idle.clear()
         return Admission(self, stream)
 
-    async def call(self, model: str, function: Callable[[StepEngine], Result]) -> Result:
+    def refused(self, model: str, error: RequestError, request_id: str | None = None) -> None:
+        """Counts a request that was refused before it took a place; `admit` counts its own refusals."""
+        self._lanes[model].refused(error.label, request_id)
+
+    async def call(self, model: str, function: Callable[[StepEngine], Result], max_wait_seconds: float) -> Result:
         """Runs `function` on a model's engine once that is idle; the model's new requests wait behind it.
 
+        Cancelling takes the call back, unless `function` has begun: then it runs to its end and nobody hears of it.
+
         Raises:
-            RequestError: raised by `function`; EngineFailed for anything else it raised; NotServing if it never ran.
+            RequestError: raised by `function`; EngineFailed for anything else it raised; NotServing if it never ran, as
+                the model was not idle for `max_wait_seconds` or the engine thread is over.
         """
         ended = self._end()
-        future = asyncio.wrap_future(self._thread.call(model, function))
-        await asyncio.wait((future, ended), return_when=asyncio.FIRST_COMPLETED)
-        if future.done():
-            return future.result()
-        future.cancel()
-        raise ended.result() or NotServing("the server has stopped")
+        call = self._thread.call(model, function)
+        result = asyncio.wrap_future(call)
+        either = (result, ended)
+        try:
+            done, _ = await asyncio.wait(either, timeout=max_wait_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                if call.cancel():
+                    raise NotServing(f"{model} was not idle for {max_wait_seconds:g} s; try again")
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if result.done():
+                return result.result()
+            raise ended.result() or NotServing("the server has stopped")
+        finally:
+            # Waiting for a future does not cancel it, and what is not cancelled runs.
+            result.cancel()
 
     def drain(self) -> None:
         """Refuses new requests from now on; those admitted go on."""
@@ -217,31 +202,54 @@ class AsyncEngine:
 
     def step_done(self, model: str, output: StepOutput, now: float) -> None:
         """Hands a step's events to their streams (`Listener`)."""
-        metrics = self._lanes[model].metrics
+        with self._faults_are_fatal():
+            self._hand_out(self._lanes[model].metrics, output, now)
+
+    def rejected(self, request_id: str, error: RequestError, now: float) -> None:
+        """Ends the stream of a request that the engine refused (`Listener`)."""
+        with self._faults_are_fatal():
+            if stream := self._streams.get(request_id):
+                self._fail(stream, error, now)
+
+    def ended(self, error: EngineFailed | None) -> None:
+        """Ends every stream: the engine thread is over (`Listener`)."""
+        error = error or self._fault
+        self._refuse_and_fail_all(error)
+        self._end().set_result(error)
+
+    @contextmanager
+    def _faults_are_fatal(self) -> Iterator[None]:
+        """A fault of ours between engine and streams is as bad as the engine's death: whoever was missed would hang."""
+        try:
+            yield
+        except Exception as cause:
+            if self._fault is None:
+                self._fault = report_failure("events could not be handed to their streams", cause)
+                self._refuse_and_fail_all(self._fault)
+                self._thread.stop()
+
+    def _hand_out(self, metrics: ModelMetrics, output: StepOutput, now: float) -> None:
         metrics.step_done(output.stats)
+        metrics.tokens_generated(sum(event.token_id is not None for event in output.events))
         for event in output.events:
             stream = self._streams.get(event.request_id)
             if stream is None:
                 continue
             if event.token_id is not None:
-                _count_token(metrics, stream, now)
+                _time_token(metrics, stream, now)
             stream.push(event)
             if event.is_terminal:
                 self._finish(stream, event)
 
-    def rejected(self, request_id: str, error: RequestError, now: float) -> None:
-        """Ends the stream of a request that the engine refused (`Listener`)."""
-        if stream := self._streams.get(request_id):
-            self._fail(stream, error, now)
-
-    def ended(self, error: EngineFailed | None) -> None:
-        """Ends every stream: the engine thread is over (`Listener`)."""
+    def _refuse_and_fail_all(self, error: EngineFailed | None) -> None:
         stopped = partial(NotServing, "the server has stopped")
         self._refuse = stopped if error is None else partial(EngineFailed, error.error_id)
         now = time.monotonic()
         for stream in list(self._streams.values()):
-            self._fail(stream, self._refuse(), now)
-        self._end().set_result(error)
+            try:
+                self._fail(stream, self._refuse(), now)
+            except Exception as cause:  # the stream was told before anything could fail
+                report_failure(f"the end of request {stream.request_id} could not be counted", cause)
 
     def _end(self) -> asyncio.Future[EngineFailed | None]:
         if self._ended is None:
@@ -256,9 +264,12 @@ class AsyncEngine:
         stream.request = request
         self._thread.submit(stream.model, request)
 
-    def _abandon(self, stream: _Stream) -> None:
-        """The consumer is gone; the place stays taken until the engine says that the request is over."""
-        if self._streams.get(stream.request_id) is stream:
+    def _leave(self, stream: _Stream, error: BaseException | None) -> None:
+        """The consumer is gone. A place in use stays taken until the engine says that the request is over."""
+        if stream.request is None:
+            self._release(stream, None)
+            self._lanes[stream.model].refused(_outcome(error), stream.request_id)
+        elif self._streams.get(stream.request_id) is stream:
             self._thread.abort(stream.model, stream.request_id)
 
     def _fail(self, stream: _Stream, error: RequestError, now: float) -> None:
@@ -269,23 +280,24 @@ class AsyncEngine:
         self._finish(stream, event)
 
     def _finish(self, stream: _Stream, event: TokenEvent) -> None:
-        """A request got its last event: counts it and gives its place back."""
+        """A request got its last event: gives its place back, then counts it."""
         timings = event.timings
         service_seconds = None
-        if timings is not None and stream.request is not None:
-            outcome = str(event.finish_reason) if event.error is None else _label(event.error)
-            self._lanes[stream.model].metrics.request_done(
-                RequestRecord(
-                    outcome=outcome,
-                    timings=timings,
-                    num_prompt_tokens=len(stream.request.prompt_token_ids),
-                    num_generated_tokens=stream.num_tokens,
-                    last_token_time=stream.last_token_time,
-                )
-            )
-            if timings.scheduled_time is not None:
-                service_seconds = timings.finished_time - timings.scheduled_time
+        if timings is not None and timings.scheduled_time is not None:
+            service_seconds = timings.finished_time - timings.scheduled_time
         self._release(stream, service_seconds)
+        # A request that was never handed to the engine is counted by `_leave`.
+        if timings is None or stream.request is None:
+            return
+        record = RequestRecord(
+            outcome=str(event.finish_reason) if event.error is None else _outcome(event.error),
+            timings=timings,
+            num_prompt_tokens=len(stream.request.prompt_token_ids),
+            num_generated_tokens=stream.num_tokens,
+            last_token_time=stream.last_token_time,
+        )
+        error_id = event.error.error_id if isinstance(event.error, EngineFailed) else None
+        self._lanes[stream.model].ended(record, stream.request_id, error_id)
 
     def _release(self, stream: _Stream, service_seconds: float | None) -> None:
         if self._streams.get(stream.request_id) is not stream:
@@ -296,7 +308,7 @@ class AsyncEngine:
             self._idle.set()
 
 
-def _count_token(metrics: ModelMetrics, stream: _Stream, now: float) -> None:
+def _time_token(metrics: ModelMetrics, stream: _Stream, now: float) -> None:
     if stream.last_token_time is not None:
         metrics.next_token(now - stream.last_token_time)
     elif stream.request is not None:
@@ -305,5 +317,8 @@ def _count_token(metrics: ModelMetrics, stream: _Stream, now: float) -> None:
     stream.last_token_time = now
 
 
-def _label(error: Exception) -> str:
-    return error.label if isinstance(error, RequestError) else EngineFailed.label
+def _outcome(error: BaseException | None) -> str:
+    """The label of a request that ended so; whoever left without an error, or was cancelled, did not want it."""
+    if isinstance(error, RequestError):
+        return error.label
+    return EngineFailed.label if isinstance(error, Exception) else RequestCancelled.label

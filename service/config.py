@@ -102,6 +102,8 @@ class RequestLimits:
     max_stop_token_ids: Annotated[int, Option("most stop token ids per request", _integer(0, 65536))] = 64
     max_logprobs: Annotated[int, Option("most alternatives per token in response.logprobs", _integer(0, 1000))] = 20
     max_request_id_length: Annotated[int, Option("longest request_id in characters", _integer(32, 4096))] = 128
+    max_tokenize_bytes: Annotated[int, Option("longest text of Tokenize in bytes", _integer(1, 1 << 30))] = 256 << 10
+    max_detokenize_tokens: Annotated[int, Option("most token ids of Detokenize", _integer(1, 2**31 - 1))] = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +118,16 @@ class ServeConfig:
     max_batch_size: Annotated[int, Option("sequences that run at once, per model", _integer(1, 1024))] = 32
     max_queue_size: Annotated[int, Option("requests that may wait besides, per model", _integer(0, 1_000_000))] = 256
     prefill_chunk: Annotated[int, Option("prompt tokens computed per step", _integer(1, 65536))] = 256
-    threads: Annotated[int | None, Option("threads per graph; default: the machine's cores", _integer(1, 1024))] = None
+    threads: Annotated[int | None, Option("threads per graph; default: one per physical core", _integer(1, 1024))] = (
+        None
+    )
     spin: Annotated[
         bool, Option("let graph threads spin between operators: faster on a machine of one's own", _boolean)
     ] = True
-    drain_grace_seconds: Annotated[float, Option("time for requests in flight to end", _number(0, 3600))] = 30.0
+    # With the few seconds that closing may take besides, the default stays below the 30 s after which Kubernetes kills.
+    drain_grace_seconds: Annotated[
+        float, Option("time for requests in flight to end; closing takes up to 8 s more", _number(0, 3600))
+    ] = 20.0
     max_message_bytes: Annotated[int, Option("largest message in bytes, either way", _integer(1024, 1 << 30))] = 4 << 20
     log_level: Annotated[LogLevel, Option("least severe message logged", _log_level)] = LogLevel.INFO
     limits: RequestLimits = field(default_factory=RequestLimits)
@@ -155,6 +162,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> ServeConfig | AskC
     arguments = vars(_parser().parse_args(argv))
     if arguments.pop("command") == "ask":
         positional = {name: arguments[name] for name in ("model", "text")}
+        # A terminal's bytes that are no UTF-8 arrive as lone surrogates, which no message can carry.
+        if garbled := [name for name, value in positional.items() if not _is_unicode(value)]:
+            raise StartupError([f"{name} is {positional[name]!r}, must be UTF-8" for name in garbled])
         return AskConfig(**positional, **_values(AskConfig, arguments, environ))
     problems: list[str] = []
     limits = _collect(RequestLimits, arguments, environ, problems)
@@ -180,6 +190,14 @@ def flag(name: str) -> str:
 def variable(name: str) -> str:
     """The environment variable of a field."""
     return "ONWARD_" + name.upper()
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _values(config: type[Any], arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -211,11 +229,12 @@ def _collect(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m service", description="Serve transformers over gRPC, or ask one.")
     commands = parser.add_subparsers(dest="command", required=True)
+    twins = "Each flag may be given as the environment variable in brackets instead; the flag wins."
     # Abbreviated flags would change their meaning when a longer one is added.
-    serve = commands.add_parser("serve", help="serve every model of a folder", allow_abbrev=False)
+    serve = commands.add_parser("serve", help="serve every model of a folder", epilog=twins, allow_abbrev=False)
     for config in (ServeConfig, RequestLimits):
         _add_options(serve, config)
-    ask = commands.add_parser("ask", help="ask a served model", allow_abbrev=False)
+    ask = commands.add_parser("ask", help="ask a served model", epilog=twins, allow_abbrev=False)
     ask.add_argument("model", help="the model's name")
     ask.add_argument("text", help="the prompt or source text")
     _add_options(ask, AskConfig)

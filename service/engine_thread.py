@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from model.golden import CaseResult, GoldenCase
@@ -87,27 +87,45 @@ _Command = _Submit | _Abort | _Call | _Stop
 
 
 class _Station:
-    """One engine on the thread. A call waits until the engine is idle; what arrives after it is parked until then."""
+    """One engine on the thread. A call waits until the engine is idle; requests that come after are parked till then.
+
+    Parked requests live on: one that is aborted or late goes to the engine all the same, whose next step ends it before
+    it takes a slot, and the others are counted as waiting.
+    """
 
     def __init__(self, engine: StepEngine) -> None:
         self.engine = engine
         self.calls: deque[_Call] = deque()
-        self.parked: list[_Submit | _Abort] = []
+        self.parked: dict[str, GenerationRequest] = {}
 
     @property
     def has_work(self) -> bool:
-        return self.engine.has_work or bool(self.calls)
+        return self.engine.has_work or bool(self.calls) or bool(self.parked)
 
-    def run_calls(self) -> list[_Submit | _Abort]:
-        """Runs the waiting calls on the idle engine; returns what was parked behind them."""
-        while self.calls:
-            call = self.calls.popleft()
-            if call.future.set_running_or_notify_cancel():
-                self._run(call)
-        parked, self.parked = self.parked, []
-        return parked
+    def step(self) -> StepOutput:
+        output = self.engine.step()
+        if not self.parked:
+            return output
+        return replace(output, stats=replace(output.stats, num_waiting=output.stats.num_waiting + len(self.parked)))
 
-    def _run(self, call: _Call) -> None:
+    def unpark(self, now: float) -> list[GenerationRequest]:
+        """Takes out who need not wait any longer: everyone if no call is left, else those whose deadline has passed."""
+        while self.calls and self.calls[0].future.cancelled():
+            self.calls.popleft()
+        ready = [
+            request
+            for request in self.parked.values()
+            if not self.calls or (request.deadline is not None and now >= request.deadline)
+        ]
+        for request in ready:
+            del self.parked[request.request_id]
+        return ready
+
+    def run_call(self) -> None:
+        """Runs the first waiting call on the idle engine, unless its caller has gone."""
+        call = self.calls.popleft()
+        if not call.future.set_running_or_notify_cancel():
+            return
         try:
             result = call.function(self.engine)
         except RequestError as error:
@@ -150,8 +168,9 @@ class EngineThread:
     def call(self, model: str, function: Callable[[StepEngine], Result]) -> concurrent.futures.Future[Result]:
         """Runs `function` on an engine once that is idle; requests submitted meanwhile wait behind it.
 
-        What `function` raises becomes EngineFailed, RequestErrors aside. The future stays undone if the thread ends
-        first: wait for `Listener.ended` too.
+        Cancelling the future before `function` has begun takes the call back. What `function` raises becomes
+        EngineFailed, RequestErrors aside. The future stays undone if the thread ends first: wait for `Listener.ended`
+        too.
         """
         future: concurrent.futures.Future[Result] = concurrent.futures.Future()
         self._inbox.put(_Call(model, function, future))
@@ -193,22 +212,25 @@ class EngineThread:
             case _Call():
                 station.calls.append(command)
             case _Abort(_, request_id):
+                if parked := station.parked.pop(request_id, None):
+                    self._add(station.engine, parked)
                 station.engine.abort(request_id)
-                if station.calls:
-                    station.parked.append(command)
             case _Submit(_, request):
-                if station.calls:
-                    station.parked.append(command)
+                # Behind those that wait already, even if what they waited for is just over.
+                if station.calls or station.parked:
+                    station.parked[request.request_id] = request
                 else:
                     self._add(station.engine, request)
 
     def _advance(self, model: str, station: _Station) -> None:
+        """One step, or one call: the inbox is looked at between any two."""
+        for request in station.unpark(time.monotonic()):
+            self._add(station.engine, request)
         if station.engine.has_work:
-            output = station.engine.step()
+            output = station.step()
             self._post(self._listener.step_done, model, output, time.monotonic())
         elif station.calls:
-            for command in station.run_calls():
-                self._apply(command)
+            station.run_call()
 
     def _add(self, engine: StepEngine, request: GenerationRequest) -> None:
         try:

@@ -6,8 +6,9 @@
     │   │   └── PromptTooLong            the prompt leaves no room in the context
     │   ├── UnknownModel                 no such model is served
     │   ├── UnsupportedFeature           a field asks for what this model or version does not offer
+    │   ├── AnswerTooLarge               the answer is there, but no message can hold it
     │   ├── Overloaded                   the queue is full; carries when to come again
-    │   ├── NotServing                   starting, draining or stopped
+    │   ├── NotServing                   starting, draining, stopped, or too busy for what needs an idle model
     │   ├── DeadlineExceeded             the request's deadline passed
     │   ├── RequestCancelled             the client went away
     │   └── EngineFailed                 our fault; details only in the log
@@ -63,29 +64,41 @@ class UnknownModel(RequestError):
 
 
 class UnsupportedFeature(RequestError):
-    """The request asks for something this server advertises as off."""
+    """The request asks for something this server advertises as off. `field` is a field's path or a method's name."""
 
     label = "unsupported_feature"
 
-    def __init__(self, field: str, reason: str) -> None:
+    def __init__(self, field: str) -> None:
         self.field = field
-        super().__init__(f"{field}: {reason}")
+        super().__init__(f"{field}: is not offered by this server")
+
+
+class AnswerTooLarge(RequestError):
+    """The answer is larger than a message may be."""
+
+    label = "answer_too_large"
+
+    def __init__(self, num_bytes: int, limit: int) -> None:
+        self.num_bytes = num_bytes
+        self.limit = limit
+        super().__init__(f"the answer has {num_bytes} bytes, a message has at most {limit}; ask for less or stream it")
 
 
 class Overloaded(RequestError):
-    """The bounded queue is full. `retry_after_seconds` is an estimate of when a place will be free."""
+    """All of a model's places are taken. `retry_after_seconds` is an estimate of when one will be free."""
 
     label = "overloaded"
 
-    def __init__(self, waiting: int, limit: int, retry_after_seconds: float) -> None:
-        self.waiting = waiting
+    def __init__(self, model: str, num_requests: int, limit: int, retry_after_seconds: float) -> None:
+        self.model = model
+        self.num_requests = num_requests
         self.limit = limit
         self.retry_after_seconds = retry_after_seconds
-        super().__init__(f"{waiting} requests are in the server, the limit is {limit}; retry later")
+        super().__init__(f"{num_requests} requests of {model} run or wait, the limit is {limit}; retry later")
 
 
 class NotServing(RequestError):
-    """The server is starting, draining or stopped."""
+    """The server is starting, draining or stopped, or a model was too busy for what needs it idle."""
 
     label = "not_serving"
 

@@ -26,7 +26,7 @@ from service.engine.types import (
     TokenEvent,
     TokenLogprobs,
 )
-from service.errors import DeadlineExceeded, RequestCancelled
+from service.errors import DeadlineExceeded, NotServing, RequestCancelled, RequestError, UnknownModel
 from service.models import Models, ServedModel
 
 
@@ -97,17 +97,34 @@ class Generator:
         """
         arrival = time.monotonic()
         model = self._models.resolve(call.model)
-        self._models.require_serving(model.name)
+        self._require_serving(model.name, call.request_id)
         with self._engine.admit(model.name, call.request_id) as place:
             request = await self._prepare(call, model, arrival, time_remaining)
+            # Before `Accepted` is told: a client that is slow to read it must not be late in the queue.
+            place.submit(request)
             yield Accepted(request.request_id, request.model)
             output = _Output(request, model.output_tokenizer.decode)
-            async with aclosing(place.generate(request)) as batches:
+            async with aclosing(place.events()) as batches:
                 async for events in batches:
                     piece = output.take(events)
                     if piece.text or piece.token_ids:
                         yield piece
             yield output.outcome()
+
+    def refused(self, model_name: str, error: RequestError) -> None:
+        """Counts a request that was refused before it became a call, if it names a model that is served."""
+        try:
+            model = self._models.resolve(model_name)
+        except UnknownModel:
+            return
+        self._engine.refused(model.name, error)
+
+    def _require_serving(self, model_name: str, request_id: str) -> None:
+        try:
+            self._models.require_serving(model_name)
+        except NotServing as error:
+            self._engine.refused(model_name, error, request_id)
+            raise
 
     async def _prepare(
         self, call: GenerateCall, model: ServedModel, arrival: float, time_remaining: float | None
@@ -169,9 +186,5 @@ class _Output:
         )
 
     def _decode(self, event: TokenEvent) -> str:
-        """An end-of-sequence token has no text; neither has a stop token, unless the request wants it included."""
-        is_mute = event.finish_reason is FinishReason.END_OF_SEQUENCE or (
-            event.finish_reason is FinishReason.STOP and not self._request.stopping.include_stop_in_output
-        )
-        text = "" if event.token_id is None or is_mute else self._text.push(event.token_id)
+        text = "" if event.token_id is None or event.is_mute else self._text.push(event.token_id)
         return text + self._text.flush() if event.is_terminal else text

@@ -13,7 +13,7 @@ from model import golden
 from model.artifact import GOLDEN, TARGET_TOKENIZER, TOKENIZER, ArtifactError, Manifest, load
 from model.tokenizer import Tokenizer, TokenizerError
 from service.config import ServeConfig
-from service.engine.engine import Engine
+from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.scheduler import EngineLimits
 from service.engine.session import SessionOptions
@@ -50,10 +50,13 @@ def build_engines(folder: Path, models: Iterable[ServedModel], config: ServeConf
         prefill_chunk=config.prefill_chunk,
         max_prefill_tokens=config.prefill_chunk,
     )
+    last_run = LastRun()
     options = SessionOptions(intra_op_threads=config.threads or 0, allow_spinning=config.spin)
 
     def build(model: ServedModel) -> tuple[str, Engine]:
-        return model.name, build_engine(folder / model.name, model.manifest, limits, options)
+        return model.name, build_engine(
+            folder / model.name, model.manifest, model.output_tokenizer.decode, limits, options, last_run
+        )
 
     return dict(_load_all(models, build))
 
@@ -69,7 +72,7 @@ def _load_model(folder: Path) -> ServedModel:
     if TARGET_TOKENIZER in manifest.files:
         output = _load_tokenizer(folder / TARGET_TOKENIZER, manifest.config.vocab_size, problems)
     try:
-        cases = golden.load(folder / GOLDEN)
+        cases = golden.load(folder / GOLDEN, manifest.config)
     except ValueError as error:
         problems.append(f"{folder}: {error}")
         cases = ()

@@ -70,7 +70,7 @@ class Metrics:
         self.generation_tokens = make(Counter, "generation_tokens", "Tokens generated.", _MODEL)
         self.padding_tokens = make(Counter, "padding_tokens", "Tokens computed in vain, as padding.", _MODEL)
         self.requests = make(
-            Counter, "requests", "Requests that ended, by finish reason or error.", _MODEL, "finish_reason"
+            Counter, "requests", "Requests that ended or were refused, by reason or error.", _MODEL, "finish_reason"
         )
         self.handled = make(
             Counter, "grpc_server_handled", "Calls that ended, by method and status code.", "grpc_method", "grpc_code"
@@ -82,7 +82,7 @@ class Metrics:
         self.queue = seconds("request_queue_time_seconds", "From arrival to being scheduled.")
         self.prefill = seconds("request_prefill_time_seconds", "From being scheduled to the first token.")
         self.decode = seconds("request_decode_time_seconds", "From the first token to the end.")
-        self.host = seconds("engine_host_seconds", "Time of a step outside the graph.")
+        self.host = seconds("engine_host_seconds", "Time between two runs of graphs while there was work.")
         self.request_prompt = sizes("request_prompt_tokens", "Prompt tokens per request.", TOKEN_BUCKETS)
         self.request_generation = sizes("request_generation_tokens", "Generated tokens per request.", TOKEN_BUCKETS)
         self.step_batch = sizes("step_batch_size", "Rows per step.", BATCH_BUCKETS)
@@ -132,18 +132,25 @@ class ModelMetrics:
             self._step_batch.observe(stats.num_rows)
             self._step_tokens.observe(stats.num_tokens)
             self._padding_tokens.inc(stats.num_padding_tokens)
+        if stats.host_seconds is not None:
             self._host.observe(stats.host_seconds)
+
+    def tokens_generated(self, count: int) -> None:
+        """A step generated so many tokens, over all requests."""
+        self._generation_tokens.inc(count)
 
     def first_token(self, num_prompt_tokens: int, seconds: float) -> None:
         """A request got its first token, `seconds` after it arrived."""
-        self._generation_tokens.inc()
         self._prompt_tokens.inc(num_prompt_tokens)
         self._first_token.observe(seconds)
 
     def next_token(self, seconds: float) -> None:
         """A request got another token, `seconds` after the one before."""
-        self._generation_tokens.inc()
         self._inter_token.observe(seconds)
+
+    def request_refused(self, outcome: str) -> None:
+        """A request ended before the engine had it: it is counted, but took no time that would mean anything."""
+        self._requests.labels(self._model, outcome).inc()
 
     def request_done(self, record: RequestRecord) -> None:
         """A request is over. Phases that it never reached are not observed."""

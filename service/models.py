@@ -75,13 +75,13 @@ class ServedModel:
             PromptTooLong: when it leaves no room in the context.
             InvalidRequest: when an id is not in the vocabulary, or the text has no tokens.
         """
-        field = "prompt.text" if isinstance(prompt, str) else "prompt.token_ids"
+        field = "prompt.text" if isinstance(prompt, str) else "prompt.token_ids.ids"
         token_ids = tuple(self.prompt_tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
         if not token_ids:
             raise InvalidRequest(field, prompt, "must have at least 1 token")
         if len(token_ids) > self.max_prompt_tokens:
             raise PromptTooLong(field, len(token_ids), f"must have at most {self.max_prompt_tokens} tokens")
-        check_ids(f"{field}.ids", token_ids, self.prompt_vocab_size)
+        check_ids(field, token_ids, self.prompt_vocab_size)
         return token_ids
 
     def check_stop_token_ids(self, token_ids: Iterable[int]) -> None:

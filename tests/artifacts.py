@@ -7,6 +7,7 @@ torch.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from model import artifact
 from model.artifact import TOKENIZER, Device, Precision
 from model.config import Architecture, ModelConfig
 
@@ -92,6 +94,13 @@ def tiny_tokenizer(vocab_size: int, *, ends_with_eos: bool) -> Tokenizer:
     template, special = (f"$A {EOS}", (EOS, 2)) if ends_with_eos else (f"{BOS} $A", (BOS, 1))
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[special])
     return tokenizer
+
+
+def rehash(folder: Path) -> None:
+    """Writes checksums that fit an artefact's files as they are now, as one who means to deceive would."""
+    manifest = artifact.read_manifest(folder)
+    files = {name: artifact.hash_file(folder / name) for name in manifest.files}
+    (folder / artifact.MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
 
 
 @cache

@@ -7,15 +7,18 @@ tokens or fails, and a row's tokens can be foretold by `expected_tokens`.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
 from service.engine.batch import ScheduledBatch
-from service.engine.engine import Engine
+from service.engine.engine import Engine, LastRun
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, ModelShape, Scheduler
 from service.engine.text import Decode
@@ -59,6 +62,34 @@ def script(text: str, *, prompt_length: int = 1) -> NextToken:
     """A model that writes `text` after a decoder prompt of the given length, then ends the sequence."""
     output = (*spell(text), EOS)
     return lambda source, tokens: output[min(len(tokens) - prompt_length, len(output) - 1)]
+
+
+class Gate:
+    """A `before_run` that lets steps pass or holds them back; `entered` is set once a step has come to it."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.entered = threading.Event()
+
+    def __call__(self, batch: ScheduledBatch) -> None:
+        self.entered.set()
+        self.open.wait()
+
+    async def until_entered(self) -> None:
+        await asyncio.to_thread(self.entered.wait)
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        self.open.clear()
+        try:
+            yield
+        finally:
+            self.open.set()
+
+
+class Death(BaseException):
+    """What no engine survives."""
 
 
 class FakeRunner:
@@ -126,6 +157,7 @@ def fake_engine(
     limits: EngineLimits | None = None,
     context: int = CONTEXT,
     decode: Decode = letters,
+    last_run: LastRun | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """A whole engine over a `FakeRunner`; `limits` default to 4 slots, chunks of 8 and 16 prefill tokens a step."""
@@ -134,6 +166,7 @@ def fake_engine(
         Scheduler(limits, fake_model(encoder_decoder=encoder_decoder, context=context), decode),
         runner or FakeRunner(limits.max_batch_size),
         Sampler(),
+        last_run or LastRun(),
         clock,
     )
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from proto.onward.v1.model_pb2_grpc import ModelServiceStub
 from service.app import App, Endpoint
 from service.config import ServeConfig
-from service.engine.batch import ScheduledBatch
 from service.engine.engine import Engine
 from service.engine.scheduler import EngineLimits
 from service.engine_thread import StepEngine
@@ -121,25 +119,6 @@ def engine_for(model: ServedModel, runner: FakeRunner | None = None, **options: 
     )
 
 
-class Gate:
-    """Lets the engine's steps pass, or holds them back."""
-
-    def __init__(self) -> None:
-        self._open = threading.Event()
-        self._open.set()
-
-    def __call__(self, batch: ScheduledBatch) -> None:
-        self._open.wait()
-
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        self._open.clear()
-        try:
-            yield
-        finally:
-            self._open.set()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
     """A server that listens, and clients to it."""
@@ -160,14 +139,21 @@ class Running:
         """A metric's value now; 0 where it was never touched."""
         return self.registry.get_sample_value(f"onward_{name}", labels) or 0.0
 
-    async def until_no_slot_is_taken(self, model: str = MODEL) -> None:
-        """Waits until the engine has taken a step after which nobody runs or waits."""
-        await eventually(
-            lambda: (
-                self.metric("num_requests_running", model_name=model) == 0
-                and self.metric("num_requests_waiting", model_name=model) == 0
-            )
-        )
+    def ended(self, model: str = MODEL) -> dict[str, int]:
+        """How many requests ended in which way."""
+        samples = [sample for metric in self.registry.collect() for sample in metric.samples]
+        return {
+            sample.labels["finish_reason"]: int(sample.value)
+            for sample in samples
+            if sample.name == "onward_requests_total" and sample.labels["model_name"] == model
+        }
+
+    async def until_ended(self, count: int, model: str = MODEL) -> dict[str, int]:
+        """How `count` requests ended, when they have. Nobody holds a slot or waits for one then, which is checked."""
+        await eventually(lambda: sum(self.ended(model).values()) >= count)
+        assert self.metric("num_requests_running", model_name=model) == 0
+        assert self.metric("num_requests_waiting", model_name=model) == 0
+        return self.ended(model)
 
 
 @asynccontextmanager

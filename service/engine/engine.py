@@ -7,11 +7,8 @@ calls `add_request`, `abort` and `step` from it. Knows no transport, no queues b
 from __future__ import annotations
 
 import time
-from collections import abc
-from collections.abc import Callable
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from model.golden import CaseResult, GoldenCase, compare
 from service.engine.batch import ScheduledBatch
@@ -22,7 +19,18 @@ from service.engine.sampler import Sampler
 from service.engine.scheduler import Scheduler
 from service.engine.types import GenerationRequest, StepOutput, StepStats
 
-Float32 = npt.NDArray[np.float32]
+# As many requests as a log entry names.
+_MAX_NAMED = 32
+
+
+@dataclass(slots=True)
+class LastRun:
+    """When a graph last ran on a thread, in the clock's seconds; None when there has been nothing to run since.
+
+    The engines of one thread share it: while another model's graph runs, the thread is not idle.
+    """
+
+    ended: float | None = None
 
 
 class Engine:
@@ -32,17 +40,23 @@ class Engine:
         scheduler: owns the sequences.
         runner: computes logits, and owns the K/V.
         sampler: chooses tokens.
+        last_run: shared by the engines that one thread steps.
         clock: monotonic seconds; deadlines are compared with it.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, sampler: Sampler, clock: Callable[[], float] = time.monotonic
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        sampler: Sampler,
+        last_run: LastRun,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
+        self._last_run = last_run
         self._clock = clock
-        self._run_seconds = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -79,18 +93,21 @@ class Engine:
         A failure while computing ends the requests that were running, each with an `EngineFailed` that shares an id
         with one log entry; those that wait are not touched, and the next step starts on empty slots.
         """
-        started = self._clock()
-        self._run_seconds = 0.0
-        batch = self._scheduler.schedule(started)
+        batch = self._scheduler.schedule(self._clock())
+        last_ended, started = self._last_run.ended, self._clock()
         try:
-            logits = self._run(batch)
+            logits = self._runner.run(batch)
+            ended = self._last_run.ended = self._clock()
             sampled = self._sampler.sample(logits, batch.samples)
             events = self._scheduler.commit(batch, sampled, self._clock())
         except Exception as error:
-            events = self._scheduler.fail_running(report_failure("a step failed", error), self._clock())
-        return StepOutput(events, self._stats(batch, self._clock() - started))
+            return self._fail_step(error)
+        if not self.has_work:
+            self._last_run.ended = None
+        host_seconds = None if last_ended is None else started - last_ended
+        return StepOutput(events, self._stats(batch, ended - started, host_seconds))
 
-    def verify_golden(self, cases: abc.Sequence[GoldenCase], tolerance: float) -> tuple[CaseResult, ...]:
+    def verify_golden(self, cases: Sequence[GoldenCase], tolerance: float) -> tuple[CaseResult, ...]:
         """Replays golden cases on the runner that serves; the proof to ask for before taking requests.
 
         Args:
@@ -102,23 +119,26 @@ class Engine:
         """
         if self.has_work:
             raise RuntimeError("golden cases can only be replayed on an idle engine")
+        self._last_run.ended = None
         pieces, num_slots = self._scheduler.pieces, self._scheduler.max_batch_size
         return tuple(compare(case, replay(self._runner, case, pieces, num_slots), tolerance) for case in cases)
 
-    def _run(self, batch: ScheduledBatch) -> Float32:
-        started = self._clock()
-        try:
-            return self._runner.run(batch)
-        finally:
-            self._run_seconds = self._clock() - started
+    def _fail_step(self, error: Exception) -> StepOutput:
+        """Ends what ran, and reports a step that did nothing: what was computed is lost."""
+        self._last_run.ended = None
+        names = self._scheduler.running_ids
+        rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        failure = report_failure(f"a step failed with requests {', '.join(names[:_MAX_NAMED])}{rest}", error)
+        events = self._scheduler.fail_running(failure.error_id, self._clock())
+        return StepOutput(events, self._stats(ScheduledBatch(), 0.0, None))
 
-    def _stats(self, batch: ScheduledBatch, seconds: float) -> StepStats:
+    def _stats(self, batch: ScheduledBatch, run_seconds: float, host_seconds: float | None) -> StepStats:
         return StepStats(
             num_rows=batch.num_rows,
             num_tokens=batch.num_tokens,
             num_padding_tokens=batch.num_padding_tokens,
-            run_seconds=self._run_seconds,
-            host_seconds=seconds - self._run_seconds,
+            run_seconds=run_seconds,
+            host_seconds=host_seconds,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             kv_usage_ratio=self._scheduler.kv_usage_ratio,

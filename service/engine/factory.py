@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
-from model.artifact import DECODER, ENCODER, TARGET_TOKENIZER, TOKENIZER, Manifest
-from service.engine.engine import Engine
+from model.artifact import DECODER, ENCODER, Manifest
+from service.engine.engine import Engine, LastRun
 from service.engine.kv_cache import SlotKV
+from service.engine.memory import memory_limit
 from service.engine.runner import OrtRunner
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, ModelShape, Scheduler
@@ -18,7 +16,9 @@ from service.engine.text import Decode
 from service.errors import StartupError
 
 
-def build_engine(folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions) -> Engine:
+def build_engine(
+    folder: Path, manifest: Manifest, decode: Decode, limits: EngineLimits, options: SessionOptions, last_run: LastRun
+) -> Engine:
     """Loads an artefact's graphs and reserves its K/V.
 
     Loading takes seconds and holds the interpreter lock: do it before serving.
@@ -26,14 +26,16 @@ def build_engine(folder: Path, manifest: Manifest, limits: EngineLimits, options
     Args:
         folder: the artefact.
         manifest: its manifest, already checked against the files (`model.artifact.load`).
+        decode: output ids to text, special tokens skipped; for requests with stop strings.
         limits: slots and step sizes.
         options: threads.
+        last_run: shared by the engines that one thread will step.
 
     Raises:
-        StartupError: when a graph or the tokenizer cannot be loaded, or the K/V cannot be reserved.
+        StartupError: when a graph cannot be loaded or is not the manifest's, or the K/V cannot be reserved.
     """
     runner = build_runner(folder, manifest, limits, options)
-    return Engine(Scheduler(limits, model_shape(manifest), load_decode(folder, manifest)), runner, Sampler())
+    return Engine(Scheduler(limits, model_shape(manifest), decode), runner, Sampler(), last_run)
 
 
 def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions) -> OrtRunner:
@@ -44,9 +46,9 @@ def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options
     """
     sessions = {name: GraphSession(folder, spec, options) for name, spec in manifest.graphs.items()}
     try:
-        kv = SlotKV(manifest.config, limits.max_batch_size)
-    except MemoryError as error:
-        raise StartupError([f"{folder}: K/V for max_batch_size {limits.max_batch_size}: {error}"]) from error
+        kv = SlotKV(manifest.config, limits.max_batch_size, memory_limit())
+    except (MemoryError, StartupError) as error:
+        raise StartupError([f"{folder}: max_batch_size {limits.max_batch_size}: {error}"]) from error
     return OrtRunner(manifest.config, kv, sessions[DECODER], sessions.get(ENCODER))
 
 
@@ -59,21 +61,3 @@ def model_shape(manifest: Manifest) -> ModelShape:
         source_context=config.source_context if config.is_encoder_decoder else None,
         decoder_start_id=manifest.decoder_start_id,
     )
-
-
-def load_decode(folder: Path, manifest: Manifest) -> Decode:
-    """The artefact's function from output ids to text, special tokens skipped.
-
-    Raises:
-        StartupError: when the tokenizer cannot be read.
-    """
-    name = TARGET_TOKENIZER if TARGET_TOKENIZER in manifest.files else TOKENIZER
-    try:
-        tokenizer = Tokenizer.from_file(str(folder / name))
-    except Exception as error:
-        raise StartupError([f"{folder / name}: {error}"]) from error
-
-    def decode(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    return decode

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from model.config import ModelConfig
 from service.engine.batch import KVMove
+from service.errors import StartupError
 
 Float32 = npt.NDArray[np.float32]
 
@@ -46,9 +47,21 @@ class SlotKV:
     """K/V of a fixed number of rows, each with room for a whole context.
 
     Memory is reserved at once and touched as it is used: a row that nobody has filled costs address space only.
+
+    Args:
+        config: the model's sizes.
+        num_slots: how many rows.
+        memory_limit: bytes that there are, None where that is not known.
+
+    Raises:
+        StartupError: when all rows together need more.
     """
 
-    def __init__(self, config: ModelConfig, num_slots: int) -> None:
+    def __init__(self, config: ModelConfig, num_slots: int, memory_limit: int | None) -> None:
+        positions = config.context + (config.source_context if config.is_encoder_decoder else 0)
+        needed = num_slots * positions * config.kv_bytes_per_token
+        if memory_limit is not None and needed > memory_limit:
+            raise StartupError([f"K/V of {num_slots} slots needs {needed} bytes, there are {memory_limit}"])
         num_tensors = 2 * config.num_layers
         row = (config.num_kv_heads, config.context, config.head_dim)
         cross_row = (config.num_kv_heads, config.source_context, config.head_dim)

@@ -6,7 +6,7 @@ ask of it is wider than any one of its schedules.
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,7 @@ class _Replay:
                 self._num_computed[feed.row] += feed.count
             moves = tuple(self._release())
 
-    def _batch(self, feeds: abc.Sequence[Feed], moves: tuple[KVMove, ...]) -> ScheduledBatch:
+    def _batch(self, feeds: Sequence[Feed], moves: tuple[KVMove, ...]) -> ScheduledBatch:
         joining = [(self._slots.append(feed.row), feed.row) for feed in feeds if feed.start == 0]
         sources = [
             EncodeRow(slot, tuple(self._case.sources[row].tolist())) for slot, row in joining if self._case.sources

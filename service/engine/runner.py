@@ -95,11 +95,11 @@ class OrtRunner:
         self._total_sequence_length[...] = max(positions) + 1
         self._source_lengths[:num_rows] = [row.source_length for row in rows]
         if num_rows not in self._decode_bindings:
-            self._decode_bindings[num_rows] = self._bind(
-                slice(num_rows),
-                self._input_ids[:num_rows],
-                self._position_ids[:num_rows],
-                self._logits_indices[:num_rows],
+            binding = self._decode_bindings[num_rows] = self._bind(slice(num_rows))
+            binding.bind_inputs(
+                self._token_inputs(
+                    self._input_ids[:num_rows], self._position_ids[:num_rows], self._logits_indices[:num_rows]
+                )
             )
         self._decode_bindings[num_rows].run()
 
@@ -113,21 +113,25 @@ class OrtRunner:
         self._seqlens_k[row] = chunk.start + length - 1
         self._total_sequence_length[...] = chunk.start + length
         if chunk.slot not in self._prefill_bindings:
-            self._prefill_bindings[chunk.slot] = self._bind(row, input_ids, position_ids, last)
+            self._prefill_bindings[chunk.slot] = self._bind(row)
         binding = self._prefill_bindings[chunk.slot]
-        binding.bind_inputs(self._token_inputs(input_ids, position_ids) | {"logits_indices": last})
+        binding.bind_inputs(self._token_inputs(input_ids, position_ids, last))
         binding.run()
 
-    def _token_inputs(self, input_ids: Array, position_ids: Array) -> dict[str, Array]:
-        inputs = {"input_ids": input_ids}
-        return inputs | {"position_ids": position_ids} if self._has_position_ids else inputs
+    def _token_inputs(self, input_ids: Array, position_ids: Array, logits_indices: Array) -> dict[str, Array]:
+        inputs = {"input_ids": input_ids, "logits_indices": logits_indices}
+        if self._has_position_ids:
+            inputs["position_ids"] = position_ids
+        return inputs
 
-    def _bind(self, rows: slice, input_ids: Array, position_ids: Array, logits_indices: Array) -> Binding:
-        """Ties the decoder to the given slots; a binding is made once and lasts as long as the runner."""
-        inputs = self._token_inputs(input_ids, position_ids) | {
+    def _bind(self, rows: slice) -> Binding:
+        """Ties the decoder to the given slots, all but the tokens.
+
+        A binding is made once for each slot and each number of rows, and lasts as long as the runner.
+        """
+        inputs: dict[str, Array] = {
             "seqlens_k": self._seqlens_k[rows],
             "total_sequence_length": self._total_sequence_length,
-            "logits_indices": logits_indices,
         }
         outputs: dict[str, Array] = {"logits": self._logits[rows]}
         for name, buffer in zip(self._names, self.kv.own, strict=True):

@@ -7,7 +7,7 @@ Salmon et al., 2011) keyed by its seed, at a counter that is the token's positio
 any company and after any interruption.
 
 Only what cannot change a row's bits runs over the whole batch: arg-max, maxima, minima. Everything else goes row by
-row, and everything that adds up in float64. Knows nothing of sequences, slots' contents or text.
+row, and everything that adds up in float64. Knows nothing of requests, slots' contents or text.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from service.engine.batch import SampleRow
-from service.engine.failure import report_failure
 from service.engine.types import SamplingParams, TokenLogprobs
-from service.errors import EngineFailed
 
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
 
 # Below this sampling is greedy, as in vLLM: float32 could not hold the scaled logits.
 _MIN_TEMPERATURE = 1e-5
@@ -39,10 +40,54 @@ class SampledToken:
     logprobs: TokenLogprobs | None
 
 
+class Draws:
+    """Uniform draws by seed and position: always those of a fresh `Philox(key=seed, counter=position)`.
+
+    Making one takes ten times as long as setting the state of one that is there.
+    """
+
+    def __init__(self) -> None:
+        self._bits = np.random.Philox(0)
+        self._generator = np.random.Generator(self._bits)
+
+    def uniform(self, seed: int, position: int) -> float:
+        """The draw in [0, 1) that belongs to the token at `position` of a request with this seed (uint64)."""
+        # The buffer of four words counts as used up, so that the draw comes from this key and counter alone.
+        state: Any = {
+            "bit_generator": "Philox",
+            "state": {"key": (seed, 0), "counter": (position, 0, 0, 0)},
+            "buffer": (0, 0, 0, 0),
+            "buffer_pos": 4,
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+        self._bits.state = state
+        return self._generator.random()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The tokens left of a row, by ascending id, and their weights: in proportion to probability, the best one's is 1.
+
+    `token_ids` is None where the whole vocabulary is left, so that `weights[i]` is token i's.
+    """
+
+    token_ids: Int64 | None
+    weights: Float32
+
+    def keep(self, indices: Int64) -> Candidates:
+        """Those at the given places."""
+        token_ids = indices if self.token_ids is None else self.token_ids[indices]
+        return Candidates(token_ids, self.weights[indices])
+
+
 class Sampler:
     """Chooses the next token of every row that wants one."""
 
-    def sample(self, logits: Float32, samples: Sequence[SampleRow]) -> tuple[SampledToken | EngineFailed, ...]:
+    def __init__(self) -> None:
+        self._draws = Draws()
+
+    def sample(self, logits: Float32, samples: Sequence[SampleRow]) -> tuple[SampledToken | None, ...]:
         """One result for each of `samples`, in their order.
 
         Args:
@@ -50,21 +95,30 @@ class Sampler:
             samples: which rows, and how.
 
         Returns:
-            Tokens; a row whose logits are not all finite fails alone, and the reason goes to the log.
+            Tokens; None for a row whose logits are not all finite.
         """
         if not samples:
             return ()
         rows = _select(logits, [sample.slot for sample in samples])
         greedy = rows.argmax(axis=1).tolist()
         # Extremes carry a NaN or an infinity out of any row, at a fraction of the cost of looking at every value.
-        with np.errstate(invalid="ignore"):
-            finite = (np.isfinite(rows.max(axis=1)) & np.isfinite(rows.min(axis=1))).tolist()
-        return tuple(
-            _sample_row(row, sample, argmax)
-            if is_finite
-            else report_failure(f"non-finite logits in slot {sample.slot}")
-            for row, sample, argmax, is_finite in zip(rows, samples, greedy, finite, strict=True)
-        )
+        with np.errstate(invalid="ignore", over="ignore"):
+            highest = rows.max(axis=1)
+            finite = (np.isfinite(highest) & np.isfinite(rows.min(axis=1))).tolist()
+            return tuple(
+                self._sample_row(row, sample, argmax, maximum) if is_finite else None
+                for row, sample, argmax, maximum, is_finite in zip(rows, samples, greedy, highest, finite, strict=True)
+            )
+
+    def _sample_row(self, row: Float32, sample: SampleRow, argmax: int, highest: np.float32) -> SampledToken:
+        if sample.params.temperature < _MIN_TEMPERATURE:
+            token_id = argmax
+        else:
+            candidates = truncate(row, sample.params, highest)
+            index = _invert(candidates.weights, self._draws.uniform(sample.seed, sample.position))
+            token_id = index if candidates.token_ids is None else int(candidates.token_ids[index])
+        logprobs = None if sample.logprobs is None else compute_logprobs(row, token_id, sample.logprobs)
+        return SampledToken(token_id, logprobs)
 
 
 def _select(logits: Float32, slots: list[int]) -> Float32:
@@ -72,42 +126,31 @@ def _select(logits: Float32, slots: list[int]) -> Float32:
     return logits[: len(slots)] if slots == list(range(len(slots))) else logits[slots]
 
 
-def _sample_row(row: Float32, sample: SampleRow, argmax: int) -> SampledToken:
-    if sample.params.temperature < _MIN_TEMPERATURE:
-        token_id = argmax
-    else:
-        token_id = _invert(truncated_weights(row, sample.params), uniform(sample.seed, sample.position))
-    logprobs = None if sample.logprobs is None else compute_logprobs(row, token_id, sample.logprobs)
-    return SampledToken(token_id, logprobs)
-
-
-def uniform(seed: int, position: int) -> float:
-    """The draw in [0, 1) that belongs to the token at `position` of a request with this seed (uint64)."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
-
-
-def truncated_weights(row: Float32, params: SamplingParams) -> Float32:
+def truncate(row: Float32, params: SamplingParams, highest: np.float32) -> Candidates:
     """What temperature, min-p, top-k and top-p leave of a row.
 
     Args:
         row: `[V] float32` finite logits.
         params: temperature 1e-5 or more.
-
-    Returns:
-        `[V] float32`, proportional to the probabilities; the best token's is 1, those left out have 0.
+        highest: the row's maximum.
     """
     # Shifted before it is scaled, so that the best token's value is 0 and whatever overflows is as unlikely as it gets.
-    with np.errstate(over="ignore"):
-        scaled: Float32 = (row - row.max()) / params.temperature
-    weights: Float32 = np.exp(scaled)
+    scaled: Float32 = row - highest
+    if params.temperature != 1:
+        scaled /= params.temperature
     threshold = math.log(params.min_p) if params.min_p > 0 else -math.inf
     if 0 < params.top_k < len(scaled):
         threshold = max(threshold, float(np.partition(scaled, -params.top_k)[-params.top_k]))
+    token_ids = None
     if threshold > -math.inf:
-        weights = np.where(scaled >= threshold, weights, np.float32(0))
+        # Before the exponential, of which few are needed then.
+        token_ids = (scaled >= threshold).nonzero()[0]
+        scaled = scaled[token_ids]
+    candidates = Candidates(token_ids, np.exp(scaled, out=scaled))
     if params.top_p < 1:
-        weights = np.where(weights >= _nucleus_threshold(weights, params.top_p), weights, np.float32(0))
-    return weights
+        weights = candidates.weights
+        candidates = candidates.keep((weights >= _nucleus_threshold(weights, params.top_p)).nonzero()[0])
+    return candidates
 
 
 def _nucleus_threshold(weights: Float32, top_p: float) -> float:
@@ -115,26 +158,31 @@ def _nucleus_threshold(weights: Float32, top_p: float) -> float:
     total = float(weights.sum(dtype=np.float64))
     # The tokens below this share hold less than 1 - top_p together, so that none of them is needed; leaving them out
     # of the sort makes a peaked distribution over a large vocabulary cheap.
-    candidates = weights[np.flatnonzero(weights >= (1 - top_p) * total / len(weights))]
-    descending = np.sort(candidates)[::-1]
-    last = int(np.searchsorted(np.cumsum(descending, dtype=np.float64), top_p * total, side="left"))
-    return float(descending[min(last, len(descending) - 1)])
+    candidates = weights[(weights >= (1 - top_p) * total / len(weights)).nonzero()[0]]
+    candidates.sort()
+    descending = candidates[::-1]
+    return float(descending[_locate(descending, _running_totals(descending), top_p * total, "left")])
 
 
 def _invert(weights: Float32, draw: float) -> int:
-    """The index at which the running total of `weights` first exceeds `draw`, a share of the whole in [0, 1).
+    """The index at which the running total of `weights` first exceeds `draw`, a share of the whole in [0, 1)."""
+    totals = _running_totals(weights)
+    return _locate(weights, totals, draw * float(totals[-1]), "right")
 
-    Goes by blocks first: a running total over a whole vocabulary costs more than all the rest of sampling.
-    """
-    starts = np.arange(0, len(weights), _BLOCK)
-    totals = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
-    target = draw * totals[-1]
-    block = int(np.searchsorted(totals, target, side="right"))
+
+def _running_totals(weights: Float32) -> Float64:
+    """Running totals of whole blocks: one of every weight would cost more than all the rest of sampling."""
+    return np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64).cumsum()
+
+
+def _locate(weights: Float32, totals: Float64, target: float, side: Literal["left", "right"]) -> int:
+    """The index at which the running total of `weights` first reaches `target` (left) or exceeds it (right)."""
+    block = min(int(totals.searchsorted(target, side=side)), len(totals) - 1)
     members = weights[block * _BLOCK : (block + 1) * _BLOCK]
     before = totals[block - 1] if block else 0.0
-    index = int(np.searchsorted(before + np.cumsum(members, dtype=np.float64), target, side="right"))
+    index = int((before + members.cumsum(dtype=np.float64)).searchsorted(target, side=side))
     # A block's members, added one by one, can fall short of its total by a rounding error.
-    return block * _BLOCK + (index if index < len(members) else int(np.flatnonzero(members)[-1]))
+    return block * _BLOCK + (index if index < len(members) else int(members.nonzero()[0][-1]))
 
 
 def compute_logprobs(row: Float32, token_id: int, num_top: int) -> TokenLogprobs:

@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections import OrderedDict, abc, deque
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from service.engine.batch import KVMove, ScheduledBatch
+from service.engine.deadlines import Deadlines
+from service.engine.failure import report_failure
 from service.engine.plan import Pieces, StepPlan
 from service.engine.sampler import SampledToken
 from service.engine.sequence import Sequence
@@ -38,11 +40,12 @@ from service.errors import EngineFailed, InvalidRequest, PromptTooLong, StartupE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What an operator may choose.
+    """How much runs at once.
 
-    `max_batch_size` is the number of slots, each with K/V memory for a whole context; `prefill_chunk` how many prompt
-    tokens one run computes; `max_prefill_tokens` how many a step computes at most, and so how long running streams can
-    be held up; `source_padding` the multiple to which sources are padded.
+    The operator chooses `max_batch_size`, the number of slots, each with K/V memory for a whole context, and
+    `prefill_chunk`, how many prompt tokens one run computes. Whoever builds the engine sets the rest:
+    `max_prefill_tokens`, how many a step computes at most, and so how long running streams can be held up;
+    `source_padding`, the multiple to which sources are padded.
 
     Raises:
         StartupError: listing every value out of range.
@@ -86,7 +89,7 @@ class Scheduler:
     """Owns every sequence, the waiting queue and the slots.
 
     Args:
-        limits: what the operator chose.
+        limits: how much runs at once.
         model: what the model dictates.
         decode: ids to text, for requests with stop strings.
         draw_seed: a fresh uint64 for each request that brings no seed.
@@ -111,7 +114,8 @@ class Scheduler:
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._slots: SlotTable[Sequence] = SlotTable(limits.max_batch_size)
         self._live: dict[str, Sequence] = {}
-        self._aborted: set[str] = set()
+        self._deadlines = Deadlines()
+        self._aborted: list[str] = []
         self._moves: list[KVMove] = []
         self._events: list[TokenEvent] = []
 
@@ -150,11 +154,12 @@ class Scheduler:
             raise InvalidRequest("request_id", request.request_id, "must not be in use by another request")
         sequence = self._new_sequence(request)
         self._live[request.request_id] = self._waiting[request.request_id] = sequence
+        self._deadlines.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step boundary; one that is over already is left alone."""
         if request_id in self._live:
-            self._aborted.add(request_id)
+            self._aborted.append(request_id)
 
     def schedule(self, now: float) -> ScheduledBatch:
         """Lets go of who must leave, admits who can start, and plans one step.
@@ -173,11 +178,12 @@ class Scheduler:
         return plan.build(moves, self._slots)
 
     def commit(
-        self, batch: ScheduledBatch, sampled: abc.Sequence[SampledToken | EngineFailed], now: float
+        self, batch: ScheduledBatch, sampled: Collection[SampledToken | None], now: float
     ) -> tuple[TokenEvent, ...]:
         """Moves every sequence of `batch` forward: the only place where that happens.
 
-        `sampled` answers `batch.samples` one by one. Returns all events since the last call, in schedule order.
+        `sampled` answers `batch.samples` one by one; None ends the sequence as failed, as does text that cannot be
+        made. Returns all events since the last call, in schedule order.
         """
         for slot, row in enumerate(batch.decode):
             if not row.is_padding:
@@ -192,14 +198,22 @@ class Scheduler:
         self._release(finished)
         return self._take_events()
 
-    def fail_running(self, error: EngineFailed, now: float) -> tuple[TokenEvent, ...]:
-        """Ends every sequence that holds a slot, because a step failed and their K/V is in doubt."""
+    def fail_running(self, error_id: str, now: float) -> tuple[TokenEvent, ...]:
+        """Ends every sequence that holds a slot, because a step failed and their K/V is in doubt.
+
+        Each gets an `EngineFailed` of its own under the one id: an error is raised once, in one request's stream.
+        """
         for sequence in self._slots:
             if sequence.request.request_id in self._live:
-                self._end(sequence, TokenEvent(request_id=sequence.request.request_id, error=error), now)
+                self._fail(sequence, EngineFailed(error_id), now)
         self._slots = SlotTable(self._limits.max_batch_size)
         self._moves.clear()
         return self._take_events()
+
+    @property
+    def running_ids(self) -> tuple[str, ...]:
+        """The requests that hold a slot."""
+        return tuple(sequence.request.request_id for sequence in self._slots)
 
     def check_invariants(self) -> None:
         """Asserts what holds between steps: every live sequence is in one place, and every resident one has K/V.
@@ -240,34 +254,48 @@ class Scheduler:
         )
 
     def _reap(self, now: float) -> None:
-        """Ends aborted and expired sequences, wherever they are."""
-        leaving = [
-            (sequence, FinishReason.CANCELLED if request_id in self._aborted else FinishReason.DEADLINE)
-            for request_id, sequence in self._live.items()
-            if request_id in self._aborted
-            or (sequence.request.deadline is not None and now >= sequence.request.deadline)
-        ]
-        for sequence, reason in leaving:
-            request_id = sequence.request.request_id
-            self._waiting.pop(request_id, None)
-            event = TokenEvent(request_id=request_id, text=sequence.flush_text(), finish_reason=reason)
-            self._end(sequence, event, now)
+        """Ends expired and aborted sequences, wherever they are.
+
+        An expired one is told so even if it was aborted: a transport's deadline cancels the call at the same moment.
+        """
+        num_live = len(self._live)
+        for sequence in self._deadlines.take_expired(now):
+            self._leave(sequence, FinishReason.DEADLINE, now)
+        for request_id in self._aborted:
+            if request_id in self._live:
+                self._leave(self._live[request_id], FinishReason.CANCELLED, now)
         self._aborted.clear()
-        if leaving:
+        if len(self._live) < num_live:
             self._release(
                 slot for slot, sequence in enumerate(self._slots) if sequence.request.request_id not in self._live
             )
 
-    def _advance(self, sequence: Sequence, result: SampledToken | EngineFailed, now: float) -> bool:
+    def _leave(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        """Ends a sequence between two tokens, with the text that was held back."""
+        request_id = sequence.request.request_id
+        self._waiting.pop(request_id, None)
+        try:
+            text = sequence.flush_text()
+        except Exception as cause:  # a decoder's own: nobody else is concerned
+            self._fail(sequence, report_failure(f"request {request_id}: no text could be made", cause), now)
+        else:
+            self._end(sequence, TokenEvent(request_id=request_id, text=text, finish_reason=reason), now)
+
+    def _advance(self, sequence: Sequence, result: SampledToken | None, now: float) -> bool:
         """Appends a sampled token and tells of it; whether the sequence is over."""
         request_id = sequence.request.request_id
-        if isinstance(result, EngineFailed):
-            self._end(sequence, TokenEvent(request_id=request_id, error=result), now)
+        if result is None:
+            self._fail(sequence, report_failure(f"request {request_id}: its logits are not finite"), now)
             return True
-        appended = sequence.append(result.token_id, now)
+        try:
+            appended = sequence.append(result.token_id, now)
+        except Exception as cause:  # a decoder's own: the neighbours' K/V and tokens are sound
+            self._fail(sequence, report_failure(f"request {request_id}: no text could be made", cause), now)
+            return True
         event = TokenEvent(
             request_id=request_id,
             token_id=result.token_id,
+            is_mute=appended.is_mute,
             text=appended.text,
             logprobs=result.logprobs,
             finish_reason=appended.finish_reason,
@@ -279,9 +307,13 @@ class Scheduler:
         self._end(sequence, event, now)
         return True
 
+    def _fail(self, sequence: Sequence, error: EngineFailed, now: float) -> None:
+        self._end(sequence, TokenEvent(request_id=sequence.request.request_id, error=error), now)
+
     def _end(self, sequence: Sequence, event: TokenEvent, now: float) -> None:
         """Makes `event` the sequence's terminal one; its slot is still its own."""
         del self._live[sequence.request.request_id]
+        self._deadlines.discard(sequence)
         self._events.append(dataclasses.replace(event, timings=sequence.timings(now)))
 
     def _release(self, slots: Iterable[int]) -> None:

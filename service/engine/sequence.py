@@ -8,7 +8,7 @@ up with `num_tokens`; there is no prefill phase and no decode phase (as in vLLM'
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from service.engine.text import TextStream
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings
@@ -16,20 +16,24 @@ from service.engine.types import FinishReason, GenerationRequest, RequestTimings
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """What one more token meant: the text it settled (None where nobody asked), and why the output ends, if it does."""
+    """What one more token meant: the text it settled (None where nobody asked), and why the output ends, if it does.
+
+    `is_mute` says that the token itself has no text: an end of sequence, or a stop token that is not to be included.
+    """
 
     text: str | None
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
+    is_mute: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     """One request in the engine.
 
-    `token_ids` are the decoder's, of which the first `num_prompt_tokens` were given and `num_computed_tokens` are in
-    the KV cache. `max_num_tokens` is where the output must end at the latest. `text` is there only for requests with
-    stop strings; everyone else's tokens become text outside the engine.
+    `token_ids` are the decoder's, of which the first `num_computed_tokens` are in the KV cache. `max_num_tokens` is
+    where the output must end at the latest. `text` is there only for requests with stop strings; everyone else's
+    tokens become text outside the engine.
     """
 
     request: GenerationRequest
@@ -39,38 +43,27 @@ class Sequence:
     eos_ids: frozenset[int]
     seed: int
     text: TextStream | None
-    num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     scheduled_time: float | None = None
     first_token_time: float | None = None
-
-    def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
         """Decoder tokens known so far, prompt and output."""
         return len(self.token_ids)
 
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """How many tokens the KV cache lacks; one for a sequence that is decoding."""
-        return len(self.token_ids) - self.num_computed_tokens
-
     def append(self, token_id: int, now: float) -> Appended:
-        """Adds a generated token and decides whether the output ends with it.
-
-        An end-of-sequence token has no text; neither has a stop token, unless the request wants it included.
-        """
+        """Adds a generated token and decides whether the output ends with it."""
         self.token_ids.append(token_id)
         if self.first_token_time is None:
             self.first_token_time = now
         stopping = self.request.stopping
         if token_id in self.eos_ids:
-            return Appended(self.flush_text(), FinishReason.END_OF_SEQUENCE)
+            return Appended(self.flush_text(), FinishReason.END_OF_SEQUENCE, is_mute=True)
         if token_id in stopping.stop_token_ids:
-            text = self._push_text(token_id) if stopping.include_stop_in_output else None
-            return Appended(_join(text, self.flush_text()), FinishReason.STOP, token_id)
+            is_mute = not stopping.include_stop_in_output
+            text = None if is_mute else self._push_text(token_id)
+            return Appended(_join(text, self.flush_text()), FinishReason.STOP, token_id, is_mute)
         text = self._push_text(token_id)
         if self.text is not None and self.text.matched_stop is not None:
             return Appended(text, FinishReason.STOP, self.text.matched_stop)

@@ -87,10 +87,13 @@ class Binding:
         self._session = session
         self._binding = session.io_binding()
         # ONNX Runtime sees addresses: these keep the memory behind them alive.
-        self._values: dict[str, Any] = {}
+        self._values: dict[str, tuple[Array, Any]] = {}
         self.bind_inputs(inputs)
+        # What is read and written in place is one tensor under two names.
+        shared = {id(array): value for array, value in self._values.values()}
         for name, array in outputs.items():
-            self._binding.bind_ortvalue_output(name, self._wrap(name, array))
+            value = shared[id(array)] if id(array) in shared else self._wrap(name, array)
+            self._binding.bind_ortvalue_output(name, value)
 
     def bind_inputs(self, inputs: Mapping[str, Array]) -> None:
         """Ties inputs to other arrays, of other shapes if need be."""

@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Well-formed text never holds back this many; ill-formed text must not be held back for ever.
-_MAX_HELD_CHARACTERS = 16
-# The longest character has four bytes, so that at most three can be waiting for the rest of theirs.
-_MAX_INCOMPLETE_CHARACTERS = 3
+# Well-formed text settles within the four bytes of a character; ill-formed text must not be held back, and decoded
+# again with every token, for ever.
+_MAX_HELD_TOKENS = 16
+# Tokens of a character that still lacks its last byte, at most.
+_MAX_INCOMPLETE_TOKENS = 3
+# One may hide a space that a decoder strips from either end; so many cannot.
+_COPIES_THAT_SHOW_TEXT = 3
 
 
 class TextStream:
@@ -25,6 +28,8 @@ class TextStream:
     string. That holds for every decoder whose text only ever grows once its trailing replacement characters are set
     aside: byte-level, character and word pieces do. (A byte-fallback decoder may take a character back when an
     invalid byte follows it; text already returned then stands.)
+
+    A token costs a few decodes of a bounded number of tokens, however long the output is and whatever it says.
 
     Args:
         decode: ids to text, special tokens skipped.
@@ -40,8 +45,10 @@ class TextStream:
         self._matched_stop: str | None = None
         # Decoding restarts at the last settled token rather than at the first, so that a token costs the same however
         # long the output is; the tokens before it are the context which tells a decoder that it is not at the start.
+        # `_text` is what both decode to; of it, the first `_num_settled` characters are given out.
         self._context: list[int] = []
         self._recent: list[int] = []
+        self._text = ""
         self._context_length = 0
         self._num_settled = 0
         self._unmatched = ""
@@ -55,30 +62,42 @@ class TextStream:
         """Takes the next token; the text that is certain because of it, often one word, sometimes nothing."""
         if self._matched_stop is not None:
             return ""
+        text = self._decode([*self._context, *self._recent, token_id])
+        if text == self._text and not self._decode([token_id] * _COPIES_THAT_SHOW_TEXT):
+            # A control token: kept, many of them would make every later decode longer.
+            return ""
         self._recent.append(token_id)
-        text = self._decode(self._context + self._recent)
-        settled = text.rstrip(_REPLACEMENT)
-        if len(text) - len(settled) > _MAX_HELD_CHARACTERS:
-            settled = text[:-_MAX_INCOMPLETE_CHARACTERS]
-        piece = settled[self._num_settled :]
-        self._num_settled = max(self._num_settled, len(settled))
-        if len(settled) == len(text) > self._context_length:
-            self._restart()
+        self._text = text
+        settled = len(text.rstrip(_REPLACEMENT))
+        is_overdue = len(self._recent) > _MAX_HELD_TOKENS
+        num_kept = 0
+        if is_overdue and settled < len(text):
+            num_kept = _MAX_INCOMPLETE_TOKENS
+            settled = max(settled, len(self._decode(self._context + self._recent[:-num_kept])))
+        piece = text[self._num_settled : settled]
+        self._num_settled = max(self._num_settled, settled)
+        if is_overdue or settled == len(text) > self._context_length:
+            self._restart(num_kept)
         return self._release(piece)
 
     def flush(self) -> str:
         """Ends the text; what was held back, incomplete characters as U+FFFD."""
         if self._matched_stop is not None:
             return ""
-        piece = self._decode(self._context + self._recent)[self._num_settled :]
+        piece = self._text[self._num_settled :]
         self._num_settled += len(piece)
         rest, self._unmatched = self._unmatched + piece, ""
         return rest
 
-    def _restart(self) -> None:
-        """Makes the recent tokens the context of those to come."""
-        self._context, self._recent = self._recent, []
-        self._context_length = self._num_settled = len(self._decode(self._context))
+    def _restart(self, num_kept: int) -> None:
+        """Makes the recent tokens, but for the last `num_kept`, the context of those to come."""
+        num_unsettled = len(self._text) - self._num_settled
+        num_context = len(self._recent) - num_kept
+        self._context, self._recent = self._recent[:num_context], self._recent[num_context:]
+        self._text = self._decode(self._context + self._recent)
+        # From the end, since what is left of the text may begin within a character.
+        self._num_settled = len(self._text) - num_unsettled
+        self._context_length = len(self._decode(self._context)) if num_kept else len(self._text)
 
     def _release(self, piece: str) -> str:
         """Passes text on as far as no stop string can begin in it, or up to the one that matched."""

@@ -85,12 +85,14 @@ class RequestTimings:
 class TokenEvent:
     """What one step did for one request: at most one new token, and on the last event why it ended.
 
-    `text` is set only where the engine detokenises (requests with stop strings); elsewhere the consumer does.
+    `text` is set only where the engine detokenises (requests with stop strings); elsewhere the consumer does, and
+    `is_mute` says that the token has no text: an end of sequence, or a stop token that is not to be included.
     Exactly one event of a request is terminal: it has `finish_reason` or `error`, never both, and `timings`.
     """
 
     request_id: str
     token_id: int | None = None
+    is_mute: bool = False
     text: str | None = None
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
@@ -108,15 +110,16 @@ class TokenEvent:
 class StepStats:
     """One step in numbers, for metrics: rows and tokens that did work, padding that did not, seconds spent.
 
-    `host_seconds` is the time of the step outside the graph; `num_running`, `num_waiting` and
-    `kv_usage_ratio` describe the moment after the step.
+    `host_seconds` is how long the graphs stood still before this step's run while there was work for them: sampling,
+    events, new requests, waiting for the interpreter's lock; None for the first run after a pause. A step that failed
+    counts as no work. `num_running`, `num_waiting` and `kv_usage_ratio` describe the moment after the step.
     """
 
     num_rows: int
     num_tokens: int
     num_padding_tokens: int
     run_seconds: float
-    host_seconds: float
+    host_seconds: float | None
     num_running: int
     num_waiting: int
     kv_usage_ratio: float

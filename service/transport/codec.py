@@ -26,7 +26,6 @@ FINISH_REASONS: Mapping[FinishReason, pb.FinishReason.ValueType] = {
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
 
-_NOT_OFFERED = "is not offered by this server"
 _DEFAULT_MAX_TOKENS = 256
 
 
@@ -41,6 +40,7 @@ def decode_generate(
         InvalidRequest: naming the first field beyond its limit.
         UnsupportedFeature: naming the first field that asks for what is not offered.
     """
+    _check_unsupported(message)
     _refuse_unsupported(message)
     return GenerateCall(
         request_id=_request_id(message.request_id, limits) or draw_id(),
@@ -51,6 +51,24 @@ def decode_generate(
         logprobs=_logprobs(message.response, limits),
         timeout_seconds=_timeout(message),
     )
+
+
+def _check_unsupported(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> None:
+    """A bad value is the client's mistake even in a field that is not offered, and the more useful answer."""
+    sampling, beams = message.sampling, message.beam_search
+    repetition, number = _given(sampling, "repetition_penalty", 1.0), _given(sampling, "n", 1)
+    _require("sampling.repetition_penalty", repetition, "must be above 0 and at most 2", valid=0 < repetition <= 2)
+    for name in ("presence_penalty", "frequency_penalty"):
+        penalty = getattr(sampling, name)
+        _require(f"sampling.{name}", penalty, "must be from -2 to 2", valid=-2 <= penalty <= 2)
+    _require("sampling.n", number, "must be at least 1", valid=number >= 1)
+    for token_id, bias in sampling.logit_bias.items():
+        _require(f"sampling.logit_bias[{token_id}]", bias, "must be finite", valid=math.isfinite(bias))
+    min_tokens, prompt_logprobs = message.stopping.min_tokens, message.response.prompt_logprobs
+    _require("stopping.min_tokens", min_tokens, "must be at least 0", valid=min_tokens >= 0)
+    _require("response.prompt_logprobs", prompt_logprobs, "must be at least 0", valid=prompt_logprobs >= 0)
+    if message.HasField("beam_search"):
+        _require("beam_search.beam_size", beams.beam_size, "must be at least 1", valid=beams.beam_size >= 1)
 
 
 def _refuse_unsupported(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> None:
@@ -73,7 +91,7 @@ def _refuse_unsupported(message: pb.GenerateRequest | pb.GenerateStreamRequest) 
     }
     for field, is_asked in asked.items():
         if is_asked:
-            raise UnsupportedFeature(field, _NOT_OFFERED)
+            raise UnsupportedFeature(field)
 
 
 def _request_id(value: str, limits: RequestLimits) -> str:
@@ -84,15 +102,16 @@ def _request_id(value: str, limits: RequestLimits) -> str:
 
 
 def _prompt(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> str | tuple[int, ...]:
+    prompt: str | tuple[int, ...]
     match message.WhichOneof("prompt"):
         case "text":
-            prompt: str | tuple[int, ...] = message.text
+            field, prompt = "prompt.text", message.text
         case "token_ids":
-            prompt = tuple(message.token_ids.ids)
+            field, prompt = "prompt.token_ids.ids", tuple(message.token_ids.ids)
         case _:
             raise InvalidRequest("prompt", None, "must be set")
     if not prompt:
-        raise InvalidRequest(f"prompt.{message.WhichOneof('prompt')}", prompt, "must not be empty")
+        raise InvalidRequest(field, prompt, "must not be empty")
     return prompt
 
 
@@ -103,8 +122,6 @@ def _sampling(message: pb.SamplingParams) -> SamplingParams:
     _require("sampling.top_p", top_p, "must be above 0 and at most 1", valid=0 < top_p <= 1)
     _require("sampling.top_k", message.top_k, "must be at least 0 (0 is off)", valid=message.top_k >= 0)
     _require("sampling.min_p", message.min_p, "must be from 0 to 1", valid=0 <= message.min_p <= 1)
-    number = _given(message, "n", 1)
-    _require("sampling.n", number, "must be at least 1", valid=number >= 1)
     return SamplingParams(
         temperature=temperature,
         top_p=top_p,
@@ -119,7 +136,6 @@ def _stopping(message: pb.StoppingParams, limits: RequestLimits) -> StoppingPara
     # The default is not the client's mistake where an operator allows less.
     max_tokens = max_tokens if message.HasField("max_tokens") else min(max_tokens, most)
     _require("stopping.max_tokens", max_tokens, f"must be from 1 to {most}", valid=1 <= max_tokens <= most)
-    _require("stopping.min_tokens", message.min_tokens, "must be at least 0", valid=message.min_tokens >= 0)
     _require_count("stopping.stop", message.stop, limits.max_stop_strings)
     longest = limits.max_stop_string_length
     for index, text in enumerate(message.stop):

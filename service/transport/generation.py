@@ -6,10 +6,10 @@ The unary call is the stream, put together. Errors pass through; the interceptor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
 from contextlib import aclosing
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 import grpc
 
@@ -17,12 +17,14 @@ from model.tokenizer import Tokenizer
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer
 from service.config import RequestLimits
-from service.errors import InvalidRequest, UnsupportedFeature
-from service.generator import Accepted, Generator, Outcome, Piece
+from service.errors import InvalidRequest, RequestError, UnsupportedFeature
+from service.generator import Accepted, GenerateCall, Generator, Outcome, Piece
 from service.models import Models, ServedModel, check_ids
 from service.transport import codec
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_Asked = TypeVar("_Asked")
+_Answer = TypeVar("_Answer")
 
 
 class GenerationServicer(GenerationServiceServicer):
@@ -32,7 +34,7 @@ class GenerationServicer(GenerationServiceServicer):
         generator: runs them.
         models: what is served.
         limits: what one request may ask.
-        executor: where text is tokenised.
+        executor: where `Tokenize` and `Detokenize` work; not the generator's, or they would hold up its prompts.
     """
 
     def __init__(self, generator: Generator, models: Models, limits: RequestLimits, executor: Executor) -> None:
@@ -43,19 +45,21 @@ class GenerationServicer(GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """Collects the stream into one answer."""
-        call = codec.decode_generate(request, self._limits)
         response = pb.GenerateResponse()
         output = response.outputs.add()
-        async with aclosing(self._generator.run(call, context.time_remaining())) as parts:
+        # Joined once: a message's text cannot be appended to, only replaced.
+        texts: list[str] = []
+        async with aclosing(self._generator.run(self._decode(request), context.time_remaining())) as parts:
             async for part in parts:
                 match part:
                     case Accepted():
                         response.request_id, response.model = part.request_id, part.model
                     case Piece():
-                        output.text += part.text
+                        texts.append(part.text)
                         output.token_ids.extend(part.token_ids)
                         output.logprobs.extend(map(codec.encode_logprobs, part.logprobs))
                     case Outcome():
+                        output.text = "".join(texts)
                         _finish(output, part)
                         response.usage.CopyFrom(codec.encode_usage(part.num_prompt_tokens, part.num_generated_tokens))
                         response.timings.CopyFrom(codec.encode_timings(part.timings))
@@ -65,8 +69,7 @@ class GenerationServicer(GenerationServiceServicer):
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Sends each part as it comes; a client that is behind gets several tokens in one message."""
-        call = codec.decode_generate(request, self._limits)
-        async with aclosing(self._generator.run(call, context.time_remaining())) as parts:
+        async with aclosing(self._generator.run(self._decode(request), context.time_remaining())) as parts:
             async for part in parts:
                 for event in _events(part):
                     yield event
@@ -74,34 +77,53 @@ class GenerationServicer(GenerationServiceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Splits a text as `Generate` would, or bare."""
         tokenizer = _tokenizer(self._models.resolve(request.model), request.side, pb.TEXT_SIDE_PROMPT)
-        is_bare = request.HasField("add_special_tokens") and not request.add_special_tokens
-        encode = tokenizer.encode_plain if is_bare else tokenizer.encode
-        token_ids = await asyncio.get_running_loop().run_in_executor(self._executor, encode, request.text)
-        return pb.TokenizeResponse(token_ids=token_ids, tokens=[tokenizer.token(each) or "" for each in token_ids])
+        return await self._off_the_loop(_tokenize, tokenizer, request, self._limits.max_tokenize_bytes)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Joins tokens as an output's are joined."""
         tokenizer = _tokenizer(self._models.resolve(request.model), request.side, pb.TEXT_SIDE_OUTPUT)
-        token_ids = list(request.token_ids)
-        check_ids("token_ids", token_ids, tokenizer.vocab_size)
-        text = await asyncio.get_running_loop().run_in_executor(self._executor, tokenizer.decode, token_ids)
-        return pb.DetokenizeResponse(text=text)
+        return await self._off_the_loop(_detokenize, tokenizer, request, self._limits.max_detokenize_tokens)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Not offered."""
-        _refuse("Score")
+        raise UnsupportedFeature("Score")
 
     async def Estimate(self, request: pb.EstimateRequest, context: Context) -> pb.EstimateResponse:
         """Not offered."""
-        _refuse("Estimate")
+        raise UnsupportedFeature("Estimate")
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         """Not offered."""
-        _refuse("Explain")
+        raise UnsupportedFeature("Explain")
+
+    def _decode(self, request: pb.GenerateRequest | pb.GenerateStreamRequest) -> GenerateCall:
+        try:
+            return codec.decode_generate(request, self._limits)
+        except RequestError as error:
+            self._generator.refused(request.model, error)
+            raise
+
+    async def _off_the_loop(
+        self, work: Callable[[Tokenizer, _Asked, int], _Answer], tokenizer: Tokenizer, request: _Asked, limit: int
+    ) -> _Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, tokenizer, request, limit)
 
 
-def _refuse(method: str) -> NoReturn:
-    raise UnsupportedFeature(method, "is not offered by this server")
+def _tokenize(tokenizer: Tokenizer, request: pb.TokenizeRequest, max_bytes: int) -> pb.TokenizeResponse:
+    num_bytes = len(request.text.encode())
+    if num_bytes > max_bytes:
+        raise InvalidRequest("text", num_bytes, f"must have at most {max_bytes} bytes")
+    is_bare = request.HasField("add_special_tokens") and not request.add_special_tokens
+    token_ids = (tokenizer.encode_plain if is_bare else tokenizer.encode)(request.text)
+    return pb.TokenizeResponse(token_ids=token_ids, tokens=[tokenizer.token(each) or "" for each in token_ids])
+
+
+def _detokenize(tokenizer: Tokenizer, request: pb.DetokenizeRequest, max_tokens: int) -> pb.DetokenizeResponse:
+    token_ids = request.token_ids
+    if len(token_ids) > max_tokens:
+        raise InvalidRequest("token_ids", len(token_ids), f"must have at most {max_tokens} entries")
+    check_ids("token_ids", token_ids, tokenizer.vocab_size)
+    return pb.DetokenizeResponse(text=tokenizer.decode(token_ids))
 
 
 def _events(part: Accepted | Piece | Outcome) -> tuple[pb.GenerateStreamResponse, ...]:

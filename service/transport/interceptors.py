@@ -12,19 +12,21 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from prometheus_client import Counter
 
-from service.errors import InvalidRequest
+from service.errors import AnswerTooLarge, InvalidRequest
 from service.transport.status import Status, to_status
 
 _LOGGER = logging.getLogger(__name__)
 
+_TRANSIT_SECONDS = 0.01
+
 Context = grpc.aio.ServicerContext[Any, Any]
-Parse = Callable[[bytes], Any]
 UnaryHandler = Callable[[Any, Context], Awaitable[Any]]
 StreamHandler = Callable[[Any, Context], AsyncGenerator[Any, None]]
 
@@ -35,14 +37,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     Args:
         services: full names of the services whose calls are wrapped.
         handled: counts ended calls, labelled with the method's name and the status code's.
+        max_message_bytes: largest answer, or part of one.
     """
 
-    def __init__(self, services: Collection[str], handled: Counter) -> None:
+    def __init__(self, services: Collection[str], handled: Counter, max_message_bytes: int) -> None:
         self._services = frozenset(services)
         self._handled = handled
+        self._max_message_bytes = max_message_bytes
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def num_open(self) -> int:
+        """Handlers of wrapped calls that run."""
+        return self._num_open
 
     async def wait_idle(self) -> None:
         """Waits until no handler of a wrapped call runs; a cancelled one still does, until its `finally` is done."""
@@ -58,26 +67,25 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         service, _, method = handler_call_details.method.lstrip("/").partition("/")
         if handler is None or service not in self._services:
             return handler
-        # Requests are parsed in here and not by gRPC, which would answer garbage with UNKNOWN, uncounted.
-        parse, serialize = handler.request_deserializer, handler.response_serializer
+        # Requests are parsed in here and not by gRPC, which would answer garbage with UNKNOWN, uncounted; answers are
+        # serialised in here, or one that no message can hold would be counted as OK and end otherwise.
+        codec = _Codec(handler.request_deserializer, handler.response_serializer, self._max_message_bytes)
         if handler.response_streaming:
-            behaviour: Any = self._wrap_stream(handler.unary_stream, parse, method)
-            return grpc.unary_stream_rpc_method_handler(behaviour, response_serializer=serialize)
-        behaviour = self._wrap_unary(handler.unary_unary, parse, method)
-        return grpc.unary_unary_rpc_method_handler(behaviour, response_serializer=serialize)
+            return grpc.unary_stream_rpc_method_handler(self._wrap_stream(handler.unary_stream, codec, method))
+        return grpc.unary_unary_rpc_method_handler(self._wrap_unary(handler.unary_unary, codec, method))
 
-    def _wrap_unary(self, handler: UnaryHandler, parse: Parse, method: str) -> UnaryHandler:
-        async def call(data: bytes, context: Context) -> Any:
+    def _wrap_unary(self, handler: UnaryHandler, codec: _Codec, method: str) -> Any:
+        async def call(data: bytes, context: Context) -> bytes:
             async with self._watch(method, context):
-                return await handler(_parse(parse, data), context)
+                return codec.serialize(await handler(codec.parse(data), context))
 
         return call
 
-    def _wrap_stream(self, handler: StreamHandler, parse: Parse, method: str) -> StreamHandler:
-        async def call(data: bytes, context: Context) -> AsyncGenerator[Any, None]:
-            async with self._watch(method, context), aclosing(handler(_parse(parse, data), context)) as responses:
+    def _wrap_stream(self, handler: StreamHandler, codec: _Codec, method: str) -> Any:
+        async def call(data: bytes, context: Context) -> AsyncGenerator[bytes, None]:
+            async with self._watch(method, context), aclosing(handler(codec.parse(data), context)) as responses:
                 async for response in responses:
-                    yield response
+                    yield codec.serialize(response)
 
         return call
 
@@ -86,12 +94,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._num_open += 1
         self._idle.clear()
         started = time.monotonic()
+        # Now, not when it ends: the time that is left then may still be a few milliseconds.
+        timeout = context.time_remaining()
         status = Status(grpc.StatusCode.OK, "")
         try:
             try:
                 yield
             except (asyncio.CancelledError, GeneratorExit):
-                status = Status(_cancelled_code(context), "")
+                status = Status(_cancelled_code(time.monotonic() - started, timeout), "")
                 raise
             except Exception as error:
                 status = to_status(error)
@@ -107,15 +117,32 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 self._idle.set()
 
 
-def _parse(parse: Parse, data: bytes) -> Any:
-    try:
-        return parse(data)
-    except DecodeError as error:
-        raise InvalidRequest("request", f"{len(data)} bytes", "must be a message of the method's type") from error
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    """Bytes to a method's request, its answer to bytes."""
+
+    _parse: Callable[[bytes], Any]
+    _serialize: Callable[[Any], bytes]
+    _max_message_bytes: int
+
+    def parse(self, data: bytes) -> Any:
+        try:
+            return self._parse(data)
+        except DecodeError as error:
+            raise InvalidRequest("request", f"{len(data)} bytes", "must be a message of the method's type") from error
+
+    def serialize(self, answer: Any) -> bytes:
+        data = self._serialize(answer)
+        if len(data) > self._max_message_bytes:
+            raise AnswerTooLarge(len(data), self._max_message_bytes)
+        return data
 
 
-def _cancelled_code(context: Context) -> grpc.StatusCode:
-    """A handler is cancelled alike when its client went away and when its deadline passed."""
-    remaining = context.time_remaining()
-    is_late = remaining is not None and remaining <= 0
+def _cancelled_code(elapsed: float, timeout: float | None) -> grpc.StatusCode:
+    """A handler is cancelled alike when its client went away and when its deadline passed: tells them apart by time.
+
+    A client's own clock starts before the server's, and gRPC rounds a timeout up by as much as 1 % on the wire, so that
+    a client which waited as long as it wanted may hang up that much before the deadline that the server knows.
+    """
+    is_late = timeout is not None and elapsed >= 0.99 * timeout - _TRANSIT_SECONDS
     return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED

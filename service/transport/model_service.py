@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
@@ -68,26 +68,22 @@ class ModelServicer(ModelServiceServicer):
         )
 
     async def VerifyParity(self, request: pb.VerifyParityRequest, context: Context) -> pb.VerifyParityResponse:
-        """Waits until the model's requests in flight have ended, then replays; those that arrive meanwhile wait."""
+        """Waits until the model is idle, but not for long, then replays; requests that arrive meanwhile wait."""
         model = self._models.resolve(request.model)
         parity = await self._verify(model.name)
         return pb.VerifyParityResponse(parity=_summary(parity), cases=map(_case, parity.cases))
 
     async def LoadModel(self, request: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
         """Not offered."""
-        _refuse("LoadModel")
+        raise UnsupportedFeature("LoadModel")
 
     async def UnloadModel(self, request: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
         """Not offered."""
-        _refuse("UnloadModel")
+        raise UnsupportedFeature("UnloadModel")
 
     async def ReloadModel(self, request: pb.ReloadModelRequest, context: Context) -> pb.ReloadModelResponse:
         """Not offered."""
-        _refuse("ReloadModel")
-
-
-def _refuse(method: str) -> NoReturn:
-    raise UnsupportedFeature(method, "is not offered by this server")
+        raise UnsupportedFeature("ReloadModel")
 
 
 def _architecture(model: ServedModel) -> pb.ModelArchitecture:
@@ -124,6 +120,8 @@ def _limits(model: ServedModel, config: ServeConfig) -> pb.ModelLimits:
         max_batch_size=config.max_batch_size,
         max_queue_size=config.max_queue_size,
         max_message_bytes=config.max_message_bytes,
+        max_tokenize_bytes=limits.max_tokenize_bytes,
+        max_detokenize_tokens=limits.max_detokenize_tokens,
     )
 
 

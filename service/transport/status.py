@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from service.engine.failure import report_failure
 from service.errors import (
+    AnswerTooLarge,
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
@@ -33,6 +34,7 @@ STATUS_CODES: Mapping[type[RequestError], grpc.StatusCode] = {
     PromptTooLong: grpc.StatusCode.OUT_OF_RANGE,
     UnknownModel: grpc.StatusCode.NOT_FOUND,
     UnsupportedFeature: grpc.StatusCode.UNIMPLEMENTED,
+    AnswerTooLarge: grpc.StatusCode.OUT_OF_RANGE,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NotServing: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,

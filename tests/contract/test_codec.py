@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ UNSUPPORTED: dict[str, tuple[pb.GenerateRequest, str]] = {
         "penalties",
     ),
     "sampling.frequency_penalty": (
-        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(frequency_penalty=float("nan"))),
+        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(frequency_penalty=-2.0)),
         "penalties",
     ),
     "sampling.logit_bias": (
@@ -130,6 +131,24 @@ def test_feature_of_a_later_version_is_refused_by_the_name_of_its_field(field: s
         decode(message)
     assert refusal.value.field == field
     assert str(refusal.value).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.GenerateRequest(sampling=pb.SamplingParams(repetition_penalty=0.0)), "sampling.repetition_penalty"),
+        (pb.GenerateRequest(sampling=pb.SamplingParams(presence_penalty=math.nan)), "sampling.presence_penalty"),
+        (pb.GenerateRequest(sampling=pb.SamplingParams(frequency_penalty=2.5)), "sampling.frequency_penalty"),
+        (pb.GenerateRequest(sampling=pb.SamplingParams(logit_bias={7: math.inf})), "sampling.logit_bias[7]"),
+        (pb.GenerateRequest(stopping=pb.StoppingParams(min_tokens=-1)), "stopping.min_tokens"),
+        (pb.GenerateRequest(response=pb.ResponseOptions(prompt_logprobs=-1)), "response.prompt_logprobs"),
+        (pb.GenerateRequest(beam_search=pb.BeamSearchParams()), "beam_search.beam_size"),
+    ],
+)
+def test_bad_value_is_invalid_even_where_the_field_is_not_offered(message: pb.GenerateRequest, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        decode(message)
+    assert refusal.value.field == field
 
 
 def test_capabilities_deny_exactly_what_is_refused() -> None:

@@ -39,6 +39,7 @@ def test_every_flag_has_an_environment_twin() -> None:
         "max_batch_size": "4", "max_queue_size": "0", "prefill_chunk": "16", "threads": "3", "log_level": "DEBUG",
         "drain_grace_seconds": "1.5", "max_message_bytes": "2048", "max_generated_tokens": "5", "max_stop_strings": "6",
         "max_stop_string_length": "7", "max_stop_token_ids": "8", "max_logprobs": "9", "max_request_id_length": "64",
+        "max_tokenize_bytes": "10", "max_detokenize_tokens": "11",
     }  # fmt: skip
     assert set(given) == set(options(ServeConfig)) | set(options(RequestLimits))
     switches = {"metrics": "--no-metrics", "spin": "--no-spin"}
@@ -71,6 +72,8 @@ def test_every_flag_has_an_environment_twin() -> None:
             max_stop_token_ids=8,
             max_logprobs=9,
             max_request_id_length=64,
+            max_tokenize_bytes=10,
+            max_detokenize_tokens=11,
         ),
     )
 
@@ -111,6 +114,18 @@ def test_help_names_every_flag_default_and_variable(capsys: pytest.CaptureFixtur
         assert flag(name) in text
         assert f"[{variable(name)}]" in text
     assert "(default: 127.0.0.1)" in text
+
+
+@pytest.mark.parametrize("command", ["serve", "ask"])
+def test_help_explains_the_variables(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([command, "--help"], {})
+    assert "may be given as the environment variable in brackets" in " ".join(capsys.readouterr().out.split())
+
+
+def test_ask_refuses_text_that_no_message_can_carry() -> None:
+    with pytest.raises(StartupError, match=r"text is .*, must be UTF-8"):
+        parse(["ask", "m", "caf\udce9"], {})
 
 
 def test_ask_leaves_to_the_server_what_is_not_said() -> None:

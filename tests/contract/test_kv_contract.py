@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from model.config import Architecture, ModelConfig
 from service.engine.batch import KVMove
 from service.engine.kv_cache import KVCache, SlotKV
+from service.errors import StartupError
 
 Float32 = npt.NDArray[np.float32]
 
@@ -68,7 +69,7 @@ def slot_write(cache: KVCache, slot: int, position: int, value: float) -> None:
 
 
 SLOT_KV = Backend(
-    make=SlotKV,
+    make=lambda config, num_slots: SlotKV(config, num_slots, None),
     write=slot_write,
     read=lambda cache, slot, length: np.stack([buffer[slot, :, :length] for buffer in slot_kv(cache).own]),
     read_cross=lambda cache, slot, length: np.stack([buffer[slot, :, :length] for buffer in slot_kv(cache).cross]),
@@ -158,3 +159,12 @@ def test_kv_cache_refuses_sources_with_a_layer_missing(backend: Backend) -> None
     cache = backend.make(ENCODER_DECODER, NUM_SLOTS)
     with pytest.raises(ValueError, match="zip"):
         cache.write_cross([0], sources(ENCODER_DECODER, 1, 2)[:-1])
+
+
+@FAMILIES
+def test_slot_kv_refuses_to_reserve_more_than_there_is(config: ModelConfig) -> None:
+    """The kernel would not: it ends the process once the memory is touched."""
+    needed = SlotKV(config, NUM_SLOTS, None).reserved_bytes
+    assert SlotKV(config, NUM_SLOTS, needed).reserved_bytes == needed
+    with pytest.raises(StartupError, match=f"{NUM_SLOTS} slots needs {needed} bytes, there are {needed - 1}"):
+        SlotKV(config, NUM_SLOTS, needed - 1)

@@ -59,9 +59,23 @@ def test_time_buckets_grow_by_half_from_100_microseconds_to_150_seconds() -> Non
 
 
 def test_every_metric_of_a_model_carries_its_name_alone_but_for_the_finish_reason(registry: CollectorRegistry) -> None:
-    Metrics(registry).for_model("m").request_done(record())
-    labels = {frozenset(sample.labels) - {"le"} for metric in registry.collect() for sample in metric.samples}
-    assert labels <= {frozenset(), frozenset({"model_name"}), frozenset({"model_name", "finish_reason"})}
+    model = Metrics(registry).for_model("m")
+    model.request_done(record())
+    model.parity_checked(0.0)
+    labels = {
+        metric.name.removeprefix("onward_"): frozenset(sample.labels) - {"le"}
+        for metric in registry.collect()
+        for sample in metric.samples
+    }
+    expected = {name: {"model_name"} for name in (GAUGES | COUNTERS | SECONDS | SIZES) - {"grpc_server_handled"}}
+    expected["requests"] = {"model_name", "finish_reason"}
+    assert {name: names for name, names in labels.items() if not name.startswith("process_")} == expected
+
+
+def test_refusal_is_counted_and_not_timed(registry: CollectorRegistry) -> None:
+    Metrics(registry).for_model("m").request_refused("overloaded")
+    assert value(registry, "requests_total", finish_reason="overloaded") == 1
+    assert value(registry, "e2e_request_latency_seconds_count") == 0
 
 
 def record(*, scheduled: float | None = 2.0, first: float | None = 5.0, tokens: int = 4) -> RequestRecord:
@@ -132,6 +146,7 @@ def test_tokens_are_counted_and_timed(registry: CollectorRegistry) -> None:
     model = Metrics(registry).for_model("m")
     model.first_token(num_prompt_tokens=7, seconds=0.5)
     model.next_token(0.25)
+    model.tokens_generated(2)
     assert value(registry, "generation_tokens_total") == 2
     assert value(registry, "prompt_tokens_total") == 7
     assert value(registry, "time_to_first_token_seconds_sum") == 0.5

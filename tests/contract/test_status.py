@@ -44,7 +44,7 @@ def test_invalid_field_is_named_in_a_bad_request(kind: type[InvalidRequest]) -> 
 
 
 def test_overload_tells_when_to_come_again() -> None:
-    status = to_status(Overloaded(8, 8, 1.25))
+    status = to_status(Overloaded("m", 8, 8, 1.25))
     assert status.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     retry = error_details_pb2.RetryInfo()
     assert rich(status.trailing_metadata).details[0].Unpack(retry)

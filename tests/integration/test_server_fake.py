@@ -13,12 +13,12 @@ import pytest
 from google.rpc import error_details_pb2
 
 from proto.onward.v1 import generation_pb2 as pb
-from tests.fakes import EOS, FakeRunner, expected_tokens, letters, script, spell
+from service.config import RequestLimits
+from tests.fakes import EOS, FakeRunner, Gate, expected_tokens, letters, script, spell
 from tests.servers import (
     MODEL,
     PROMPT,
     SLOTS,
-    Gate,
     engine_for,
     eventually,
     generate_request,
@@ -124,7 +124,7 @@ async def test_64_concurrent_streams_all_complete_with_their_own_tokens() -> Non
     prompts = ["".join(pair) for pair in itertools.product("abcdefgh", repeat=2)]
     async with running(max_queue_size=64) as server:
         streams = await asyncio.gather(*(read(server.stream(text, max_tokens=12)) for text in prompts))
-        await server.until_no_slot_is_taken()
+        assert await server.until_ended(64) == {"length": 64}
     for text, events in zip(prompts, streams, strict=True):
         assert tokens_of(events) == expected_tokens((1, *spell(text)), 12)
         assert kinds(events)[-1] == "summary"
@@ -146,10 +146,9 @@ async def test_cancelling_half_mid_stream_frees_slots_and_leaves_the_others_unch
         await asyncio.gather(*deltas, return_exceptions=True)
         for text, events in zip(prompts[32:], await asyncio.gather(*kept), strict=True):
             assert tokens_of(events) == expected_tokens((1, *spell(text)), 12)
-        await server.until_no_slot_is_taken()
+        assert await server.until_ended(64) == {"cancelled": 32, "length": 32}
         handled = {"grpc_method": "GenerateStream", "grpc_code": "CANCELLED"}
         await eventually(lambda: server.metric("grpc_server_handled_total", **handled) == 32)
-        assert server.metric("requests_total", model_name=MODEL, finish_reason="cancelled") == 32
 
 
 async def test_queue_overflow_is_refused_with_a_time_to_retry() -> None:
@@ -203,7 +202,7 @@ async def test_timeout_that_passes_while_decoding_is_deadline_exceeded_after_wha
         with contextlib.suppress(grpc.aio.AioRpcError):
             while True:
                 events.append(await call.read())
-        await server.until_no_slot_is_taken()
+        assert await server.until_ended(1) == {"deadline": 1}
     assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     tokens = tokens_of(events)
     assert 0 < len(tokens) < 500
@@ -216,10 +215,72 @@ async def test_deadline_of_the_call_frees_what_it_held() -> None:
     async with running([served_model(context=512)], runner=FakeRunner(SLOTS, before_run=gate)) as server:
         with gate.closed():
             error = await status_of(server.generation.GenerateStream(stream_request(max_tokens=500), timeout=0.05))
-        await server.until_no_slot_is_taken()
+        # Whichever comes first: the handler that lets go of it, or the engine that looks at the clock.
+        assert await server.until_ended(1) in ({"cancelled": 1}, {"deadline": 1})
         handled = {"grpc_method": "GenerateStream", "grpc_code": "DEADLINE_EXCEEDED"}
         await eventually(lambda: server.metric("grpc_server_handled_total", **handled) == 1)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_call_that_is_cancelled_frees_what_it_held() -> None:
+    gate = Gate()
+    async with running([served_model(context=512)], runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        with gate.closed():
+            call = await read_accepted(server.stream(max_tokens=500))
+            await gate.until_entered()
+            call.cancel()
+            handled = {"grpc_method": "GenerateStream", "grpc_code": "CANCELLED"}
+            await eventually(lambda: server.metric("grpc_server_handled_total", **handled) == 1)
+        assert await server.until_ended(1) == {"cancelled": 1}
+
+
+async def test_request_is_queued_before_it_is_accepted() -> None:
+    gate = Gate()
+    runner = FakeRunner(SLOTS, before_run=gate)
+    async with running(runner=runner) as server:
+        with gate.closed():
+            verified = len(runner.batches)
+            # Nobody reads: what runs was not waiting for that.
+            call = server.stream(max_tokens=2)
+            await eventually(lambda: len(runner.batches) > verified)
+        assert kinds(await read(call))[-1] == "summary"
+
+
+async def test_refusals_are_counted_once_under_their_errors_label() -> None:
+    gate = Gate()
+    async with running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=0) as server:
+        for fields in ({"text": ""}, {"max_tokens": 0}, {"text": "a" * 64}, {"priority": 1}, {"model": "nobody"}):
+            await status_of(server.stream(**fields))
+        with gate.closed():
+            held = [await read_accepted(server.stream(max_tokens=2)) for _ in range(SLOTS)]
+            await status_of(server.stream())
+        for call in held:
+            await read(call)
+        ended = server.ended()
+    assert ended == {
+        "invalid_request": 2, "prompt_too_long": 1, "unsupported_feature": 1, "overloaded": 1, "length": SLOTS
+    }  # fmt: skip
+
+
+async def test_every_request_ends_with_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "service.lane"):
+        async with running() as server:
+            await read(server.stream(request_id="mine", max_tokens=5))
+            await status_of(server.stream("a" * 64, request_id="too long"))
+    lines = [record.getMessage() for record in caplog.records if record.name == "service.lane"]
+    assert lines[0].startswith(f"request mine of {MODEL}: length, 3 prompt and 5 generated tokens, ")
+    assert lines[1:] == [f"request too long of {MODEL}: prompt_too_long"]
+
+
+async def test_answer_that_no_message_can_hold_is_refused_and_counted_so() -> None:
+    async with running([served_model(context=2000)], max_message_bytes=1024) as server:
+        request = generate_request(max_tokens=1000)
+        error = await status_of(server.generation.Generate(request))
+        handled = {"grpc_method": "Generate", "grpc_code": "OUT_OF_RANGE"}
+        assert server.metric("grpc_server_handled_total", **handled) == 1
+        assert kinds(await read(server.stream(max_tokens=1000)))[-1] == "summary"
+    assert error.code() is grpc.StatusCode.OUT_OF_RANGE
+    assert "at most 1024; ask for less or stream it" in str(error.details())
 
 
 async def test_nan_logits_fail_one_sequence_only() -> None:
@@ -248,3 +309,13 @@ async def test_tokenize_and_detokenize_are_inverse_and_check_ids() -> None:
     assert text.text == "hello"
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert str(error.details()).startswith("token_ids[1]: ")
+
+
+async def test_tokenize_and_detokenize_are_bounded() -> None:
+    limits = RequestLimits(max_tokenize_bytes=5, max_detokenize_tokens=2)
+    async with running(limits=limits) as server:
+        text = await status_of(server.generation.Tokenize(pb.TokenizeRequest(text="aaaaé")))
+        ids = await status_of(server.generation.Detokenize(pb.DetokenizeRequest(token_ids=[3, 4, 5])))
+    assert text.code() is ids.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert text.details() == "text: must have at most 5 bytes, got 6"
+    assert ids.details() == "token_ids: must have at most 2 entries, got 3"

@@ -29,7 +29,7 @@ TOO_MANY = ["x"] * 17
 BAD_INPUT: dict[str, tuple[dict[str, Any], grpc.StatusCode, str, str]] = {
     "no prompt": ({"text": None}, grpc.StatusCode.INVALID_ARGUMENT, "prompt", "must be set"),
     "empty text": ({"text": ""}, grpc.StatusCode.INVALID_ARGUMENT, "prompt.text", "must not be empty"),
-    "no token ids": ({"token_ids": pb.TokenIds()}, grpc.StatusCode.INVALID_ARGUMENT, "prompt.token_ids", "empty"),
+    "no token ids": ({"token_ids": pb.TokenIds()}, grpc.StatusCode.INVALID_ARGUMENT, "prompt.token_ids.ids", "empty"),
     "token id out of range": (
         {"token_ids": pb.TokenIds(ids=[3, 4, 5, 32])},
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -40,7 +40,7 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], grpc.StatusCode, str, str]] = {
     "over-long ids": (
         {"token_ids": pb.TokenIds(ids=[3] * 64)},
         grpc.StatusCode.OUT_OF_RANGE,
-        "prompt.token_ids",
+        "prompt.token_ids.ids",
         "at most 63 tokens, got 64",
     ),
     "unknown model": ({"model": "nobody"}, grpc.StatusCode.NOT_FOUND, "", "model: 'nobody' is not served"),

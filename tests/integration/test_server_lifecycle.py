@@ -8,6 +8,8 @@ import signal
 import threading
 import urllib.request
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
 
 import grpc
 import pytest
@@ -20,15 +22,16 @@ from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.app import App, Ready, run
 from service.engine.batch import ScheduledBatch
 from service.errors import StartupError
-from tests.fakes import FakeRunner, expected_tokens
+from service.models import ModelState
+from tests.fakes import Death, FakeRunner, Gate, expected_tokens
 from tests.servers import (
     CONFIG,
     MODEL,
     PROMPT,
     SLOTS,
-    Gate,
     Running,
     engine_for,
+    eventually,
     generate_request,
     kinds,
     read,
@@ -68,10 +71,6 @@ async def test_failed_step_ends_its_batch_with_an_opaque_id_and_the_server_lives
     assert str(error.details()).startswith("internal error ")
     assert "secret" not in str(error.details())
     assert list(answer.outputs[0].token_ids) == expected_tokens(PROMPT, 3)
-
-
-class Death(BaseException):
-    """What no engine survives."""
 
 
 async def test_death_of_the_engine_thread_ends_every_stream_and_is_reported() -> None:
@@ -200,15 +199,30 @@ async def test_stopping_withdraws_health_refuses_new_requests_and_lets_those_in_
     assert gone.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_stream_that_outlives_the_grace_ends_without_summary() -> None:
+async def test_stream_that_outlives_the_grace_is_told_that_the_server_stops(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     held = running([served_model(context=100_000)], drain_grace_seconds=0.0)
     server = await held.__aenter__()
     async with grpc.aio.insecure_channel(f"{server.endpoint.host}:{server.endpoint.port}") as channel:
-        call = await read_accepted(type(server.generation)(channel).GenerateStream(stream_request(max_tokens=60_000)))
+        generate = type(server.generation)(channel)
+        calls = [await read_accepted(generate.GenerateStream(stream_request(max_tokens=60_000))) for _ in range(2)]
         stopping = asyncio.create_task(held.__aexit__(None, None, None))
-        error = await status_of(call)
+        errors = [await status_of(call) for call in calls]
         await stopping
-    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    handled = {"grpc_method": "GenerateStream", "grpc_code": "UNAVAILABLE"}
+    assert server.metric("grpc_server_handled_total", **handled) == 2
+    assert server.ended() == {"not_serving": 2}
+    assert [(error.code(), error.details()) for error in errors] == [
+        (grpc.StatusCode.UNAVAILABLE, "the server has stopped")
+    ] * 2
+    assert "2 calls outlived the grace" in caplog.text
+
+
+async def test_stopping_with_nothing_in_flight_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with running(drain_grace_seconds=0.0):
+        pass
+    assert "outlived" not in caplog.text
 
 
 async def test_process_ends_with_0_when_told_to_and_with_1_when_its_engine_dies() -> None:
@@ -237,6 +251,57 @@ async def test_process_ends_with_0_when_told_to_and_with_1_when_its_engine_dies(
 
     assert await serve_until(kill) == 0
     assert await serve_until(break_engine) == 1
+
+
+async def test_signal_during_the_start_stops_it_before_anything_is_announced() -> None:
+    gate = Gate()
+    app = App(CONFIG, [served_model()], {MODEL: engine_for(served_model(), FakeRunner(SLOTS, before_run=gate))})
+    announced: list[Ready] = []
+    with gate.closed():
+        process = asyncio.create_task(run(app, announced.append))
+        await gate.until_entered()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await eventually(lambda: app.models.state(MODEL) is ModelState.DRAINING)
+    assert await process == 0
+    assert announced == []
+
+
+async def test_second_signal_ends_the_grace() -> None:
+    model = served_model(context=100_000)
+    app = App(replace(CONFIG, drain_grace_seconds=3600.0), [model], {MODEL: engine_for(model)})
+    ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+    process = asyncio.create_task(run(app, ready.set_result))
+    endpoint = (await ready).endpoint
+    async with grpc.aio.insecure_channel(f"{endpoint.host}:{endpoint.port}") as channel:
+        call = await read_accepted(GenerationServiceStub(channel).GenerateStream(stream_request(max_tokens=60_000)))
+        os.kill(os.getpid(), signal.SIGTERM)
+        await eventually(lambda: app.models.state(MODEL) is ModelState.DRAINING)
+        assert (await call.read()).WhichOneof("event") == "delta"
+        os.kill(os.getpid(), signal.SIGINT)
+        error = await status_of(call)
+    assert await process == 0
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_replays_that_nobody_waits_for_do_not_run_and_those_asked_together_are_one() -> None:
+    gate = Gate()
+    runner = FakeRunner(SLOTS, before_run=gate)
+    async with running(runner=runner) as server:
+        one_replay = len(runner.batches)
+        verify = partial(server.models.VerifyParity, model_pb2.VerifyParityRequest())
+        with gate.closed():
+            ahead = await read_accepted(server.stream(max_tokens=1))
+            await eventually(lambda: len(runner.batches) == one_replay + 1)
+            cancelled = [verify() for _ in range(30)]
+            await eventually(lambda: server.app._calls.num_open == 31)
+            for call in cancelled:
+                call.cancel()
+            await eventually(lambda: server.app._calls.num_open == 1)
+            kept = [verify() for _ in range(5)]
+            await eventually(lambda: server.app._calls.num_open == 6)
+        assert all([(await call).parity.passed for call in kept])
+        await read(ahead)
+    assert len(runner.batches) == 2 * one_replay + 1
 
 
 async def test_metrics_are_scraped_over_http() -> None:

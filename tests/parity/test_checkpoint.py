@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model import checkpoint
+from model.artifact import hash_file
 from model.checkpoint import CheckpointError
 from model.config import Architecture, ModelConfig, Positions
 from model.transformer import build, num_parameters
@@ -42,6 +45,14 @@ def problems_of(folder: Path) -> tuple[str, ...]:
         checkpoint.load(folder)
     assert caught.value.folder == folder
     return caught.value.problems
+
+
+def rehash(folder: Path) -> None:
+    """Makes run.json name the files as they are now."""
+    path = folder / checkpoint.RUN
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values["files"] = {name: hash_file(folder / name).sha256 for name in values["files"]}
+    path.write_text(json.dumps(values), encoding="utf-8")
 
 
 @pytest.fixture
@@ -94,6 +105,51 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
 
+class Killed(BaseException):
+    """Stands for the end of the process: nothing that handles errors handles it."""
+
+
+@pytest.mark.parametrize("num_written", range(5))
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_save_killed_between_two_files_leaves_nothing_that_loads(
+    num_written: int, is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CONFIGS["decoder-only"]
+    folder = tmp_path / "checkpoint"
+    if not is_first:
+        checkpoint.save(folder, build(config, seed=0), config, {"tokenizer.json": "[]"}, MANIFEST)
+    write, remaining = checkpoint.write_atomically, num_written
+
+    def write_some(path: Path, data: bytes) -> None:
+        nonlocal remaining
+        if not remaining:
+            raise Killed
+        remaining -= 1
+        write(path, data)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", write_some)
+    changed = dataclasses.replace(config, rope_theta=500.0)
+    with pytest.raises(Killed):
+        checkpoint.save(folder, build(changed, seed=1), changed, TOKENIZERS, {"steps": 9})
+    if is_first or num_written:
+        assert problems_of(folder)
+    else:
+        assert checkpoint.load(folder).config == config
+
+
+def test_a_file_of_another_save_is_named(folder: Path, tmp_path: Path) -> None:
+    other = save(tmp_path / "other", CONFIGS["decoder-only"], seed=1)
+    shutil.copyfile(other / checkpoint.WEIGHTS, folder / checkpoint.WEIGHTS)
+    (folder / "target_tokenizer.json").unlink()
+    assert problems_of(folder) == (
+        "model.safetensors is not the file that run.json names",
+        "target_tokenizer.json is missing",
+    )
+    for run in ("{}", '{"files": 3}'):
+        (folder / checkpoint.RUN).write_text(run)
+        assert problems_of(folder) == ("run.json does not name the files beside it",)
+
+
 def test_saving_under_another_configuration_or_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     config, other = CONFIGS.values()
     model = build(config)
@@ -102,12 +158,15 @@ def test_saving_under_another_configuration_or_without_a_tokenizer_is_refused(tm
     for tokenizers in ({}, {"tokenizer.json": "{}", "../evil.json": "{}"}):
         with pytest.raises(ValueError, match=r"must be tokenizer\.json"):
             checkpoint.save(tmp_path, model, config, tokenizers, {})
+    with pytest.raises(ValueError, match="'files'"):
+        checkpoint.save(tmp_path, model, config, TOKENIZERS, {"files": {}})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_half_precision_checkpoint_loads_as_float32(folder: Path) -> None:
     tensors = load_file(folder / checkpoint.WEIGHTS)
     save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / checkpoint.WEIGHTS)
+    rehash(folder)
     for name, parameter in checkpoint.load(folder).model.named_parameters():
         assert torch.equal(parameter.detach(), tensors[name].bfloat16().float())
 
@@ -152,12 +211,14 @@ def test_a_bad_configuration_is_listed_with_the_other_problems(folder: Path) -> 
 @pytest.mark.parametrize("data", [b"", b"not safetensors", b"\xff" * 64])
 def test_weights_that_are_not_safetensors_are_refused(folder: Path, data: bytes) -> None:
     (folder / checkpoint.WEIGHTS).write_bytes(data)
-    (problem,) = problems_of(folder)
+    changed, problem = problems_of(folder)
+    assert changed == "model.safetensors is not the file that run.json names"
     assert problem.startswith("model.safetensors: ")
 
 
 def test_truncated_weights_are_refused(folder: Path) -> None:
     path = folder / checkpoint.WEIGHTS
     path.write_bytes(path.read_bytes()[:-8])
-    (problem,) = problems_of(folder)
+    changed, problem = problems_of(folder)
+    assert changed == "model.safetensors is not the file that run.json names"
     assert problem.startswith("model.safetensors: ")

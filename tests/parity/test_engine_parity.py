@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from model import artifact, golden, reference
 from model.config import Architecture, ModelConfig
+from model.tokenizer import Tokenizer
 from service.engine.batch import ScheduledBatch
-from service.engine.engine import Engine
-from service.engine.factory import build_engine, build_runner, load_decode, model_shape
+from service.engine.engine import Engine, LastRun
+from service.engine.factory import build_engine, build_runner, model_shape
 from service.engine.runner import Runner
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
@@ -77,6 +78,7 @@ class Served:
         self.folder = tiny_artifact(family, **overrides)
         self.manifest = artifact.load(self.folder)
         self.limits = limits
+        self.decode = Tokenizer.load(self.folder / artifact.TOKENIZER).decode
         runner = build_runner(self.folder, self.manifest, limits, THREADS)
         self.kv = runner.kv
         self.recorder = Recorder(runner)
@@ -88,8 +90,8 @@ class Served:
     def engine(self) -> Engine:
         """Fresh sequences over stale K/V, as after other requests."""
         self.recorder.logits = {}
-        scheduler = Scheduler(self.limits, model_shape(self.manifest), load_decode(self.folder, self.manifest))
-        return Engine(scheduler, self.recorder, Sampler())
+        scheduler = Scheduler(self.limits, model_shape(self.manifest), self.decode)
+        return Engine(scheduler, self.recorder, Sampler(), LastRun())
 
 
 @cache
@@ -167,11 +169,17 @@ def run(
     return outputs + drain(engine)
 
 
+def tiny_engine(folder: Path, max_batch_size: int) -> Engine:
+    decode = Tokenizer.load(folder / artifact.TOKENIZER).decode
+    limits = EngineLimits(max_batch_size=max_batch_size)
+    return build_engine(folder, artifact.load(folder), decode, limits, THREADS, LastRun())
+
+
 @pytest.mark.parametrize("max_batch_size", [1, 3, 16])
 @FAMILIES
 def test_engine_replays_every_golden_case(family: str, max_batch_size: int) -> None:
     folder = tiny_artifact(family)
-    engine = build_engine(folder, artifact.load(folder), EngineLimits(max_batch_size=max_batch_size), THREADS)
+    engine = tiny_engine(folder, max_batch_size)
     results = engine.verify_golden(golden.load(folder / artifact.GOLDEN), TOLERANCE)
     assert len(results) >= 8
     assert [result for result in results if not result.passed] == []
@@ -181,7 +189,7 @@ def test_engine_replays_every_golden_case(family: str, max_batch_size: int) -> N
 @FAMILIES
 def test_engine_golden_replay_notices_a_wrong_answer(family: str) -> None:
     folder = tiny_artifact(family)
-    engine = build_engine(folder, artifact.load(folder), EngineLimits(max_batch_size=4), THREADS)
+    engine = tiny_engine(folder, 4)
     case = golden.load(folder / artifact.GOLDEN)[-1]
     wrong = case.logits.copy()
     wrong[-1, -1] += 10 * TOLERANCE
@@ -322,11 +330,10 @@ def test_engine_cancelling_half_frees_their_slots_in_one_step_and_changes_nobody
 
 def test_engine_stop_strings_are_found_in_the_artefacts_own_text() -> None:
     host = served("rotary")
-    decode = load_decode(host.folder, host.manifest)
     request = dataclasses.replace(make_request(host.config, 4, 20), stopping=StoppingParams(max_tokens=40))
     engine = host.engine()
     engine.add_request(request)
-    text = decode(tokens_of(drain(engine), request.request_id))
+    text = host.decode(tokens_of(drain(engine), request.request_id))
     stop = text[len(text) // 2 :][:2]
     engine = host.engine()
     engine.add_request(dataclasses.replace(request, stopping=StoppingParams(max_tokens=40, stop=(stop,))))

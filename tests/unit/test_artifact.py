@@ -201,6 +201,41 @@ def test_an_artefact_for_another_device_is_refused(decoder_folder: Path) -> None
     assert problems_of(decoder_folder) == ("device is cuda, this version serves cpu",)
 
 
+def test_an_artefact_that_this_version_cannot_run_is_refused(decoder_folder: Path) -> None:
+    rewrite(
+        decoder_folder,
+        lambda manifest: dataclasses.replace(manifest, precision=Precision.INT4, opset=7, eos_ids=()),
+    )
+    assert problems_of(decoder_folder) == (
+        "precision is int4, this version serves fp32",
+        "opset is 7, this version serves 23 to 26",
+        "eos_ids is empty: no output would end",
+    )
+
+
+def test_every_bad_field_is_listed_with_the_bad_files(decoder_folder: Path) -> None:
+    path = decoder_folder / artifact.MANIFEST
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values["config"] |= {"d_model": 0, "colour": 3}
+    values |= {"device": "tpu", "precision": "fp8", "opset": "24", "colour": 3}
+    path.write_text(json.dumps(values), encoding="utf-8")
+    (decoder_folder / artifact.TOKENIZER).unlink()
+    problems = problems_of(decoder_folder)
+    parts = ("'colour'", "colour", "'tpu'", "'fp8'", "opset", "tokenizer.json is missing")
+    assert len(problems) == len(parts)
+    assert [part for part in parts if not any(part in problem for problem in problems)] == []
+
+
+def test_a_manifest_outside_the_folder_is_refused(decoder_folder: Path) -> None:
+    path = decoder_folder / artifact.MANIFEST
+    path.rename(decoder_folder.parent / "elsewhere.json")
+    path.symlink_to("../elsewhere.json")
+    assert "'manifest.json' leaves the artefact's folder" in problems_of(decoder_folder)
+    path.unlink()
+    path.symlink_to(path.name)
+    assert problems_of(decoder_folder)
+
+
 def test_special_tokens_outside_the_vocabulary_are_refused(decoder_folder: Path) -> None:
     rewrite(
         decoder_folder,
@@ -223,6 +258,7 @@ def test_a_folder_without_manifest_is_no_artefact(tmp_path: Path) -> None:
     [
         (b"", "Expecting value"),
         (b"\xff\xfe", "can't decode"),
+        (b"[" * 200_000, "recursion"),
         (b"[]", "manifest is not a JSON object"),
         (b"{}", "format_version is None, this version reads 1"),
         (b'{"format_version": 2}', "format_version is 2, this version reads 1"),
@@ -232,8 +268,7 @@ def test_a_folder_without_manifest_is_no_artefact(tmp_path: Path) -> None:
 )
 def test_a_manifest_that_is_not_one_is_refused(tmp_path: Path, data: bytes, problem: str) -> None:
     (tmp_path / artifact.MANIFEST).write_bytes(data)
-    (found,) = problems_of(tmp_path)
-    assert problem in found
+    assert any(problem in found for found in problems_of(tmp_path))
 
 
 JSON = st.recursive(

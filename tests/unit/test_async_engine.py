@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -18,33 +19,20 @@ from service.engine.engine import Engine
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent
 from service.errors import EngineFailed, InvalidRequest, NotServing, Overloaded
 from service.metrics import Metrics
-from tests.fakes import FakeRunner, expected_tokens, fake_engine, request
+from tests.fakes import Death, FakeRunner, Gate, expected_tokens, fake_engine, request
 
 MODEL = "fake"
 SLOTS, QUEUE = 4, 2
 ENDLESS = 60_000
-
-
-class Gate:
-    """Lets the engine's steps pass or holds them back; `entered` is set when one is held."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.entered = threading.Event()
-
-    def __call__(self, batch: ScheduledBatch) -> None:
-        self.entered.set()
-        self.open.wait()
-
-    async def until_entered(self) -> None:
-        await asyncio.to_thread(self.entered.wait)
+FOREVER = 3600.0
 
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:
+    """A gate that is closed, but not for ever."""
     gate = Gate()
-    yield gate
-    gate.open.set()
+    with gate.closed():
+        yield gate
 
 
 @asynccontextmanager
@@ -63,8 +51,8 @@ async def started(
 
 async def run(engine: AsyncEngine, asked: GenerationRequest) -> list[tuple[TokenEvent, ...]]:
     with engine.admit(asked.model, asked.request_id) as place:
-        async with aclosing(place.generate(asked)) as batches:
-            return [events async for events in batches]
+        place.submit(asked)
+        return [events async for events in place.events()]
 
 
 def tokens(batches: list[tuple[TokenEvent, ...]]) -> list[int]:
@@ -84,10 +72,11 @@ async def test_consumer_that_is_behind_gets_all_waiting_events_in_one_batch() ->
     async with started() as engine:
         asked = request("a", max_tokens=6)
         with engine.admit(MODEL, "a") as place:
-            async with aclosing(place.generate(asked)) as batches:
-                first = await anext(batches)
-                await engine.wait_idle()
-                rest = [events async for events in batches]
+            place.submit(asked)
+            batches = place.events()
+            first = await anext(batches)
+            await engine.wait_idle()
+            rest = [events async for events in batches]
     assert len(rest) <= 1
     assert tokens([first, *rest]) == expected_tokens((5,), 6)
 
@@ -100,7 +89,7 @@ async def test_requests_beyond_slots_and_queue_are_refused_with_a_time_to_retry(
         with places[0]:
             pass
         engine.admit(MODEL, "fits again")
-    assert (refusal.value.waiting, refusal.value.limit) == (SLOTS + QUEUE, SLOTS + QUEUE)
+    assert (refusal.value.num_requests, refusal.value.limit) == (SLOTS + QUEUE, SLOTS + QUEUE)
     assert 0 < refusal.value.retry_after_seconds <= 60
 
 
@@ -144,9 +133,9 @@ async def test_leaving_early_aborts_the_request_and_frees_its_place(how: str) ->
                 await task
         else:
             with engine.admit(MODEL, "a") as place:
-                batches = place.generate(request("a", max_tokens=ENDLESS))
-                await anext(batches)
-                await batches.aclose()
+                place.submit(request("a", max_tokens=ENDLESS))
+                async with aclosing(place.events()) as batches:
+                    await anext(batches)
         await engine.wait_idle()
     ended = {"model_name": MODEL, "finish_reason": "cancelled"}
     assert registry.get_sample_value("onward_requests_total", ended) == 1
@@ -184,7 +173,7 @@ async def test_call_waits_until_the_engine_is_idle_and_requests_wait_behind_it(g
     async with started(FakeRunner(before_run=gate)) as engine:
         ahead = asyncio.create_task(ask("ahead"))
         await gate.until_entered()
-        called = asyncio.create_task(engine.call(MODEL, look))
+        called = asyncio.create_task(engine.call(MODEL, look, FOREVER))
         await asyncio.sleep(0)
         behind = asyncio.create_task(ask("behind"))
         await asyncio.sleep(0)
@@ -194,30 +183,122 @@ async def test_call_waits_until_the_engine_is_idle_and_requests_wait_behind_it(g
     assert order.index("call") < order.index("behind")
 
 
-async def test_request_parked_behind_a_call_can_still_be_aborted(gate: Gate) -> None:
+@pytest.mark.parametrize("how", ["aborted", "late"])
+async def test_request_parked_behind_a_call_counts_as_waiting_and_can_end_before_it(gate: Gate, how: str) -> None:
+    registry = CollectorRegistry()
+    order: list[str] = []
+    third_step = Gate()
+
+    def before_run(batch: ScheduledBatch) -> None:
+        gate(batch)
+        if len(runner.batches) == 3:
+            third_step(batch)
+
+    runner = FakeRunner(before_run=before_run)
+    labels = {"model_name": MODEL}
+    async with started(runner, registry) as engine:
+        with third_step.closed():
+            ahead = asyncio.create_task(run(engine, request("ahead", max_tokens=10)))
+            await gate.until_entered()
+            called = asyncio.create_task(engine.call(MODEL, lambda _: order.append("call"), FOREVER))
+            await asyncio.sleep(0)
+            deadline = time.monotonic() if how == "late" else None
+            parked = asyncio.create_task(run(engine, request("parked", max_tokens=ENDLESS, deadline=deadline)))
+            kept = asyncio.create_task(run(engine, request("kept", max_tokens=1)))
+            await asyncio.sleep(0)
+            if how == "aborted":
+                # It leaves without a word from the engine: the abort is in the inbox before the gate opens.
+                parked.cancel()
+                await asyncio.wait([parked])
+            gate.open.set()
+            await asyncio.wait([parked])
+            while engine.num_streams > 2:  # noqa: ASYNC110 — it is the engine thread that is waited for
+                await asyncio.sleep(0)
+            assert "call" not in order
+            assert registry.get_sample_value("onward_num_requests_waiting", labels) == 1
+        await asyncio.gather(ahead, called, kept)
+    reason = "cancelled" if how == "aborted" else "deadline"
+    assert registry.get_sample_value("onward_requests_total", {**labels, "finish_reason": reason}) == 1
+    assert registry.get_sample_value("onward_requests_total", {**labels, "finish_reason": "length"}) == 2
+
+
+async def test_cancelled_call_never_runs_and_lets_go_of_those_behind_it(gate: Gate) -> None:
+    ran: list[str] = []
     async with started(FakeRunner(before_run=gate)) as engine:
-        ahead = asyncio.create_task(run(engine, request("ahead")))
+        ahead = asyncio.create_task(run(engine, request("ahead", max_tokens=ENDLESS)))
         await gate.until_entered()
-        called = asyncio.create_task(engine.call(MODEL, lambda _: None))
+        calls = [asyncio.create_task(engine.call(MODEL, lambda _: ran.append("call"), FOREVER)) for _ in range(3)]
         await asyncio.sleep(0)
-        parked = asyncio.create_task(run(engine, request("parked", max_tokens=ENDLESS)))
+        behind = asyncio.create_task(run(engine, request("behind", max_tokens=2)))
         await asyncio.sleep(0)
-        parked.cancel()
+        for call in calls:
+            call.cancel()
         gate.open.set()
-        await asyncio.gather(ahead, called)
+        assert tokens(await behind) == expected_tokens((5,), 2)
+        assert not ahead.done()
+        ahead.cancel()
         await engine.wait_idle()
-    assert parked.cancelled()
+        assert await engine.call(MODEL, lambda _: 42, FOREVER) == 42
+    assert ran == []
+
+
+async def test_call_to_a_model_that_does_not_become_idle_gives_up(gate: Gate) -> None:
+    ran: list[str] = []
+    async with started(FakeRunner(before_run=gate)) as engine:
+        ahead = asyncio.create_task(run(engine, request("ahead", max_tokens=2)))
+        await gate.until_entered()
+        with pytest.raises(NotServing, match="not idle for 0 s"):
+            await engine.call(MODEL, lambda _: ran.append("call"), 0.0)
+        gate.open.set()
+        await ahead
+    assert ran == []
+
+
+async def test_stop_is_obeyed_between_two_calls() -> None:
+    ran: list[int] = []
+    async with started() as engine:
+        begun, go_on = threading.Event(), threading.Event()
+
+        def first(_: Any) -> None:
+            begun.set()
+            go_on.wait()
+
+        calls = [asyncio.create_task(engine.call(MODEL, first, FOREVER))]
+        await asyncio.to_thread(begun.wait)
+        calls += [asyncio.create_task(engine.call(MODEL, lambda _: ran.append(1), FOREVER)) for _ in range(3)]
+        await asyncio.sleep(0)
+        stopping = asyncio.create_task(engine.stop())
+        await asyncio.sleep(0)
+        go_on.set()
+        await stopping
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert ran == []
+    assert [type(outcome) for outcome in outcomes[1:]] == [NotServing] * 3
+
+
+async def test_fault_while_events_are_handed_out_ends_every_stream_and_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with started() as engine:
+        metrics = engine._lanes[MODEL].metrics
+        streams = [asyncio.create_task(run(engine, request(str(number), max_tokens=ENDLESS))) for number in range(3)]
+        await asyncio.sleep(0)
+        for name in ("step_done", "request_done"):
+            monkeypatch.setattr(metrics, name, lambda *_: 1 / 0)
+        outcomes = await asyncio.gather(*streams, return_exceptions=True)
+        end = await engine.wait_ended()
+        with pytest.raises(EngineFailed):
+            engine.admit(MODEL, "late")
+        await engine.wait_idle()
+    assert end is not None
+    assert {str(outcome) for outcome in outcomes} == {f"internal error {end.error_id}"}
 
 
 async def test_call_that_raises_tells_its_caller_an_id_and_the_engine_lives() -> None:
     async with started() as engine:
         with pytest.raises(EngineFailed):
-            await engine.call(MODEL, lambda _: 1 / 0)
+            await engine.call(MODEL, lambda _: 1 / 0, FOREVER)
         assert await run(engine, request("a"))
-
-
-class Death(BaseException):
-    """What no engine survives."""
 
 
 async def test_death_of_the_thread_fails_every_stream_and_all_that_follows() -> None:
@@ -232,9 +313,9 @@ async def test_death_of_the_thread_fails_every_stream_and_all_that_follows() -> 
         with pytest.raises(EngineFailed):
             engine.admit(MODEL, "late")
         with pytest.raises(EngineFailed):
-            await engine.call(MODEL, lambda _: None)
+            await engine.call(MODEL, lambda _: None, FOREVER)
         with pytest.raises(EngineFailed), waiting as place:
-            await anext(place.generate(request("not yet submitted")))
+            place.submit(request("not yet submitted"))
         await engine.wait_idle()
     assert end is not None
     assert {str(outcome) for outcome in outcomes} == {f"internal error {end.error_id}"}
@@ -251,7 +332,8 @@ async def test_draining_refuses_new_requests_and_lets_admitted_ones_end(gate: Ga
         gate.open.set()
         assert tokens(await running) == expected_tokens((5,), 3)
         with admitted as place:
-            assert [events async for events in place.generate(request("b"))]
+            place.submit(request("b"))
+            assert [events async for events in place.events()]
         await engine.wait_idle()
 
 

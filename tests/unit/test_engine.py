@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import pytest
 
 from service.engine.batch import ScheduledBatch
+from service.engine.engine import LastRun
 from service.engine.scheduler import EngineLimits
+from service.engine.text import TextStream
 from service.engine.types import FinishReason, SamplingParams, StoppingParams
 from service.errors import EngineFailed, InvalidRequest, PromptTooLong
 from tests.fakes import (
@@ -18,6 +21,7 @@ from tests.fakes import (
     events_of,
     expected_tokens,
     fake_engine,
+    letters,
     request,
     script,
     spell,
@@ -268,10 +272,17 @@ def test_engine_failed_step_ends_its_requests_and_the_next_ones_are_right(caplog
     for name in "abc":
         engine.add_request(request(name, max_tokens=3))
     with caplog.at_level(logging.ERROR):
-        events = engine.step().events
+        output = engine.step()
+    events, stats = output.events, output.stats
     assert [event.request_id for event in events] == ["a", "b"]
     errors = [event.error for event in events]
     assert all(isinstance(error, EngineFailed) for error in errors)
+    assert errors[0] is not errors[1], "raised twice, one error would carry both tracebacks"
+    assert str(errors[0]) == str(errors[1])
+    assert "a step failed with requests a, b" in caplog.text
+    assert (stats.num_rows, stats.num_tokens, stats.num_padding_tokens, stats.run_seconds) == (0, 0, 0, 0.0)
+    assert stats.host_seconds is None
+    assert (stats.num_running, stats.num_waiting) == (0, 1)
     assert "secret" not in str(errors[0])
     assert str(errors[0]).split()[-1] in caplog.text
     assert "secret detail" in caplog.text
@@ -281,21 +292,55 @@ def test_engine_failed_step_ends_its_requests_and_the_next_ones_are_right(caplog
     assert tokens_of(outputs, "c") == tokens_of(outputs, "d") == expected_tokens([5], 3)
 
 
-def test_engine_failure_in_committing_still_ends_every_request_once() -> None:
-    def broken(token_ids: object) -> str:
-        raise ValueError("cannot decode")
+@FAMILIES
+def test_engine_text_that_cannot_be_made_fails_only_its_request(
+    encoder_decoder: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = {name: range(3, 3 + length) for name, length in {"a": 2, "bad": 5, "c": 11, "d": 1}.items()}
+    expected = {name: expected_tokens(prompt, 6, encoder_decoder=encoder_decoder) for name, prompt in prompts.items()}
+    num_decodes = 0
 
-    engine = fake_engine(decode=broken)
-    engine.add_request(request("a", max_tokens=1))
-    engine.add_request(request("b", stopping=StoppingParams(stop=("x",))))
-    engine.add_request(request("c"))
-    events = engine.step().events
-    assert [(event.request_id, event.is_terminal) for event in events] == [("a", True), ("b", True), ("c", True)]
-    assert events[0].error is None
-    assert not engine.has_work
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal num_decodes
+        num_decodes += 1
+        if num_decodes > 4:
+            raise ValueError("cannot decode")
+        return letters(token_ids)
+
+    engine = fake_engine(encoder_decoder=encoder_decoder, decode=decode)
+    for name, prompt in prompts.items():
+        stop = ("never",) if name == "bad" else ()
+        engine.add_request(request(name, prompt, stopping=StoppingParams(max_tokens=6, stop=stop)))
+    outputs = drain(engine)
+    *sound, failed = events_of(outputs, "bad")
+    assert isinstance(failed.error, EngineFailed)
+    assert failed.timings is not None
+    assert sound
+    assert [event.token_id for event in sound] == expected["bad"][: len(sound)]
+    assert f"{failed.error.error_id}: request bad:" in caplog.text
+    assert "cannot decode" in caplog.text
+    for name in prompts.keys() - {"bad"}:
+        assert tokens_of(outputs, name) == expected[name]
 
 
-def test_engine_non_finite_logits_fail_only_their_sequence() -> None:
+def test_engine_text_that_cannot_be_flushed_fails_the_request_that_leaves_and_nobody_else() -> None:
+    class Broken(TextStream):
+        def flush(self) -> str:
+            raise ValueError("cannot flush")
+
+    engine = fake_engine()
+    engine.add_request(request("a", stopping=StoppingParams(stop=("never",))))
+    engine.add_request(request("b", max_tokens=5))
+    (sequence, _) = engine._scheduler._waiting.values()
+    sequence.text = Broken(letters, ("never",))
+    outputs = [engine.step()]
+    engine.abort("a")
+    outputs += drain(engine)
+    assert isinstance(events_of(outputs, "a")[-1].error, EngineFailed)
+    assert tokens_of(outputs, "b") == expected_tokens([5], 5)
+
+
+def test_engine_non_finite_logits_fail_only_their_sequence(caplog: pytest.LogCaptureFixture) -> None:
     runner = FakeRunner()
     runner.poisoned_tokens = {9}
     engine = fake_engine(runner)
@@ -305,6 +350,7 @@ def test_engine_non_finite_logits_fail_only_their_sequence() -> None:
     outputs = drain(engine)
     (failed,) = events_of(outputs, "bad")
     assert isinstance(failed.error, EngineFailed)
+    assert f"{failed.error.error_id}: request bad: its logits are not finite" in caplog.text
     assert failed.finish_reason is None
     assert failed.timings is not None
     for name, prompt in {"a": [4, 5], "c": [6, 5]}.items():
@@ -319,7 +365,55 @@ def test_engine_stats_count_work_and_padding() -> None:
     assert (stats.num_rows, stats.num_tokens, stats.num_padding_tokens) == (1, 5 + 1, 16 - 5)
     assert (stats.num_running, stats.num_waiting, stats.kv_usage_ratio) == (1, 0, 0.25)
     assert stats.run_seconds == 1.0
-    assert stats.host_seconds > 0
+
+
+def test_engine_host_seconds_are_between_two_runs_while_there_is_work() -> None:
+    now = 0.0
+
+    def run(batch: ScheduledBatch) -> None:
+        nonlocal now
+        now += 8.0
+
+    engine = fake_engine(FakeRunner(before_run=run), clock=lambda: now)
+    engine.add_request(request("a", max_tokens=2))
+    assert engine.step().stats.host_seconds is None
+    now += 1.5
+    stats = engine.step().stats
+    assert (stats.host_seconds, stats.run_seconds) == (1.5, 8.0)
+    assert not engine.has_work
+    now += 100.0
+    engine.add_request(request("b", max_tokens=2))
+    assert engine.step().stats.host_seconds is None
+
+
+def test_engine_host_seconds_leave_out_the_runs_of_another_model_on_the_thread() -> None:
+    now = 0.0
+
+    def run(batch: ScheduledBatch) -> None:
+        nonlocal now
+        now += 8.0
+
+    last_run = LastRun()
+    engines = [fake_engine(FakeRunner(before_run=run), last_run=last_run, clock=lambda: now) for _ in range(2)]
+    seconds = []
+    for engine in engines:
+        engine.add_request(request(max_tokens=3))
+    for engine in engines * 2:
+        seconds.append(engine.step().stats.host_seconds)
+        now += 0.5
+    assert seconds == [None, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_engine_tells_which_token_has_no_text(include: bool) -> None:
+    (stop_id,) = spell("w")
+    engine = fake_engine(FakeRunner(next_token=script("onward")))
+    stopping = StoppingParams(stop_token_ids=frozenset({stop_id}), include_stop_in_output=include)
+    engine.add_request(request("a", stopping=stopping))
+    assert [event.is_mute for event in events_of(drain(engine), "a")] == [False, False, not include]
+    engine = fake_engine(FakeRunner(next_token=script("o")))
+    engine.add_request(request("a"))
+    assert [event.is_mute for event in events_of(drain(engine), "a")] == [False, True]
 
 
 def test_engine_idle_step_does_nothing() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import golden
+from model.config import ModelConfig
 from model.golden import Feed, GoldenCase
 
 RNG = np.random.default_rng(0)
@@ -66,11 +67,28 @@ def test_one_logit_over_tolerance_fails() -> None:
     assert golden.compare(PREFILL_THEN_DECODE, logits, 0.51).passed
 
 
-def test_tolerance_grows_with_logits_that_are_large_and_not_below_its_floor() -> None:
-    large = replace(PREFILL_THEN_DECODE, logits=PREFILL_THEN_DECODE.logits * 0 - 500.0)
-    assert golden.fp32_tolerance([PREFILL_THEN_DECODE]) == 1e-4
-    assert golden.fp32_tolerance([PREFILL_THEN_DECODE, large]) == pytest.approx(5e-3)
-    assert golden.fp32_tolerance([]) == 1e-4
+def test_one_loud_token_does_not_loosen_its_neighbours() -> None:
+    logits = PREFILL_THEN_DECODE.logits.copy()
+    logits[:, 0] *= 200
+    case = replace(PREFILL_THEN_DECODE, logits=logits)
+    off = logits.copy()
+    off[2, 3] += 2e-4
+    assert not golden.compare(case, off, golden.FP32_TOLERANCE).passed
+    assert golden.FP32_TOLERANCE == 1e-4
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=60)
+@given(st.integers(0, 2**32), st.sampled_from([1e-5, 1e-4, 1e-3]))
+def test_a_case_that_passes_changes_the_arg_max_at_ties_alone(seed: int, spread: float) -> None:
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((5, 7)) * spread).astype(np.float32)
+    case = replace(PREFILL_THEN_DECODE, logits=logits)
+    off = logits + rng.uniform(-1.2e-4, 1.2e-4, logits.shape).astype(np.float32)
+    result = golden.compare(case, off, golden.FP32_TOLERANCE)
+    rows = np.arange(len(logits))
+    lead = logits.max(-1) - logits[rows, off.argmax(-1)]
+    assert not result.passed or lead.max() <= 2 * golden.FP32_TOLERANCE
+    assert result.agreement == pytest.approx((lead == 0).mean())
 
 
 def test_agreement_counts_equal_arg_maxima() -> None:
@@ -167,3 +185,68 @@ def test_pickled_arrays_are_never_opened(tmp_path: Path) -> None:
     np.savez(path, index=np.array([{"name": "x"}], dtype=object))
     with pytest.raises(ValueError, match="allow_pickle=False"):
         golden.load(path)
+
+
+def _edit_archive(path: Path, field: int, value: int) -> None:
+    """Sets a 16-bit field of the first entry, in its local header and in the central directory."""
+    data = bytearray(path.read_bytes())
+    for signature, offset in ((b"PK\x03\x04", field), (b"PK\x01\x02", field + 2)):
+        start = data.index(signature) + offset
+        data[start : start + 2] = value.to_bytes(2, "little")
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("field", "value"), [(6, 1), (8, 97)], ids=["encrypted", "unknown compression"])
+def test_an_archive_that_cannot_be_unpacked_is_refused(field: int, value: int, tmp_path: Path) -> None:
+    path = tmp_path / "golden.npz"
+    golden.save(path, [PREFILL_THEN_DECODE])
+    _edit_archive(path, field, value)
+    with pytest.raises(ValueError, match="not a set of golden cases"):
+        golden.load(path)
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"index": np.frombuffer(b"[" * 100_000, np.uint8)},
+        {"0/sequence/0": np.zeros(5)},
+        {"0/sequence/0": np.zeros((5, 1), np.int64)},
+    ],
+    ids=["deep index", "fractional ids", "ids in a matrix"],
+)
+def test_arrays_of_the_wrong_kind_are_refused(arrays: dict[str, np.ndarray], tmp_path: Path) -> None:
+    path = tmp_path / "golden.npz"
+    golden.save(path, [PREFILL_THEN_DECODE])
+    with np.load(path) as found:
+        np.savez(path, **{**found, **arrays})
+    with pytest.raises(ValueError, match="not a set of golden cases"):
+        golden.load(path)
+
+
+def test_cases_that_the_model_cannot_be_asked_are_all_listed(tmp_path: Path) -> None:
+    path = tmp_path / "golden.npz"
+    steps = golden.staggered((5, 2))
+    golden.save(path, [PREFILL_THEN_DECODE, make_case(steps, (5, 2), with_sources=True)])
+    sizes = {"context": 4, "d_model": 8, "num_layers": 1, "num_heads": 2, "d_ff": 8}
+    decoder = ModelConfig(architecture="decoder-only", vocab_size=6, **sizes)
+    encoder = ModelConfig(
+        architecture="encoder-decoder",
+        vocab_size=7,
+        source_vocab_size=8,
+        num_encoder_layers=1,
+        source_context=2,
+        **sizes,
+    )
+    assert len(golden.load(path)) == 2
+    expected = {
+        decoder: ["sequence 0 has 5 tokens, must have 1 to 4", "2 sources, the model is decoder-only", "7 tokens"],
+        encoder: ["several tokens at once", "0 sources", "source 0 has 5 tokens, must have 1 to 2"],
+    }
+    for config, problems in expected.items():
+        with pytest.raises(ValueError, match="golden") as caught:
+            golden.load(path, config)
+        assert [problem for problem in problems if problem not in str(caught.value)] == []
+    short = tmp_path / "short.npz"
+    golden.save(short, [make_case(((Feed(0, 0, 4),),), (4,))])
+    with pytest.raises(ValueError, match=r"sequence 0 has ids outside \[0, 6\)"):
+        golden.load(short, decoder)

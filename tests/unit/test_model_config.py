@@ -36,6 +36,7 @@ def valid_configs(draw: st.DrawFn) -> ModelConfig:
     kv_heads, group, half_head = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 16))
     is_pair = draw(st.booleans())
     vocab_size = draw(st.integers(3, 50_000))
+    source_vocab_size = draw(st.integers(0, 500)) if is_pair else 0
     token = st.integers(0, vocab_size - 1)
     return ModelConfig(
         architecture=Architecture.ENCODER_DECODER if is_pair else Architecture.DECODER_ONLY,
@@ -48,7 +49,7 @@ def valid_configs(draw: st.DrawFn) -> ModelConfig:
         head_dim=draw(st.sampled_from((0, 2 * half_head, 64))),
         d_ff=draw(st.integers(1, 4096)),
         num_encoder_layers=draw(st.integers(1, 8)) if is_pair else 0,
-        source_vocab_size=draw(st.integers(0, 500)) if is_pair else 0,
+        source_vocab_size=source_vocab_size,
         source_context=draw(st.integers(0, 500)) if is_pair else 0,
         positions=draw(st.sampled_from(Positions)),
         rope_theta=draw(st.floats(1.5, 1e6)),
@@ -61,7 +62,7 @@ def valid_configs(draw: st.DrawFn) -> ModelConfig:
         tie_embeddings=draw(st.booleans()),
         scale_embeddings=draw(st.booleans()),
         dropout=draw(st.floats(0.0, 1.0, exclude_max=True)),
-        pad_id=draw(token),
+        pad_id=draw(st.integers(0, min(vocab_size, source_vocab_size or vocab_size) - 1)),
         bos_id=draw(token),
         eos_id=draw(token),
     )
@@ -108,6 +109,12 @@ def test_sizes_left_out_are_derived() -> None:
 
 def test_head_width_need_not_divide_the_model() -> None:
     assert ModelConfig.from_dict(DECODER_ONLY | {"d_model": 26, "head_dim": 8}).head_dim == 8
+
+
+def test_the_padding_must_be_a_token_of_sources_too() -> None:
+    assert problems_of(ENCODER_DECODER | {"source_vocab_size": 8, "pad_id": 8}) == (
+        "pad_id is 8, sources have ids in [0, 8)",
+    )
 
 
 def test_every_invalid_value_is_reported_at_once() -> None:

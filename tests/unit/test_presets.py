@@ -140,7 +140,6 @@ def test_rows_must_fit_the_context() -> None:
     assert problems("stdlib", "context=64") == ("row_tokens is 128, must be at most the context of 64",)
 
 
-def test_control_tokens_must_be_those_of_our_tokenizers() -> None:
-    assert problems("stdlib", "pad_id=5") == (
-        "pad_id, bos_id, eos_id must be 0, 1, 2 where the tokenizer is made here",
-    )
+@pytest.mark.parametrize("name", PRESETS)
+def test_control_tokens_must_be_those_of_our_tokenizers(name: str) -> None:
+    assert problems(name, "pad_id=5") == ("pad_id, bos_id, eos_id must be 0, 1, 2 where the tokenizer is made here",)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from service.engine.batch import KVMove, ScheduledBatch
-from service.engine.engine import Engine
+from service.engine.engine import Engine, LastRun
 from service.engine.plan import Pieces
 from service.engine.sampler import SampledToken, Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
@@ -167,12 +167,26 @@ def test_schedule_expired_requests_leave_the_queue_and_the_slots() -> None:
     ]
 
 
-def test_schedule_abort_wins_over_an_expired_deadline() -> None:
+def test_schedule_expired_deadline_wins_over_an_abort() -> None:
+    """A transport's deadline cancels the call at the same moment; the client must hear of the deadline."""
     scheduler = make_scheduler()
-    scheduler.add(request("a", deadline=1.0))
-    scheduler.abort("a")
-    (event,) = commit(scheduler, scheduler.schedule(2.0))
-    assert event.finish_reason is FinishReason.CANCELLED
+    scheduler.add(request("a", deadline=2.0))
+    scheduler.add(request("b", deadline=2.5))
+    for name in "ab":
+        scheduler.abort(name)
+    events = commit(scheduler, scheduler.schedule(2.0))
+    assert [event.finish_reason for event in events] == [FinishReason.DEADLINE, FinishReason.CANCELLED]
+    assert not scheduler.has_work
+
+
+def test_schedule_deadline_of_a_finished_request_does_not_touch_the_next_of_its_id() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", max_tokens=1, deadline=5.0))
+    step(scheduler)
+    scheduler.add(request("a", deadline=9.0))
+    assert [event.finish_reason for event in commit(scheduler, scheduler.schedule(6.0))] == [None]
+    (event,) = commit(scheduler, scheduler.schedule(9.0))
+    assert event.finish_reason is FinishReason.DEADLINE
 
 
 def test_schedule_failing_the_running_leaves_the_waiting() -> None:
@@ -180,8 +194,10 @@ def test_schedule_failing_the_running_leaves_the_waiting() -> None:
     scheduler.add(request("a"))
     scheduler.add(request("b"))
     scheduler.schedule(0.0)
-    (event,) = scheduler.fail_running(EngineFailed("id"), 0.0)
+    (event,) = scheduler.fail_running("id", 0.0)
     assert event.request_id == "a"
+    assert isinstance(event.error, EngineFailed)
+    assert event.error.error_id == "id"
     scheduler.check_invariants()
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 1)
     assert len(step(scheduler).samples) == 1
@@ -227,7 +243,7 @@ class Life(RuleBasedStateMachine):
         self.was_run = False
         self.runner = FakeRunner(LIMITS.max_batch_size, before_run=self.on_batch)
         self.scheduler = make_scheduler(encoder_decoder=self.encoder_decoder)
-        self.engine = Engine(self.scheduler, self.runner, Sampler(), lambda: self.now)
+        self.engine = Engine(self.scheduler, self.runner, Sampler(), LastRun(), lambda: self.now)
         self.requests: dict[str, GenerationRequest] = {}
         self.tokens: dict[str, list[int]] = {}
         self.terminal: Counter[str] = Counter()

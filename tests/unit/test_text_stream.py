@@ -86,19 +86,74 @@ def test_text_stream_ill_formed_text_is_not_held_back_for_ever() -> None:
     assert given_out > 80
 
 
-def test_text_stream_decodes_a_bounded_window() -> None:
-    """The work for one token does not grow with the output."""
-    longest = 0
+@given(st.lists(st.sampled_from([0xFF, 0xE6, 0x97, 0xA5, 0xF0, 0x9F, 0x80, 0xC3, 0x61, -1]), min_size=20, max_size=90))
+def test_text_stream_pieces_of_mostly_ill_formed_text_add_up(data: list[int]) -> None:
+    """Beginnings and ends of characters, more of them than are held back."""
+    token_ids = [SPECIAL_ID if byte < 0 else BYTE_IDS[byte] for byte in data]
+    assert "".join(pieces_of(TextStream(DECODE), token_ids)) == DECODE(token_ids)
+
+
+@given(
+    vocabulary=st.lists(
+        st.lists(st.sampled_from([0xFF, 0xE6, 0x97, 0xA5, 0xF0, 0x9F, 0x80, 0x61]), max_size=4).map(bytes),
+        min_size=2,
+        max_size=5,
+    ),
+    numbers=st.lists(st.integers(0, 4), min_size=20, max_size=90),
+)
+def test_text_stream_pieces_of_tokens_that_split_characters_anywhere_add_up(
+    vocabulary: list[bytes], numbers: list[int]
+) -> None:
+    def decode(token_ids: Sequence[int]) -> str:
+        return b"".join(vocabulary[i] for i in token_ids).decode(errors="replace")
+
+    token_ids = [number % len(vocabulary) for number in numbers]
+    assert "".join(pieces_of(TextStream(decode), token_ids)) == decode(token_ids)
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+@pytest.mark.parametrize(
+    ("token_ids", "most"),
+    [
+        (ids_of("日本語 text ") * 50, 16),
+        ([SPECIAL_ID] * 1000, 8),
+        (ids_of("a") + [SPECIAL_ID] * 1000, 8),
+        (ids_of("日".encode()[:2]) + [SPECIAL_ID] * 1000 + ids_of("日".encode()[2:]), 12),
+        (ids_of(b"\xff") * 1000, 100),
+        (ids_of(b"\x80") * 1000, 100),
+        (ids_of(b"\xf0\x9f\x80") * 300, 100),
+        (ids_of(b"\xff") + [SPECIAL_ID] * 1000, 8),
+        (ids_of("\N{REPLACEMENT CHARACTER}") * 300, 100),
+    ],
+    ids=["text", "special", "special-after-text", "special-within", "bad", "tails", "heads", "bad-special", "U+FFFD"],
+)
+def test_text_stream_work_for_a_token_is_bounded_whatever_the_output(
+    token_ids: list[int], most: int, stop: tuple[str, ...]
+) -> None:
+    """Counts the tokens decoded for each token pushed; a client can ask for any of these outputs."""
+    num_decoded = 0
 
     def decode(token_ids: Sequence[int]) -> str:
-        nonlocal longest
-        longest = max(longest, len(token_ids))
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
         return DECODE(token_ids)
 
-    stream = TextStream(decode)
-    for token_id in ids_of("日本語 text " * 100):
-        stream.push(token_id)
-    assert longest <= 8
+    stream = TextStream(decode, stop)
+    pieces, work = [], []
+    for token_id in token_ids:
+        num_decoded = 0
+        pieces.append(stream.push(token_id))
+        work.append(num_decoded)
+    assert max(work) <= most
+    assert "".join(pieces) + stream.flush() == DECODE(token_ids)
+
+
+def test_text_stream_a_space_that_the_decoder_strips_is_no_control_token() -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"▁": 0, "▁a": 1, "b": 2}, merges=[]))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    token_ids = [0, 1, 0, 0, 2, 0, 1]
+    pieces = pieces_of(TextStream(lambda ids: str(tokenizer.decode(list(ids)))), token_ids)
+    assert "".join(pieces) == tokenizer.decode(token_ids) == " a  b  a"
 
 
 def test_text_stream_keeps_the_spaces_of_a_decoder_that_joins_words() -> None:

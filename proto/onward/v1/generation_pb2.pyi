@@ -703,7 +703,7 @@ class Timings(_message.Message):
     prefill: _builtins.float
     """From then until the first token."""
     decode: _builtins.float
-    """From then until the last token."""
+    """From then until the end."""
     time_to_first_token: _builtins.float
     """From arrival until the first token. Absent if there was none."""
     total: _builtins.float
@@ -1399,7 +1399,7 @@ class TokenizeRequest(_message.Message):
     model: _builtins.str
     """The model's name. Default: the only one served."""
     text: _builtins.str
-    """The text; special-token text in it is ordinary characters. Limit: the message's size."""
+    """The text; special-token text in it is ordinary characters. Limit: configured number of bytes."""
     side: Global___TextSide.ValueType
     """Whose vocabulary. Default: the prompt's."""
     add_special_tokens: _builtins.bool
@@ -1467,7 +1467,7 @@ class DetokenizeRequest(_message.Message):
     """Whose vocabulary. Default: the output's."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids. Limit: each below the vocabulary's size."""
+        """Token ids. Limit: configured number, each below the vocabulary's size."""
 
     def __init__(
         self,

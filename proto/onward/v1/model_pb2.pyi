@@ -173,6 +173,8 @@ class ModelLimits(_message.Message):
     MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     MAX_QUEUE_SIZE_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_TOKENIZE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_DETOKENIZE_TOKENS_FIELD_NUMBER: _builtins.int
     max_prompt_tokens: _builtins.int
     """Longest prompt or source, in tokens."""
     max_generated_tokens: _builtins.int
@@ -192,7 +194,11 @@ class ModelLimits(_message.Message):
     max_queue_size: _builtins.int
     """Requests that may wait beside them."""
     max_message_bytes: _builtins.int
-    """Largest message in either direction, in bytes."""
+    """Largest message in either direction, in bytes. An answer that is larger is OUT_OF_RANGE."""
+    max_tokenize_bytes: _builtins.int
+    """Longest `TokenizeRequest.text`, in bytes of UTF-8."""
+    max_detokenize_tokens: _builtins.int
+    """Most `DetokenizeRequest.token_ids`."""
     def __init__(
         self,
         *,
@@ -206,10 +212,12 @@ class ModelLimits(_message.Message):
         max_batch_size: _builtins.int = ...,
         max_queue_size: _builtins.int = ...,
         max_message_bytes: _builtins.int = ...,
+        max_tokenize_bytes: _builtins.int = ...,
+        max_detokenize_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_batch_size", b"max_batch_size", "max_generated_tokens", b"max_generated_tokens", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_request_id_length", b"max_request_id_length", "max_stop_string_length", b"max_stop_string_length", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_batch_size", b"max_batch_size", "max_detokenize_tokens", b"max_detokenize_tokens", "max_generated_tokens", b"max_generated_tokens", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_request_id_length", b"max_request_id_length", "max_stop_string_length", b"max_stop_string_length", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids", "max_tokenize_bytes", b"max_tokenize_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -86,7 +86,9 @@ class ModelServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def VerifyParity(self, request, context):
-        """Replays the model's golden cases on the provider in use and compares with PyTorch's answers.
+        """Replays the model's golden cases on the provider in use and compares with PyTorch's answers. Needs the model idle:
+        requests that arrive meanwhile wait, and if those in flight take longer than 10 s the answer is UNAVAILABLE. Calls
+        that come together share one replay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,10 @@ class ModelServiceStub:
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.GetModelResponse]
     """Tells what one model is and what it may be asked."""
     VerifyParity: _grpc.UnaryUnaryMultiCallable[_model_pb2.VerifyParityRequest, _model_pb2.VerifyParityResponse]
-    """Replays the model's golden cases on the provider in use and compares with PyTorch's answers."""
+    """Replays the model's golden cases on the provider in use and compares with PyTorch's answers. Needs the model idle:
+    requests that arrive meanwhile wait, and if those in flight take longer than 10 s the answer is UNAVAILABLE. Calls
+    that come together share one replay.
+    """
     LoadModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.LoadModelRequest, _model_pb2.LoadModelResponse]
     """Starts serving an artefact of the models folder."""
     UnloadModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.UnloadModelRequest, _model_pb2.UnloadModelResponse]
@@ -60,7 +63,10 @@ class ModelServiceAsyncStub(ModelServiceStub):
     GetModel: _aio.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.GetModelResponse]  # type: ignore[assignment]
     """Tells what one model is and what it may be asked."""
     VerifyParity: _aio.UnaryUnaryMultiCallable[_model_pb2.VerifyParityRequest, _model_pb2.VerifyParityResponse]  # type: ignore[assignment]
-    """Replays the model's golden cases on the provider in use and compares with PyTorch's answers."""
+    """Replays the model's golden cases on the provider in use and compares with PyTorch's answers. Needs the model idle:
+    requests that arrive meanwhile wait, and if those in flight take longer than 10 s the answer is UNAVAILABLE. Calls
+    that come together share one replay.
+    """
     LoadModel: _aio.UnaryUnaryMultiCallable[_model_pb2.LoadModelRequest, _model_pb2.LoadModelResponse]  # type: ignore[assignment]
     """Starts serving an artefact of the models folder."""
     UnloadModel: _aio.UnaryUnaryMultiCallable[_model_pb2.UnloadModelRequest, _model_pb2.UnloadModelResponse]  # type: ignore[assignment]
@@ -93,7 +99,10 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.VerifyParityRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_pb2.VerifyParityResponse, _abc.Awaitable[_model_pb2.VerifyParityResponse]]:
-        """Replays the model's golden cases on the provider in use and compares with PyTorch's answers."""
+        """Replays the model's golden cases on the provider in use and compares with PyTorch's answers. Needs the model idle:
+        requests that arrive meanwhile wait, and if those in flight take longer than 10 s the answer is UNAVAILABLE. Calls
+        that come together share one replay.
+        """
 
     @_abc_1.abstractmethod
     def LoadModel(

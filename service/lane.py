@@ -1,0 +1,84 @@
+"""One model's lane: how many places it has, how long requests lately held them, and how each request ended.
+
+Every request of a known model is counted here exactly once and told in one line of the log, under its finish reason or
+its error's label, whether it ran or was refused. Knows nothing of streams and threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from service.errors import Overloaded
+from service.metrics import ModelMetrics, RequestRecord
+
+_LOGGER = logging.getLogger(__name__)
+
+_RECENT_REQUESTS = 64
+_UNKNOWN_SERVICE_SECONDS = 1.0
+_MIN_RETRY_SECONDS = 0.05
+_MAX_RETRY_SECONDS = 60.0
+
+
+class Lane:
+    """The places of one model: `max_batch_size` requests run, `max_queue_size` wait besides.
+
+    Args:
+        model: its name.
+        max_batch_size: slots of its engine.
+        max_queue_size: requests that may wait besides.
+        metrics: where its steps and requests are counted.
+    """
+
+    def __init__(self, model: str, max_batch_size: int, max_queue_size: int, metrics: ModelMetrics) -> None:
+        self.metrics = metrics
+        self._model = model
+        self._max_batch_size = max_batch_size
+        self._limit = max_batch_size + max_queue_size
+        self._taken = 0
+        self._service_seconds: deque[float] = deque(maxlen=_RECENT_REQUESTS)
+
+    @property
+    def retry_after_seconds(self) -> float:
+        """When a place should be free: a batch's worth of requests ends within one mean service time."""
+        recent = self._service_seconds
+        mean = sum(recent) / len(recent) if recent else _UNKNOWN_SERVICE_SECONDS
+        return min(max(mean / self._max_batch_size, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+
+    def take(self) -> None:
+        """Takes a place.
+
+        Raises:
+            Overloaded: when there is none.
+        """
+        if self._taken >= self._limit:
+            raise Overloaded(self._model, self._taken, self._limit, self.retry_after_seconds)
+        self._taken += 1
+
+    def give_back(self, service_seconds: float | None) -> None:
+        """Gives a place back; `service_seconds` is how long its request held a slot, None if it never did."""
+        self._taken -= 1
+        if service_seconds is not None:
+            self._service_seconds.append(service_seconds)
+
+    def refused(self, outcome: str, request_id: str | None) -> None:
+        """A request ended before the engine had it; `request_id` is None where it is not known to be fit for a log."""
+        self.metrics.request_refused(outcome)
+        _LOGGER.info("request %s of %s: %s", request_id or "(no id)", self._model, outcome)
+
+    def ended(self, record: RequestRecord, request_id: str, error_id: str | None) -> None:
+        """A request that the engine had is over; `error_id` is where the log has more of it."""
+        self.metrics.request_done(record)
+        timings = record.timings
+        scheduled = timings.finished_time if timings.scheduled_time is None else timings.scheduled_time
+        _LOGGER.info(
+            "request %s of %s: %s%s, %d prompt and %d generated tokens, %.3f s of which %.3f s queued",
+            request_id,
+            self._model,
+            record.outcome,
+            f" {error_id}" if error_id else "",
+            record.num_prompt_tokens,
+            record.num_generated_tokens,
+            timings.finished_time - timings.arrival_time,
+            scheduled - timings.arrival_time,
+        )

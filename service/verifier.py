@@ -1,0 +1,85 @@
+"""Golden cases on demand: one replay per model at a time, shared by all who ask meanwhile, given up when nobody does.
+
+Runs on the event loop. Knows neither gRPC nor what a replay computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from model.golden import FP32_TOLERANCE
+from service.async_engine import AsyncEngine
+from service.engine_thread import StepEngine
+from service.metrics import Metrics
+from service.models import Models, Parity
+
+_LOGGER = logging.getLogger(__name__)
+
+# A model that is in use can be verified between requests, but its new ones wait no longer than this for it.
+_MAX_WAIT_SECONDS = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Replay:
+    """A replay that runs or waits to, and how many wait for its outcome."""
+
+    task: asyncio.Task[Parity]
+    num_waiting: int = 0
+
+
+class Verifier:
+    """Replays golden cases on the provider in use and takes note of the outcome.
+
+    Args:
+        engine: where models run.
+        models: what is served; a model that fails its cases does not answer any more.
+        metrics: where the largest error is shown.
+        state_changed: called after each replay.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, models: Models, metrics: Metrics, state_changed: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._engine = engine
+        self._models = models
+        self._metrics = metrics
+        self._state_changed = state_changed
+        self._replays: dict[str, _Replay] = {}
+
+    async def verify(self, name: str) -> Parity:
+        """The outcome of the replay in progress, or of a new one.
+
+        Raises:
+            RequestError: when the replay itself failed, or the model was in use for too long to begin.
+        """
+        replay = self._replays.get(name)
+        if replay is None:
+            replay = self._replays[name] = _Replay(asyncio.create_task(self._replay(name)))
+        replay.num_waiting += 1
+        try:
+            return await asyncio.shield(replay.task)
+        finally:
+            replay.num_waiting -= 1
+            if replay.num_waiting == 0:
+                replay.task.cancel()
+            # Whoever asks from now on wants a new one, even if this one is still being cancelled.
+            if (replay.num_waiting == 0 or replay.task.done()) and self._replays.get(name) is replay:
+                del self._replays[name]
+
+    async def _replay(self, name: str) -> Parity:
+        cases = self._models.resolve(name).golden_cases
+
+        def replay(engine: StepEngine) -> Parity:
+            return Parity(tuple(engine.verify_golden(cases, FP32_TOLERANCE)))
+
+        parity = await self._engine.call(name, replay, _MAX_WAIT_SECONDS)
+        self._models.verified(name, parity)
+        self._metrics.for_model(name).parity_checked(parity.max_abs_error)
+        if not parity.passed:
+            failed = ", ".join(case.name for case in parity.cases if not case.passed)
+            _LOGGER.error("%s does not serve, golden cases failed: %s", name, failed or "there are none")
+        await self._state_changed()
+        return parity

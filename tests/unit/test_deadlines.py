@@ -1,0 +1,54 @@
+"""Deadlines come up in their order, those of sequences that are over not at all, and nothing piles up."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.engine.deadlines import Deadlines
+from service.engine.sequence import Sequence
+from tests.fakes import request
+
+
+def sequence(deadline: float | None) -> Sequence:
+    return Sequence(
+        request=request(deadline=deadline),
+        token_ids=[5],
+        source_token_ids=(),
+        max_num_tokens=9,
+        eos_ids=frozenset(),
+        seed=0,
+        text=None,
+    )
+
+
+@given(
+    st.lists(st.tuples(st.none() | st.integers(0, 9), st.booleans()), max_size=30),
+    st.lists(st.integers(0, 9), max_size=5).map(sorted),
+)
+def test_deadlines_expire_in_order_and_once_unless_discarded(
+    members: list[tuple[int | None, bool]], times: list[int]
+) -> None:
+    deadlines = Deadlines()
+    kept: list[Sequence] = []
+    for deadline, is_over in members:
+        one = sequence(deadline)
+        deadlines.add(one)
+        if is_over:
+            deadlines.discard(one)
+        elif deadline is not None:
+            kept.append(one)
+    kept.sort(key=lambda one: one.request.deadline or 0)
+    taken: list[Sequence] = []
+    for now in times:
+        taken += deadlines.take_expired(now)
+        assert taken == [one for one in kept if (one.request.deadline or 0) <= now]
+
+
+def test_deadlines_of_sequences_that_are_over_do_not_pile_up() -> None:
+    deadlines = Deadlines()
+    for _ in range(10_000):
+        one = sequence(1e9)
+        deadlines.add(one)
+        deadlines.discard(one)
+    assert len(deadlines._heap) < 100
