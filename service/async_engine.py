@@ -25,6 +25,9 @@ from service.errors import EngineFailed, InvalidRequest, NotServing, RequestCanc
 from service.lane import Lane
 from service.metrics import Metrics, ModelMetrics, RequestRecord
 
+# A client far behind gets many tokens in a message, but not so many that no message holds them.
+_MAX_EVENTS_TAKEN = 128
+
 
 @dataclass(slots=True, eq=False)
 class _Stream:
@@ -43,11 +46,12 @@ class _Stream:
         self.arrived.set()
 
     async def take(self) -> tuple[TokenEvent, ...]:
-        """All events that wait, at least one."""
+        """The oldest events that wait, at least one."""
         await self.arrived.wait()
-        self.arrived.clear()
-        events = tuple(self.events)
-        self.events.clear()
+        events = tuple(self.events[:_MAX_EVENTS_TAKEN])
+        del self.events[:_MAX_EVENTS_TAKEN]
+        if not self.events:
+            self.arrived.clear()
         return events
 
 
