@@ -69,9 +69,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "scale_embeddings": True,
         },
         "train": {
-            "steps": 1000,
+            "steps": 1200,
             "batch_tokens": 800,
             "num_examples": 40000,
+            "matrix_learning_rate": 1e-2,
             "warmup_fraction": 0.08,
         },
     },
@@ -79,7 +80,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "data": "stdlib",
         "model": {
             "architecture": "decoder-only",
-            "vocab_size": 4096,
+            # A batch's float32 logits just fit 32 MiB; larger blocks glibc returns to the kernel after every use.
+            "vocab_size": 4000,
             "context": 1024,
             "d_model": 192,
             "num_layers": 4,
@@ -88,10 +90,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "activation": "relu",
         },
         "train": {
-            "steps": 1200,
-            "batch_tokens": 1024,
+            "steps": 500,
+            "batch_tokens": 2048,
             "row_tokens": 128,
-            "long_fraction": 0.35,
+            "long_fraction": 0.3,
             "learning_rate": 3e-2,
             "matrix_learning_rate": 1e-2,
             "warmup_fraction": 0.03,
