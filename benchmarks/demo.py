@@ -33,7 +33,7 @@ CONCURRENCY = 32
 SAMPLE_TOKENS = 120
 SAMPLE_PROMPTS = (
     'class Queue:\n    """A first-in first-out queue."""\n\n    def __init__(self',
-    "import argparse\n\ndef main(argv",
+    "def is_valid(name):",
     "def read_lines(path",
 )
 STEP_SECONDS = 1800
@@ -56,7 +56,7 @@ def main() -> None:
         _run("export", str(checkpoints_folder / name), "--out", str(models_folder / name))
     parity = [_run("export", "verify", str(models_folder / name)) for name in MODELS]
 
-    with serving(models_folder) as target:
+    with serving(models_folder, "--log-level", "warning", "--metrics-port", "0") as target:
         _say(f"asking {', '.join(MODELS)} at {target}")
         exact_match = asyncio.run(_score_dates(target))
         for sample in asyncio.run(_sample_stdlib(target)):

@@ -69,7 +69,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "scale_embeddings": True,
         },
         "train": {
-            "steps": 1200,
+            "steps": 1000,
             "batch_tokens": 800,
             "num_examples": 40000,
             "matrix_learning_rate": 1e-2,
@@ -90,10 +90,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "activation": "relu",
         },
         "train": {
-            "steps": 500,
+            "steps": 400,
             "batch_tokens": 2048,
             "row_tokens": 128,
-            "long_fraction": 0.3,
+            "long_fraction": 0.35,
             "learning_rate": 3e-2,
             "matrix_learning_rate": 1e-2,
             "warmup_fraction": 0.03,
