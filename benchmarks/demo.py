@@ -33,7 +33,7 @@ CONCURRENCY = 32
 SAMPLE_TOKENS = 120
 SAMPLE_PROMPTS = (
     'class Queue:\n    """A first-in first-out queue."""\n\n    def __init__(self',
-    "def is_valid(name):",
+    "class Reader:\n    def close(self):",
     "def read_lines(path",
 )
 STEP_SECONDS = 1800

@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(recipe: Any, options: argparse.Namespace) -> int:
-    # OpenMP reads these when torch loads it. By default its threads spin long at the end of every operation, hundreds of
-    # times a step; where another process holds one of their cores, each costs a scheduler's slice and a run twenty times
-    # its time. A short spin keeps an idle machine's speed and bounds the loss on a busy one; no spin at all is slow.
+    # OpenMP reads these when torch loads it. By default its threads spin long at the end of every operation, hundreds
+    # of times a step; where another process holds one of their cores, each costs a scheduler's slice and a run twenty
+    # times its time. A short spin keeps an idle machine's speed and bounds the loss on a busy one.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 — a library's own switch, not our configuration
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # noqa: TID251
     # Torch and its friends take seconds to import: not before the arguments are known to be good.

@@ -90,7 +90,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "activation": "relu",
         },
         "train": {
-            "steps": 400,
+            "steps": 500,
             "batch_tokens": 2048,
             "row_tokens": 128,
             "long_fraction": 0.35,
