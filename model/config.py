@@ -6,12 +6,13 @@ Validation collects every problem and raises once.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from model.fields import field_problems, to_json_values
 
 
 class ConfigError(ValueError):
@@ -203,10 +204,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; `from_dict` is its inverse."""
-        return {
-            field.name: str(value) if isinstance(value := getattr(self, field.name), StrEnum) else value
-            for field in dataclasses.fields(self)
-        }
+        return to_json_values(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -215,17 +213,7 @@ class ModelConfig:
         Raises:
             ConfigError: listing every problem.
         """
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        problems = [f"unknown field {name!r}" for name in values if name not in fields]
-        for name, field in fields.items():
-            if name not in values:
-                if field.default is dataclasses.MISSING:
-                    problems.append(f"{name} is missing")
-                continue
-            kinds = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(str(field.type), (str,))
-            value = values[name]
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                problems.append(f"{name} is {value!r}, must be {field.type}")
+        problems = field_problems(cls, values)
         if problems:
             raise ConfigError(problems)
         return cls(**values)

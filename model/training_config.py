@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from model.fields import field_problems, to_json_values
 
 
 class TrainConfigError(ValueError):
@@ -124,10 +125,7 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; `from_dict` is its inverse."""
-        return {
-            field.name: str(value) if isinstance(value := getattr(self, field.name), StrEnum) else value
-            for field in dataclasses.fields(self)
-        }
+        return to_json_values(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
@@ -136,17 +134,7 @@ class TrainConfig:
         Raises:
             TrainConfigError: listing every problem.
         """
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        problems = [f"unknown field {name!r}" for name in values if name not in fields]
-        for name, field in fields.items():
-            if name not in values:
-                if field.default is dataclasses.MISSING:
-                    problems.append(f"{name} is missing")
-                continue
-            kinds = {"int": (int,), "float": (int, float)}.get(str(field.type), (str,))
-            value = values[name]
-            if not isinstance(value, kinds) or isinstance(value, bool):
-                problems.append(f"{name} is {value!r}, must be {field.type}")
+        problems = field_problems(cls, values)
         if problems:
             raise TrainConfigError(problems)
         return cls(**values)
