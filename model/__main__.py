@@ -42,10 +42,10 @@ def _train(recipe: Any, options: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 — a library's own switch, not our configuration
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # noqa: TID251
     # Torch and its friends take seconds to import: not before the arguments are known to be good.
-    from model.progress import make_reporter
-    from model.resume import ResumeError
-    from model.tasks import TaskError
-    from model.train import TrainingError, train
+    from model.training.progress import make_reporter
+    from model.training.resume import ResumeError
+    from model.training.tasks import TaskError
+    from model.training.trainer import TrainingError, train
 
     try:
         result = train(recipe, options.out, make_reporter(sys.stderr), resume_run=options.resume)
@@ -74,8 +74,8 @@ def _train(recipe: Any, options: argparse.Namespace) -> int:
 def _init(recipe: Any, options: argparse.Namespace) -> int:
     from model import checkpoint
     from model.artifact import TOKENIZER
-    from model.tasks import TaskError, fit_vocabulary, make_task
     from model.tokenizer_training import one_word_per_id
+    from model.training.tasks import TaskError, fit_vocabulary, make_task
     from model.transformer import build, num_parameters
 
     try:

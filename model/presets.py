@@ -17,7 +17,7 @@ from typing import Any
 
 from model.config import Architecture, ConfigError, ModelConfig
 from model.tokenizer import BOS_ID, EOS_ID, PAD_ID
-from model.training_config import TrainConfig, TrainConfigError
+from model.training.config import TrainConfig, TrainConfigError
 
 
 class RecipeError(ValueError):

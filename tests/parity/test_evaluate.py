@@ -14,11 +14,11 @@ from model import evaluate, reference
 from model.config import Architecture, ModelConfig
 from model.data import dates
 from model.data.batches import Pair, pad
-from model.optimizers import make_optimizers
 from model.tokenizer import BOS_ID, EOS_ID
 from model.tokenizer_training import byte_level_bpe, characters
-from model.train import batch_loss
-from model.training_config import TrainConfig
+from model.training.config import TrainConfig
+from model.training.optimizers import make_optimizers
+from model.training.trainer import batch_loss
 from model.transformer import DecoderOnly, EncoderDecoder, build
 
 TEXTS = ["def f():\n    return 1\n", "", "x = 'é…'\n" * 30]

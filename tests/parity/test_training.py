@@ -14,18 +14,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model import checkpoint, curves, resume
+from model import checkpoint
 from model.config import Architecture, ModelConfig
 from model.data.batches import IGNORED, Batch, Pair, length_buckets, windows
-from model.optimizers import learning_rate_factor, make_optimizers
 from model.presets import DataName, Recipe
-from model.progress import Progress
-from model.resume import ResumeError
-from model.tasks import Task
 from model.tokenizer import Tokenizer
 from model.tokenizer_training import one_word_per_id
-from model.train import TrainingError, TrainResult, batch_loss, train
-from model.training_config import OptimizerName, TrainConfig, TrainPrecision
+from model.training import curves, resume
+from model.training.config import OptimizerName, TrainConfig, TrainPrecision
+from model.training.optimizers import learning_rate_factor, make_optimizers
+from model.training.progress import Progress
+from model.training.resume import ResumeError
+from model.training.tasks import Task
+from model.training.trainer import TrainingError, TrainResult, batch_loss, train
 from model.transformer import EncoderDecoder, Transformer, build
 
 FAMILIES = tuple(Architecture)

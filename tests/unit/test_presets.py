@@ -9,7 +9,7 @@ import pytest
 
 from model.config import Activation, Norm, Positions
 from model.presets import PRESETS, DataName, RecipeError, resolve
-from model.training_config import OptimizerName
+from model.training.config import OptimizerName
 
 
 def problems(source: str, *overrides: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from model.training_config import OptimizerName, TrainConfig, TrainConfigError, TrainPrecision
+from model.training.config import OptimizerName, TrainConfig, TrainConfigError, TrainPrecision
 
 VALID: dict[str, Any] = {"steps": 100, "batch_tokens": 512}
 

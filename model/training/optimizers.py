@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from model.training_config import OptimizerName, TrainConfig
+from model.training.config import OptimizerName, TrainConfig
 from model.transformer import Transformer
 
 

@@ -18,7 +18,7 @@ from model.data.batches import Batch, Pair, length_buckets, pack, windows
 from model.presets import DataName, Recipe
 from model.tokenizer import Tokenizer
 from model.tokenizer_training import byte_level_bpe, characters
-from model.training_config import TrainConfig
+from model.training.config import TrainConfig
 from model.transformer import DecoderOnly, EncoderDecoder, Transformer
 
 _NUM_HELD_OUT_DATES = 500

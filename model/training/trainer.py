@@ -25,17 +25,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import checkpoint, curves, resume
+from model import checkpoint
 from model.artifact import TOKENIZER
 from model.attention import Attend, attend, attend_fused
-from model.curves import CurveLog
 from model.data.batches import Batch
-from model.optimizers import learning_rate_factor, make_optimizers, set_learning_rates
 from model.presets import Recipe
-from model.progress import Progress, Reporter
-from model.resume import RunState
-from model.tasks import Task, TaskError, fit_vocabulary, make_task
-from model.training_config import TrainConfig, TrainPrecision
+from model.training import curves, resume
+from model.training.config import TrainConfig, TrainPrecision
+from model.training.curves import CurveLog
+from model.training.optimizers import learning_rate_factor, make_optimizers, set_learning_rates
+from model.training.progress import Progress, Reporter
+from model.training.resume import RunState
+from model.training.tasks import Task, TaskError, fit_vocabulary, make_task
 from model.transformer import EncoderDecoder, Transformer, build, num_parameters
 
 # The written-out formula trains faster on CPUs than the fused kernel's backward pass, until its S×T matrix gets large.
