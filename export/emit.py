@@ -1,6 +1,6 @@
 """A graph module of `export.graphs` written as an ONNX file: traced, named, stripped, and read back to be checked.
 
-What PyTorch's exporter leaves is right but not fit to ship: weights that folding transposed are called `val_17`, nodes
+What PyTorch's exporter leaves is right but not fit to ship: weights that folding reshaped are called `val_17`, nodes
 `node_linear_3`, and every node carries the stack trace of the machine that traced it. So names are taken from the
 modules, and the rest is removed.
 """
@@ -114,7 +114,7 @@ def _quiet_exporter() -> Iterator[None]:
 
 
 def _name_by_module(graph: onnx.GraphProto) -> None:
-    """Names nodes, and the weights that constant folding transposed for them, after the modules they come from."""
+    """Names nodes, and the weights that constant folding reshaped for them, after the modules they come from."""
     stored = {tensor.name: tensor for tensor in graph.initializer}
     used: Counter[str] = Counter()
     renamed: dict[str, str] = {}
@@ -126,6 +126,8 @@ def _name_by_module(graph: onnx.GraphProto) -> None:
             node.name += f"_{used[node.name]}"
         if node.op_type == "MatMul" and node.input[1] in stored:
             renamed.setdefault(node.input[1], f"{scope}.weight_transposed")
+        elif node.op_type == "MatMul" and node.input[0] in stored:  # no layer multiplies from the left, scores do
+            renamed.setdefault(node.input[0], f"{scope}.score_vector")
     for old in stored.keys() - renamed.keys():
         renamed[old] = old.removeprefix(_MODEL_PREFIX)
     for old, new in renamed.items():

@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from model import reference
-from model.config import ModelConfig
+from model.config import AttentionScore, ModelConfig
 from model.golden import Feed, Float32, GoldenCase, Int64, Step, staggered
 from model.transformer import Transformer, num_parameters
 
@@ -62,7 +62,7 @@ def make_cases(model: Transformer) -> tuple[GoldenCase, ...]:
 
 
 def _plan_decoder_only(config: ModelConfig, size: int) -> Iterator[_Plan]:
-    longest = _longest(config.context, config.num_heads, _MAX_PREFILL_MULTIPLICATIONS / size)
+    longest = _longest(config.context, _numbers_per_pair(config), _MAX_PREFILL_MULTIPLICATIONS / size)
     for length in _fitting((1, 2, 31, CHUNK, CHUNK + 1), longest):
         yield _Plan(f"prefill-{length}", (length,), _split(0, (length,)))
     yield _long_pasts(longest)
@@ -85,9 +85,9 @@ def _plan_decoder_only(config: ModelConfig, size: int) -> Iterator[_Plan]:
 
 
 def _plan_encoder_decoder(config: ModelConfig, size: int) -> Iterator[_Plan]:
-    longest_source = _longest(config.source_context, config.num_heads, _MAX_PREFILL_MULTIPLICATIONS / size)
+    longest_source = _longest(config.source_context, _numbers_per_pair(config), _MAX_PREFILL_MULTIPLICATIONS / size)
     max_steps = min(_MAX_DECODE_MULTIPLICATIONS / size, _MAX_DECODE_LOGITS / config.vocab_size)
-    longest = _longest(config.context, config.num_heads, max_steps)
+    longest = _longest(config.context, _numbers_per_pair(config), max_steps)
     for source_length in _fitting((1, 2, 15, 16, 17, longest_source), longest_source):
         (length,) = _fitting((3,), longest)
         yield _Plan(f"source-{source_length}", (length,), _split(0, [1] * length), (source_length,))
@@ -121,9 +121,14 @@ def _ragged(config: ModelConfig, longest: int) -> tuple[int, ...]:
     return _clipped((1, 4, 2) if large else (3, 9, 1, 12, 5, 2, 17, 7), longest)
 
 
-def _longest(context: int, num_heads: int, max_tokens: float) -> int:
-    """The context, unless the reference's scores `[H, T, T] float32` or the replay would cost too much."""
-    return max(1, min(context, math.isqrt(_MAX_SCORE_BYTES // (4 * num_heads)), int(max_tokens)))
+def _numbers_per_pair(config: ModelConfig) -> int:
+    """What the reference holds of each query and key: a score for each head, or what an additive one is the sum of."""
+    return config.num_heads * (config.head_dim if config.attention_score is AttentionScore.ADDITIVE else 1)
+
+
+def _longest(context: int, numbers_per_pair: int, max_tokens: float) -> int:
+    """The context, unless the reference's float32 numbers for all pairs or the replay would cost too much."""
+    return max(1, min(context, math.isqrt(_MAX_SCORE_BYTES // (4 * numbers_per_pair)), int(max_tokens)))
 
 
 def _clipped(lengths: Sequence[int], longest: int) -> tuple[int, ...]:

@@ -1,21 +1,28 @@
-"""`python -m model`: trains checkpoints, or makes some with random weights.
+"""`python -m model`: trains checkpoints, scores them, or makes some with random weights.
 
 The last line on stdout is one JSON object; everything for people goes to stderr. What the caller got wrong is one line
-and exit status 2, a run that failed under way is one line and exit status 1.
+and exit status 2, a run that failed under way is one line and exit status 1, one that a signal ended is one line and
+128 + the signal's number. Under `torchrun` every process runs this, and the first one speaks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from model.presets import PRESETS, RecipeError, resolve
+from model.presets import PRESETS, Recipe, RecipeError, resolve
+
+if TYPE_CHECKING:
+    from model.training.parallel import Parallel
+    from model.training.trainer import TrainResult
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,64 +34,151 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
-    options = _make_parser().parse_args(arguments)
+    parser = _make_parser()
+    options = parser.parse_args(arguments)
+    if options.command == "train" and options.out is None and not (options.dry_run or options.overfit_one_batch):
+        return _fail("train: the following arguments are required: --out", 2)
     try:
         recipe = resolve(options.config, options.overrides)
     except RecipeError as error:
         return _fail(str(error), 2)
-    return _train(recipe, options) if options.command == "train" else _init(recipe, options)
+    return {"train": _train, "evaluate": _evaluate, "init": _init}[options.command](recipe, options)
 
 
-def _train(recipe: Any, options: argparse.Namespace) -> int:
-    # OpenMP reads these when torch loads it. By default its threads spin long at the end of every operation, hundreds
-    # of times a step; where another process holds one of their cores, each costs a scheduler's slice and a run twenty
-    # times its time. A short spin keeps an idle machine's speed and bounds the loss on a busy one.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 — a library's own switch, not our configuration
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # noqa: TID251
+def _train(recipe: Recipe, options: argparse.Namespace) -> int:
+    if recipe.train is None:
+        return _fail(f"{recipe.name} has no data to train on", 2)
+    _calm_threads()
     # Torch and its friends take seconds to import: not before the arguments are known to be good.
-    from model.training.progress import make_reporter
-    from model.training.resume import ResumeError
-    from model.training.tasks import TaskError
-    from model.training.trainer import TrainingError, train
+    from model.training.parallel import SetupError, start
 
     try:
-        result = train(recipe, options.out, make_reporter(sys.stderr), resume_run=options.resume)
-    except (TaskError, ResumeError, OSError) as error:
+        with start(recipe.train) as parallel:
+            return _train_in(parallel, recipe, options)
+    except SetupError as error:
         return _fail(str(error), 2)
+
+
+def _train_in(parallel: Parallel, recipe: Recipe, options: argparse.Namespace) -> int:
+    """Trains, or checks, as one of the processes."""
+    from model.training import checks
+    from model.training.loop import TrainingError
+    from model.training.parallel import ParallelError
+    from model.training.progress import make_reporter
+    from model.training.resume import ResumeError
+    from model.training.task import TaskError
+    from model.training.trainer import Terminated, train
+
+    def fail(message: str, status: int) -> int:
+        return _fail(message, status) if parallel.is_first else status
+
+    reporter = make_reporter(sys.stderr, speaks=parallel.is_first)
+    try:
+        if options.dry_run:
+            said = asdict(checks.dry_run(recipe, reporter, parallel))
+        elif options.overfit_one_batch:
+            overfit = checks.overfit_one_batch(recipe, reporter, parallel)
+            if not overfit.learned:
+                return fail(
+                    f"one batch was not learned: loss {overfit.first_loss:.3f} at first, "
+                    f"{overfit.last_loss:.3f} after {overfit.steps} steps",
+                    1,
+                )
+            said = asdict(overfit)
+        else:
+            result = train(
+                recipe,
+                options.out,
+                reporter,
+                resume_run=options.resume,
+                tensorboard=options.tensorboard,
+                parallel=parallel,
+            )
+            said = _describe(result)
+    except (TaskError, ResumeError, ParallelError, OSError) as error:
+        return fail(str(error), 2)
     except TrainingError as error:
-        return _fail(str(error), 1)
+        if parallel.is_first or _is_known_to_all(error, (TrainingError, ParallelError)):
+            return fail(str(error), 1)
+        return _fail(f"process {parallel.rank}: {error}", 1)
+    except Terminated as error:
+        return fail(str(error), 128 + error.number)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    _say(
-        {
-            "checkpoint": str(result.folder),
-            "steps": result.steps,
-            "train_seconds": round(result.seconds, 3),
-            "step_seconds": round(result.step_seconds, 3),
-            "num_parameters": result.num_parameters,
-            "num_target_tokens": result.num_target_tokens,
-            "loss": result.loss,
-            **result.scores,
-            **result.baselines,
-        }
-    )
+        return fail("interrupted", 130)
+    if parallel.is_first:
+        _say(said)
     return 0
 
 
-def _init(recipe: Any, options: argparse.Namespace) -> int:
+def _is_known_to_all(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
+    """Whether the first process fails as well and says why: not where only this one ran out of memory, say."""
+    return error.__cause__ is None or isinstance(error.__cause__, kinds)
+
+
+def _describe(result: TrainResult) -> dict[str, Any]:
+    best = result.best
+    return {
+        "checkpoint": str(result.folder),
+        "steps": result.steps,
+        "train_seconds": round(result.seconds, 3),
+        "step_seconds": round(result.step_seconds, 3),
+        "num_parameters": result.num_parameters,
+        "num_target_tokens": result.num_target_tokens,
+        "train_loss": result.loss,
+        "validation": dict(result.validation),
+        "best": None if best is None else {"step": best.step, "validation": dict(best.scores)},
+        **result.scores,
+        **result.baselines,
+    }
+
+
+def _evaluate(recipe: Recipe, options: argparse.Namespace) -> int:
+    if recipe.train is None:
+        return _fail(f"{recipe.name} has no data to score on", 2)
+    _calm_threads()
+    from model import checkpoint
+    from model.checkpoint import CheckpointError
+    from model.training.parallel import SetupError, resolve_device
+    from model.training.task import TaskError
+    from model.training.tasks import make_task
+
+    try:
+        loaded = checkpoint.load(options.checkpoint)
+        if loaded.config.architecture is not recipe.model.architecture:
+            have, wanted = loaded.config.architecture, recipe.model.architecture
+            return _fail(f"{options.checkpoint} is {have}, {recipe.name} is for {wanted}", 2)
+        device = resolve_device(recipe.train.device)
+        task = make_task(replace(recipe, model=loaded.config))
+        for name, path in loaded.tokenizers.items():
+            made = task.tokenizers.get(name)
+            if made is None or made.to_json() != path.read_text(encoding="utf-8"):
+                return _fail(f"{path} is not the tokenizer that {recipe.name} makes of its data", 2)
+        scores = task.test(loaded.model.to(device))
+    except (CheckpointError, TaskError, SetupError, OSError) as error:
+        return _fail(str(error), 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    _say({"checkpoint": str(options.checkpoint), **scores})
+    return 0
+
+
+def _init(recipe: Recipe, options: argparse.Namespace) -> int:
     from model import checkpoint
     from model.artifact import TOKENIZER
     from model.tokenizer_training import one_word_per_id
-    from model.training.tasks import TaskError, fit_vocabulary, make_task
+    from model.training.task import TaskError
+    from model.training.tasks import fit_vocabulary, make_task
     from model.transformer import build, num_parameters
 
     try:
-        if recipe.data is None:
-            tokenizer, facts = one_word_per_id(recipe.model.vocab_size, recipe.model.architecture), {}
+        if recipe.data is None or recipe.data.lacks_files:
+            # Nothing to make a tokenizer of: one that has a word for every id stands in.
+            config, facts = recipe.model, {}
+            tokenizers = {TOKENIZER: one_word_per_id(config.vocab_size, config.architecture)}
         else:
             task = make_task(recipe)
-            tokenizer, facts = task.tokenizer, dict(task.facts)
-        model = build(fit_vocabulary(recipe.model, tokenizer), options.seed)
+            config, facts, tokenizers = fit_vocabulary(recipe.model, task), dict(task.facts), dict(task.tokenizers)
+        model = build(config, options.seed)
         manifest = {
             "recipe": recipe.name,
             "seed": options.seed,
@@ -92,31 +186,49 @@ def _init(recipe: Any, options: argparse.Namespace) -> int:
             "data": facts,
             "versions": {"python": platform.python_version()},
         }
-        checkpoint.save(options.out, model, model.config, {TOKENIZER: tokenizer.to_json()}, manifest)
+        texts = {name: tokenizer.to_json() for name, tokenizer in tokenizers.items()}
+        checkpoint.save(options.out, model, config, texts, manifest)
     except (TaskError, ValueError, OSError) as error:
         return _fail(str(error), 2)
     _say({"checkpoint": str(options.out), "num_parameters": num_parameters(model)})
     return 0
 
 
+def _calm_threads() -> None:
+    # OpenMP reads these when torch loads it. By default its threads spin long at the end of every operation, hundreds
+    # of times a step; where another process holds one of their cores, each costs a scheduler's slice and a run twenty
+    # times its time. A short spin keeps an idle machine's speed and bounds the loss on a busy one.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 — a library's own switch, not our configuration
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # noqa: TID251
+
+
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m model", description="Makes checkpoints.", allow_abbrev=False)
+    parser = _Parser(prog="python -m model", description="Makes checkpoints and scores them.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    train = commands.add_parser("train", help="train a model on data that need no download")
+    train = commands.add_parser("train", help="train a model; under torchrun, in several processes")
     train.add_argument("--resume", action="store_true", help="go on from the last state that --out holds")
+    train.add_argument("--tensorboard", action="store_true", help="write event files to DIR/tensorboard too")
+    checks = train.add_mutually_exclusive_group()
+    checks.add_argument("--dry-run", action="store_true", help="measure two steps and write nothing")
+    checks.add_argument(
+        "--overfit-one-batch", action="store_true", help="see whether the first batch can be learned; write nothing"
+    )
+    evaluate = commands.add_parser("evaluate", help="score a checkpoint on a recipe's test data")
+    evaluate.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint folder")
     init = commands.add_parser("init", help="the same checkpoint with random weights")
     init.add_argument("--seed", type=_seed, default=0, help="fixes the weights (default 0)")
-    for command in (train, init):
+    for command in (train, evaluate, init):
         command.add_argument("config", metavar="CONFIG", help=f"{', '.join(PRESETS)}, or a .json or .toml file")
-        command.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoint folder")
         command.add_argument(
             "--set",
             dest="overrides",
             action="append",
             default=[],
             metavar="KEY=VALUE",
-            help="override a field of the model or the training; may be given several times",
+            help="override a field of the model, the data or the training; may be given several times",
         )
+    train.add_argument("--out", type=Path, metavar="DIR", help="checkpoint folder; the two checks need none")
+    init.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoint folder")
     return parser
 
 
@@ -128,7 +240,11 @@ def _seed(text: str) -> int:
 
 
 def _say(values: dict[str, Any]) -> None:
-    print(json.dumps(values), flush=True)
+    # JSON has no word for what is no finite number.
+    finite = {
+        key: None if isinstance(item, float) and not math.isfinite(item) else item for key, item in values.items()
+    }
+    print(json.dumps(finite), flush=True)
 
 
 def _fail(message: str, status: int) -> int:

@@ -2,34 +2,32 @@
 
 `attend` is the formula softmax(QKᵀ/√d_k)V, computed step by step: the oracle that every other formulation is held to.
 `attend_fused` is the same function through torch's fused kernel, and what training runs. Both are pure. The weights
-live in `SelfAttention` and `CrossAttention`, which only project: training, the reference decoder and the exported
-graphs share them, and each brings its own way from queries, keys and values to an output.
+live in `SelfAttention` and `CrossAttention`, which only project and say how their queries score their keys: training,
+the reference decoder and the exported graphs share them, and each brings its own way from queries, keys and values to
+an output.
+
+A score is `dot_scores`, the paper's, or `AdditiveScore`, its elder, for which there is no fused kernel.
 
 Knows nothing of layers, positions or caches.
 
-Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; grouped queries: Ainslie et al. (2023).
+Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; additive scores: Bahdanau et al. (2015);
+grouped queries: Ainslie et al. (2023).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ModelConfig
+from model.config import AttentionScore, ModelConfig
 
-
-class Attend(Protocol):
-    """From queries, keys and values to the attention's output; `attend` and `attend_fused` are two of these."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False
-    ) -> Tensor:
-        """Shapes and meaning as in `attend`."""
-        ...
+Score = Callable[[Tensor, Tensor], Tensor]
+"""How much each query asks for each key: `[B, H, S, D]` and `[B, H, T, D]` → `[B, H, S, T]`."""
 
 
 def dot_scores(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
@@ -48,11 +46,53 @@ def dot_scores(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
     return q @ k.transpose(-2, -1) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
 
 
+class AdditiveScore(nn.Module):
+    """Additive scores vᵀtanh(q + k), one v for each head: Bahdanau et al.'s v_aᵀtanh(W_a s_{i-1} + U_a h_j).
+
+    W_a and U_a are the projections that make queries and keys anyway, so `vector` `[H, D]` is all that is new. Every
+    query meets every key in D numbers instead of one: `[B, H, S, T, D]` is materialised, which is why
+    `MAX_ADDITIVE_CONTEXT` bounds the lengths. There is no 1/√D, as tanh keeps each term within ±v.
+
+    Source: Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and Translate" (2015), equation 6
+    and appendix A.1.2.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.zeros(config.num_heads, config.head_dim))
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        """`[B, H, S, D]` and `[B, H, T, D]` → `[B, H, S, T]`."""
+        return torch.einsum("bhstd,hd->bhst", torch.tanh(q.unsqueeze(-2) + k.unsqueeze(-3)), self.vector)
+
+
+def make_score(config: ModelConfig) -> Score:
+    """The score that the configuration asks for; a module where it has weights of its own."""
+    return AdditiveScore(config) if config.attention_score is AttentionScore.ADDITIVE else dot_scores
+
+
+class Attend(Protocol):
+    """From queries, keys and values to the attention's output; `attend` and `attend_fused` are two of these."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        score: Score = dot_scores,
+    ) -> Tensor:
+        """Shapes and meaning as in `attend`."""
+        ...
+
+
 def attention_weights(scores: Tensor, mask: Tensor | None = None) -> Tensor:
     """Each query's distribution over the keys: softmax of its scores, exactly zero where the mask forbids.
 
     Args:
-        scores: `[B, H, S, T]`, from `dot_scores` or any other scoring.
+        scores: `[B, H, S, T]`, from any `Score`; what the mask forbids may be NaN.
         mask: boolean, broadcastable to `[B, H, S, T]`, True where the query may attend. Every query needs at least one
             True, or its row is NaN.
 
@@ -71,9 +111,9 @@ def attend(
     mask: Tensor | None = None,
     *,
     is_causal: bool = False,
-    scale: float | None = None,
+    score: Score = dot_scores,
 ) -> Tensor:
-    """The paper's equation 1, softmax(QKᵀ/√d_k)V, written out: slow, and right by reading.
+    """The paper's equation 1, softmax(QKᵀ/√d_k)V, written out for any score: slow, and right by reading.
 
     Args:
         q: `[B, H, S, D]`.
@@ -81,7 +121,7 @@ def attend(
         v: `[B, Hkv, T, D]`.
         mask: boolean, broadcastable to `[B, H, S, T]`, True where the query may attend.
         is_causal: query i also attends to no key after i; S must equal T.
-        scale: factor on the dot products, 1/√D when None.
+        score: of H query heads against as many key heads.
 
     Returns:
         `[B, H, S, D]`.
@@ -89,9 +129,9 @@ def attend(
     if is_causal:
         causal = causal_mask(k.shape[-2], device=k.device)
         mask = causal if mask is None else mask & causal
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    return attention_weights(dot_scores(q, k, scale=scale), mask) @ v
+    if (group := q.shape[1] // k.shape[1]) > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    return attention_weights(score(q, k), mask) @ v
 
 
 def attend_fused(
@@ -101,17 +141,20 @@ def attend_fused(
     mask: Tensor | None = None,
     *,
     is_causal: bool = False,
-    scale: float | None = None,
+    score: Score = dot_scores,
 ) -> Tensor:
     """`attend` through torch's fused kernel: the same values to rounding, without the S×T matrix in memory.
 
-    For training. Graphs are exported from `attend`: the ONNX operator that this one becomes takes no mask whose query
-    axis is left to broadcasting, as `padding_mask`'s is.
+    For training. The kernel knows scaled dot products; with any other score this is `attend` itself. Graphs are
+    exported from `attend`: the ONNX operator that this one becomes takes no mask whose query axis is left to
+    broadcasting, as `padding_mask`'s is.
     """
+    if score is not dot_scores:
+        return attend(q, k, v, mask, is_causal=is_causal, score=score)
     if is_causal and mask is not None:
         mask, is_causal = mask & causal_mask(k.shape[-2], device=k.device), False
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
 
 
 def causal_mask(length: int, *, device: torch.device | None = None) -> Tensor:
@@ -136,7 +179,7 @@ def join_heads(x: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """The weights of one self-attention: W^Q, W^K, W^V fused into `qkv`, and W^O as `output`.
+    """The weights of one self-attention: W^Q, W^K, W^V fused into `qkv`, W^O as `output`, and the `score`'s if any.
 
     `qkv` packs its outputs as all query heads, then all key heads, then all value heads.
     """
@@ -149,6 +192,7 @@ class SelfAttention(nn.Module):
         width = self.query_width + 2 * self.kv_width
         self.qkv = nn.Linear(config.d_model, width, bias=config.attention_bias)
         self.output = nn.Linear(self.query_width, config.d_model, bias=config.attention_bias)
+        self.score = make_score(config)
 
     def project(self, x: Tensor) -> Tensor:
         """`[B, S, d]` → packed `[B, S, (H + 2 Hkv) * D]`, not yet rotated."""
@@ -167,7 +211,10 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """The weights of one cross-attention: `query` reads the decoder, `key_value` (keys, then values) the memory."""
+    """The weights of one cross-attention: `query` reads the decoder, `key_value` (keys, then values) the memory.
+
+    `score` is how they meet, with weights of its own or without.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -177,6 +224,7 @@ class CrossAttention(nn.Module):
         self.query = nn.Linear(config.d_model, query_width, bias=config.attention_bias)
         self.key_value = nn.Linear(config.d_model, 2 * kv_width, bias=config.attention_bias)
         self.output = nn.Linear(query_width, config.d_model, bias=config.attention_bias)
+        self.score = make_score(config)
 
     def project_query(self, x: Tensor) -> Tensor:
         """`[B, S, d]` → `[B, S, H * D]`."""

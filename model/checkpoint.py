@@ -5,19 +5,17 @@
     tokenizer.json      (+ target_tokenizer.json where source and target differ)
     run.json            how it came about: data hash, versions, settings, scores; and the sha256 of the files above
 
-Each file is written beside its place, flushed to the disk and renamed into it, so that nobody ever meets half of one.
-run.json comes last: a folder whose writer was killed between two files holds a run.json that does not name what lies
-beside it, and is refused.
+All files are written beside their places and then renamed into them (`model.files`), run.json last: a folder whose
+writer was killed between two renames holds a run.json that does not name what lies beside it, and is refused.
 Knows nothing of optimisers or data: what a trainer needs to resume, the trainer keeps.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from torch import Tensor
 
 from model.artifact import TARGET_TOKENIZER, TOKENIZER, hash_file
 from model.config import ConfigError, ModelConfig
+from model.files import StagedFiles, write_atomically
 from model.transformer import Transformer, build
 
 CONFIG = "config.json"
@@ -64,8 +63,13 @@ class Checkpoint:
     @property
     def target_tokenizer(self) -> Path:
         """The tokenizer of outputs: the same one unless the folder holds another."""
-        path = self.folder / TARGET_TOKENIZER
-        return path if path.is_file() else self.tokenizer
+        return self.tokenizers.get(TARGET_TOKENIZER, self.tokenizer)
+
+    @property
+    def tokenizers(self) -> Mapping[str, Path]:
+        """The tokenizers' files by their names: one, or two where source and target differ."""
+        paths = {name: self.folder / name for name in (TOKENIZER, TARGET_TOKENIZER)}
+        return {name: path for name, path in paths.items() if path.is_file()}
 
 
 def save(
@@ -83,28 +87,70 @@ def save(
     Raises:
         ValueError: when the configuration is not the model's, the tokenizers' names are not as above, or the manifest
             has a "files" of its own.
+        OSError: when the files cannot be written; those of before are still there.
     """
     if config != model.config:
         raise ValueError("the configuration is not the model's")
+    with StagedFiles(folder) as files:
+        stage(files, dict(model.named_parameters()), config, tokenizers, manifest)
+        files.commit()
+    tidy(folder, tokenizers)
+
+
+def stage(
+    files: StagedFiles,
+    weights: Mapping[str, Tensor],
+    config: ModelConfig,
+    tokenizers: Mapping[str, str],
+    manifest: Mapping[str, Any],
+) -> None:
+    """Writes a checkpoint's files beside their places, as `save` does, for one who has more files to commit with them.
+
+    `weights` are all parameters under their first names, position tables apart: those are functions of the
+    configuration. `tidy` is to follow once the files are in place.
+    """
     if TOKENIZER not in tokenizers or tokenizers.keys() - {TOKENIZER, TARGET_TOKENIZER}:
         raise ValueError(f"tokenizers are {sorted(tokenizers)}, must be {TOKENIZER} and at most {TARGET_TOKENIZER}")
     if _HASHES in manifest:
         raise ValueError(f"the manifest has an entry {_HASHES!r}")
-    folder.mkdir(parents=True, exist_ok=True)
+    texts = {CONFIG: _json(config.to_dict()), **tokenizers}
+    staged = {name: files.add(name, partial(_write_text, text)) for name, text in texts.items()}
+    staged[WEIGHTS] = files.add(WEIGHTS, partial(write_tensors, weights, {"format": "pt"}))
+    hashes = {name: hash_file(path).sha256 for name, path in staged.items()}
+    files.add(RUN, partial(_write_text, _json({**manifest, _HASHES: hashes})))
+
+
+def tidy(folder: Path, tokenizers: Mapping[str, str]) -> None:
+    """Removes the target's tokenizer of an earlier checkpoint in the folder, where this one has none."""
     if TARGET_TOKENIZER not in tokenizers:
         (folder / TARGET_TOKENIZER).unlink(missing_ok=True)
-    # Parameters alone: position tables are functions of the configuration, and a shared tensor is listed once.
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.named_parameters()}
-    files = {
-        CONFIG: _json(config.to_dict()).encode(),
-        **{name: text.encode() for name, text in tokenizers.items()},
-        WEIGHTS: safetensors.torch.save(tensors, metadata={"format": "pt"}),
-    }
-    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    run = _json({**manifest, _HASHES: hashes})
-    for name, data in files.items():
-        write_atomically(folder / name, data)
-    write_atomically(folder / RUN, run.encode())
+
+
+def amend(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Replaces what run.json says about a checkpoint whose other files stay as they are."""
+    hashes = json.loads((folder / RUN).read_text(encoding="utf-8"))[_HASHES]
+    write_atomically(folder / RUN, _json({**manifest, _HASHES: hashes}).encode())
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint, if there is one, and its folder unless that holds something else."""
+    for name in (RUN, *_HASHED):
+        (folder / name).unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
+    """Writes a safetensors file from wherever the tensors are; on the CPU they are not copied.
+
+    Raises:
+        OSError: when the file cannot be written.
+    """
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        safetensors.torch.save_file(ready, path, metadata=dict(metadata))
+    except SafetensorError as error:
+        raise OSError(f"{path.parent}: {error}") from error
 
 
 def load(folder: Path) -> Checkpoint:
@@ -126,23 +172,8 @@ def load(folder: Path) -> Checkpoint:
     return Checkpoint(config=config, model=model.eval(), folder=folder, training=training)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a temporary file beside `path`, flushes it to the disk and renames it into place."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    # The rename itself is durable only once the folder is.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def _write_text(text: str, path: Path) -> None:
+    path.write_bytes(text.encode())
 
 
 def _json(values: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from model.fields import field_problems, to_json_values
+from model.fields import coerce_enums, field_problems, to_json_values
 
 
 class ConfigError(ValueError):
@@ -38,6 +38,13 @@ class Positions(StrEnum):
     ROTARY = "rotary"
 
 
+class AttentionScore(StrEnum):
+    """How a query scores a key: QKᵀ/√d_k (Vaswani et al., 2017) or vᵀtanh(q + k) (Bahdanau et al., 2015)."""
+
+    DOT = "dot"
+    ADDITIVE = "additive"
+
+
 class Norm(StrEnum):
     """LayerNorm (Ba et al., 2016) or RMSNorm (Zhang and Sennrich, 2019)."""
 
@@ -60,6 +67,19 @@ class Activation(StrEnum):
     SWIGLU = "swiglu"
 
 
+_ENUMS: Mapping[str, type[StrEnum]] = {
+    "architecture": Architecture,
+    "positions": Positions,
+    "attention_score": AttentionScore,
+    "norm": Norm,
+    "norm_placement": NormPlacement,
+    "activation": Activation,
+}
+
+MAX_ADDITIVE_CONTEXT = 512
+"""Additive scores look at every query and key together, `[B, H, S, T, D]`: D times the memory of dot products."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """One transformer.
@@ -68,6 +88,9 @@ class ModelConfig:
     decoder-only model, start token and output for an encoder-decoder); `source_context` bounds the encoder's.
     Zero stands for "derived": `num_kv_heads` = `num_heads`, `head_dim` = `d_model` / `num_heads`,
     `source_vocab_size` = `vocab_size`, `source_context` = `context`.
+
+    `tie_embeddings` makes the output head the target's token table; `share_embeddings` makes that table the source's
+    too, where both vocabularies are equally large. Two tokenizers that happen to be equally large must not share.
 
     Raises:
         ConfigError: listing every invalid field.
@@ -86,6 +109,7 @@ class ModelConfig:
     source_vocab_size: int = 0
     source_context: int = 0
     positions: Positions = Positions.ROTARY
+    attention_score: AttentionScore = AttentionScore.DOT
     rope_theta: float = 10000.0
     norm: Norm = Norm.RMS
     norm_placement: NormPlacement = NormPlacement.PRE
@@ -94,6 +118,7 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_embeddings: bool = True
+    share_embeddings: bool = True
     scale_embeddings: bool = False
     dropout: float = 0.0
     pad_id: int = 0
@@ -102,7 +127,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         # Relations between sizes mean something only once every size is valid by itself.
-        alone = self._coerce_enums() + self._size_problems()
+        alone = coerce_enums(self, _ENUMS) + self._size_problems()
         rest = self._number_problems()
         if alone:
             raise ConfigError(alone + rest)
@@ -170,26 +195,22 @@ class ModelConfig:
             problems.append(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.positions is Positions.ROTARY and self.head_dim % 2:
             problems.append(f"head_dim {self.head_dim} is odd, rotary positions turn pairs")
+        if self.attention_score is AttentionScore.ADDITIVE:
+            problems += self._additive_problems()
         if self.positions is Positions.SINUSOIDAL and self.d_model % 2:
             problems.append(f"d_model {self.d_model} is odd, sinusoidal positions come in pairs")
         return problems
 
-    def _coerce_enums(self) -> list[str]:
-        """Turns strings into enum members, as configuration files hold strings; returns the problems."""
-        problems = []
-        kinds: dict[str, type[StrEnum]] = {
-            "architecture": Architecture,
-            "positions": Positions,
-            "norm": Norm,
-            "norm_placement": NormPlacement,
-            "activation": Activation,
-        }
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            try:
-                object.__setattr__(self, name, kind(value))
-            except ValueError:
-                problems.append(f"{name} is {value!r}, must be one of {', '.join(kind)}")
+    def _additive_problems(self) -> list[str]:
+        problems = [
+            f"{name} is {length}, additive scores allow at most {MAX_ADDITIVE_CONTEXT}"
+            for name in ("context", "source_context")
+            if (length := getattr(self, name)) > MAX_ADDITIVE_CONTEXT
+        ]
+        if self.positions is Positions.ROTARY:
+            problems.append(
+                "positions is rotary, additive scores need sinusoidal or learned: only a dot product sees rotations"
+            )
         return problems
 
     @property

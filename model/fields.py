@@ -1,6 +1,7 @@
-"""Frozen configurations to JSON values and back: what `ModelConfig` and `TrainConfig` share.
+"""Frozen configurations to JSON values and back: what the model's, the data's and the training's share.
 
-Fields are int, float, bool, str or StrEnum. Standard library only.
+Fields are int, float, bool, str, StrEnum or tuple[str, ...]; the last is a list in JSON, or one string alone. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -13,10 +14,7 @@ from typing import Any
 
 def to_json_values(config: Any) -> dict[str, Any]:
     """A dataclass instance's fields by name, enum members as their strings."""
-    return {
-        field.name: str(value) if isinstance(value := getattr(config, field.name), StrEnum) else value
-        for field in dataclasses.fields(config)
-    }
+    return {field.name: _to_json(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
 def field_problems(kind: Any, values: Mapping[str, Any]) -> list[str]:
@@ -28,8 +26,38 @@ def field_problems(kind: Any, values: Mapping[str, Any]) -> list[str]:
             if field.default is dataclasses.MISSING:
                 problems.append(f"{name} is missing")
             continue
-        kinds = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(str(field.type), (str,))
-        value = values[name]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            problems.append(f"{name} is {value!r}, must be {field.type}")
+        if not _has_type(values[name], str(field.type)):
+            problems.append(f"{name} is {values[name]!r}, must be {_TYPE_NAMES.get(str(field.type), field.type)}")
     return problems
+
+
+def coerce_enums(config: Any, kinds: Mapping[str, type[StrEnum]]) -> list[str]:
+    """Turns strings into enum members in an instance that is still being made; returns the problems.
+
+    Configuration files hold strings, and nobody has seen the instance yet, so that nothing observes the change.
+    """
+    problems = []
+    for name, kind in kinds.items():
+        value = getattr(config, name)
+        try:
+            object.__setattr__(config, name, kind(value))
+        except ValueError:
+            problems.append(f"{name} is {value!r}, must be one of {', '.join(kind)}")
+    return problems
+
+
+_TEXTS = "tuple[str, ...]"
+_TYPE_NAMES = {_TEXTS: "a string or a list of strings"}
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, StrEnum):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _has_type(value: object, wanted: str) -> bool:
+    if wanted == _TEXTS:
+        return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value))
+    kinds = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(wanted, (str,))
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))

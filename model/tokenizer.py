@@ -9,6 +9,7 @@ from the file's own post-processor (`encode`) or from whoever puts ids together 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,7 +60,9 @@ class Tokenizer:
         """
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise TokenizerError(f"{path}: {error.strerror or error}") from error
+        except ValueError as error:
             raise TokenizerError(f"{path}: {error}") from error
 
     def to_json(self) -> str:
@@ -75,10 +78,28 @@ class Tokenizer:
         """
         return self._vocab_size
 
+    @property
+    def unknown_id(self) -> int | None:
+        """The id that stands for whatever the vocabulary cannot spell; None where there is none."""
+        model = json.loads(self._inner.to_str())["model"]
+        index: int | None = model.get("unk_id")
+        if index is None and (spelling := model.get("unk_token")) is not None:
+            index = self._inner.token_to_id(spelling)
+        return index
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether tokens are bytes, so that any text whatever should come back unchanged."""
+        return '"ByteLevel"' in json.dumps(json.loads(self._inner.to_str())["decoder"])
+
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt or source, with the control tokens that the file's post-processor adds."""
         ids: list[int] = self._inner.encode(text).ids
         return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts, in parallel."""
+        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts)]
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of the text alone: no control tokens, as for a target or its forced beginning."""
@@ -87,7 +108,7 @@ class Tokenizer:
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode_plain` of many texts, in parallel."""
-        return [encoding.ids for encoding in self._inner.encode_batch(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, control tokens left out.

@@ -1,4 +1,4 @@
-"""Making tokenizers: characters, byte-level BPE, and a vocabulary of as many words as wanted.
+"""Making tokenizers: byte-level BPE, bytes, characters, and a vocabulary of as many words as wanted.
 
 Each is one self-contained `tokenizer.json`: normaliser, splitter, vocabulary, post-processor, decoder. Ids 0, 1 and 2
 are pad, bos and eos everywhere. Needs no torch; knows nothing of models beyond which family a prompt is for.
@@ -9,6 +9,7 @@ Learners" (2019).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import tokenizers
@@ -22,57 +23,105 @@ BOS = "<bos>"
 EOS = "<eos>"
 UNKNOWN = "<unk>"
 
+_BYTE_SYMBOLS = sorted(pre_tokenizers.ByteLevel.alphabet())
+
 # One token may hold a line break with the indentation that follows it, a word with the blank before it, digits by
 # threes, or a run of punctuation: Python's own rhythm. Every character falls into exactly one alternative.
 CODE_PATTERN = r"\n[ \t]*|[ ]?[\p{L}_][\p{L}\p{M}\p{N}_]*|[ ]?\p{N}{1,3}|[ ]?[^\s\p{L}\p{N}_]+|[^\S\n]+"
 
 
-def characters(texts: Iterable[str], architecture: Architecture) -> Tokenizer:
-    """One token per character of the normalised text; those that do not occur in `texts` become `<unk>`.
+def characters(
+    texts: Iterable[str], architecture: Architecture, *, vocab_size: int | None = None, fold: bool = True
+) -> Tokenizer:
+    """One token per character of the normalised text; those that are not in the vocabulary become `<unk>`.
 
-    People write the same date with other capitals, other blanks and composed or decomposed accents. Normalising all of
-    that away (NFKC, lower case, single blanks, none at the ends) costs nothing and makes them one input.
+    Args:
+        texts: their characters make the vocabulary.
+        architecture: how a prompt is framed.
+        vocab_size: most tokens, control tokens included; the rarest characters are left out. None takes all.
+        fold: people write the same date with other capitals, other blanks and composed or decomposed accents, and
+            normalising all of that away (NFKC, lower case, single blanks, none at the ends) makes them one input. False
+            keeps the text but for the composition of its accents (NFC), as text that is to be written needs.
+
+    Raises:
+        ValueError: when the vocabulary has no room for a single character.
     """
+    special = [PAD, BOS, EOS, UNKNOWN]
+    if vocab_size is not None and vocab_size <= len(special):
+        raise ValueError(f"vocab_size is {vocab_size}, characters need at least {len(special) + 1}")
     inner = tokenizers.Tokenizer(models.WordLevel({}, unk_token=UNKNOWN))
-    inner.normalizer = normalizers.Sequence(
-        [
-            normalizers.NFKC(),
-            normalizers.Lowercase(),
-            normalizers.Replace(tokenizers.Regex(r"\s+"), " "),
-            normalizers.Strip(),
-        ]
-    )
-    alphabet = sorted({character for text in texts for character in inner.normalizer.normalize_str(text)})
-    vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, UNKNOWN, *alphabet])}
+    folding = [
+        normalizers.NFKC(),
+        normalizers.Lowercase(),
+        normalizers.Replace(tokenizers.Regex(r"\s+"), " "),
+        normalizers.Strip(),
+    ]
+    inner.normalizer = normalizers.Sequence(folding if fold else [normalizers.NFC()])
+    counts = Counter(character for text in texts for character in inner.normalizer.normalize_str(text))
+    most = None if vocab_size is None else vocab_size - len(special)
+    # Frequent ones first; equally frequent ones in the order of their code points, so that the choice repeats.
+    alphabet = sorted(sorted(counts, key=lambda character: (-counts[character], character))[:most])
+    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
     inner.model = models.WordLevel(vocabulary, unk_token=UNKNOWN)
     inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
     inner.decoder = decoders.Fuse()
-    return _finish(inner, architecture, [PAD, BOS, EOS, UNKNOWN])
+    return _finish(inner, architecture, special)
 
 
-def byte_level_bpe(texts: Iterable[str], vocab_size: int, architecture: Architecture) -> Tokenizer:
-    """Byte-pair merges learned from `texts`, inside the pieces of `CODE_PATTERN`; any text comes back unchanged.
+def byte_level_bpe(
+    texts: Iterable[str], vocab_size: int, architecture: Architecture, *, pattern: str | None = CODE_PATTERN
+) -> Tokenizer:
+    """Byte-pair merges learned from `texts`; any text comes back unchanged.
+
+    Args:
+        texts: to learn from.
+        vocab_size: most tokens, control tokens included.
+        architecture: how a prompt is framed.
+        pattern: a regular expression whose matches no merge may cross; None is GPT-2's, made for natural languages.
 
     Raises:
         ValueError: when the vocabulary is too small for the control tokens and the 256 bytes.
     """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    smallest = len(alphabet) + 3
-    if vocab_size < smallest:
-        raise ValueError(f"vocab_size is {vocab_size}, byte-level BPE needs at least {smallest}")
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(CODE_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    inner.decoder = decoders.ByteLevel()
+    inner = _byte_level(vocab_size, pattern)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[PAD, BOS, EOS], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=_BYTE_SYMBOLS,
+        show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
     return _finish(inner, architecture, [PAD, BOS, EOS])
+
+
+def single_bytes(vocab_size: int, architecture: Architecture) -> Tokenizer:
+    """One token per byte of the UTF-8 text: byte-level BPE that never learned a merge; any text comes back unchanged.
+
+    Raises:
+        ValueError: when the vocabulary is too small for the control tokens and the 256 bytes.
+    """
+    inner = _byte_level(vocab_size, None)
+    vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, *_BYTE_SYMBOLS])}
+    inner.model = models.BPE(vocab=vocabulary, merges=[])
+    return _finish(inner, architecture, [PAD, BOS, EOS])
+
+
+def _byte_level(vocab_size: int, pattern: str | None) -> tokenizers.Tokenizer:
+    """An empty model between the splitter and the decoder of byte symbols."""
+    smallest = len(_BYTE_SYMBOLS) + len((PAD, BOS, EOS))
+    if vocab_size < smallest:
+        raise ValueError(f"vocab_size is {vocab_size}, byte-level tokens need at least {smallest}")
+    inner = tokenizers.Tokenizer(models.BPE())
+    if pattern is None:
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    else:
+        inner.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    inner.decoder = decoders.ByteLevel()
+    return inner
 
 
 def one_word_per_id(vocab_size: int, architecture: Architecture) -> Tokenizer:

@@ -19,7 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Attend, CrossAttention, SelfAttention, attend_fused, join_heads, padding_mask, split_heads
+from model.attention import (
+    AdditiveScore,
+    Attend,
+    CrossAttention,
+    SelfAttention,
+    attend_fused,
+    join_heads,
+    padding_mask,
+    split_heads,
+)
 from model.config import ModelConfig, NormPlacement
 from model.layers import DecoderLayer, EncoderLayer, make_norm
 from model.positions import RotaryPositions, make_added_positions, make_rotary_positions
@@ -112,12 +121,12 @@ class DecoderOnly(Decoder):
 class EncoderDecoder(Decoder):
     """A sequence-to-sequence model: an encoder reads the source once, a causal decoder writes with it in view.
 
-    With tied embeddings and equal vocabularies source and target share one token table (section 3.4).
+    With tied and shared embeddings and equal vocabularies source and target have one token table (section 3.4).
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        shared = config.tie_embeddings and config.source_vocab_size == config.vocab_size
+        shared = config.tie_embeddings and config.share_embeddings and config.source_vocab_size == config.vocab_size
         tokens = self.embedding.tokens if shared else nn.Embedding(config.source_vocab_size, config.d_model)
         self.encoder = Encoder(config, tokens)
 
@@ -130,13 +139,20 @@ class EncoderDecoder(Decoder):
         self, memory: Tensor, source_lengths: Tensor, target_ids: Tensor, attend: Attend = attend_fused
     ) -> Tensor:
         """Memory `[B, S, d]`, `[B]` lengths and target inputs `[B, T] int64` (start token first) → `[B, T, V]`."""
+        return self.unembed(self.decode_hidden(memory, source_lengths, target_ids, attend))
+
+    def decode_hidden(
+        self, memory: Tensor, source_lengths: Tensor, target_ids: Tensor, attend: Attend = attend_fused
+    ) -> Tensor:
+        """As `decode`, up to the normed hidden states `[B, T, d]`: not every position's logits are always wanted."""
         mask = padding_mask(source_lengths, memory.shape[1])
         attend_self = partial(_attend_self, rotary=self.rotary, attend=partial(attend, is_causal=True))
         attend_cross = partial(_attend_cross, memory=memory, attend=partial(attend, mask=mask))
         hidden = self.embed(target_ids)
         for layer in self.layers:
             hidden = layer(hidden, attend_self, attend_cross)
-        return self.unembed(self.final_norm(hidden))
+        normed: Tensor = self.final_norm(hidden)
+        return normed
 
     def forward(
         self, source_ids: Tensor, source_lengths: Tensor, target_ids: Tensor, attend: Attend = attend_fused
@@ -181,16 +197,23 @@ def _initialize(model: Transformer, config: ModelConfig) -> None:
     √(2/5d) is the SmallInit of Nguyen and Salazar, "Transformers without Tears" (2019): GPT-2's 0.02 at GPT-2's width,
     and fit for narrower models too. Projections that write into a pre-norm residual stream are divided by the root of
     their number (GPT-2), so that the stream's variance does not grow with depth; post-norm normalises each sum at once.
-    Embeddings that will be scaled start at d^-1/2, which √d lifts to the unit scale of the sinusoids.
+    Embeddings that will be scaled start at d^-1/2, which √d lifts to the unit scale of the sinusoids; learned positions
+    beside them, which nothing lifts, start there, or they would not be heard at first. The vectors of
+    additive scores start at D^-1/2, which keeps the scores' variance below one whatever the head's width; Bahdanau et
+    al. start them at zero, where queries and keys have no gradient yet.
     """
     deviation = math.sqrt(2.0 / (5.0 * config.d_model))
+    positions = {module.positions for module in model.modules() if isinstance(module, Embedding)}
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=deviation)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=config.d_model**-0.5 if config.scale_embeddings else deviation)
+            scaled = 1.0 if module in positions else config.d_model**-0.5
+            nn.init.normal_(module.weight, std=scaled if config.scale_embeddings else deviation)
+        elif isinstance(module, AdditiveScore):
+            nn.init.normal_(module.vector, std=config.head_dim**-0.5)
     if config.norm_placement is NormPlacement.PRE:
         for layers in (model.layers, *((model.encoder.layers,) if isinstance(model, EncoderDecoder) else ())):
             writers = [module for name, module in layers.named_modules() if name.endswith((".output", ".down"))]
@@ -206,10 +229,10 @@ def _attend_self(module: SelfAttention, x: Tensor, *, rotary: RotaryPositions | 
     q, k, v = module.split(module.project(x))
     if rotary is not None:
         q, k = rotary(q), rotary(k)
-    return module.merge(join_heads(attend(q, k, v)))
+    return module.merge(join_heads(attend(q, k, v, score=module.score)))
 
 
 def _attend_cross(module: CrossAttention, x: Tensor, *, memory: Tensor, attend: Attend) -> Tensor:
     q = split_heads(module.project_query(x), module.head_dim)
     k, v = module.project_memory(memory)
-    return module.merge(join_heads(attend(q, k, v)))
+    return module.merge(join_heads(attend(q, k, v, score=module.score)))

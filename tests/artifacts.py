@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,30 @@ _TINY_ENCODER: dict[str, Any] = {
     "positions": "sinusoidal",
     "norm": "layernorm",
     "activation": "relu",
+}
+
+
+# Additive scores at sizes that suit no kernel: heads seven wide, in groups or alone, and odd buffers. Untied, so that
+# outputs are more than an echo. One layer, as every layer of such a graph takes a while to write.
+_TINY_ADDITIVE: dict[str, Any] = {
+    "attention_score": "additive",
+    "vocab_size": 301,
+    "context": 93,
+    "d_model": 42,
+    "num_layers": 1,
+    "head_dim": 7,
+    "d_ff": 97,
+    "tie_embeddings": False,
+}
+ADDITIVE: Mapping[str, Mapping[str, Any]] = {
+    Architecture.DECODER_ONLY: {**_TINY_ADDITIVE, "positions": "learned", "num_heads": 6, "num_kv_heads": 3},
+    Architecture.ENCODER_DECODER: {
+        **_TINY_ADDITIVE,
+        "num_encoder_layers": 1,
+        "source_context": 61,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+    },
 }
 
 

@@ -1,20 +1,19 @@
 """From token sequences to padded or packed arrays, in an order that a seed fixes for good.
 
 Two ways. A language model reads windows cut from one long stream. An encoder-decoder reads pairs, batched with others
-of nearly the same length so that little is padding. Either iterator is endless, shuffles anew in every pass, and
-depends on its arguments alone: skipping the first n batches puts a resumed run exactly where it stopped.
+of nearly the same length so that little is padding. Either sequence is endless and shuffled anew in every pass, and no
+batch straddles two. Batch i is a function of the arguments and of i alone: a position in the data is a number, from
+which a resumed run goes on, and which several processes can share out.
 
 Knows the control tokens that our own tokenizers share, and nothing else of text or models.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +21,11 @@ import numpy.typing as npt
 from model.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 Int64 = npt.NDArray[np.int64]
-T = TypeVar("T")
-
 IGNORED = -100
 """Stands in `labels` where nothing is predicted; what torch's cross-entropy leaves out unless told otherwise."""
 
 _LENGTH_MULTIPLE = 4
+_MIN_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,67 +55,179 @@ class Pair:
     target: Sequence[int]
 
 
-def pack(documents: Iterable[Sequence[int]]) -> Int64:
+def pack(documents: Iterable[Sequence[int] | Int64]) -> Int64:
     """One stream of all documents, each between bos and eos, `[N] int64`."""
-    return np.concatenate([np.asarray([BOS_ID, *document, EOS_ID], dtype=np.int64) for document in documents])
+    parts: list[Int64] = []
+    for document in documents:
+        parts += (np.array([BOS_ID]), np.asarray(document, dtype=np.int64), np.array([EOS_ID]))
+    return np.concatenate(parts)
 
 
-def windows(stream: Int64, row_tokens: int, batch_tokens: int, seed: int) -> Iterator[Batch]:
-    """Endless batches of windows over a stream, each window once per pass.
+class Windows:
+    """Batches of windows over a stream, no token of it twice in a pass.
 
-    Every pass starts at another offset, so that windows are not cut at the same places twice.
+    Every pass starts at another offset, so that windows are not cut at the same places twice, and holds equally many
+    batches: windows that do not fill one more are left for another pass.
 
     Args:
         stream: `[N] int64`.
         row_tokens: tokens in a window; it predicts as many, the last being the first one after it.
-        batch_tokens: tokens in a batch, rounded down to whole windows but at least one.
+        batch_tokens: tokens in a batch, rounded down to whole windows, but at least one and no more than there are.
         seed: fixes order and offsets.
 
     Raises:
         ValueError: when the stream is shorter than one window and its last label.
     """
-    if len(stream) <= row_tokens:
-        raise ValueError(f"{len(stream)} tokens are too few for windows of {row_tokens}")
-    rows = max(1, batch_tokens // row_tokens)
-    offsets = np.arange(row_tokens + 1)
-    starts = _endless_starts(len(stream), row_tokens, seed)
-    while True:
-        chosen = np.fromiter(itertools.islice(starts, rows), dtype=np.int64, count=rows)
-        tokens = stream[chosen[:, None] + offsets]
-        yield Batch(tokens[:, :-1], tokens[:, 1:])
+
+    def __init__(self, stream: Int64, row_tokens: int, batch_tokens: int, seed: int) -> None:
+        if len(stream) <= row_tokens:
+            raise ValueError(f"{len(stream)} tokens are too few for windows of {row_tokens}")
+        self._stream = stream
+        self._row_tokens = row_tokens
+        self._seed = seed
+        self._num_windows = max(1, (len(stream) - row_tokens) // row_tokens)
+        self._rows = min(self._num_windows, max(1, batch_tokens // row_tokens))
+        self._plan: tuple[int, Int64] | None = None
+
+    @property
+    def batches_per_pass(self) -> int:
+        """How many batches read the stream once."""
+        return self._num_windows // self._rows
+
+    def batch(self, index: int) -> Batch:
+        """The batch of that index, from 0 on: `[rows, row_tokens]`; the same whatever was asked for before."""
+        number, position = divmod(index, self.batches_per_pass)
+        starts = self._starts(number)[position * self._rows : (position + 1) * self._rows]
+        tokens = self._stream[starts[:, None] + np.arange(self._row_tokens + 1)]
+        return Batch(tokens[:, :-1], tokens[:, 1:])
+
+    def _starts(self, number: int) -> Int64:
+        """Where the windows of a pass begin, in the order of that pass; kept, since the next batch is of the same."""
+        if self._plan is None or self._plan[0] != number:
+            generator = np.random.default_rng((self._seed, number))
+            slack = len(self._stream) - 1 - self._num_windows * self._row_tokens
+            first = int(generator.integers(slack + 1))
+            starts = first + self._row_tokens * generator.permutation(self._num_windows)
+            self._plan = number, starts
+        return self._plan[1]
 
 
-def length_buckets(pairs: Sequence[Pair], batch_tokens: int, seed: int) -> Iterator[Batch]:
-    """Endless batches of pairs of like lengths; in every pass each bucket is drawn in proportion to its size.
+class LengthBuckets:
+    """Batches of pairs of like lengths, every pair at least once in a pass.
 
-    Lengths are rounded up to a multiple of four and all batches of a bucket have the same shape. That is worth the
-    padding: matrix libraries prepare a kernel for each shape they meet, which for a batch this small costs more than
-    using it.
+    All batches of a bucket have the same shape. That is worth the padding: matrix libraries prepare a kernel for each
+    shape they meet, which for a small batch costs more than using it. The last batch of a bucket in a pass is filled
+    up from the beginning of the pass, so a few pairs come twice; hence a bucket is never much smaller than four batches
+    where there are that many pairs, and pairs of rare lengths share one with shorter ones.
 
     Args:
         pairs: at least one.
         batch_tokens: bound on the padded tokens of source and target together; a longer pair is a batch by itself.
         seed: fixes the order.
+        limits: most tokens of source and target that the model has positions for, at least the longest pair's; padding
+            keeps to them too. None is no limit.
 
     Raises:
         ValueError: when there are no pairs.
     """
-    if not pairs:
-        raise ValueError("no pairs to batch")
-    buckets = defaultdict(list)
-    for pair in pairs:
-        buckets[_padded_shape([pair])].append(pair)
-    shapes = sorted(buckets)
-    rows = [max(1, batch_tokens // sum(shape)) for shape in shapes]
-    streams = [_endless(buckets[shape], (seed, index)) for index, shape in enumerate(shapes)]
-    turns = [index for index, shape in enumerate(shapes) for _ in range(math.ceil(len(buckets[shape]) / rows[index]))]
-    for index in _endless(turns, (seed, len(shapes))):
-        yield pad(list(itertools.islice(streams[index], rows[index])))
+
+    def __init__(
+        self, pairs: Sequence[Pair], batch_tokens: int, seed: int, limits: tuple[int, int] | None = None
+    ) -> None:
+        if not pairs:
+            raise ValueError("no pairs to batch")
+        self._pairs = pairs
+        self._seed = seed
+        self._buckets = _make_buckets(pairs, batch_tokens, limits)
+        self._turns = np.array(
+            [
+                (number, turn)
+                for number, bucket in enumerate(self._buckets)
+                for turn in range(math.ceil(len(bucket.members) / bucket.rows))
+            ],
+            dtype=np.int64,
+        )
+        self._plan: tuple[int, Int64, list[Int64]] | None = None
+
+    @property
+    def batches_per_pass(self) -> int:
+        """How many batches it takes to read every pair."""
+        return len(self._turns)
+
+    def batch(self, index: int) -> Batch:
+        """The batch of that index, from 0 on; the same whatever was asked for before."""
+        number, position = divmod(index, self.batches_per_pass)
+        turns, orders = self._order(number)
+        chosen, turn = turns[position].tolist()
+        bucket = self._buckets[chosen]
+        members = np.take(orders[chosen], np.arange(turn * bucket.rows, (turn + 1) * bucket.rows), mode="wrap")
+        return pad([self._pairs[member] for member in members.tolist()], bucket.shape)
+
+    def _order(self, number: int) -> tuple[Int64, list[Int64]]:
+        """The turns of a pass and each bucket's members in their order; kept, since the next batch is of the same."""
+        if self._plan is None or self._plan[0] != number:
+            generator = np.random.default_rng((self._seed, number))
+            turns = generator.permutation(self._turns)
+            self._plan = number, turns, [generator.permutation(bucket.members) for bucket in self._buckets]
+        return self._plan[1:]
 
 
-def pad(pairs: Sequence[Pair]) -> Batch:
-    """One batch of at least one pair, padded to the longest source and target, rounded up to a multiple of four."""
-    source_length, target_length = _padded_shape(pairs)
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Pairs by their numbers, what source and target of each are padded to, and how many make a batch."""
+
+    members: Int64
+    shape: tuple[int, int]
+    rows: int
+
+
+def _make_buckets(pairs: Sequence[Pair], batch_tokens: int, limits: tuple[int, int] | None) -> list[_Bucket]:
+    """Pairs by padded shape, neighbouring shapes together until they fill `_MIN_BATCHES` batches.
+
+    Shapes are taken by source and then by target. What is too little at the end of a source length are its longest
+    targets, and they wait for the next source length's longest: together with short ones they would only be padding.
+    """
+    cells: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, pair in enumerate(pairs):
+        source, target = padded_shape([pair])
+        cells[_grid(source)][_grid(target)].append(index)
+
+    def bucket_of(members: list[int]) -> _Bucket:
+        source, target = padded_shape([pairs[member] for member in members])
+        if limits is not None:
+            source, target = min(source, limits[0]), min(target, limits[1])
+        return _Bucket(np.array(members, dtype=np.int64), (source, target), max(1, batch_tokens // (source + target)))
+
+    buckets: list[_Bucket] = []
+    waiting: list[int] = []
+    for _, columns in sorted(cells.items()):
+        gathered: list[int] = []
+        for target in sorted(columns):
+            if target == max(columns):
+                gathered += waiting
+            gathered += columns[target]
+            bucket = bucket_of(gathered)
+            if len(gathered) >= _MIN_BATCHES * bucket.rows:
+                buckets.append(bucket)
+                gathered = []
+        waiting = gathered
+    if waiting:
+        buckets.append(bucket_of(waiting))
+    return buckets
+
+
+def _grid(length: int) -> int:
+    """A length rounded up so that about an eighth at most is padding: to fours up to 64, eights up to 128."""
+    step = max(_LENGTH_MULTIPLE, 1 << max(0, (length - 1).bit_length() - 4))
+    return math.ceil(length / step) * step
+
+
+def pad(pairs: Sequence[Pair], shape: tuple[int, int] | None = None) -> Batch:
+    """One batch of at least one pair, padded to `shape`, or to the longest source and target as `padded_shape` has it.
+
+    `shape` is in tokens of source and target, the target with its bos or eos, and no pair may exceed it.
+    """
+    source_length, target_length = shape or padded_shape(pairs)
     sources = np.full((len(pairs), source_length), PAD_ID, dtype=np.int64)
     inputs = np.full((len(pairs), target_length), PAD_ID, dtype=np.int64)
     labels = np.full((len(pairs), target_length), IGNORED, dtype=np.int64)
@@ -128,23 +238,8 @@ def pad(pairs: Sequence[Pair]) -> Batch:
     return Batch(inputs, labels, sources, np.array([len(pair.source) for pair in pairs]))
 
 
-def _padded_shape(pairs: Sequence[Pair]) -> tuple[int, int]:
-    """Padded lengths of source and target, the target with its bos or eos."""
+def padded_shape(pairs: Sequence[Pair]) -> tuple[int, int]:
+    """The longest source and target, the target with its bos or eos, rounded up to a multiple of four."""
     longest = max(len(pair.source) for pair in pairs), max(len(pair.target) + 1 for pair in pairs)
     source, target = (math.ceil(length / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE for length in longest)
     return source, target
-
-
-def _endless_starts(num_tokens: int, row_tokens: int, seed: int) -> Iterator[int]:
-    last = num_tokens - row_tokens - 1
-    for epoch in itertools.count():
-        generator = np.random.default_rng((seed, epoch))
-        first = int(generator.integers(min(row_tokens, last + 1)))
-        yield from generator.permutation(np.arange(first, last + 1, row_tokens)).tolist()
-
-
-def _endless(items: Sequence[T], key: tuple[int, ...]) -> Iterator[T]:
-    """The items over and over, in another order each time."""
-    for epoch in itertools.count():
-        for index in np.random.default_rng((*key, epoch)).permutation(len(items)).tolist():
-            yield items[index]

@@ -1,8 +1,8 @@
 """Dates written out in twelve languages, and what they are in ISO 8601: "vendredi 20 novembre 2026" → "2026-11-20".
 
-The texts come from the CLDR data that Babel carries, so nothing is downloaded. One day in sixteen, chosen by a hash, is
-held out: no text of it, in any language, is ever trained on. Every text names exactly one day, hence an answer is
-right or wrong and can be scored by exact match.
+The texts come from the CLDR data that Babel carries, so nothing is downloaded. Two days in sixteen, chosen by a hash,
+are never trained on in any language: one is held out for the test of a finished model, the other is for validation on
+the way there. Every text names exactly one day, hence an answer is right or wrong and can be scored by exact match.
 
 Knows nothing of tokens, batches or models.
 """
@@ -26,7 +26,9 @@ LAST_YEAR = 2049
 ISO_FORMAT = "YYYY-MM-DD"
 SOURCE = f"CLDR date formats of Babel {babel.__version__}"
 
-_HELD_OUT_SHARE = 16
+_NUM_SHARES = 16
+_HELD_OUT_SHARE = 0
+_VALIDATION_SHARE = 1
 
 
 class DateExample(NamedTuple):
@@ -38,13 +40,18 @@ class DateExample(NamedTuple):
 
 
 def is_held_out(day: datetime.date) -> bool:
-    """Whether no text of this day is trained on; the same on every machine and for every seed."""
-    return zlib.crc32(day.isoformat().encode()) % _HELD_OUT_SHARE == 0
+    """Whether this day is for the test of finished models only; the same on every machine and for every seed."""
+    return _share(day) == _HELD_OUT_SHARE
+
+
+def is_validation(day: datetime.date) -> bool:
+    """Whether this day scores a run under way; the same on every machine and for every seed."""
+    return _share(day) == _VALIDATION_SHARE
 
 
 def training(n: int, seed: int) -> list[DateExample]:
     """`n` texts of training days; day, language and format are drawn independently, and texts may repeat."""
-    days, _ = _split_days()
+    days = _split_days().training
     generator = np.random.default_rng(seed)
     draws = zip(
         generator.integers(len(days), size=n).tolist(),
@@ -55,18 +62,22 @@ def training(n: int, seed: int) -> list[DateExample]:
     return [write(days[day], LOCALES[locale], FORMATS[style]) for day, locale, style in draws]
 
 
+def validation(n: int, seed: int) -> list[DateExample]:
+    """As `held_out`, of validation days.
+
+    Raises:
+        ValueError: when `n` is negative or there are not so many validation days.
+    """
+    return _take_turns(_split_days().validation, n, seed, "validation")
+
+
 def held_out(n: int, seed: int) -> list[DateExample]:
     """`n` texts, each of another held-out day; languages and formats take turns, so that all count alike.
 
     Raises:
         ValueError: when `n` is negative or there are not so many held-out days.
     """
-    _, days = _split_days()
-    if not 0 <= n <= len(days):
-        raise ValueError(f"n is {n}, must be between 0 and the {len(days)} held-out days")
-    chosen = np.random.default_rng(seed).permutation(len(days))[:n].tolist()
-    pairs = [(locale, style) for style in FORMATS for locale in LOCALES]
-    return [write(days[day], *pairs[index % len(pairs)]) for index, day in enumerate(chosen)]
+    return _take_turns(_split_days().held_out, n, seed, "held-out")
 
 
 def write(day: datetime.date, locale: str, style: str) -> DateExample:
@@ -81,9 +92,33 @@ def alphabet() -> list[str]:
     return [write(day, locale, style).text for day in year for locale in LOCALES for style in FORMATS] + ["0123456789-"]
 
 
+class _Days(NamedTuple):
+    """The days of each side, in order."""
+
+    training: Sequence[datetime.date]
+    validation: Sequence[datetime.date]
+    held_out: Sequence[datetime.date]
+
+
+def _share(day: datetime.date) -> int:
+    return zlib.crc32(day.isoformat().encode()) % _NUM_SHARES
+
+
 @cache
-def _split_days() -> tuple[Sequence[datetime.date], Sequence[datetime.date]]:
-    """All days of the century, in order: those to train on and those held out."""
+def _split_days() -> _Days:
+    """All days of the century."""
     first, last = datetime.date(FIRST_YEAR, 1, 1), datetime.date(LAST_YEAR, 12, 31)
     days = [first + datetime.timedelta(days=offset) for offset in range((last - first).days + 1)]
-    return tuple(day for day in days if not is_held_out(day)), tuple(day for day in days if is_held_out(day))
+    return _Days(
+        tuple(day for day in days if not (is_held_out(day) or is_validation(day))),
+        tuple(day for day in days if is_validation(day)),
+        tuple(day for day in days if is_held_out(day)),
+    )
+
+
+def _take_turns(days: Sequence[datetime.date], n: int, seed: int, side: str) -> list[DateExample]:
+    if not 0 <= n <= len(days):
+        raise ValueError(f"n is {n}, must be between 0 and the {len(days)} {side} days")
+    chosen = np.random.default_rng(seed).permutation(len(days))[:n].tolist()
+    pairs = [(locale, style) for style in FORMATS for locale in LOCALES]
+    return [write(days[day], *pairs[index % len(pairs)]) for index, day in enumerate(chosen)]

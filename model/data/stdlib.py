@@ -1,8 +1,11 @@
 """The source of the running Python's own standard library, split so that held-out modules are unseen files.
 
+Held-out modules are for the test of a finished model; a few more, for validation, score a run under way. Neither is
+ever trained on.
+
 Nothing is downloaded: whoever can run this has the text. What the library holds differs by Python version and by
-distribution (some ship parts of it separately), so a run records the version and a hash of what it read, and the split
-goes by a hash of each module's name, not by its place in a list.
+distribution (some ship parts of it separately), so the split goes by a hash of each module's name, not by its place in
+a list, and a run should record the version and a hash of what it read.
 
 A module is a top-level name with everything under it; a near copy of a module (`_pyio` of `io`, `posixpath` of
 `ntpath`) stays on its side. Left out: test suites, `encodings`, `lib2to3`, `idlelib` and `pydoc_data` (mostly tables),
@@ -20,6 +23,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+from model.data.corpus import Side
+
 SOURCE = f"standard library of {platform.python_implementation()} {platform.python_version()}"
 
 _LEFT_OUT = frozenset(
@@ -31,8 +36,9 @@ _LEFT_OUT = frozenset(
 _LEFT_OUT_PREFIXES = ("_sysconfigdata", "config-")
 _NEAR_COPIES = {"cProfile": "profile", "posixpath": "ntpath"}
 _HELD_OUT_SHARE = 8
+_VALIDATION_SHARE = 16
 # A large package, held out, would make the score its own; many small modules make it the library's.
-_MAX_HELD_OUT_BYTES = 48 * 1024
+_MAX_SCORED_BYTES = 48 * 1024
 
 
 class SourceFile(NamedTuple):
@@ -43,11 +49,11 @@ class SourceFile(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Both parts in the order of their paths; `sha256` (hex) is over the paths and texts of all files."""
+    """The three parts, each in the order of its paths."""
 
     training: tuple[SourceFile, ...]
+    validation: tuple[SourceFile, ...]
     held_out: tuple[SourceFile, ...]
-    sha256: str
 
 
 def split(root: Path | None = None) -> Split:
@@ -57,22 +63,16 @@ def split(root: Path | None = None) -> Split:
         root: the library's folder, the running Python's when None.
 
     Raises:
-        FileNotFoundError: when either part would be empty, as where the library is not there as source files.
+        FileNotFoundError: when a part would be empty, as where the library is not there as source files.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     modules = _read_modules(root)
-    training: list[SourceFile] = []
-    held_out: list[SourceFile] = []
+    sides: dict[Side, list[SourceFile]] = {side: [] for side in Side}
     for name, files in modules.items():
-        (held_out if _is_held_out(name, files) else training).extend(files)
-    if not training or not held_out:
+        sides[_side(name, files)].extend(files)
+    if not all(sides.values()):
         raise FileNotFoundError(f"{root} holds too little Python source to train on: is the standard library zipped?")
-    digest = hashlib.sha256()
-    for file in sorted((*training, *held_out)):
-        for part in file:
-            data = part.encode()
-            digest.update(len(data).to_bytes(8, "big") + data)
-    return Split(tuple(sorted(training)), tuple(sorted(held_out)), digest.hexdigest())
+    return Split(*(tuple(sorted(sides[side])) for side in (Side.TRAINING, Side.VALIDATION, Side.TEST)))
 
 
 def _read_modules(root: Path) -> dict[str, list[SourceFile]]:
@@ -100,8 +100,11 @@ def module_of(name: str) -> str:
     return _NEAR_COPIES.get(name, name.strip("_").removeprefix("py").strip("_"))
 
 
-def _is_held_out(module: str, files: list[SourceFile]) -> bool:
-    if sum(len(file.text.encode()) for file in files) > _MAX_HELD_OUT_BYTES:
-        return False
+def _side(module: str, files: list[SourceFile]) -> Side:
+    if sum(len(file.text.encode()) for file in files) > _MAX_SCORED_BYTES:
+        return Side.TRAINING
     digest = hashlib.sha256(module.encode()).digest()
-    return int.from_bytes(digest[:4], "big") % _HELD_OUT_SHARE == 0
+    if int.from_bytes(digest[:4], "big") % _HELD_OUT_SHARE == 0:
+        return Side.TEST
+    # Other bytes of the hash: the remainders of one number by eight and by sixteen are not independent.
+    return Side.VALIDATION if int.from_bytes(digest[4:8], "big") % _VALIDATION_SHARE == 0 else Side.TRAINING

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from model.fields import field_problems, to_json_values
+from model.fields import coerce_enums, field_problems, to_json_values
 
 
 class TrainConfigError(ValueError):
@@ -26,12 +26,39 @@ class OptimizerName(StrEnum):
     MUON = "muon"
 
 
+class Schedule(StrEnum):
+    """What follows the warm-up's line: half a cosine to zero, the inverse square root of the step, or nothing.
+
+    The second is the paper's, known as Noam after one of its authors: Vaswani et al. (2017), section 5.3.
+    """
+
+    COSINE = "cosine"
+    NOAM = "noam"
+    CONSTANT = "constant"
+
+
+class TrainDevice(StrEnum):
+    """Where the steps are computed; `auto` takes a CUDA device where there is one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class TrainPrecision(StrEnum):
     """The arithmetic of matrix products; weights and optimiser state are float32 always. `auto` asks the machine."""
 
     AUTO = "auto"
     FP32 = "fp32"
     BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class Parallelism(StrEnum):
+    """What several processes share under `torchrun`: gradients of whole copies, or also every weight's storage."""
+
+    DDP = "ddp"
+    FSDP = "fsdp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,23 +67,30 @@ class TrainConfig:
 
     Attributes:
         steps: updates of the weights.
-        batch_tokens: tokens per step, padding included; source and target together for an encoder-decoder.
+        batch_tokens: tokens of a batch, padding included; source and target together for an encoder-decoder.
+        gradient_accumulation: batches per update, over all processes together: however many there are, an update is the
+            same mean over the same tokens.
         row_tokens: tokens in a row of a decoder-only model's batch; 0 is the whole context.
         long_fraction: share of the steps, the last ones, whose rows are as long as the context.
-        num_examples: examples drawn, with replacement, from a source that could go on making them.
         optimizer: who moves the matrices.
         learning_rate: AdamW's peak.
         matrix_learning_rate: Muon's peak.
-        warmup_fraction: share of the steps over which the rates rise; a cosine to zero follows.
+        schedule: how the rates go on after the warm-up.
+        warmup_fraction: share of the steps over which the rates rise.
         weight_decay: decoupled, per unit of learning rate.
         momentum: Muon's.
         beta2: decay of AdamW's second moment.
+        epsilon: AdamW's guard against division by nothing.
+        label_smoothing: share of each label's probability that is spread over the vocabulary.
         gradient_clip: bound on the norm of all gradients together.
+        device: see `TrainDevice`.
         precision: see `TrainPrecision`.
+        parallelism: see `Parallelism`.
         seed: fixes weights, data order and dropout.
         log_every: steps between points of the learning curve.
-        evaluate_every: steps between scores on held-out data; 0 is at the end only.
-        checkpoint_every: steps between files to resume from; 0 writes none.
+        evaluate_every: steps between scores on validation data; 0 is at the end only.
+        checkpoint_every: steps between checkpoints to resume from; 0 writes none before the end.
+        patience: scores in a row without a new best after which the run ends early; 0 is never.
 
     Raises:
         TrainConfigError: listing every invalid field.
@@ -64,52 +98,39 @@ class TrainConfig:
 
     steps: int
     batch_tokens: int
+    gradient_accumulation: int = 1
     row_tokens: int = 0
     long_fraction: float = 0.0
-    num_examples: int = 0
     optimizer: OptimizerName = OptimizerName.MUON
     learning_rate: float = 2e-3
     matrix_learning_rate: float = 2e-2
+    schedule: Schedule = Schedule.COSINE
     warmup_fraction: float = 0.05
     weight_decay: float = 0.0
     momentum: float = 0.95
     beta2: float = 0.95
+    epsilon: float = 1e-8
+    label_smoothing: float = 0.0
     gradient_clip: float = 1.0
+    device: TrainDevice = TrainDevice.AUTO
     precision: TrainPrecision = TrainPrecision.AUTO
+    parallelism: Parallelism = Parallelism.DDP
     seed: int = 0
     log_every: int = 20
     evaluate_every: int = 0
     checkpoint_every: int = 500
+    patience: int = 0
 
     def __post_init__(self) -> None:
-        problems = []
-        kinds: dict[str, type[StrEnum]] = {"optimizer": OptimizerName, "precision": TrainPrecision}
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            try:
-                # Configuration files hold strings; the instance is still being made, so nothing sees the change.
-                object.__setattr__(self, name, kind(value))
-            except ValueError:
-                problems.append(f"{name} is {value!r}, must be one of {', '.join(kind)}")
-        rules: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
-            (("steps", "batch_tokens", "log_every"), lambda value: value >= 1, "at least 1"),
-            (
-                ("row_tokens", "num_examples", "seed", "evaluate_every", "checkpoint_every", "weight_decay"),
-                lambda value: 0 <= value < math.inf,
-                "finite and not negative",
-            ),
-            (
-                ("learning_rate", "matrix_learning_rate", "gradient_clip"),
-                lambda value: 0 < value < math.inf,
-                "finite and positive",
-            ),
-            (("long_fraction", "warmup_fraction"), lambda value: 0 <= value <= 1, "in [0, 1]"),
-            (("momentum", "beta2"), lambda value: 0 <= value < 1, "in [0, 1)"),
-        )
-        for names, holds, wanted in rules:
+        problems = coerce_enums(self, _ENUMS)
+        for names, holds, wanted in _RULES:
             problems += [
                 f"{name} is {getattr(self, name)}, must be {wanted}" for name in names if not holds(getattr(self, name))
             ]
+        if self.patience > 0 and self.evaluate_every == 0:
+            problems.append(f"patience is {self.patience}, evaluate_every must then be at least 1")
+        if self.schedule is Schedule.NOAM and self.warmup_steps < 1:
+            problems.append(f"warmup_fraction is {self.warmup_fraction}, schedule noam needs at least one step of it")
         if problems:
             raise TrainConfigError(problems)
 
@@ -138,3 +159,28 @@ class TrainConfig:
         if problems:
             raise TrainConfigError(problems)
         return cls(**values)
+
+
+_ENUMS: Mapping[str, type[StrEnum]] = {
+    "optimizer": OptimizerName,
+    "schedule": Schedule,
+    "device": TrainDevice,
+    "precision": TrainPrecision,
+    "parallelism": Parallelism,
+}
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (("steps", "batch_tokens", "gradient_accumulation", "log_every"), lambda value: value >= 1, "at least 1"),
+    (
+        ("row_tokens", "seed", "evaluate_every", "checkpoint_every", "patience", "weight_decay"),
+        lambda value: 0 <= value < math.inf,
+        "finite and not negative",
+    ),
+    (
+        ("learning_rate", "matrix_learning_rate", "gradient_clip", "epsilon"),
+        lambda value: 0 < value < math.inf,
+        "finite and positive",
+    ),
+    (("long_fraction", "warmup_fraction"), lambda value: 0 <= value <= 1, "in [0, 1]"),
+    (("momentum", "beta2", "label_smoothing"), lambda value: 0 <= value < 1, "in [0, 1)"),
+)

@@ -1,18 +1,20 @@
 """Learning curves: one JSON object per line while a model trains, and a picture when it is done.
 
 A line has `step` and either what training saw (`loss` in nats per token, `learning_rate_factor`, `gradient_norm`,
-`num_target_tokens`, `seconds`) or figures on held-out data (`scores`). Knows nothing of training.
+`num_target_tokens`, `num_skipped`, and on the clock `seconds` and `tokens_per_second`) or figures on validation data
+(`scores`). Knows nothing of training.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+from model.files import write_atomically
 
 CURVES = "curves.jsonl"
 PICTURE = "curves.png"
@@ -31,7 +33,7 @@ class CurveLog:
     def __init__(self, path: Path, points: Sequence[Point] = ()) -> None:
         self._path = path
         self._points = list(points)
-        path.write_text("".join(_line(point) for point in self._points), encoding="utf-8")
+        write_atomically(path, "".join(_line(point) for point in self._points).encode())
 
     @property
     def points(self) -> Sequence[Point]:
@@ -43,6 +45,14 @@ class CurveLog:
         self._points.append(point)
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(_line(point))
+
+    def flush(self) -> None:
+        """Makes sure that the disk has all of it, before a state is saved that goes on from here."""
+        descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def read(path: Path, last_step: int) -> list[Point]:
@@ -59,10 +69,13 @@ def read(path: Path, last_step: int) -> list[Point]:
 
 
 def draw(points: Sequence[Point], title: str) -> bytes:
-    """A PNG: training loss over steps, with held-out scores below it where there are any."""
+    """A PNG: training loss over steps, with validation scores below it where there are any."""
+    # Takes long to import and is needed once, at the end.
+    from matplotlib.figure import Figure
+
     seen = [point for point in points if "loss" in point]
     scored = [point for point in points if "scores" in point]
-    names = sorted({name for point in scored for name in point["scores"]})
+    names = sorted({name for point in scored for name, score in point["scores"].items() if not isinstance(score, str)})
     figure = Figure(figsize=(8.0, 3.0 + 2.0 * len(names)), layout="constrained")
     axes = figure.subplots(1 + len(names), 1, sharex=True, squeeze=False)[:, 0]
     axes[0].plot([point["step"] for point in seen], [point["loss"] for point in seen], linewidth=1.0)

@@ -1,10 +1,10 @@
-"""How weights move: AdamW, or Muon on the layers' matrices with AdamW on the rest; warm-up, then a cosine.
+"""How weights move: AdamW, or Muon on the layers' matrices with AdamW on the rest; warm-up, then a schedule.
 
 Muon orthogonalises each matrix's momentum, so that no direction is neglected. That is meant for matrices that map
 vectors to vectors inside the network: embeddings, heads, norms and biases stay with AdamW.
 
 Sources: AdamW, Loshchilov and Hutter (2019); Muon, Jordan et al. (2024), as in `torch.optim.Muon`; warm-up, Vaswani et
-al. (2017), section 5.3; cosine, Loshchilov and Hutter, "SGDR" (2017).
+al. (2017), section 5.3, and so the inverse square root; cosine, Loshchilov and Hutter, "SGDR" (2017).
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from model.training.config import OptimizerName, TrainConfig
-from model.transformer import Transformer
+from model.training.config import OptimizerName, Schedule, TrainConfig
+from model.transformer import Decoder
 
 
-def make_optimizers(model: Transformer, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """The optimisers that together own every parameter once; each group's `lr` is its peak rate."""
+def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """The optimisers that together own every parameter once; each group's `lr` is its peak rate.
+
+    The matrices that Muon takes are the weights of all `nn.Linear` but a transformer's head.
+    """
     matrices, others = _split_parameters(model)
     if config.optimizer is OptimizerName.ADAMW:
         return [_make_adamw(matrices, others, config)]
@@ -39,11 +42,19 @@ def set_learning_rates(
             group["lr"] = peak * factor
 
 
-def learning_rate_factor(step: int, steps: int, warmup_steps: int) -> float:
-    """Share of the peak rate at a step counted from 0: a line from 0 to 1, then half a cosine that ends at 0."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = (step - warmup_steps + 1) / (steps - warmup_steps + 1)
+def learning_rate_factor(config: TrainConfig, step: int) -> float:
+    """Share of the peak rate at a step counted from 0: a line that reaches 1 where the warm-up ends, then the schedule.
+
+    `cosine` ends at 0 with the last step; `noam` is √(warm-up / steps done); `constant` stays.
+    """
+    warmup = config.warmup_steps
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.schedule is Schedule.CONSTANT:
+        return 1.0
+    if config.schedule is Schedule.NOAM:
+        return math.sqrt(warmup / (step + 1))
+    progress = (step - warmup + 1) / (config.steps - warmup + 1)
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -54,13 +65,17 @@ def _make_adamw(matrices: list[nn.Parameter], others: list[nn.Parameter], config
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.learning_rate, betas=(0.9, config.beta2), fused=True
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(0.9, config.beta2),
+        eps=config.epsilon,
+        fused=True,
     )
 
 
-def _split_parameters(model: Transformer) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The weights of linear maps between hidden states, and all other parameters."""
-    heads = set() if model.head is None else {model.head}
-    inner = {module.weight for module in model.modules() if isinstance(module, nn.Linear) and module not in heads}
+    head = model.head if isinstance(model, Decoder) else None
+    inner = {module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not head}
     parameters = list(model.parameters())
     return [p for p in parameters if p in inner], [p for p in parameters if p not in inner]

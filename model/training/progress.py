@@ -104,7 +104,27 @@ class LineReporter:
         print(line, file=self._stream, flush=True)
 
 
-def make_reporter(stream: TextIO) -> Reporter:
-    """A bar where there is a terminal to draw it on."""
+class SilentReporter:
+    """Shows nothing: of several processes one speaks."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def update(self, progress: Progress) -> None:
+        """Nothing."""
+
+    def say(self, line: str) -> None:
+        """Nothing."""
+
+
+def make_reporter(stream: TextIO, *, speaks: bool = True) -> Reporter:
+    """A bar where there is a terminal to draw it on; nothing where another process speaks."""
+    if not speaks:
+        return SilentReporter()
     console = Console(file=stream)
     return BarReporter(console) if console.is_terminal else LineReporter(stream)

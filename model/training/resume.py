@@ -1,29 +1,31 @@
 """What an interrupted run needs to go on as if nothing had happened, in one safetensors file, nothing pickled.
 
-Weights, optimiser state and the random generator are tensors; how far the run had come, and which run it was, is JSON
-in the file's header. The file is replaced atomically: whoever finds one finds a whole one. The position in the data is
-the step, because batches are a function of configuration and step alone.
+Weights and optimiser state are tensors, whole ones whatever the number of processes; how far the run had come, and
+which run it was, is JSON in the file's header. The position in the data is the step, because batches are a function of
+configuration and index alone; dropout's generator is a function of the index too (`model.training.loop`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.checkpoint import write_atomically
-from model.transformer import Transformer
+from model.checkpoint import write_tensors
+from model.files import StagedFiles
+from model.training.loop import Loop
+from model.training.parallel import Parallel
+from model.training.task import Scores
 
 STATE = "resume.safetensors"
 _HEADER = "run"
-_GENERATOR = "generator"
 
 
 class ResumeError(Exception):
@@ -34,59 +36,45 @@ class ResumeError(Exception):
 class RunState:
     """How far a run had come.
 
-    `step` updates are done, `num_target_tokens` were predicted in `seconds` of training. `identity` is everything that
-    must be the same for the run to go on: configurations and data.
+    Attributes:
+        identity: everything that must be the same for the run to go on: configurations, data, tokenizers.
+        environment: what the last bits depend on beside it; a run may go on in another, but not bit for bit.
+        step: updates done.
+        num_target_tokens: labels predicted so far.
+        seconds: spent on updates so far.
+        num_skipped: updates left out because a gradient overflowed float16, all and in a row up to now.
+        meter: sums since the last point of the curve.
+        loss: of the last point of the curve, None before the first.
+        validation: the last scores.
+        best: step and scores of the best; None before the first.
+        num_without_improvement: scores since the best.
+        scaler: state of float16's gradient scaler, None in other precisions.
     """
+
+    identity: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    step: int = 0
+    num_target_tokens: int = 0
+    seconds: float = 0.0
+    num_skipped: tuple[int, int] = (0, 0)
+    meter: Mapping[str, Any] = field(default_factory=dict)
+    loss: float | None = None
+    validation: Scores = field(default_factory=dict)
+    best: Best | None = None
+    num_without_improvement: int = 0
+    scaler: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best validation scores so far and the step that had them."""
 
     step: int
-    num_target_tokens: int
-    seconds: float
-    identity: Mapping[str, Any]
+    scores: Scores
 
 
-def save(path: Path, model: Transformer, optimizers: Sequence[torch.optim.Optimizer], state: RunState) -> None:
-    """Writes or replaces the file."""
-    tensors = {_GENERATOR: torch.get_rng_state()}
-    tensors |= {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    tensors |= _optimizer_tensors(optimizers)
-    header = {_HEADER: json.dumps(asdict(state), sort_keys=True)}
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    write_atomically(path, safetensors.torch.save(contiguous, metadata=header))
-
-
-def load(
-    path: Path, model: Transformer, optimizers: Sequence[torch.optim.Optimizer], identity: Mapping[str, Any]
-) -> RunState:
-    """Puts weights, optimiser state and torch's generator back; they must be freshly made for the same run.
-
-    Raises:
-        ResumeError: when the file is missing or damaged, or its identity is another; the differences are listed.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            state = RunState(**json.loads(file.metadata()[_HEADER]))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — not a mapping
-    except FileNotFoundError:
-        raise ResumeError(f"{path} is missing: nothing to resume") from None
-    except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
-        raise ResumeError(f"{path} is damaged: {error}") from error
-    differences = [
-        f"{key} is {_show(identity.get(key))}, was {_show(state.identity.get(key))}"
-        for key in sorted(identity.keys() | state.identity.keys())
-        if identity.get(key) != state.identity.get(key)
-    ]
-    if differences:
-        raise ResumeError(f"{path} belongs to another run: " + "; ".join(differences))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
-    for index, optimizer in enumerate(optimizers):
-        _load_optimizer(optimizer, f"optimizer.{index}.", tensors)
-    torch.set_rng_state(tensors[_GENERATOR])
-    return state
-
-
-def _optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+def optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """All state by names that do not depend on the number of processes; pieces are left as pieces."""
     tensors = {}
     for index, optimizer in enumerate(optimizers):
         for parameter, values in optimizer.state_dict()["state"].items():
@@ -98,12 +86,73 @@ def _optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str,
     return tensors
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, prefix: str, tensors: Mapping[str, Tensor]) -> None:
+def stage(
+    files: StagedFiles, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor], state: RunState
+) -> None:
+    """Writes the file beside its place; all tensors are whole."""
+    tensors = {**{f"model.{name}": tensor for name, tensor in weights.items()}, **optimizer_state}
+    header = {_HEADER: json.dumps(asdict(state), sort_keys=True, allow_nan=False)}
+    files.add(STATE, partial(write_tensors, tensors, header))
+
+
+def load(path: Path, loop: Loop, identity: Mapping[str, Any]) -> RunState:
+    """Puts weights and optimiser state back; the loop must be freshly made for the same run. Every process reads.
+
+    Raises:
+        ResumeError: when the file is missing or damaged, or its identity is another; the differences are listed.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = _parse(file.metadata()[_HEADER])
+            _check_identity(path, identity, state.identity)
+            _load_weights(loop, file)
+            for index, optimizer in enumerate(loop.optimizers):
+                _load_optimizer(optimizer, f"optimizer.{index}.", file, loop.parallel)
+    except FileNotFoundError:
+        raise ResumeError(f"{path} is missing: nothing to resume") from None
+    except (SafetensorError, OSError, TypeError, KeyError, ValueError, RuntimeError) as error:
+        raise ResumeError(f"{path} is damaged: {error}") from error
+    loop.step = state.step
+    loop.num_skipped_in_row = state.num_skipped[1]
+    if loop.scaler is not None and state.scaler is not None:
+        loop.scaler.load_state_dict(dict(state.scaler))
+    return state
+
+
+def _parse(header: str) -> RunState:
+    values = json.loads(header)
+    best = values.pop("best")
+    values["num_skipped"] = tuple(values["num_skipped"])
+    return RunState(**values, best=None if best is None else Best(**best))
+
+
+def _check_identity(path: Path, identity: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    if differences := describe_differences(identity, stored):
+        raise ResumeError(f"{path} belongs to another run: " + "; ".join(differences))
+
+
+def describe_differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """What is not as it was, one text for each entry."""
+    return [
+        f"{key} is {_show(now.get(key))}, was {_show(before.get(key))}"
+        for key in sorted(now.keys() | before.keys())
+        if now.get(key) != before.get(key)
+    ]
+
+
+def _load_weights(loop: Loop, file: Any) -> None:
+    with torch.no_grad():
+        for name, parameter in loop.model.named_parameters():
+            parameter.copy_(loop.parallel.cut_like(file.get_tensor(f"model.{name}"), parameter))
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, prefix: str, file: Any, parallel: Parallel) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
+    for name in file.keys():  # noqa: SIM118 — not a mapping
         if name.startswith(prefix):
-            parameter, key = name.removeprefix(prefix).split(".", 1)
-            state.setdefault(int(parameter), {})[key] = tensor
+            index, key = name.removeprefix(prefix).split(".", 1)
+            state.setdefault(int(index), {})[key] = parallel.cut_like(file.get_tensor(name), parameters[int(index)])
     # The groups are as configured; learning rates are set anew at every step.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

@@ -1,159 +1,387 @@
-"""A data set made ready for one run: its tokenizer, its batches, its score.
+"""A data set made ready for one run: its tokenizers, its batches, its scores.
 
-A new task is a class with `Task`'s members and a row in `_TASKS`. Knows nothing of optimisers, files or progress bars.
+    dates                   written-out dates → ISO 8601       exact match
+    tsv, gettext, jsonl     pairs, for an encoder-decoder      loss, perplexity, BLEU, chrF
+    stdlib, text, jsonl     text, for a decoder-only model     bits per byte, perplexity, compressors beside them
+
+A new task is a class with `Task`'s members and a row in `_MAKERS`. Knows nothing of optimisers, files or progress bars.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
-from typing import Any, Protocol
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from model import evaluate
+from model.artifact import TARGET_TOKENIZER, TOKENIZER
 from model.config import Architecture, ModelConfig
-from model.data import dates, stdlib
-from model.data.batches import Batch, Pair, length_buckets, pack, windows
-from model.presets import DataName, Recipe
+from model.data import dates, documents, pairs, stdlib, vocabulary
+from model.data.batches import Batch, LengthBuckets, Pair, Windows, pack
+from model.data.config import DataConfig, DataSource
+from model.data.corpus import Corpus, Document, Side, TextPair, in_hash_order, sample, side_facts
+from model.data.files import DataError
+from model.data.vocabulary import Tokenizers
+from model.presets import Recipe
 from model.tokenizer import Tokenizer
-from model.tokenizer_training import byte_level_bpe, characters
+from model.tokenizer_training import CODE_PATTERN
 from model.training.config import TrainConfig
+from model.training.task import Criterion, Scores, Task, TaskError
 from model.transformer import DecoderOnly, EncoderDecoder, Transformer
 
-_NUM_HELD_OUT_DATES = 500
-_HELD_OUT_SEED = 0
+MAX_VALIDATION_PAIRS = 500
+"""A run under way is scored on at most so many pairs, the same ones each time."""
+
+MAX_VALIDATION_BYTES = 64 * 1024
+"""A run under way is scored on at most so much text, the same each time."""
+
+MAX_TRANSLATED_PAIRS = 2000
+"""BLEU and chrF of a finished run are of at most so many test pairs: writing takes longer than reading."""
+
+NUM_SCORED_DATES = 500
+"""Dates on either of the sides that are scored."""
+
+_DATES_SEED = 0
+_TEXTS_AT_A_TIME = 10_000
+# How much longer than its source a translation may be: Vaswani et al. (2017), section 6.1.
+_EXTRA_TARGET_TOKENS = 50
+# What xz can look back on with its largest preset; older text would only take time.
+_XZ_WINDOW_BYTES = 64 * 1024 * 1024
 
 
-class TaskError(ValueError):
-    """The data are not there, or do not fit the model."""
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Pairs that fit the model, as text and as ids, in the same order."""
+
+    texts: Sequence[TextPair]
+    ids: Sequence[Pair]
+
+    def first(self, n: int) -> _Side:
+        """At most so many, chosen by hash."""
+        if len(self.texts) <= n:
+            return self
+        by_text = dict(zip(self.texts, self.ids, strict=True))
+        chosen = in_hash_order(list(by_text))[:n]
+        return _Side(chosen, [by_text[text] for text in chosen])
 
 
-class Task(Protocol):
-    """What the trainer asks of a data set."""
+class PairTask:
+    """Sources and targets for an encoder-decoder.
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Reads prompts and writes answers; its vocabulary is the model's."""
+    Pairs that are longer than the model's context are left out, on every side, and counted.
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """JSON-ready: where the data come from, how much there is, and `sha256` over all that is trained on."""
+    Args:
+        corpus: the pairs, as text.
+        tokenizers: made for them.
+        model: its context and source context are the limits.
+        train: batches and their order.
 
-    def batches(self) -> Iterator[Batch]:
-        """Endless, and the same for the same configuration."""
+    Raises:
+        TaskError: when no pair of a side fits.
+    """
 
-    def score(self, model: Transformer) -> Mapping[str, float]:
-        """Figures on held-out data; the model is in evaluation mode."""
+    criterion = Criterion("loss", higher_is_better=False)
 
-    def baselines(self) -> Mapping[str, float]:
-        """The same figures of what needs no model."""
-
-
-class DatesTask:
-    """Written-out dates to ISO 8601."""
-
-    def __init__(self, model: ModelConfig, train: TrainConfig) -> None:
-        self._config = train
-        self.tokenizer = characters(dates.alphabet(), Architecture.ENCODER_DECODER)
-        if self.tokenizer.vocab_size > model.vocab_size:
-            raise TaskError(f"vocab_size is {model.vocab_size}, dates need {self.tokenizer.vocab_size}")
-        examples = dates.training(train.num_examples, train.seed)
-        self._pairs = [
-            Pair(self.tokenizer.encode(example.text), self.tokenizer.encode_plain(example.iso)) for example in examples
-        ]
-        longest = max(len(pair.source) for pair in self._pairs)
-        if longest > model.source_context or len(dates.ISO_FORMAT) >= model.context:
-            raise TaskError(
-                f"source_context is {model.source_context} and context {model.context}, dates need {longest} and "
-                f"{len(dates.ISO_FORMAT) + 1}"
+    def __init__(
+        self, corpus: Corpus[TextPair], tokenizers: Tokenizers, model: ModelConfig, train: TrainConfig
+    ) -> None:
+        self.tokenizers: Mapping[str, Tokenizer] = tokenizers.by_file
+        self._both = tokenizers
+        limits = model.source_context, model.context
+        left_out: dict[str, int] = {}
+        training, validation, self._test = (
+            _fitting(side, texts, tokenizers, limits, left_out)
+            for side, texts in zip(Side, (corpus.training, corpus.validation, corpus.test), strict=True)
+        )
+        self._validation = validation.first(MAX_VALIDATION_PAIRS)
+        self._buckets = LengthBuckets(training.ids, train.batch_tokens, train.seed, limits)
+        notes = list(corpus.notes)
+        if num_long := left_out.get(Side.TRAINING, 0):
+            notes.append(
+                f"{num_long} of {len(corpus.training)} training pairs are longer than source_context {limits[0]} or "
+                f"context {limits[1]} tokens and left out"
             )
+        notes.append(_passes(self._buckets.batches_per_pass, train, f"{len(training.ids)} pairs"))
         self.facts: Mapping[str, Any] = {
-            "name": DataName.DATES,
-            "source": dates.SOURCE,
-            "num_examples": len(examples),
-            "sha256": hashlib.sha256("\n".join("\t".join(example) for example in examples).encode()).hexdigest(),
+            **corpus.facts,
+            "num_examples": len(training.ids),
+            "num_too_long": left_out,
+            "num_validated": len(self._validation.ids),
+            "batches_per_pass": self._buckets.batches_per_pass,
+            "notes": notes,
         }
 
-    def batches(self) -> Iterator[Batch]:
+    def batch(self, index: int) -> Batch:
         """Pairs of like lengths."""
-        return length_buckets(self._pairs, self._config.batch_tokens, self._config.seed)
+        return self._buckets.batch(index)
 
-    def score(self, model: Transformer) -> Mapping[str, float]:
-        """Exact match on days that were never trained on."""
-        if not isinstance(model, EncoderDecoder):
-            raise TypeError("dates are read by an encoder-decoder")
-        examples = dates.held_out(_NUM_HELD_OUT_DATES, _HELD_OUT_SEED)
-        return {"exact_match": evaluate.exact_match(model, self.tokenizer, examples)}
+    def validate(self, model: Transformer) -> Scores:
+        """Nats per target token on validation pairs, and their exponential."""
+        return _loss(model, self._validation.ids)
 
-    def baselines(self) -> Mapping[str, float]:
-        """None: nothing simple reads twelve languages."""
+    def test(self, model: Transformer) -> Scores:
+        """Loss and perplexity of all test pairs, BLEU and chrF of what greedy decoding writes for the first of them."""
+        chosen = self._test.first(MAX_TRANSLATED_PAIRS)
+        sources = [pair.source for pair in chosen.ids]
+        bounds = [len(source) + _EXTRA_TARGET_TOKENS for source in sources]
+        answers = evaluate.greedy(_reads_pairs(model), sources, bounds)
+        return {
+            **_loss(model, self._test.ids),
+            **evaluate.translation_scores(
+                [self._both.target.decode(answer) for answer in answers], [text.target for text in chosen.texts]
+            ),
+        }
+
+    def baselines(self) -> Scores:
+        """None: nothing simple translates."""
         return {}
 
 
-class StdlibTask:
-    """Python source, continued."""
+class DatesTask(PairTask):
+    """Written-out dates to ISO 8601: an answer is right or wrong."""
 
-    def __init__(self, model: ModelConfig, train: TrainConfig) -> None:
-        self._config = train
-        self._row_tokens = train.row_tokens or model.context
-        self._context = model.context
-        try:
-            self._split = stdlib.split()
-            texts = [file.text for file in self._split.training]
-            self.tokenizer = byte_level_bpe(texts, model.vocab_size, Architecture.DECODER_ONLY)
-        except (FileNotFoundError, ValueError) as error:
-            raise TaskError(str(error)) from error
-        self._stream = pack(self.tokenizer.encode_plain_batch(texts))
-        self.facts: Mapping[str, Any] = {
-            "name": DataName.STDLIB,
-            "source": stdlib.SOURCE,
-            "num_training_bytes": sum(len(text.encode()) for text in texts),
-            "num_training_tokens": len(self._stream),
-            "held_out": [file.path for file in self._split.held_out],
-            "sha256": self._split.sha256,
+    criterion = Criterion("exact_match", higher_is_better=True)
+
+    def validate(self, model: Transformer) -> Scores:
+        """Share of validation days written exactly, and nats per target token."""
+        reader = _reads_pairs(model)
+        return {
+            "exact_match": evaluate.exact_match(reader, self._validation.ids),
+            "loss": evaluate.pair_loss(reader, self._validation.ids).loss,
         }
 
-    def batches(self) -> Iterator[Batch]:
+    def test(self, model: Transformer) -> Scores:
+        """Share of held-out days written exactly."""
+        return {"exact_match": evaluate.exact_match(_reads_pairs(model), self._test.ids)}
+
+
+class TextTask:
+    """Text for a decoder-only model: documents between control tokens, one after the other, cut into rows.
+
+    Args:
+        corpus: the documents.
+        tokenizers: made for them.
+        model: its context is the longest row.
+        train: batches and their order.
+
+    Raises:
+        TaskError: when the training text is shorter than one row.
+    """
+
+    criterion = Criterion("bits_per_byte", higher_is_better=False)
+
+    def __init__(
+        self, corpus: Corpus[Document], tokenizers: Tokenizers, model: ModelConfig, train: TrainConfig
+    ) -> None:
+        self.tokenizers: Mapping[str, Tokenizer] = tokenizers.by_file
+        self._tokenizer = tokenizers.source
+        self._accumulation = train.gradient_accumulation
+        self._short_steps = train.steps - train.long_steps
+        self._training = [document.text for document in corpus.training]
+        self._validation = _at_most(MAX_VALIDATION_BYTES, corpus.validation)
+        self._test = [document.text for document in corpus.test]
+        stream = pack(vocabulary.encode_documents(self._tokenizer, self._training))
+        try:
+            self._short, self._long = (
+                Windows(stream, row_tokens, train.batch_tokens, train.seed)
+                for row_tokens in (train.row_tokens or model.context, model.context)
+            )
+        except ValueError as error:
+            raise TaskError(f"the training text is too short: {error}") from error
+        notes = [*corpus.notes, _passes(self._short.batches_per_pass, train, f"{len(stream)} tokens")]
+        unknown = vocabulary.unknown_share(self._tokenizer, [*self._validation, *self._test])
+        if unknown:
+            notes.append(f"{unknown:.2%} of what is scored is unknown to the tokenizer: bits per byte come out too low")
+        self.facts: Mapping[str, Any] = {
+            **corpus.facts,
+            "num_training_tokens": len(stream),
+            "num_validated_bytes": sum(len(text.encode()) for text in self._validation),
+            "unknown_share": unknown,
+            "batches_per_pass": self._short.batches_per_pass,
+            "notes": notes,
+        }
+
+    def batch(self, index: int) -> Batch:
         """Short rows first, because they train faster; at the end rows that fill the context, so that it is known."""
-        train = self._config
-        short = windows(self._stream, self._row_tokens, train.batch_tokens, train.seed)
-        long = windows(self._stream, self._context, train.batch_tokens, train.seed)
-        return itertools.chain(itertools.islice(short, train.steps - train.long_steps), long)
+        if index // self._accumulation < self._short_steps:
+            return self._short.batch(index)
+        return self._long.batch(index - self._short_steps * self._accumulation)
 
-    def score(self, model: Transformer) -> Mapping[str, float]:
-        """Bits per byte of modules that were never trained on."""
+    def validate(self, model: Transformer) -> Scores:
+        """Bits per byte and perplexity of validation text."""
+        return self._score(model, self._validation)
+
+    def test(self, model: Transformer) -> Scores:
+        """Bits per byte and perplexity of all test text."""
+        return self._score(model, self._test)
+
+    def baselines(self) -> Scores:
+        """The compressors' bits per byte on the test text, primed with as much training text as they can see."""
+        training, test = ("".join(texts).encode() for texts in (self._training, self._test))
+        return asdict(evaluate.compressors(training[-_XZ_WINDOW_BYTES:], test))
+
+    def _score(self, model: Transformer, texts: Sequence[str]) -> Scores:
         if not isinstance(model, DecoderOnly):
-            raise TypeError("source is continued by a decoder-only model")
-        texts = [file.text for file in self._split.held_out]
-        return {"bits_per_byte": evaluate.bits_per_byte(model, self.tokenizer, texts)}
-
-    def baselines(self) -> Mapping[str, float]:
-        """The compressors' bits per byte on the same files."""
-        training, held_out = (
-            "".join(file.text for file in files).encode() for files in (self._split.training, self._split.held_out)
-        )
-        return asdict(evaluate.compressors(training, held_out))
-
-
-_TASKS: Mapping[DataName, Callable[[ModelConfig, TrainConfig], Task]] = {
-    DataName.DATES: DatesTask,
-    DataName.STDLIB: StdlibTask,
-}
+            raise TypeError("text is continued by a decoder-only model")
+        likelihood = evaluate.text_likelihood(model, self._tokenizer, texts)
+        return {"bits_per_byte": likelihood.bits_per_byte, "perplexity": likelihood.perplexity}
 
 
 def make_task(recipe: Recipe) -> Task:
     """Reads the data of a recipe that has some.
 
     Raises:
-        TaskError: when the data are not there, or do not fit the model.
+        TaskError: when the data are not there, are damaged, or do not fit the model.
     """
     if recipe.data is None or recipe.train is None:
         raise TaskError(f"{recipe.name} has no data to train on")
-    return _TASKS[recipe.data](recipe.model, recipe.train)
+    if recipe.data.lacks_files:
+        source = recipe.data.source
+        raise TaskError(f"paths is empty, {source} needs files to train on: --set paths={_EXAMPLES[source]}")
+    make = _MAKERS[recipe.data.source, recipe.model.architecture]
+    try:
+        return make(recipe.data, recipe.model, recipe.train)
+    except DataError as error:
+        raise TaskError(str(error)) from error
 
 
-def fit_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """The configuration with the vocabulary that the tokenizer came to, for source and target alike."""
-    size = tokenizer.vocab_size
-    return replace(model, vocab_size=size, source_vocab_size=size if model.is_encoder_decoder else 0)
+def fit_vocabulary(model: ModelConfig, task: Task) -> ModelConfig:
+    """The configuration with the vocabularies that the tokenizers came to.
+
+    Two tokenizers mean two token tables, however alike they are in size.
+    """
+    source = task.tokenizers[TOKENIZER]
+    target = task.tokenizers.get(TARGET_TOKENIZER, source)
+    return replace(
+        model,
+        vocab_size=target.vocab_size,
+        source_vocab_size=source.vocab_size if model.is_encoder_decoder else 0,
+        share_embeddings=model.share_embeddings and source is target,
+    )
+
+
+def _make_dates(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Task:
+    sides: dict[Side, list[TextPair]] = {
+        side: [TextPair(example.text, example.iso) for example in examples]
+        for side, examples in (
+            (Side.TRAINING, dates.training(data.max_examples, train.seed)),
+            (Side.VALIDATION, dates.validation(NUM_SCORED_DATES, _DATES_SEED)),
+            (Side.TEST, dates.held_out(NUM_SCORED_DATES, _DATES_SEED)),
+        )
+    }
+    facts = {"name": str(data.source), "source": dates.SOURCE, **side_facts(sides)}
+    training, validation, test = (tuple(sides[side]) for side in Side)
+    corpus = Corpus(training, validation, test, facts)
+    sources, targets = ([pair[side] for pair in corpus.training] for side in (0, 1))
+    return DatesTask(corpus, vocabulary.for_pairs(data, model, sources, targets, dates.alphabet()), model, train)
+
+
+def _make_pairs(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Task:
+    corpus = pairs.load(data)
+    sources, targets = ([pair[side] for pair in corpus.training] for side in (0, 1))
+    return PairTask(corpus, vocabulary.for_pairs(data, model, sources, targets), model, train)
+
+
+def _make_stdlib(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Task:
+    try:
+        split = stdlib.split()
+    except FileNotFoundError as error:
+        raise TaskError(str(error)) from error
+    training, validation, test = (
+        tuple(Document(*file) for file in files) for files in (split.training, split.validation, split.held_out)
+    )
+    training = sample(training, data.max_examples)
+    facts = {
+        "name": str(data.source),
+        "source": stdlib.SOURCE,
+        "num_training_bytes": sum(len(document.text.encode()) for document in training),
+        "held_out": [document.name for document in test],
+        **side_facts({Side.TRAINING: training, Side.VALIDATION: validation, Side.TEST: test}),
+    }
+    tokenizers = vocabulary.for_text(data, model, [document.text for document in training], CODE_PATTERN)
+    return TextTask(Corpus(training, validation, test, facts), tokenizers, model, train)
+
+
+def _make_text(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Task:
+    corpus = documents.load(data)
+    tokenizers = vocabulary.for_text(data, model, [document.text for document in corpus.training])
+    return TextTask(corpus, tokenizers, model, train)
+
+
+_MAKERS: Mapping[tuple[DataSource, Architecture], Callable[[DataConfig, ModelConfig, TrainConfig], Task]] = {
+    (DataSource.DATES, Architecture.ENCODER_DECODER): _make_dates,
+    (DataSource.STDLIB, Architecture.DECODER_ONLY): _make_stdlib,
+    (DataSource.TEXT, Architecture.DECODER_ONLY): _make_text,
+    (DataSource.JSONL, Architecture.DECODER_ONLY): _make_text,
+    (DataSource.TSV, Architecture.ENCODER_DECODER): _make_pairs,
+    (DataSource.GETTEXT, Architecture.ENCODER_DECODER): _make_pairs,
+    (DataSource.JSONL, Architecture.ENCODER_DECODER): _make_pairs,
+}
+
+_EXAMPLES = {
+    DataSource.TEXT: "train.txt",
+    DataSource.TSV: "train.tsv",
+    DataSource.GETTEXT: "de.po",
+    DataSource.JSONL: "train.jsonl",
+}
+
+
+def _fitting(
+    side: Side,
+    texts: Sequence[TextPair],
+    tokenizers: Tokenizers,
+    limits: tuple[int, int],
+    left_out: dict[str, int],
+) -> _Side:
+    """The pairs that fit, as text and as ids; the number of others goes into `left_out`."""
+    sources = _encode(tokenizers.source.encode_batch, [text.source for text in texts])
+    targets = _encode(tokenizers.target.encode_plain_batch, [text.target for text in texts])
+    kept_texts, kept = [], []
+    for text, source, target in zip(texts, sources, targets, strict=True):
+        # The decoder reads the target after its begin token, and writes it before its end token.
+        if 1 <= len(source) <= limits[0] and len(target) < limits[1]:
+            kept_texts.append(text)
+            kept.append(Pair(source, target))
+    if not kept:
+        raise TaskError(
+            f"no {side} pair fits: source_context is {limits[0]} and context {limits[1]} tokens, the shortest source "
+            f"has {min(map(len, sources))} and the shortest target {min(map(len, targets)) + 1}"
+        )
+    if len(kept) < len(texts):
+        left_out[str(side)] = len(texts) - len(kept)
+    return _Side(kept_texts, kept)
+
+
+def _encode(encode: Callable[[Sequence[str]], list[list[int]]], texts: Sequence[str]) -> list[array[int]]:
+    """Ids of each text; a corpus of millions of pairs as Python's integers would take ten times the memory."""
+    starts = range(0, len(texts), _TEXTS_AT_A_TIME)
+    return [array("i", ids) for start in starts for ids in encode(texts[start : start + _TEXTS_AT_A_TIME])]
+
+
+def _loss(model: Transformer, ids: Sequence[Pair]) -> Scores:
+    likelihood = evaluate.pair_loss(_reads_pairs(model), ids)
+    return {"loss": likelihood.loss, "perplexity": likelihood.perplexity}
+
+
+def _reads_pairs(model: Transformer) -> EncoderDecoder:
+    if not isinstance(model, EncoderDecoder):
+        raise TypeError("pairs are read by an encoder-decoder")
+    return model
+
+
+def _at_most(max_bytes: int, texts: Sequence[Document]) -> list[str]:
+    """Documents in hash order, up to so many bytes; the last one's beginning, cut between characters."""
+    chosen: list[str] = []
+    for document in in_hash_order(texts):
+        if max_bytes <= 0:
+            break
+        data = document.text.encode()[:max_bytes]
+        max_bytes -= len(data)
+        chosen.append(data.decode(errors="ignore"))
+    return chosen
+
+
+def _passes(batches_per_pass: int, train: TrainConfig, what: str) -> str:
+    passes = train.steps * train.gradient_accumulation / batches_per_pass
+    return f"{train.steps} steps are {passes:.1f} passes over {what}"

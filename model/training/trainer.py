@@ -1,56 +1,70 @@
-"""The training loop: a recipe in, a checkpoint folder out.
+"""A whole run: a recipe in, a checkpoint folder out, whatever happens in between.
 
-Teacher forcing: the model sees every true token and is asked for the next, all positions at once, and cross-entropy
-says how surprised it was. A run is a function of its recipe: same machine, same number of threads, same weights.
+A run is a function of its recipe: same machine, same number of threads, same weights; interrupted at any step and
+resumed, too. Files in the folder while it runs:
 
-Files in the folder while it runs: curves.jsonl, and resume.safetensors every so many steps. At the end: the checkpoint
-(`model.checkpoint`) and curves.png, and the resume file is gone.
+    curves.jsonl             grows (`model.training.curves`)
+    tensorboard/             where asked for
+    the rest                 checkpoints, and what a resumed run needs (`model.training.folder`)
+
+What an update is, `model.training.loop` knows; where several processes differ, `model.training.parallel`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import math
 import platform
+import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from model import checkpoint
-from model.artifact import TOKENIZER
-from model.attention import Attend, attend, attend_fused
-from model.data.batches import Batch
+from model import cost
 from model.presets import Recipe
 from model.training import curves, resume
-from model.training.config import TrainConfig, TrainPrecision
-from model.training.curves import CurveLog
-from model.training.optimizers import learning_rate_factor, make_optimizers, set_learning_rates
+from model.training.config import TrainConfig
+from model.training.curves import CurveLog, Point
+from model.training.folder import RunFolder
+from model.training.interruption import Interrupted, Interruption
+from model.training.loop import Loop, StopRequested, TrainingError, Update
+from model.training.meter import Meter
+from model.training.parallel import Parallel, ParallelError, alone
 from model.training.progress import Progress, Reporter
-from model.training.resume import RunState
-from model.training.tasks import Task, TaskError, fit_vocabulary, make_task
-from model.transformer import EncoderDecoder, Transformer, build, num_parameters
+from model.training.resume import Best, RunState
+from model.training.task import Scores, Task, TaskError
+from model.training.tasks import fit_vocabulary, make_task
+from model.transformer import Transformer, build, num_parameters
 
-# The written-out formula trains faster on CPUs than the fused kernel's backward pass, until its S×T matrix gets large.
-_MAX_PLAIN_ATTENTION = 512
 _PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "babel")
+# What the weights after a step do not depend on, or only to rounding: that much of a recipe may change on resuming.
+_FREE_SETTINGS = frozenset(
+    {"log_every", "evaluate_every", "checkpoint_every", "patience", "device", "precision", "parallelism"}
+)
 
 
-class TrainingError(Exception):
-    """A run cannot go on."""
+class Terminated(Exception):
+    """A signal ended the run; all that was done is saved."""
+
+    def __init__(self, step: int, folder: Path, number: signal.Signals) -> None:
+        self.number = number
+        super().__init__(f"terminated at step {step}: saved in {folder}, --resume goes on")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a run came to. `scores` are on held-out data, `baselines` beside them.
+    """What a run came to.
+
+    `scores` are on test data, with the last weights, `baselines` beside them; `validation` are the last validation
+    scores and `best` those of the weights in `best/`, None where nothing was scored under way. `loss` is the training
+    loss lately, None if every update was skipped. `steps` are fewer than the recipe's where the run ended early.
 
     `seconds` is all of the run but the baselines: reading, tokenising, steps, scoring, and the steps before a resume;
     `step_seconds` is the steps alone.
@@ -62,9 +76,11 @@ class TrainResult:
     step_seconds: float
     num_parameters: int
     num_target_tokens: int
-    loss: float
-    scores: Mapping[str, float]
-    baselines: Mapping[str, float]
+    loss: float | None
+    validation: Scores
+    best: Best | None
+    scores: Scores
+    baselines: Scores
 
 
 def train(
@@ -73,248 +89,376 @@ def train(
     reporter: Reporter,
     *,
     resume_run: bool = False,
+    tensorboard: bool = False,
+    parallel: Parallel | None = None,
     make: Callable[[Recipe], Task] = make_task,
 ) -> TrainResult:
     """Trains from fresh weights, or from where an interrupted run of the same recipe left off.
 
     Args:
         recipe: with data.
-        folder: made if missing; a checkpoint in it is replaced.
+        folder: made if missing; a checkpoint in it is replaced. Every process must see the same one to resume.
         reporter: shows progress.
         resume_run: go on from the folder's resume file.
+        tensorboard: write TensorBoard's event files too.
+        parallel: this process among others; None is one alone.
         make: prepares the data.
 
     Raises:
-        TaskError: when the data are not there or do not fit the model.
+        TaskError: before the first step, when the data are not there or do not fit the model.
         ResumeError: when there is nothing to resume, or something else.
-        TrainingError: when the loss or a gradient is no longer finite.
+        OSError: before the first step, when the folder cannot be written to.
+        SetupError: when the recipe does not go with this machine or these processes.
+        ParallelError: when the processes do not agree before the first step.
+        TrainingError: when the run cannot go on; the message names the checkpoint that is left.
+        Terminated: when SIGTERM or Ctrl-C ended it.
     """
-    config = recipe.train
-    if config is None:
-        raise TaskError(f"{recipe.name} has no data to train on")
     started = time.perf_counter()
-    folder.mkdir(parents=True, exist_ok=True)
-    reporter.say(f"reading {recipe.data}")
-    task = make(recipe)
-    model = build(fit_vocabulary(recipe.model, task.tokenizer), config.seed)
-    # The generator is the process's; dropout must draw from our seed and the caller must find it as it was.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.seed)
-        run = _Run(task, config, model, folder, reporter)
-        if resume_run:
-            run.restore()
-        seconds_before = run.state.seconds
-        run.train()
-    return _finish(recipe, run, seconds_before + time.perf_counter() - started)
+    config = recipe_config(recipe)
+    parallel = alone(config) if parallel is None else parallel
+    task, model = prepare(recipe, reporter, parallel, make)
+    with contextlib.ExitStack() as stack:
+        interruption = Interruption()
+        run = _Run(recipe, task, model, folder, reporter, parallel, interruption)
+        parallel.check_same(run.state.identity)
+        run.begin(started, resume_run=resume_run)
+        run.open_logs(stack, tensorboard=tensorboard)
+        stack.enter_context(interruption)
+        try:
+            with reporter:
+                run.train()
+            interruption.end_at_once()
+            return run.finish()
+        except (StopRequested, Interrupted):
+            raise Terminated(run.step, folder, interruption.number or signal.SIGTERM) from None
+        except (TrainingError, TaskError, ParallelError, OSError, torch.OutOfMemoryError) as error:
+            raise TrainingError(f"{_one_line(error)}; {run.describe_saved()}") from error
+
+
+def recipe_config(recipe: Recipe) -> TrainConfig:
+    """How a recipe is trained.
+
+    Raises:
+        TaskError: when it is not.
+    """
+    if recipe.train is None or recipe.data is None:
+        raise TaskError(f"{recipe.name} has no data to train on")
+    return recipe.train
+
+
+def prepare(
+    recipe: Recipe, reporter: Reporter, parallel: Parallel, make: Callable[[Recipe], Task]
+) -> tuple[Task, Transformer]:
+    """Reads the data, builds the model on the CPU, and says what it will cost.
+
+    Raises:
+        TaskError: when the data are not there or do not fit the model.
+    """
+    config = recipe_config(recipe)
+    reporter.say(f"reading {recipe.data.source if recipe.data else recipe.name}")
+    task = parallel.together(lambda: make(recipe))
+    for note in task.facts.get("notes", ()):
+        reporter.say(note)
+    model = build(fit_vocabulary(recipe.model, task), config.seed)
+    reporter.say(cost.summary(model.config))
+    return task, model
 
 
 class _Run:
-    """One run's moving parts: model, optimisers, and how far they have come."""
+    """One run's moving parts: the loop, how far it has come, and what of that is on disk."""
 
-    def __init__(self, task: Task, config: TrainConfig, model: Transformer, folder: Path, reporter: Reporter) -> None:
-        self.task = task
-        self.config = config
-        self.model = model
-        self.folder = folder
-        self.reporter = reporter
-        self.optimizers = make_optimizers(model, config)
-        self.peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
-        self.precision = resolve_precision(config.precision)
-        # What must stay the same is what the weights depend on; how often something is logged or saved is not.
-        settings = {key: value for key, value in config.to_dict().items() if not key.endswith("_every")}
-        identity = {
-            **{f"model.{key}": value for key, value in model.config.to_dict().items()},
-            **{f"train.{key}": value for key, value in settings.items()},
-            "precision": str(self.precision),
-            "data": task.facts["sha256"],
-            "tokenizer": hashlib.sha256(task.tokenizer.to_json().encode()).hexdigest(),
-            "torch": version("torch"),
-        }
-        self.state = RunState(step=0, num_target_tokens=0, seconds=0.0, identity=identity)
-        self.points: list[curves.Point] = []
+    def __init__(
+        self,
+        recipe: Recipe,
+        task: Task,
+        model: Transformer,
+        folder: Path,
+        reporter: Reporter,
+        parallel: Parallel,
+        interruption: Interruption,
+    ) -> None:
+        self._recipe = recipe
+        self._config = recipe_config(recipe)
+        self._task = task
+        self._model = model
+        self._reporter = reporter
+        self._parallel = parallel
+        # Counted before the loop may cut them into pieces.
+        self._num_parameters = num_parameters(model)
+        self._tokenizers = {name: tokenizer.to_json() for name, tokenizer in task.tokenizers.items()}
+        self._folder = RunFolder(folder, model.config, self._tokenizers)
+        self._loop = Loop(model, task.batch, self._config, parallel, stop=interruption.is_requested)
+        self._meter = Meter()
+        self._points: list[Point] = []
+        self._logs: list[Callable[[Point], None]] = []
+        self._saved_step: int | None = None
+        self.state = RunState(identity=self._identify(), environment=self._environment())
 
-    def restore(self) -> None:
-        """Goes back to the last saved state."""
-        self.state = resume.load(self.folder / resume.STATE, self.model, self.optimizers, self.state.identity)
-        self.points = curves.read(self.folder / curves.CURVES, self.state.step)
-        self.reporter.say(f"resuming after step {self.state.step}")
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self._loop.step
+
+    def begin(self, started: float, *, resume_run: bool) -> None:
+        """Makes a clean start, or goes back to the last saved state."""
+        self._started = started
+        path = self._folder.state
+        if resume_run:
+            self.state = self._parallel.together(lambda: resume.load(path, self._loop, self.state.identity))
+            self._restore()
+        elif path.exists():
+            self._reporter.say(f"starting over: the interrupted run in {path.parent} is dropped (--resume keeps it)")
+        self._parallel.on_first(partial(self._folder.clear, keeps_run=resume_run))
+
+    def _restore(self) -> None:
+        self._reporter.say(f"resuming after step {self.step}")
+        environment = self._environment()
+        if changes := resume.describe_differences(environment, self.state.environment):
+            self._reporter.say("goes on, but not bit for bit: " + "; ".join(changes))
+        self._started -= self.state.seconds
+        self._meter = Meter(**self.state.meter)
+        self.state = replace(self.state, environment=environment)
+        self._saved_step = self.step
+
+    def open_logs(self, stack: contextlib.ExitStack, *, tensorboard: bool) -> None:
+        """Opens the curves, in the first process; what was logged after the state that is resumed is dropped."""
+        if not self._parallel.is_first:
+            return
+        path = self._folder.path / curves.CURVES
+        self._points = curves.read(path, self.step) if self._saved_step is not None else []
+        self._curves = CurveLog(path, self._points)
+        self._logs = [self._points.append, self._curves.append]
+        if tensorboard:
+            # Brings a library along that few runs want.
+            from model.training.tensorboard import FOLDER, EventLog
+
+            events = EventLog(self._folder.path / FOLDER, self.step)
+            stack.callback(events.close)
+            self._logs.append(events.append)
 
     def train(self) -> None:
-        """Does the steps that are left."""
-        if not self.state.step and (self.folder / resume.STATE).exists():
-            self.reporter.say(f"starting over: the interrupted run in {self.folder} is dropped (--resume keeps it)")
-            (self.folder / resume.STATE).unlink()
-        log = CurveLog(self.folder / curves.CURVES, self.points)
-        self.model.train()
-        meter = _Meter()
-        # Skipping batches leaves the data exactly where a run without interruption would have them.
-        batches = itertools.islice(self.task.batches(), self.state.step, self.config.steps)
-        with self.reporter:
-            for batch in batches:
-                self._step(batch, meter)
-                self._report(log, meter)
-        self.points = list(log.points)
-        self.model.eval()
+        """Does the steps that are left.
 
-    def _step(self, batch: Batch, meter: _Meter) -> None:
-        started = time.perf_counter()
-        factor = learning_rate_factor(self.state.step, self.config.steps, self.config.warmup_steps)
-        set_learning_rates(self.optimizers, self.peaks, factor)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        with autocast(self.precision):
-            loss = batch_loss(self.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip)
-        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
-            raise TrainingError(
-                f"loss {loss.item()} and gradient norm {norm.item()} at step {self.state.step + 1}: "
-                "a lower learning rate or a longer warm-up may help"
-            )
-        for optimizer in self.optimizers:
-            optimizer.step()
-        seconds = time.perf_counter() - started
-        meter.add(loss.item(), norm.item(), factor, batch.num_targets, seconds)
+        Raises:
+            StopRequested: when a signal came; everything is saved.
+        """
+        try:
+            while not self._is_over():
+                self._count(self._loop.update())
+                self._report()
+        except StopRequested:
+            if self._saved_step != self.step:
+                self._save(best=False)
+            raise
+
+    def _is_over(self) -> bool:
+        patience = self._config.patience
+        return self.step == self._config.steps or 0 < patience <= self.state.num_without_improvement
+
+    def _count(self, update: Update) -> None:
+        self._meter.add(update)
         self.state = replace(
             self.state,
-            step=self.state.step + 1,
-            num_target_tokens=self.state.num_target_tokens + batch.num_targets,
-            seconds=self.state.seconds + seconds,
+            step=self.step,
+            num_target_tokens=self.state.num_target_tokens + update.num_targets,
+            seconds=self.state.seconds + update.seconds,
+            num_skipped=(self.state.num_skipped[0] + update.skipped, self._loop.num_skipped_in_row),
         )
 
-    def _report(self, log: CurveLog, meter: _Meter) -> None:
-        step, steps = self.state.step, self.config.steps
-        if step % self.config.log_every == 0 or step == steps:
-            seconds_left = (steps - step) * self.state.seconds / step
-            self.reporter.update(Progress(step, steps, meter.loss, meter.tokens_per_second, seconds_left))
-            log.append(
-                {
-                    "step": step,
-                    **meter.point(),
-                    "num_target_tokens": self.state.num_target_tokens,
-                    "seconds": self.state.seconds,
-                }
-            )
-            meter.reset()
-        if step == steps or (self.config.evaluate_every and step % self.config.evaluate_every == 0):
-            self.model.eval()
-            scores = dict(self.task.score(self.model))
-            self.model.train()
-            log.append({"step": step, "scores": scores})
-            self.reporter.say(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in scores.items()))
-        if self.config.checkpoint_every and step % self.config.checkpoint_every == 0 and step < steps:
-            resume.save(self.folder / resume.STATE, self.model, self.optimizers, self.state)
+    def _report(self) -> None:
+        """What is due after an update: a point of the curve, scores, a checkpoint; in this order."""
+        is_last = self.step == self._config.steps
+        if is_last or self.step % self._config.log_every == 0:
+            self._log()
+        improved = False
+        if is_last or _is_due(self.step, self._config.evaluate_every):
+            improved = self._evaluate()
+        if self._is_over():
+            self._log()
+        # A new best is saved with the state that knows of it: a resumed run has the best that it remembers.
+        saves = self._is_over() or _is_due(self.step, self._config.checkpoint_every)
+        if saves or (improved and self._config.checkpoint_every):
+            self._save(best=improved)
+        elif improved:
+            self._write_best(self._whole_weights())
 
+    def _log(self) -> None:
+        """A point of the curve over the steps since the last one, if there were any."""
+        if not self._meter.num_steps:
+            return
+        point = self._meter.point()
+        left = (self._config.steps - self.step) * self.state.seconds / self.step
+        loss = point.get("loss", math.nan)
+        self._reporter.update(Progress(self.step, self._config.steps, loss, point["tokens_per_second"], left))
+        self._append(
+            {
+                **point,
+                "step": self.step,
+                "num_target_tokens": self.state.num_target_tokens,
+                "num_skipped": self.state.num_skipped[0],
+                "seconds": self.state.seconds,
+            }
+        )
+        self.state = replace(self.state, loss=point.get("loss", self.state.loss))
+        self._meter = Meter()
 
-class _Meter:
-    """Means over the steps since the last point of the curve."""
+    def _append(self, point: Point) -> None:
+        self._parallel.on_first(lambda: [append(point) for append in self._logs])
 
-    def __init__(self) -> None:
-        self.reset()
+    def _evaluate(self) -> bool:
+        """Scores on validation data; whether they are the best of the run."""
+        with self._parallel.evaluating(self._model):
+            # Rounding may differ between processes, but what follows from a score must not.
+            scores = _json_scores(self._parallel.broadcast(dict(self._task.validate(self._model))))
+        self._append({"step": self.step, "scores": scores})
+        self._reporter.say(f"step {self.step}: {_describe(scores)}")
+        criterion, best = self._task.criterion, self.state.best
+        score = scores[criterion.name]
+        if not isinstance(score, float):
+            raise TrainingError(f"validation {criterion.name} is {score} at step {self.step}")
+        self.state = replace(self.state, validation=scores)
+        if not self._config.evaluate_every:
+            return False
+        if not criterion.improves(score, None if best is None else float(best.scores[criterion.name])):
+            self.state = replace(self.state, num_without_improvement=self.state.num_without_improvement + 1)
+            return False
+        self.state = replace(self.state, best=Best(self.step, scores), num_without_improvement=0)
+        return True
 
-    def reset(self) -> None:
-        self._num_steps = 0
-        self._loss = 0.0
-        self._gradient_norm = 0.0
-        self._factor = 0.0
-        self._num_targets = 0
-        self._seconds = 0.0
+    def _save(self, *, best: bool) -> None:
+        """Writes the checkpoint and the state to resume from, all processes taking part; also the best, if it is."""
+        weights = self._whole_weights()
+        optimizer_state = self._parallel.whole(resume.optimizer_tensors(self._loop.optimizers))
+        scaler = self._loop.scaler
+        self.state = replace(
+            self.state, meter=asdict(self._meter), scaler=None if scaler is None else scaler.state_dict()
+        )
+        # The best first: killed in between, a resumed run comes to the same best again and writes it again.
+        if best:
+            self._write_best(weights)
 
-    def add(self, loss: float, gradient_norm: float, factor: float, num_targets: int, seconds: float) -> None:
-        self._num_steps += 1
-        self._loss += loss
-        self._gradient_norm += gradient_norm
-        self._factor = factor
-        self._num_targets += num_targets
-        self._seconds += seconds
+        def write() -> None:
+            self._curves.flush()
+            self._folder.write_last(weights, optimizer_state, self.state, self._manifest())
 
-    @property
-    def loss(self) -> float:
-        return self._loss / self._num_steps
+        self._parallel.on_first(write)
+        self._saved_step = self.step
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self._num_targets / self._seconds
+    def _write_best(self, weights: dict[str, torch.Tensor]) -> None:
+        self._parallel.on_first(lambda: self._folder.write_best(weights, self._manifest()))
 
-    def point(self) -> dict[str, float]:
+    def _whole_weights(self) -> dict[str, torch.Tensor]:
+        return self._parallel.whole(dict(self._model.named_parameters()))
+
+    def describe_saved(self) -> str:
+        """What is left of a run that cannot go on."""
+        if self._saved_step is None:
+            return "nothing of this run was saved"
+        return f"{self._folder.path} holds step {self._saved_step}, --resume goes on from there"
+
+    def finish(self) -> TrainResult:
+        """Scores the last weights on test data, draws the curves, and drops what only a resumed run would need."""
+        self._reporter.say("scoring on test data")
+        with self._parallel.evaluating(self._model):
+            scores = _json_scores(self._parallel.broadcast(dict(self._task.test(self._model))))
+        seconds = time.perf_counter() - self._started
+        baselines: Scores = {}
+        if self._parallel.is_first:
+            self._reporter.say("measuring the baselines")
+            baselines = _json_scores(self._task.baselines())
+        if self.state.best is not None:
+            best = self.state.best
+            self._reporter.say(f"best is step {best.step}: {_describe(best.scores)}; in {self._folder.best}")
+        result = TrainResult(
+            folder=self._folder.path,
+            steps=self.step,
+            seconds=seconds,
+            step_seconds=self.state.seconds,
+            num_parameters=self._num_parameters,
+            num_target_tokens=self.state.num_target_tokens,
+            loss=self.state.loss,
+            validation=self.state.validation,
+            best=self.state.best,
+            scores=scores,
+            baselines=baselines,
+        )
+        self._parallel.on_first(partial(self._write_result, result))
+        return result
+
+    def _write_result(self, result: TrainResult) -> None:
+        finished = {
+            "finished": True,
+            "train_seconds": result.seconds,
+            "scores": dict(result.scores),
+            "baselines": dict(result.baselines),
+        }
+        title = f"{self._recipe.name}: {self._num_parameters:,} parameters"
+        self._folder.finish(self._points, title, {**self._manifest(), **finished})
+
+    def _manifest(self) -> dict[str, Any]:
+        """run.json as of now."""
+        state = self.state
         return {
-            "loss": self.loss,
-            "gradient_norm": self._gradient_norm / self._num_steps,
-            "learning_rate_factor": self._factor,
-            "tokens_per_second": self.tokens_per_second,
+            "recipe": self._recipe.name,
+            "data": dict(self._task.facts),
+            "train": self._config.to_dict(),
+            "step": self.step,
+            "steps": self._config.steps,
+            "finished": False,
+            "precision": str(self._loop.precision),
+            "device": str(self._parallel.device.type),
+            "world_size": self._parallel.world_size,
+            "num_threads": torch.get_num_threads(),
+            "environment": dict(state.environment),
+            "num_parameters": self._num_parameters,
+            "num_target_tokens": state.num_target_tokens,
+            "num_skipped": state.num_skipped[0],
+            "train_seconds": time.perf_counter() - self._started,
+            "step_seconds": state.seconds,
+            "loss": state.loss,
+            "validation": dict(state.validation),
+            "best": None if state.best is None else {"step": state.best.step, "validation": dict(state.best.scores)},
+            "scores": {},
+            "baselines": {},
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        }
+
+    def _identify(self) -> dict[str, Any]:
+        settings = {key: value for key, value in self._config.to_dict().items() if key not in _FREE_SETTINGS}
+        return {
+            **{f"model.{key}": value for key, value in self._model.config.to_dict().items()},
+            **{f"train.{key}": value for key, value in settings.items()},
+            "data": self._task.facts["sha256"],
+            **{name: hashlib.sha256(text.encode()).hexdigest() for name, text in self._tokenizers.items()},
+        }
+
+    def _environment(self) -> dict[str, Any]:
+        device = self._parallel.device
+        is_cpu = device.type == "cpu"
+        return {
+            "torch": version("torch"),
+            "device": torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device),
+            "num_threads": torch.get_num_threads(),
+            "precision": str(self._loop.precision),
+            "world_size": self._parallel.world_size,
         }
 
 
-def batch_loss(model: Transformer, batch: Batch) -> Tensor:
-    """Mean cross-entropy in nats over the batch's labels; padding does not count."""
-    input_ids, labels = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)
-    formula = _attend_for(batch)
-    if isinstance(model, EncoderDecoder):
-        if batch.source_ids is None or batch.source_lengths is None:
-            raise ValueError("an encoder-decoder needs sources")
-        sources, lengths = torch.from_numpy(batch.source_ids), torch.from_numpy(batch.source_lengths)
-        logits = model(sources, lengths, input_ids, formula)
-    else:
-        logits = model(input_ids, formula)
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
-def resolve_precision(precision: TrainPrecision) -> TrainPrecision:
-    """Settles `auto`: bfloat16 where this CPU multiplies it in hardware, since emulating it is slower than float32."""
-    if precision is not TrainPrecision.AUTO:
-        return precision
-    capabilities = torch.cpu.get_capabilities()
-    native = any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "sve_bf16"))
-    return TrainPrecision.BF16 if native else TrainPrecision.FP32
-
-
-def autocast(precision: TrainPrecision) -> contextlib.AbstractContextManager[object]:
-    """Matrix products in bfloat16 while weights, norms and losses stay float32; nothing at all for float32."""
-    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is TrainPrecision.BF16)
-
-
-def _attend_for(batch: Batch) -> Attend:
-    longest = max(ids.shape[1] for ids in (batch.input_ids, batch.source_ids) if ids is not None)
-    return attend if longest <= _MAX_PLAIN_ATTENTION else attend_fused
-
-
-def _finish(recipe: Recipe, run: _Run, seconds: float) -> TrainResult:
-    """Writes the checkpoint, draws the curves, and drops what only a resumed run would have needed."""
-    run.reporter.say("measuring the baselines")
-    baselines = dict(run.task.baselines())
-    last = {name: value for point in run.points for name, value in point.items()}
-    result = TrainResult(
-        folder=run.folder,
-        steps=run.state.step,
-        seconds=seconds,
-        step_seconds=run.state.seconds,
-        num_parameters=num_parameters(run.model),
-        num_target_tokens=run.state.num_target_tokens,
-        loss=last["loss"],
-        scores=last["scores"],
-        baselines=baselines,
-    )
-    picture = curves.draw(run.points, f"{recipe.name}: {result.num_parameters:,} parameters")
-    checkpoint.write_atomically(run.folder / curves.PICTURE, picture)
-    tokenizers = {TOKENIZER: run.task.tokenizer.to_json()}
-    checkpoint.save(run.folder, run.model, run.model.config, tokenizers, _manifest(recipe, run, result))
-    (run.folder / resume.STATE).unlink(missing_ok=True)
-    return result
-
-
-def _manifest(recipe: Recipe, run: _Run, result: TrainResult) -> dict[str, Any]:
+def _json_scores(scores: Scores) -> dict[str, float | str]:
+    """Scores as JSON can hold them: one that is no finite number becomes a text."""
     return {
-        "recipe": recipe.name,
-        "data": dict(run.task.facts),
-        "train": run.config.to_dict(),
-        "precision": str(run.precision),
-        "num_threads": torch.get_num_threads(),
-        "num_parameters": result.num_parameters,
-        "num_target_tokens": result.num_target_tokens,
-        "train_seconds": result.seconds,
-        "step_seconds": result.step_seconds,
-        "loss": result.loss,
-        "scores": dict(result.scores),
-        "baselines": dict(result.baselines),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        name: score if isinstance(score, str) else float(score) if math.isfinite(score) else str(score)
+        for name, score in scores.items()
     }
+
+
+def _describe(scores: Scores) -> str:
+    return ", ".join(f"{name} {score:.4f}" for name, score in scores.items() if not isinstance(score, str))
+
+
+def _one_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

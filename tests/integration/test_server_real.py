@@ -24,9 +24,10 @@ from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from proto.onward.v1.model_pb2_grpc import ModelServiceStub
 from service.client import ask
 from service.config import AskConfig
-from tests.artifacts import tiny_artifact
+from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_config
 
 FAMILIES = ("decoder-only", "encoder-decoder")
+ADDITIVE_MODELS = {f"additive-{family}": family for family in FAMILIES}
 COMMAND = (sys.executable, "-m", "service", "serve", "--port", "0", "--metrics-port", "0", "--threads", "1")
 LISTENING = re.compile(r"listening on (?P<target>[\d.]+:\d+); .*metrics on (?P<metrics>\S+)")
 
@@ -57,6 +58,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         (folder / family).symlink_to(tiny_artifact(family), target_is_directory=True)
+    for name, family in ADDITIVE_MODELS.items():
+        (folder / name).symlink_to(tiny_artifact(family, **ADDITIVE[family]), target_is_directory=True)
     return folder
 
 
@@ -82,8 +85,8 @@ def streamed(message: pb.GenerateRequest) -> pb.GenerateStreamRequest:
 
 
 def test_ready_line_names_every_model_and_its_parity(served: Served) -> None:
-    for family in FAMILIES:
-        assert re.search(rf"{family} serving \(parity \d\.\de-\d\d\)", served.line)
+    for family in (*FAMILIES, *ADDITIVE_MODELS):
+        assert re.search(rf"\b{family} serving \(parity \d\.\de-\d\d\)", served.line)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,6 +98,21 @@ def test_both_families_stream_what_they_answer_at_once(channel: grpc.Channel, fa
     assert [token for event in events for token in event.delta.token_ids] == list(output.token_ids)
     assert "".join(event.delta.text for event in events) == output.text
     assert events[-1].WhichOneof("event") == "summary"
+
+
+@pytest.mark.parametrize(("name", "family"), ADDITIVE_MODELS.items())
+def test_a_model_of_additive_scores_is_served_as_the_reference_decodes_it(
+    channel: grpc.Channel, name: str, family: str
+) -> None:
+    from model import reference
+
+    stub = GenerationServiceStub(channel)
+    prompt = list(stub.Tokenize(pb.TokenizeRequest(model=name, text="3 May", add_special_tokens=True)).token_ids)
+    model = random_model(tiny_config(family, **ADDITIVE[family]))
+    given, source = ([model.config.bos_id], prompt) if model.config.is_encoder_decoder else (prompt, None)
+    expected = reference.greedy(model, given, source, max_tokens=24)
+    events = list(stub.GenerateStream(streamed(request(name))))
+    assert [token for event in events for token in event.delta.token_ids] == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)

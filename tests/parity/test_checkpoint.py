@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from model import checkpoint
 from model.artifact import hash_file
 from model.checkpoint import CheckpointError
 from model.config import Architecture, ModelConfig, Positions
+from model.files import StagedFiles
 from model.transformer import build, num_parameters
 
 CONFIGS = {
@@ -96,45 +99,75 @@ def test_saving_again_replaces_everything_and_leaves_nothing_over(folder: Path) 
     assert loaded.target_tokenizer == loaded.tokenizer
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    checkpoint.write_atomically(path, b"old")
-    with pytest.raises(TypeError):
-        checkpoint.write_atomically(path, None)  # type: ignore[arg-type]
-    assert path.read_bytes() == b"old"
-    assert [found.name for found in tmp_path.iterdir()] == ["file"]
-
-
 class Killed(BaseException):
     """Stands for the end of the process: nothing that handles errors handles it."""
 
 
-@pytest.mark.parametrize("num_written", range(5))
+@pytest.mark.parametrize("num_written", range(6))
+def test_a_save_killed_before_all_is_written_leaves_the_old_checkpoint(
+    num_written: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, remaining = StagedFiles.add, num_written
+
+    def add_some(self: StagedFiles, name: str, write: Callable[[Path], object]) -> Path:
+        nonlocal remaining
+        if not remaining:
+            raise Killed
+        remaining -= 1
+        return add(self, name, write)
+
+    config = CONFIGS["decoder-only"]
+    changed = dataclasses.replace(config, rope_theta=500.0)
+    with monkeypatch.context() as patch, contextlib.suppress(Killed):
+        patch.setattr(StagedFiles, "add", add_some)
+        checkpoint.save(folder, build(changed, seed=1), changed, TOKENIZERS, {"steps": 9})
+    # Five files make a checkpoint.
+    assert checkpoint.load(folder).config == (config if num_written < 5 else changed)
+
+
+@pytest.mark.parametrize("num_renamed", range(5))
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_save_killed_between_two_files_leaves_nothing_that_loads(
-    num_written: int, is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_save_killed_between_two_renames_leaves_nothing_that_loads_wrongly(
+    num_renamed: int, is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIGS["decoder-only"]
     folder = tmp_path / "checkpoint"
     if not is_first:
         checkpoint.save(folder, build(config, seed=0), config, {"tokenizer.json": "[]"}, MANIFEST)
-    write, remaining = checkpoint.write_atomically, num_written
+    rename, remaining = Path.replace, num_renamed
 
-    def write_some(path: Path, data: bytes) -> None:
+    def rename_some(self: Path, target: Path) -> Path:
         nonlocal remaining
         if not remaining:
             raise Killed
         remaining -= 1
-        write(path, data)
+        return rename(self, target)
 
-    monkeypatch.setattr(checkpoint, "write_atomically", write_some)
+    monkeypatch.setattr(Path, "replace", rename_some)
     changed = dataclasses.replace(config, rope_theta=500.0)
     with pytest.raises(Killed):
         checkpoint.save(folder, build(changed, seed=1), changed, TOKENIZERS, {"steps": 9})
-    if is_first or num_written:
+    if is_first or num_renamed:
         assert problems_of(folder)
     else:
         assert checkpoint.load(folder).config == config
+
+
+def test_what_is_said_of_a_checkpoint_may_be_amended(folder: Path) -> None:
+    before = checkpoint.load(folder)
+    checkpoint.amend(folder, {"steps": 8})
+    after = checkpoint.load(folder)
+    assert after.training == {"steps": 8}
+    assert after.config == before.config
+
+
+def test_a_removed_checkpoint_leaves_what_is_not_its_own(folder: Path, tmp_path: Path) -> None:
+    other = save(tmp_path / "other", CONFIGS["decoder-only"])
+    (other / "notes.txt").write_text("kept")
+    for each in (folder, other, tmp_path / "none"):
+        checkpoint.remove(each)
+    assert not folder.exists()
+    assert [path.name for path in other.iterdir()] == ["notes.txt"]
 
 
 def test_a_file_of_another_save_is_named(folder: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.session import GraphSession, SessionOptions
 from service.engine.types import FinishReason, GenerationRequest, SamplingParams, StepOutput, StoppingParams
 from service.errors import EngineFailed, StartupError
-from tests.artifacts import random_model, tiny_artifact, tiny_config
+from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_config
 from tests.fakes import drain, events_of, tokens_of
 
 Float32 = npt.NDArray[np.float32]
@@ -37,7 +37,8 @@ THREADS = SessionOptions(intra_op_threads=2, allow_spinning=False)
 DECODER_ONLY, ENCODER_DECODER = Architecture.DECODER_ONLY, Architecture.ENCODER_DECODER
 FAMILIES = pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
 
-# The second of each family differs from the first in all that chooses kernels: positions, norm, heads, odd widths.
+# The second of each family differs from the first in all that chooses kernels: positions, norm, heads, odd widths. The
+# third has no fused attention at all.
 VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "rotary": (DECODER_ONLY, {}),
     "learned": (
@@ -50,6 +51,8 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
         ENCODER_DECODER,
         {"positions": "rotary", "d_model": 128, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 499, "d_ff": 200},
     ),
+    "additive": (DECODER_ONLY, ADDITIVE[DECODER_ONLY]),
+    "encoder-additive": (ENCODER_DECODER, ADDITIVE[ENCODER_DECODER]),
 }
 
 
@@ -274,7 +277,7 @@ def test_law_of_company_holds_among_thirty_two(variant: str) -> None:
         assert all(host.recorder.logits[key] == bits for key, bits in logits.items())
 
 
-@pytest.mark.parametrize("variant", ["rotary", "learned"])
+@pytest.mark.parametrize("variant", ["rotary", "learned", "additive"])
 def test_law_of_company_holds_for_rows_that_pad_while_they_are_in_the_middle_of_their_prompt(variant: str) -> None:
     host = served(variant)
     tokens, logits = alone(variant)

@@ -5,24 +5,39 @@ from __future__ import annotations
 import lzma
 import math
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from sacrebleu import corpus_bleu, corpus_chrf
 
 from model import evaluate, reference
-from model.config import Architecture, ModelConfig
-from model.data import dates
-from model.data.batches import Pair, pad
+from model.config import Architecture, ModelConfig, Positions
+from model.data.batches import IGNORED, Pair, pad
 from model.tokenizer import BOS_ID, EOS_ID
-from model.tokenizer_training import byte_level_bpe, characters
-from model.training.config import TrainConfig
-from model.training.optimizers import make_optimizers
-from model.training.trainer import batch_loss
+from model.tokenizer_training import byte_level_bpe
 from model.transformer import DecoderOnly, EncoderDecoder, build
 
 TEXTS = ["def f():\n    return 1\n", "", "x = 'é…'\n" * 30]
 TOKENIZER = byte_level_bpe(TEXTS, 280, Architecture.DECODER_ONLY)
+BOS = torch.tensor([[BOS_ID]])
+
+
+def ragged_pairs(count: int, seed: int) -> list[Pair]:
+    """Of ten ids; sources up to 9 long, end included, and targets up to 10."""
+    draw = random.Random(seed)
+    return [
+        Pair(
+            [*draw.choices(range(3, 10), k=draw.randint(0, 8)), EOS_ID],
+            draw.choices(range(3, 10), k=draw.choice((0, 1, 3, 5, 7, 10))),
+        )
+        for _ in range(count)
+    ]
+
+
+PAIRS = ragged_pairs(24, seed=0)
 
 
 @pytest.fixture
@@ -44,79 +59,252 @@ def language_model() -> DecoderOnly:
     return model
 
 
-def slow_bits(model: DecoderOnly, ids: list[int]) -> float:
-    """Token by token, each from the window that the definition gives it: starts at multiples of half the context."""
-    tokens = [BOS_ID, *ids]
-    half = model.config.context // 2
-    bits = 0.0
-    for index in range(1, len(tokens)):
-        start = max(0, -(-(index - 2 * half) // half) * half)
-        logits = reference.logits(model, tokens[start:index])[-1].double()
-        bits -= torch.log_softmax(logits, dim=-1)[tokens[index]].item() / math.log(2.0)
-    return bits
-
-
-def test_bits_per_byte_counts_every_token_of_every_text_once(language_model: DecoderOnly) -> None:
-    bits = sum(slow_bits(language_model, TOKENIZER.encode_plain(text)) for text in TEXTS)
-    num_bytes = sum(len(text.encode()) for text in TEXTS)
-    measured = evaluate.bits_per_byte(language_model, TOKENIZER, TEXTS)
-    assert measured == pytest.approx(bits / num_bytes, rel=1e-5)
-
-
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 24, 25, 33])
-def test_bits_per_byte_is_right_at_every_edge_of_a_window(language_model: DecoderOnly, length: int) -> None:
-    text = "".join(random.Random(length).choices("abcdefgh", k=length))
-    ids = TOKENIZER.encode_plain(text)
-    measured = evaluate.bits_per_byte(language_model, TOKENIZER, [text])
-    assert measured == pytest.approx(slow_bits(language_model, ids) / length, rel=1e-5)
-
-
-def test_a_model_that_knows_nothing_needs_as_many_bits_as_its_vocabulary(language_model: DecoderOnly) -> None:
-    with torch.no_grad():
-        language_model.embedding.tokens.weight.zero_()
-    num_tokens = len(TOKENIZER.encode_plain(TEXTS[2]))
-    expected = num_tokens * math.log2(TOKENIZER.vocab_size) / len(TEXTS[2].encode())
-    assert evaluate.bits_per_byte(language_model, TOKENIZER, [TEXTS[2]]) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("texts", [[], [""]])
-def test_no_text_has_no_score(language_model: DecoderOnly, texts: list[str]) -> None:
-    with pytest.raises(ValueError, match="no text"):
-        evaluate.bits_per_byte(language_model, TOKENIZER, texts)
-
-
-def test_exact_match_is_the_share_of_right_greedy_answers() -> None:
-    tokenizer = characters(dates.alphabet(), Architecture.ENCODER_DECODER)
+@pytest.fixture(scope="module")
+def translator() -> EncoderDecoder:
+    """Ten ids, and half of `PAIRS` learned by heart, so that some answers are right, some wrong and some endless."""
     config = ModelConfig(
         architecture=Architecture.ENCODER_DECODER,
-        vocab_size=tokenizer.vocab_size,
-        context=16,
-        source_context=48,
+        vocab_size=10,
+        # Not multiples of four, which is what training pads to, and learned, so that there is no position after them.
+        context=11,
+        source_context=9,
         d_model=32,
         num_layers=1,
         num_encoder_layers=1,
         num_heads=2,
         d_ff=64,
+        positions=Positions.LEARNED,
     )
     model = build(config, seed=0)
     assert isinstance(model, EncoderDecoder)
-    examples = dates.held_out(12, seed=0)
-    pairs = [Pair(tokenizer.encode(example.text), tokenizer.encode_plain(example.iso)) for example in examples]
-    # Half of them learned by heart, so that some answers are right and some are wrong.
-    optimizers = make_optimizers(model, TrainConfig(steps=1, batch_tokens=1, learning_rate=1e-2))
-    for _ in range(60):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        batch_loss(model, pad(pairs[:6])).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    model.eval()
-    answers = [
-        reference.greedy(model, [], pair.source, max_tokens=11, eos_ids=[EOS_ID], start_id=BOS_ID) for pair in pairs
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batch = pad([pair for pair in PAIRS if len(pair.source) <= 8 and len(pair.target) <= 7][:6])
+    assert batch.source_ids is not None
+    assert batch.source_lengths is not None
+    sources, lengths, inputs, labels = map(
+        torch.from_numpy, (batch.source_ids, batch.source_lengths, batch.input_ids, batch.labels)
+    )
+    for _ in range(80):
+        optimizer.zero_grad()
+        logits = model(sources, lengths, inputs)
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def slow_nats(model: DecoderOnly, ids: list[int]) -> float:
+    """Token by token, each from the window that the definition gives it: starts at multiples of half the context."""
+    tokens = [BOS_ID, *ids]
+    half = model.config.context // 2
+    nats = 0.0
+    for index in range(1, len(tokens)):
+        start = max(0, -(-(index - 2 * half) // half) * half)
+        logits = reference.logits(model, tokens[start:index])[-1].double()
+        nats -= torch.log_softmax(logits, dim=-1)[tokens[index]].item()
+    return nats
+
+
+def test_text_likelihood_counts_every_token_of_every_text_once(language_model: DecoderOnly) -> None:
+    ids = [TOKENIZER.encode_plain(text) for text in TEXTS]
+    measured = evaluate.text_likelihood(language_model, TOKENIZER, TEXTS)
+    assert measured.nats == pytest.approx(sum(slow_nats(language_model, tokens) for tokens in ids), rel=1e-5)
+    assert measured.num_tokens == sum(map(len, ids))
+    assert measured.num_bytes == sum(len(text.encode()) for text in TEXTS)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 24, 25, 33])
+def test_text_likelihood_is_right_at_every_edge_of_a_window(language_model: DecoderOnly, length: int) -> None:
+    text = "".join(random.Random(length).choices("abcdefgh", k=length))
+    ids = TOKENIZER.encode_plain(text)
+    measured = evaluate.text_likelihood(language_model, TOKENIZER, [text])
+    assert measured.nats == pytest.approx(slow_nats(language_model, ids), rel=1e-5)
+    assert measured.num_tokens == len(ids)
+
+
+def test_a_model_that_knows_nothing_is_as_perplexed_as_its_vocabulary_is_large(language_model: DecoderOnly) -> None:
+    with torch.no_grad():
+        language_model.embedding.tokens.weight.zero_()
+    num_tokens = len(TOKENIZER.encode_plain(TEXTS[2]))
+    measured = evaluate.text_likelihood(language_model, TOKENIZER, [TEXTS[2]])
+    bits = num_tokens * math.log2(TOKENIZER.vocab_size)
+    assert measured.bits_per_byte == pytest.approx(bits / len(TEXTS[2].encode()), rel=1e-6)
+    assert measured.perplexity == pytest.approx(TOKENIZER.vocab_size, rel=1e-6)
+    assert measured.loss == pytest.approx(math.log(TOKENIZER.vocab_size), rel=1e-6)
+
+
+@pytest.mark.parametrize("texts", [[], [""]])
+def test_no_text_has_no_score(language_model: DecoderOnly, texts: list[str]) -> None:
+    with pytest.raises(ValueError, match="no text"):
+        evaluate.text_likelihood(language_model, TOKENIZER, texts)
+
+
+def test_a_perplexity_past_every_float_is_infinite_and_uncounted_bytes_have_no_bits() -> None:
+    assert evaluate.Likelihood(nats=1e6, num_tokens=10).perplexity == math.inf
+    with pytest.raises(ValueError, match="no bytes"):
+        _ = evaluate.Likelihood(nats=1.0, num_tokens=1).bits_per_byte
+
+
+def test_pair_loss_is_the_mean_over_all_targets_and_their_ends(
+    translator: EncoderDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nats = 0.0
+    for pair in PAIRS:
+        logits = reference.logits(translator, [BOS_ID, *pair.target], pair.source).double()
+        tokens = [*pair.target, EOS_ID]
+        nats -= torch.log_softmax(logits, dim=-1)[range(len(tokens)), tokens].sum().item()
+    for batch_tokens in (1, 16, 4096):
+        monkeypatch.setattr(evaluate, "_BATCH_TOKENS", batch_tokens)
+        measured = evaluate.pair_loss(translator, PAIRS)
+        assert measured.nats == pytest.approx(nats, rel=1e-5)
+        assert measured.num_tokens == sum(len(pair.target) + 1 for pair in PAIRS)
+    assert measured.loss == pytest.approx(nats / measured.num_tokens)
+    assert measured.perplexity == pytest.approx(math.exp(measured.loss))
+
+
+def answers(model: EncoderDecoder, pairs: list[Pair], max_tokens: int) -> list[list[int]]:
+    """By the oracle, their ends included."""
+    return [
+        reference.greedy(model, [], pair.source, max_tokens=max_tokens, eos_ids=[EOS_ID], start_id=BOS_ID)
+        for pair in pairs
     ]
-    right = np.mean([answer == [*pair.target, EOS_ID] for pair, answer in zip(pairs, answers, strict=True)])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 128])
+@pytest.mark.parametrize("max_tokens", [1, 4, 10, 99])
+def test_greedy_writes_what_the_oracle_writes(
+    translator: EncoderDecoder, monkeypatch: pytest.MonkeyPatch, rows: int, max_tokens: int
+) -> None:
+    monkeypatch.setattr(evaluate, "_BATCH_ROWS", rows)
+    expected = answers(translator, PAIRS, max_tokens)
+    if max_tokens == 10:
+        # Some rows leave their batch early, some never end.
+        assert 0 < sum(answer[-1] == EOS_ID for answer in expected) < len(expected)
+        assert len({len(answer) for answer in expected}) > 2
+    without_end = [answer[:-1] if answer[-1] == EOS_ID else answer for answer in expected]
+    assert evaluate.greedy(translator, [pair.source for pair in PAIRS], max_tokens) == without_end
+
+
+def test_greedy_ends_each_output_at_its_own_bound(translator: EncoderDecoder) -> None:
+    sources = [pair.source for pair in PAIRS]
+    bounds = [1 + index % 7 for index in range(len(sources))]
+    whole = evaluate.greedy(translator, sources, 10)
+    assert evaluate.greedy(translator, sources, bounds) == [
+        output[:bound] for output, bound in zip(whole, bounds, strict=True)
+    ]
+
+
+def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
+    model = build(
+        ModelConfig(
+            architecture=Architecture.ENCODER_DECODER,
+            vocab_size=6,
+            context=8,
+            d_model=8,
+            num_layers=1,
+            num_encoder_layers=1,
+            num_heads=1,
+            d_ff=8,
+            tie_embeddings=False,
+        ),
+        seed=0,
+    ).eval()
+    assert isinstance(model, EncoderDecoder)
+    assert model.head is not None
+    with torch.no_grad():
+        # Ids 3 and 4 tie far above the rest.
+        model.head.weight.zero_()
+        hidden = model.decode_hidden(model.encode(torch.tensor([[5]]), torch.tensor([1])), torch.tensor([1]), BOS)
+        model.head.weight[3:5] = hidden[0, 0]
+    assert evaluate.greedy(model, [[5]], 1) == [[3]]
+
+
+def test_greedy_answers_in_the_order_it_was_asked(translator: EncoderDecoder) -> None:
+    sources = [pair.source for pair in PAIRS]
+    forwards = evaluate.greedy(translator, sources, 6)
+    assert evaluate.greedy(translator, sources[::-1], 6) == forwards[::-1]
+    assert evaluate.greedy(translator, [], 6) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "max_tokens", "words"),
+    [
+        ([[5], []], 3, "source 1 has 0 tokens, must have 1 to 9"),
+        ([[5] * 10], 3, "source 0 has 10 tokens, must have 1 to 9"),
+        ([[5]], 0, "max_tokens is 0"),
+        ([[5], [6]], [1, -2], "max_tokens is -2"),
+        ([[5], [6]], [3], "2 sources have 1 max_tokens"),
+    ],
+)
+def test_greedy_names_what_it_cannot_decode(
+    translator: EncoderDecoder, sources: list[list[int]], max_tokens: int | list[int], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        evaluate.greedy(translator, sources, max_tokens)
+
+
+def test_exact_match_is_the_share_of_right_greedy_answers(translator: EncoderDecoder) -> None:
+    found = answers(translator, PAIRS, 10)
+    right = np.mean([answer == [*pair.target, EOS_ID] for pair, answer in zip(PAIRS, found, strict=True)])
     assert 0.0 < right < 1.0
-    assert evaluate.exact_match(model, tokenizer, examples) == right
+    assert evaluate.exact_match(translator, PAIRS) == right
+
+
+def test_any_network_of_the_same_call_is_scored() -> None:
+    class Echo(torch.nn.Module):
+        """Says the source again, and then ends."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.certainty = torch.nn.Parameter(torch.tensor(50.0))
+
+        def forward(
+            self,
+            source_ids: torch.Tensor,
+            source_lengths: torch.Tensor,
+            target_ids: torch.Tensor,
+            attend: object = None,
+        ) -> torch.Tensor:
+            echo = F.pad(source_ids, (0, target_ids.shape[1]), value=EOS_ID)[:, : target_ids.shape[1]]
+            past = torch.arange(target_ids.shape[1]) >= source_lengths[:, None]
+            return F.one_hot(echo.masked_fill(past, EOS_ID), 10) * self.certainty
+
+    pairs = [Pair([5, 6], [5, 6]), Pair([7], [7]), Pair([8], [9])]
+    assert evaluate.exact_match(Echo(), pairs) == 2 / 3
+    assert evaluate.pair_loss(Echo(), pairs).nats == pytest.approx(50.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("score", [evaluate.exact_match, evaluate.pair_loss])
+def test_no_pairs_have_no_score(translator: EncoderDecoder, score: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match="no pairs"):
+        score(translator, [])
+
+
+def test_translation_scores_are_sacrebleus_with_their_signatures() -> None:
+    hypotheses = ["Die Katze sitzt auf der Matte.", "Es regnet heute sehr stark."]
+    references = ["Die Katze sitzt auf der Matte.", "Heute regnet es sehr stark."]
+    scores = evaluate.translation_scores(hypotheses, references)
+    assert scores["bleu"] == corpus_bleu(hypotheses, [references]).score
+    assert scores["chrf"] == corpus_chrf(hypotheses, [references]).score
+    # By hand: 11 of 13 words, 8 of 11 pairs, 6 of 9 triples and 4 of 7 quadruples are the reference's; equal lengths.
+    by_hand = 100 * (11 / 13 * 8 / 11 * 6 / 9 * 4 / 7) ** 0.25
+    assert scores["bleu"] == pytest.approx(by_hand)
+    assert str(scores["bleu_signature"]).startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
+    assert str(scores["chrf_signature"]).startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:")
+
+
+def test_a_perfect_translation_scores_a_hundred_and_silence_nothing() -> None:
+    references = ["Eins zwei drei vier.", "Fünf sechs sieben acht."]
+    perfect = evaluate.translation_scores(references, references)
+    assert (perfect["bleu"], perfect["chrf"]) == pytest.approx((100.0, 100.0))
+    silent = evaluate.translation_scores(["", ""], references)
+    assert (silent["bleu"], silent["chrf"]) == (0.0, 0.0)
+
+
+def test_translations_without_references_are_refused() -> None:
+    with pytest.raises(ValueError, match="no translations"):
+        evaluate.translation_scores([], [])
+    with pytest.raises(ValueError, match="2 translations have 1 references"):
+        evaluate.translation_scores(["a", "b"], ["a"])
 
 
 def test_compressors_are_xz_alone_and_xz_that_has_seen_the_training_text() -> None:

@@ -19,11 +19,12 @@ from onnx import numpy_helper
 from export import golden_cases
 from export.__main__ import main
 from export.exporter import _locked, export
+from export.graphs import unsupported
 from export.verify import Verdict, replay, verify
-from model import artifact, checkpoint, golden
+from model import artifact, checkpoint, golden, reference
 from model.artifact import DECODER, ENCODER, Device, Precision
 from model.checkpoint import WEIGHTS
-from tests.artifacts import random_model, tiny_artifact, tiny_checkpoint, tiny_config, tiny_tokenizer
+from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_checkpoint, tiny_config, tiny_tokenizer
 
 FAMILIES = ("decoder-only", "encoder-decoder")
 # Every pair of values of any two columns stands in one of these rows.
@@ -81,6 +82,55 @@ def test_export_of_unusual_sizes_answers_as_pytorch_does(family: str) -> None:
     report = verify(tiny_artifact(family, num_layers=1, **UNUSUAL[family]), lambda _: None)
     assert report.verdict is Verdict.PASSED
     assert report.max_abs_error < 2e-5
+
+
+def test_export_keeps_two_vocabularies_apart_that_are_equally_large() -> None:
+    # Its only layer's output is tied to the target's table; a graph that read the source's would answer otherwise.
+    sizes = {"num_layers": 1, "num_encoder_layers": 1, "share_embeddings": False}
+    config = tiny_config("encoder-decoder", **sizes)
+    assert config.tie_embeddings
+    assert config.source_vocab_size == config.vocab_size
+    folder = tiny_artifact("encoder-decoder", **sizes)
+    assert verify(folder, lambda _: None).verdict is Verdict.PASSED
+    tables = {
+        numpy_helper.to_array(tensor).tobytes()
+        for file in folder.glob("*.onnx")
+        for tensor in onnx.load(file).graph.initializer
+        if config.vocab_size in tensor.dims
+    }
+    assert len(tables) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_of_additive_scores_answers_as_pytorch_does(family: str) -> None:
+    folder = tiny_artifact(family, **ADDITIVE[family])
+    report = verify(folder, lambda _: None)
+    assert report.verdict is Verdict.PASSED
+    assert report.max_abs_error < 2e-5
+    assert all(case.agreement == 1.0 for case in report.cases)
+    for file in folder.glob("*.onnx"):
+        graph = onnx.load(file, load_external_data=False)
+        assert {node.domain for node in graph.graph.node} == {""}, "a contrib operator"
+        vectors = [tensor.name for tensor in graph.graph.initializer if tensor.name.endswith("score_vector")]
+        sides = ("self", "cross") if (family, file.stem) == ("encoder-decoder", DECODER) else ("self",)
+        prefix = "encoder.layers" if file.stem == ENCODER else "layers"
+        assert vectors == [f"{prefix}.0.{side}_attention_residual.score_vector" for side in sides]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_cases_depend_on_every_part_of_every_additive_vector(family: str) -> None:
+    cases = golden.load(tiny_artifact(family, **ADDITIVE[family]) / artifact.GOLDEN)
+    case = max(cases, key=lambda case: len(case.sequences[0]))
+    sequence, source = case.sequences[0].tolist(), case.sources[0].tolist() if case.sources else None
+    model = random_model(tiny_config(family, **ADDITIVE[family]))
+    vectors = [parameter for name, parameter in model.named_parameters() if name.endswith("score.vector")]
+    assert len(vectors) == (1 if family == "decoder-only" else 3)
+    before = reference.logits(model, sequence, source)
+    for vector in vectors:
+        for part in vector.detach().view(-1):
+            part.add_(0.5)
+            assert (reference.logits(model, sequence, source) - before).abs().max() > golden.FP32_TOLERANCE
+            part.sub_(0.5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -245,6 +295,21 @@ def test_export_refuses_by_name_what_it_cannot_build(tmp_path: Path, capsys: pyt
     for reason in ("device cuda", "precision int8", "head_dim is 24", "neither empty nor an artefact"):
         assert reason in problems
     assert len(list(taken.iterdir())) == 2
+
+
+def test_export_refuses_additive_scores_that_would_not_fit_in_memory() -> None:
+    wide = {"attention_score": "additive", "positions": "learned", "d_model": 64, "num_heads": 8, "num_kv_heads": 8}
+    long = wide | {"context": 512, "head_dim": 65}
+    (problem,) = unsupported(tiny_config("decoder-only", **long))
+    assert problem == (
+        "context is 512, additive scores of 8 heads of 65 take 545259520 bytes for each row, at most 536870912"
+    )
+    assert unsupported(tiny_config("decoder-only", **long | {"head_dim": 64})) == []
+    # An encoder-decoder's output grows by one token at a time: only a source is met by itself as a whole.
+    assert unsupported(tiny_config("encoder-decoder", **long)) == []
+    (problem,) = unsupported(tiny_config("encoder-decoder", **long, source_context=512))
+    assert problem.startswith("source_context is 512, additive scores")
+    assert unsupported(tiny_config("decoder-only", head_dim=24)), "what refuses this width is the fused operator"
 
 
 def test_export_refuses_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:

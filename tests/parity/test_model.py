@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from model import reference
-from model.attention import attend, attend_fused, causal_mask, padding_mask
-from model.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
+from model.attention import AdditiveScore, attend, attend_fused, causal_mask, dot_scores, padding_mask
+from model.config import Activation, Architecture, AttentionScore, ModelConfig, Norm, NormPlacement, Positions
 from model.layers import DecoderLayer, FeedForward, GatedFeedForward, Residual
 from model.positions import rotary_tables, rotate
+from model.training.config import TrainConfig
+from model.training.optimizers import make_optimizers
 from model.transformer import DecoderOnly, EncoderDecoder, Transformer, build, num_parameters
 
 
@@ -73,7 +77,18 @@ def test_fused_attention_is_the_formula(num_kv_heads: int, masking: str) -> None
         atol=1e-6,
         rtol=1e-5,
     )
-    torch.testing.assert_close(attend_fused(q, k, v, scale=0.3), attend(q, k, v, scale=0.3), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dot products unscaled", "additive"])
+def test_fused_attention_with_a_score_it_has_no_kernel_for_is_the_formula(kind: str) -> None:
+    score = AdditiveScore(make_config(head_dim=8)) if kind == "additive" else partial(dot_scores, scale=1.0)
+    if isinstance(score, AdditiveScore):
+        score.vector.data.copy_(draw(4, 8, seed=3))
+    q, k, v = draw(3, 4, 9, 8), draw(3, 2, 9, 8, seed=1), draw(3, 2, 9, 8, seed=2)
+    mask = padding_mask(torch.tensor([9, 1, 4]), 9)
+    fused, plain = (function(q, k, v, mask, is_causal=True, score=score) for function in (attend_fused, attend))
+    assert torch.equal(fused, plain)
+    assert not torch.allclose(fused, attend(q, k, v, mask, is_causal=True), atol=1e-2)
 
 
 def test_fused_attention_has_the_formulas_gradients() -> None:
@@ -155,6 +170,25 @@ def test_added_positions_can_be_given(positions: Positions) -> None:
     torch.testing.assert_close(model.embed(ids, torch.arange(3, 8).expand(2, 5)), whole, atol=0.0, rtol=0.0)
 
 
+def test_learned_positions_start_as_loud_as_the_scaled_tokens_beside_them() -> None:
+    model = build(
+        make_config(
+            architecture=Architecture.ENCODER_DECODER,
+            num_encoder_layers=1,
+            scale_embeddings=True,
+            positions=Positions.LEARNED,
+        ),
+        seed=0,
+    )
+    assert isinstance(model, EncoderDecoder)
+    for embedding in (model.embedding, model.encoder.embedding):
+        ids = torch.arange(embedding.tokens.num_embeddings)
+        tokens = embedding.tokens(ids) * embedding.scale
+        assert embedding.positions is not None
+        positions = embedding.positions(torch.arange(embedding.positions.num_embeddings))
+        assert positions.std().item() == pytest.approx(tokens.std().item(), rel=0.1)
+
+
 def test_scaled_embeddings_are_the_tokens_times_the_root_of_the_width() -> None:
     model = build(make_config(scale_embeddings=True, positions=Positions.ROTARY), seed=0)
     ids = draw_ids(1, 4)
@@ -219,6 +253,68 @@ def test_a_layer_refuses_a_cross_attention_it_has_no_place_for_or_lacks() -> Non
 
 
 # Whole models
+
+ADDITIVE = {"attention_score": AttentionScore.ADDITIVE, "positions": Positions.SINUSOIDAL}
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+@pytest.mark.parametrize("architecture", Architecture)
+def test_additive_models_run_and_give_every_parameter_a_gradient(architecture: Architecture, num_kv_heads: int) -> None:
+    config = make_config(architecture, num_kv_heads=num_kv_heads, head_dim=5, attention_bias=True, **ADDITIVE)
+    model = build(config, seed=0)
+    logits = run(model, draw_ids(2, 6))
+    logits.logsumexp(-1).sub(logits[..., 5]).mean().backward()
+    assert not [name for name, parameter in model.named_parameters() if not parameter.grad.any()]
+
+
+@pytest.mark.parametrize("architecture", Architecture)
+def test_an_additive_model_adds_one_vector_for_each_head_and_a_dot_model_has_no_trace_of_it(
+    architecture: Architecture,
+) -> None:
+    dot = build(make_config(architecture, positions=Positions.SINUSOIDAL), seed=0).state_dict()
+    model = build(make_config(architecture, **ADDITIVE), seed=0)
+    assert not any("score" in name for name in dot)
+    added = {name: tensor for name, tensor in model.state_dict().items() if name not in dot}
+    attentions = 2 if architecture is Architecture.DECODER_ONLY else 6
+    assert len(added) == len(model.state_dict()) - len(dot) == attentions
+    assert all(name.endswith("_attention.score.vector") and tensor.shape == (4, 4) for name, tensor in added.items())
+    # A start that gives scores a spread below one, and queries and keys a gradient.
+    assert 0.7 < torch.stack(list(added.values())).std() / 4**-0.5 < 1.3
+
+
+def test_an_additive_decoder_never_looks_right_and_an_encoder_never_at_padding() -> None:
+    # In float64, where rounding is far below anything that a leak could do.
+    causal = make_model(make_config(**ADDITIVE)).double()
+    ids, others = draw_ids(1, 10), draw_ids(1, 10)
+    others[:, 5:] = draw_ids(1, 5, seed=1)
+    before, after = causal(ids), causal(others)
+    torch.testing.assert_close(after[:, :5], before[:, :5], atol=1e-12, rtol=0.0)
+    assert (after[:, 5] - before[:, 5]).abs().max() > 1e-3
+    pair = make_model(make_config(Architecture.ENCODER_DECODER, **ADDITIVE)).double()
+    lengths, sources, targets = torch.tensor([12, 1, 7]), draw_ids(3, 12), draw_ids(3, 6, seed=1)
+    together = pair(sources, lengths, targets)
+    for row, length in enumerate(lengths.tolist()):
+        alone = pair(sources[row : row + 1, :length], lengths[row : row + 1], targets[row : row + 1])
+        torch.testing.assert_close(together[row], alone[0], atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("architecture", Architecture)
+def test_an_additive_model_stays_near_float32_in_bfloat16_autocast(architecture: Architecture) -> None:
+    model = build(make_config(architecture, **ADDITIVE), seed=0)
+    ids = draw_ids(2, 8)
+    exact = run(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = run(model, ids)
+    assert (rounded.float() - exact).abs().max() < 0.03 * exact.abs().max()
+
+
+def test_the_vectors_of_additive_scores_are_not_matrices_between_hidden_states() -> None:
+    model = build(make_config(**ADDITIVE), seed=0)
+    muon, adamw = make_optimizers(model, TrainConfig(steps=1, batch_tokens=1, optimizer="muon"))
+    vectors = {id(module.vector) for module in model.modules() if isinstance(module, AdditiveScore)}
+    owned = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in (muon, adamw)]
+    assert vectors <= owned[1]
+    assert not vectors & owned[0]
 
 
 @pytest.mark.parametrize("architecture", Architecture)
@@ -293,6 +389,18 @@ def test_tied_embeddings_are_one_table_and_shared_by_the_source_where_vocabulari
     assert tables(source_vocab_size=23, tie_embeddings=True) == 1
     assert tables(source_vocab_size=19, tie_embeddings=True) == 2
     assert tables(source_vocab_size=23, tie_embeddings=False) == 3
+
+
+def test_two_vocabularies_that_are_equally_large_by_chance_keep_their_own_tables() -> None:
+    config = make_config(Architecture.ENCODER_DECODER, source_vocab_size=23, share_embeddings=False)
+    model = build(config, seed=0)
+    source, target = model.encoder.embedding.tokens.weight, model.embedding.tokens.weight
+    assert source.shape == target.shape
+    assert source is not target
+    assert not torch.equal(source, target)
+    assert model.head is None
+    shared = build(dataclasses.replace(config, share_embeddings=True), seed=0)
+    assert num_parameters(model) - num_parameters(shared) == 23 * 16
 
 
 def test_parameters_are_counted_as_the_configuration_implies() -> None:

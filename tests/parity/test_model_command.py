@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ from model import checkpoint
 from model.__main__ import main
 from model.data import stdlib
 from model.tokenizer import Tokenizer
+from model.training.loop import TrainingError
+from model.training.parallel import Parallel, ParallelError
+from tests.training_runs import write_recipe
 
 TINY = ["--set", "d_model=32", "--set", "num_heads=2", "--set", "d_ff=32"]
 
@@ -52,7 +57,7 @@ def test_init_gives_random_weights_and_a_tokenizer_for_every_id(
 
 
 def test_init_of_a_trained_preset_has_its_tokenizer(tmp_path: Path) -> None:
-    assert main(["init", "dates", *TINY, "--set", "num_examples=50", "--out", str(tmp_path)]) == 0
+    assert main(["init", "dates", *TINY, "--set", "max_examples=50", "--out", str(tmp_path)]) == 0
     loaded = checkpoint.load(tmp_path)
     tokenizer = Tokenizer.load(loaded.tokenizer)
     assert tokenizer.decode(tokenizer.encode("2026-11-20")) == "2026-11-20"
@@ -62,12 +67,12 @@ def test_init_of_a_trained_preset_has_its_tokenizer(tmp_path: Path) -> None:
 def test_training_dates_leaves_a_checkpoint_and_one_json_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = [*TINY, "--set", "steps=3", "--set", "num_examples=200"]
+    overrides = [*TINY, "--set", "steps=3", "--set", "max_examples=200"]
     assert main(["train", "dates", *overrides, "--out", str(tmp_path)]) == 0
     captured = capsys.readouterr()
     said = last_line(captured.out)
     assert len(captured.out.splitlines()) == 1
-    assert {"checkpoint", "steps", "train_seconds", "num_parameters", "loss", "exact_match"} <= said.keys()
+    assert {"checkpoint", "steps", "train_seconds", "num_parameters", "train_loss", "exact_match"} <= said.keys()
     assert said["steps"] == 3
     assert "step 3/3" in captured.err
     assert checkpoint.load(tmp_path).training["data"]["name"] == "dates"
@@ -77,9 +82,8 @@ def test_training_stdlib_reaches_the_whole_context(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Path(stdlib.__file__).read_text(encoding="utf-8")
-    small = stdlib.Split(
-        (stdlib.SourceFile("a.py", source),), (stdlib.SourceFile("b.py", source[:1000]),), sha256="0" * 64
-    )
+    texts = {"a": source, "b": source[:1000], "c": source[:900]}
+    small = stdlib.Split(*((stdlib.SourceFile(f"{name}.py", text),) for name, text in texts.items()))
     monkeypatch.setattr(stdlib, "split", lambda: small)
     overrides = ["vocab_size=300", "context=64", "row_tokens=16", "batch_tokens=64", "steps=4", "long_fraction=0.5"]
     arguments = [argument for override in overrides for argument in ("--set", override)]
@@ -106,6 +110,8 @@ def test_every_problem_of_a_recipe_is_in_one_line(tmp_path: Path, capsys: pytest
         ("train", "detas", "--out", "x"),
         ("init", "law", "--out", "x", "--seed", "-1"),
         ("init", "law", "--out", "x", "--resume"),
+        ("train", "dates", "--dry-run", "--overfit-one-batch"),
+        ("evaluate", "x"),
     ],
 )
 def test_a_wrong_command_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
@@ -117,7 +123,7 @@ def test_a_model_without_data_cannot_be_trained(tmp_path: Path, capsys: pytest.C
 
 
 def test_resuming_where_nothing_was_interrupted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = [*TINY, "--set", "num_examples=50"]
+    overrides = [*TINY, "--set", "max_examples=50"]
     status = main(["train", "dates", *overrides, "--resume", "--out", str(tmp_path)])
     assert status == 2
     assert "nothing to resume" in capsys.readouterr().err.splitlines()[-1]
@@ -125,7 +131,87 @@ def test_resuming_where_nothing_was_interrupted_is_refused(tmp_path: Path, capsy
 
 def test_data_that_do_not_fit_the_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(
-        ["train", "dates", *TINY, "--set", "num_examples=50", "--set", "source_context=8", "--out", str(tmp_path)]
+        ["train", "dates", *TINY, "--set", "max_examples=50", "--set", "source_context=8", "--out", str(tmp_path)]
     )
     assert status == 2
     assert "source_context is 8" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_untrained_preset_without_its_files_gets_the_stand_in_tokenizer(tmp_path: Path) -> None:
+    sizes = ["vocab_size=60", "num_encoder_layers=1", "num_layers=1", "context=16", "max_examples=7"]
+    overrides = [argument for size in sizes for argument in ("--set", size)]
+    assert main(["init", "paper", *TINY, *overrides, "--out", str(tmp_path)]) == 0
+    loaded = checkpoint.load(tmp_path)
+    assert Tokenizer.load(loaded.tokenizer).vocab_size == loaded.config.vocab_size == 60
+
+
+def test_training_without_its_files_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "paper", *TINY, "--out", str(tmp_path)]) == 2
+    assert "paths" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_dry_run_needs_no_folder_and_ends_in_one_json_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "dates", *TINY, "--set", "max_examples=200", "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    said = last_line(captured.out)
+    assert {"first_shape", "last_shape", "step_seconds", "train_seconds", "peak_bytes", "num_parameters"} <= said.keys()
+    assert f"parameters  {said['num_parameters']:,}" in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_batch_is_learned_or_the_command_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path)
+    assert main(["train", str(recipe), "--overfit-one-batch"]) == 0
+    assert last_line(capsys.readouterr().out)["learned"] is True
+    slow = ["--set", "learning_rate=1e-9", "--set", "matrix_learning_rate=1e-9"]
+    assert main(["train", str(recipe), *slow, "--overfit-one-batch"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "one batch was not learned" in captured.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("cause", "says"), [(OSError("no room"), "process 1: no room; saved"), (ParallelError("process 0: no room"), None)]
+)
+def test_what_fails_in_another_process_alone_is_said_by_that_one(
+    cause: Exception,
+    says: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train(*_: object, **__: object) -> None:
+        raise TrainingError(f"{cause}; saved") from cause
+
+    @contextlib.contextmanager
+    def start(_: object) -> Iterator[Parallel]:
+        yield Parallel(rank=1, world_size=2)
+
+    monkeypatch.setattr("model.training.trainer.train", train)
+    monkeypatch.setattr("model.training.parallel.start", start)
+    assert main(["train", "dates", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.splitlines() == ([] if says is None else [f"python -m model: {says}"])
+
+
+def test_a_checkpoint_can_be_scored_again_and_scores_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path)
+    assert main(["train", str(recipe), "--set", "steps=5", "--out", str(tmp_path / "run")]) == 0
+    trained = last_line(capsys.readouterr().out)
+    assert main(["evaluate", str(tmp_path / "run"), str(recipe)]) == 0
+    scored = last_line(capsys.readouterr().out)
+    assert scored["checkpoint"] == str(tmp_path / "run")
+    assert scored["bits_per_byte"] == pytest.approx(trained["bits_per_byte"], rel=1e-6)
+    # The same text without one of its letters makes another tokenizer.
+    text = tmp_path / "text.txt"
+    text.write_text(text.read_text(encoding="utf-8").replace("m", "n"), encoding="utf-8")
+    assert main(["evaluate", str(tmp_path / "run"), str(recipe)]) == 2
+    assert "is not the tokenizer that tiny makes of its data" in capsys.readouterr().err.splitlines()[-1]
+    assert main(["evaluate", str(tmp_path / "run"), "dates"]) == 2
+    assert "is decoder-only, dates is for encoder-decoder" in capsys.readouterr().err.splitlines()[-1]
+    assert main(["evaluate", str(tmp_path / "none"), str(recipe)]) == 2
+    assert "config.json is missing" in capsys.readouterr().err.splitlines()[-1]

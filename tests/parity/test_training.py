@@ -1,205 +1,226 @@
-"""Training: it learns, it repeats, it resumes to the bit, and what it leaves behind is whole."""
+"""A whole run: what it leaves behind is whole, says how it came about, and is the same every time."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from model import checkpoint
-from model.config import Architecture, ModelConfig
-from model.data.batches import IGNORED, Batch, Pair, length_buckets, windows
-from model.presets import DataName, Recipe
-from model.tokenizer import Tokenizer
-from model.tokenizer_training import one_word_per_id
+from model.config import Architecture
 from model.training import curves, resume
-from model.training.config import OptimizerName, TrainConfig, TrainPrecision
-from model.training.optimizers import learning_rate_factor, make_optimizers
-from model.training.progress import Progress
-from model.training.resume import ResumeError
-from model.training.tasks import Task
-from model.training.trainer import TrainingError, TrainResult, batch_loss, train
-from model.transformer import EncoderDecoder, Transformer, build
+from model.training.folder import BEST
+from model.training.loop import TrainingError
+from model.training.parallel import SetupError
+from model.training.tensorboard import FOLDER
+from tests.training_runs import FAMILIES, PowerCut, Quiet, cut_power, make_recipe, points, run
 
-FAMILIES = tuple(Architecture)
-VOCABULARY = 24
+CHECKPOINT = {"config.json", "model.safetensors", "tokenizer.json", "run.json"}
+PICTURES = {"curves.jsonl", "curves.png"}
 
 
-class Quiet:
-    """A reporter that remembers."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.updates: list[Progress] = []
-
-    def __enter__(self) -> Quiet:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, progress: Progress) -> None:
-        self.updates.append(progress)
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
-class Interrupted(Exception):
-    """Stands for a power cut."""
-
-
-class FakeTask:
-    """Sequences of a small arithmetic world; may break off at a step."""
-
-    def __init__(self, recipe: Recipe, breaks_at: int | None = None) -> None:
-        self.recipe = recipe
-        self.breaks_at = breaks_at
-        self.tokenizer: Tokenizer = one_word_per_id(VOCABULARY, recipe.model.architecture)
-        self.facts: Mapping[str, Any] = {"name": "fake", "sha256": "0" * 64}
-
-    def batches(self) -> Iterator[Batch]:
-        config = self.recipe.train
-        assert config is not None
-        for step, batch in enumerate(make_batches(self.recipe.model, config)):
-            if step == self.breaks_at:
-                raise Interrupted
-            yield batch
-
-    def score(self, model: Transformer) -> Mapping[str, float]:
-        assert not model.training
-        return {"score": 0.5}
-
-    def baselines(self) -> Mapping[str, float]:
-        return {"baseline": 0.25}
-
-
-def make_batches(model: ModelConfig, config: TrainConfig) -> Iterator[Batch]:
-    if model.is_encoder_decoder:
-        pairs = [Pair([4 + i % 7, 4 + i % 5, 2], [4 + (i % 7 + i % 5) % 11]) for i in range(35)]
-        return length_buckets(pairs, config.batch_tokens, config.seed)
-    return windows(np.arange(400) * 7 % 20 + 4, 16, config.batch_tokens, config.seed)
-
-
-def make_model_config(architecture: Architecture, **changes: object) -> ModelConfig:
-    values: dict[str, Any] = {
-        "architecture": architecture,
-        "vocab_size": VOCABULARY,
-        "context": 32,
-        "d_model": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "d_ff": 64,
-        "num_encoder_layers": 1 if architecture is Architecture.ENCODER_DECODER else 0,
-    }
-    return ModelConfig(**values | changes)
-
-
-def make_recipe(architecture: Architecture, *, dropout: float = 0.0, **changes: object) -> Recipe:
-    values: dict[str, Any] = {"steps": 12, "batch_tokens": 64, "precision": TrainPrecision.FP32, "log_every": 4}
-    return Recipe(
-        "fake", make_model_config(architecture, dropout=dropout), DataName.DATES, TrainConfig(**values | changes)
-    )
-
-
-def run(recipe: Recipe, folder: Path, *, resume_run: bool = False, breaks_at: int | None = None) -> TrainResult:
-    def make(recipe: Recipe) -> Task:
-        return FakeTask(recipe, breaks_at)
-
-    return train(recipe, folder, Quiet(), resume_run=resume_run, make=make)
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    return dict(checkpoint.load(folder).model.named_parameters())
-
-
-def assert_equal_weights(first: Path, second: Path) -> None:
-    other = weights(second)
-    for name, tensor in weights(first).items():
-        assert torch.equal(tensor, other[name]), name
-
-
-@pytest.mark.parametrize("optimizer", OptimizerName)
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_one_batch_can_be_learned_by_heart(architecture: Architecture, optimizer: OptimizerName) -> None:
-    config = make_model_config(architecture)
-    model = build(config, seed=0)
-    settings = TrainConfig(steps=1, batch_tokens=64, optimizer=optimizer, learning_rate=1e-2)
-    optimizers = make_optimizers(model, settings)
-    batch = next(make_batches(config, settings))
-    before = batch_loss(model, batch).item()
-    for _ in range(60):
-        loss = batch_loss(model, batch)
-        for each in optimizers:
-            each.zero_grad()
-        loss.backward()
-        for each in optimizers:
-            each.step()
-    assert before > 2.0
-    assert batch_loss(model, batch).item() < 0.1
+def manifest(folder: Path) -> dict[str, Any]:
+    return dict(checkpoint.load(folder).training)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_equal_seeds_train_equal_weights_and_others_do_not(architecture: Architecture, tmp_path: Path) -> None:
     for folder, seed in (("first", 1), ("again", 1), ("other", 2)):
-        run(make_recipe(architecture, dropout=0.1, seed=seed), tmp_path / folder)
-    assert_equal_weights(tmp_path / "first", tmp_path / "again")
-    name = "embedding.tokens.weight"
-    assert not torch.equal(weights(tmp_path / "first")[name], weights(tmp_path / "other")[name])
-
-
-@pytest.mark.parametrize("optimizer", OptimizerName)
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_an_interrupted_run_resumes_to_the_same_bits(
-    architecture: Architecture, optimizer: OptimizerName, tmp_path: Path
-) -> None:
-    recipe = make_recipe(architecture, dropout=0.1, optimizer=optimizer, checkpoint_every=5)
-    run(recipe, tmp_path / "whole")
-    with pytest.raises(Interrupted):
-        run(recipe, tmp_path / "resumed", breaks_at=8)
-    run(recipe, tmp_path / "resumed", resume_run=True)
-    assert_equal_weights(tmp_path / "whole", tmp_path / "resumed")
-    losses = [
-        [point["loss"] for point in curves.read(tmp_path / name / curves.CURVES, 12) if "loss" in point]
-        for name in ("whole", "resumed")
-    ]
-    assert losses[0][-1] == losses[1][-1]
+        run(make_recipe(architecture, dropout=0.1, seed=seed, steps=4), tmp_path / folder)
+    first, again, other = (
+        (tmp_path / folder / checkpoint.WEIGHTS).read_bytes() for folder in ("first", "again", "other")
+    )
+    assert first == again != other
 
 
 def test_training_leaves_the_callers_random_generator_alone(tmp_path: Path) -> None:
     before = torch.get_rng_state()
-    run(make_recipe(Architecture.DECODER_ONLY, dropout=0.1), tmp_path)
+    run(make_recipe(Architecture.DECODER_ONLY, dropout=0.1, steps=2), tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_finished_run_leaves_a_checkpoint_its_curves_and_nothing_else(tmp_path: Path) -> None:
     result = run(make_recipe(Architecture.DECODER_ONLY, checkpoint_every=5), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("config.json", "model.safetensors", "tokenizer.json", "run.json"),
-        *("curves.jsonl", "curves.png"),
-    }
-    loaded = checkpoint.load(tmp_path)
-    assert loaded.training["data"]["sha256"] == "0" * 64
-    assert loaded.training["scores"] == {"score": 0.5} == result.scores
-    assert loaded.training["baselines"] == {"baseline": 0.25} == result.baselines
-    assert loaded.training["versions"]["torch"] == version("torch")
-    assert loaded.training["train"]["steps"] == 12 == result.steps
+    assert names(tmp_path) == CHECKPOINT | PICTURES
+    said = manifest(tmp_path)
+    assert said["data"]["sha256"] == "0" * 64
+    assert said["scores"] == result.scores
+    assert {"test_loss", "how"} == result.scores.keys()
+    assert said["baselines"] == {"baseline": 0.25} == result.baselines
+    assert said["validation"] == result.validation
+    assert said["versions"]["torch"] == version("torch")
+    assert said["train"]["steps"] == said["step"] == said["steps"] == 12 == result.steps
+    assert said["finished"]
+    assert (said["world_size"], said["device"], said["precision"]) == (1, "cpu", "fp32")
+    assert said["environment"]["torch"] == version("torch")
+    assert said["best"] is None is result.best
+    assert said["loss"] == result.loss == points(tmp_path)[-2]["loss"]
     assert (tmp_path / curves.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
 def test_curves_hold_losses_and_scores_by_step(tmp_path: Path) -> None:
     run(make_recipe(Architecture.DECODER_ONLY, evaluate_every=6), tmp_path)
-    points = [json.loads(line) for line in (tmp_path / curves.CURVES).read_text().splitlines()]
-    assert [point["step"] for point in points if "loss" in point] == [4, 8, 12]
-    assert [point["step"] for point in points if "scores" in point] == [6, 12]
+    curve = points(tmp_path)
+    assert [point["step"] for point in curve if "loss" in point] == [4, 8, 12]
+    assert [point["step"] for point in curve if "scores" in point] == [6, 12]
+    assert all(point["gradient_norm"] > 0.0 for point in curve if "loss" in point)
+
+
+def test_every_checkpoint_on_the_way_is_whole_and_says_how_far_it_is(tmp_path: Path) -> None:
+    seen = {}
+
+    def look() -> None:
+        seen[len(seen)] = (manifest(tmp_path), names(tmp_path))
+
+    recipe = make_recipe(Architecture.ENCODER_DECODER, checkpoint_every=5, log_every=2)
+    run(recipe, tmp_path, at={5: look, 10: look})
+    for index, step in ((0, 5), (1, 10)):
+        said, files = seen[index]
+        assert (said["step"], said["steps"], said["finished"]) == (step, 12, False)
+        assert said["scores"] == {}
+        assert files == CHECKPOINT | {"curves.jsonl", resume.STATE}
+    assert not (tmp_path / resume.STATE).exists()
+
+
+def test_the_best_weights_are_kept_beside_the_last(tmp_path: Path) -> None:
+    kept = {}
+    recipe = make_recipe(Architecture.DECODER_ONLY, evaluate_every=3, log_every=5)
+    result = run(
+        recipe,
+        tmp_path,
+        scores=[3.0, 1.0, 2.0, 1.0],
+        at={6: lambda: kept.update(best=(tmp_path / BEST / checkpoint.WEIGHTS).read_bytes())},
+    )
+    assert result.best is not None
+    assert (result.best.step, result.best.scores, result.validation) == (6, {"loss": 1.0}, {"loss": 1.0})
+    assert names(tmp_path) == CHECKPOINT | PICTURES | {BEST}
+    assert names(tmp_path / BEST) == CHECKPOINT
+    said = manifest(tmp_path / BEST)
+    assert (said["step"], said["validation"], said["best"]["step"]) == (6, {"loss": 1.0}, 6)
+    assert manifest(tmp_path)["best"] == {"step": 6, "validation": {"loss": 1.0}}
+    # The weights of step 6, not the last ones.
+    best = (tmp_path / BEST / checkpoint.WEIGHTS).read_bytes()
+    assert kept["best"] == best != (tmp_path / checkpoint.WEIGHTS).read_bytes()
+
+
+def test_a_run_that_gets_no_better_ends_early_with_its_last_weights(tmp_path: Path) -> None:
+    recipe = make_recipe(Architecture.DECODER_ONLY, evaluate_every=2, patience=2, log_every=5)
+    result = run(recipe, tmp_path, scores=[3.0, 2.0, 2.5, 2.0])
+    assert result.steps == 8
+    assert result.best is not None
+    assert result.best.step == 4
+    said = manifest(tmp_path)
+    assert (said["step"], said["steps"], said["finished"]) == (8, 12, True)
+    # What was left since the last point of the curve is on it too.
+    assert [point["step"] for point in points(tmp_path) if "loss" in point] == [5, 8]
+
+
+def test_patience_counts_anew_after_each_best(tmp_path: Path) -> None:
+    recipe = make_recipe(Architecture.DECODER_ONLY, evaluate_every=2, patience=2)
+    assert run(recipe, tmp_path, scores=[3.0, 3.5, 2.0, 2.5, 1.0, 1.5]).steps == 12
+
+
+def test_a_fresh_run_forgets_an_older_one(tmp_path: Path) -> None:
+    recipe = make_recipe(Architecture.DECODER_ONLY, checkpoint_every=5, evaluate_every=4)
+    with pytest.raises(PowerCut):
+        run(recipe, tmp_path, at={8: cut_power})
+    assert (tmp_path / BEST).exists()
+    (tmp_path / ".staging-of-one-that-was-killed").mkdir()
+    reporter = Quiet()
+    with pytest.raises(PowerCut):
+        run(recipe, tmp_path, at={2: cut_power}, reporter=reporter)
+    assert any("is dropped (--resume keeps it)" in line for line in reporter.lines)
+    # The older run's checkpoint stays until there is another.
+    assert names(tmp_path) == CHECKPOINT | {"curves.jsonl"}
+    assert manifest(tmp_path)["step"] == 8
+
+
+def test_nan_ends_the_run_in_one_line_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    recipe = make_recipe(Architecture.DECODER_ONLY, checkpoint_every=2, optimizer="adamw")
+    models = []
+
+    def spoil() -> None:
+        (model,) = models
+        with torch.no_grad():
+            model.final_norm.weight[0] = math.nan
+
+    def remember(module: nn.Module, arguments: object) -> None:
+        models[:] = [module]
+
+    with (
+        nn.modules.module.register_module_forward_pre_hook(
+            lambda module, arguments: remember(module, arguments) if hasattr(module, "unembed") else None
+        ),
+        pytest.raises(TrainingError) as caught,
+    ):
+        run(recipe, tmp_path, at={5: spoil})
+    assert str(caught.value).splitlines() == [
+        "loss nan and gradient norm nan at step 6: a lower learning rate or a longer warm-up may help; "
+        f"{tmp_path} holds step 4, --resume goes on from there"
+    ]
+    assert manifest(tmp_path)["step"] == 4
+
+
+def test_weights_that_are_no_numbers_never_replace_a_checkpoint(tmp_path: Path) -> None:
+    recipe = make_recipe(Architecture.DECODER_ONLY, checkpoint_every=1, optimizer="adamw")
+    kept: dict[str, Any] = {}
+
+    def raise_rates() -> None:
+        # The loss is computed before the weights leave the numbers, and shows nothing yet.
+        kept["weights"] = (tmp_path / checkpoint.WEIGHTS).read_bytes()
+        kept["patch"].setattr("model.training.loop.learning_rate_factor", lambda *_: math.inf)
+
+    with pytest.MonkeyPatch.context() as patch:
+        kept["patch"] = patch
+        with pytest.raises(TrainingError, match=r"has values that are no finite numbers after step 3; .* holds step 2"):
+            run(recipe, tmp_path, at={2: raise_rates})
+    assert (tmp_path / checkpoint.WEIGHTS).read_bytes() == kept["weights"]
+    assert manifest(tmp_path)["step"] == 2
+
+
+def test_a_validation_score_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
+    recipe = make_recipe(Architecture.DECODER_ONLY, evaluate_every=3)
+    with pytest.raises(TrainingError, match=r"^validation loss is nan at step 3; nothing of this run was saved$"):
+        run(recipe, tmp_path, scores=[math.nan])
+
+
+def test_tensorboard_has_the_curves_when_asked_for(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe = make_recipe(Architecture.DECODER_ONLY, evaluate_every=6, checkpoint_every=5)
+    with pytest.raises(PowerCut):
+        run(recipe, tmp_path, tensorboard=True, at={9: cut_power})
+    run(recipe, tmp_path, tensorboard=True, resume_run=True)
+    events = EventAccumulator(str(tmp_path / FOLDER))
+    events.Reload()
+    losses = {point["step"]: point["loss"] for point in points(tmp_path) if "loss" in point}
+    # Step 8 was written by the run that was interrupted after it, and again by the one that went on from step 5.
+    assert {event.step: event.value for event in events.Scalars("training/loss")} == pytest.approx(losses)
+    assert [event.step for event in events.Scalars("training/loss")] == [4, 8, 12]
+    assert [event.step for event in events.Scalars("validation/loss")] == [6, 12]
+
+
+def test_a_wish_that_the_machine_cannot_grant_comes_before_any_file(tmp_path: Path) -> None:
+    recipe = make_recipe(Architecture.DECODER_ONLY, parallelism="fsdp")
+    with pytest.raises(SetupError, match="parallelism fsdp needs optimizer adamw"):
+        run(recipe, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_dropout_is_off_once_a_run_is_over(tmp_path: Path) -> None:
+    run(make_recipe(Architecture.DECODER_ONLY, dropout=0.5, steps=2), tmp_path)
+    model = checkpoint.load(tmp_path).model
+    assert not any(module.training for module in model.modules() if isinstance(module, nn.Dropout))
 
 
 def test_a_half_written_last_line_of_the_curves_is_dropped(tmp_path: Path) -> None:
@@ -208,94 +229,15 @@ def test_a_half_written_last_line_of_the_curves_is_dropped(tmp_path: Path) -> No
     assert curves.read(path, last_step=5) == [{"step": 1, "loss": 2.0}]
 
 
-def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
-    with pytest.raises(ResumeError, match="nothing to resume"):
-        run(make_recipe(Architecture.DECODER_ONLY), tmp_path, resume_run=True)
+def test_curves_are_drawn_without_what_is_no_number() -> None:
+    drawn = curves.draw([{"step": 1, "scores": {"bleu": 3.0, "bleu_signature": "text"}}, {"step": 2, "loss": 1.0}], "x")
+    assert drawn.startswith(b"\x89PNG")
 
 
-def test_another_runs_state_is_refused_with_every_difference(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted):
-        run(make_recipe(Architecture.DECODER_ONLY, checkpoint_every=5), tmp_path, breaks_at=8)
-    other = make_recipe(Architecture.DECODER_ONLY, dropout=0.1, learning_rate=0.5)
-    with pytest.raises(ResumeError) as caught:
-        run(other, tmp_path, resume_run=True)
-    assert "model.dropout is 0.1, was 0.0" in str(caught.value)
-    assert "train.learning_rate is 0.5, was 0.002" in str(caught.value)
-
-
-def test_damaged_state_is_refused(tmp_path: Path) -> None:
-    (tmp_path / resume.STATE).write_bytes(b"\x08\0\0\0\0\0\0\0{}")
-    with pytest.raises(ResumeError, match="damaged"):
-        run(make_recipe(Architecture.DECODER_ONLY), tmp_path, resume_run=True)
-
-
-def test_a_fresh_run_forgets_an_older_runs_state(tmp_path: Path) -> None:
-    recipe = make_recipe(Architecture.DECODER_ONLY, checkpoint_every=5)
-    with pytest.raises(Interrupted):
-        run(recipe, tmp_path, breaks_at=8)
-    with pytest.raises(Interrupted):
-        run(recipe, tmp_path, breaks_at=2)
-    assert not (tmp_path / resume.STATE).exists()
-
-
-def test_a_loss_that_is_no_number_ends_the_run_in_one_line(tmp_path: Path) -> None:
-    recipe = make_recipe(Architecture.DECODER_ONLY, learning_rate=1e30, warmup_fraction=0.0)
-    with pytest.raises(TrainingError, match=r"^loss \S+ and gradient norm \S+ at step \d+: .*$"):
-        run(recipe, tmp_path)
-    assert not (tmp_path / "model.safetensors").exists()
-
-
-def test_padding_has_no_part_in_the_loss() -> None:
-    model = build(make_model_config(Architecture.ENCODER_DECODER), seed=0)
-    row = Batch(np.array([[1, 5]]), np.array([[5, 2]]), np.array([[6, 7, 2]]), np.array([3]))
-    padded = Batch(
-        np.array([[1, 5, 0, 0]]), np.array([[5, 2, IGNORED, IGNORED]]), np.array([[6, 7, 2, 0]]), np.array([3])
-    )
-    torch.testing.assert_close(batch_loss(model, padded), batch_loss(model, row), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_muon_moves_the_layers_matrices_and_adamw_all_else(architecture: Architecture, *, tied: bool) -> None:
-    model = build(make_model_config(architecture, tie_embeddings=tied, mlp_bias=True), seed=0)
-    muon, adamw = make_optimizers(model, TrainConfig(steps=1, batch_tokens=1))
-    moved = [{id(p) for group in each.param_groups for p in group["params"]} for each in (muon, adamw)]
-    layers = [*model.layers, *(model.encoder.layers if isinstance(model, EncoderDecoder) else ())]
-    matrices = {id(p) for layer in layers for p in layer.parameters() if p.ndim == 2}
-    assert moved[0] == matrices
-    assert moved[1] == {id(p) for p in model.parameters()} - matrices
-
-
-@pytest.mark.parametrize("optimizer", OptimizerName)
-def test_norms_and_biases_do_not_decay(optimizer: OptimizerName) -> None:
-    model = build(make_model_config(Architecture.DECODER_ONLY, mlp_bias=True), seed=0)
-    config = TrainConfig(steps=1, batch_tokens=1, optimizer=optimizer, weight_decay=0.1)
-    groups = [group for each in make_optimizers(model, config) for group in each.param_groups]
-    for parameter in model.parameters():
-        (group,) = (group for group in groups if any(parameter is p for p in group["params"]))
-        assert group["weight_decay"] == (0.1 if parameter.ndim == 2 else 0.0)
-
-
-def test_the_learning_rate_rises_to_its_peak_and_falls_towards_zero() -> None:
-    factors = [learning_rate_factor(step, 100, 10) for step in range(100)]
-    assert factors[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
-    assert max(factors) == factors[9] == 1.0
-    assert factors[9:] == sorted(factors[9:], reverse=True)
-    assert 0.0 < factors[-1] < 1e-3
-
-
-def test_warm_up_may_take_none_of_the_run_or_all_of_it() -> None:
-    for warmup_steps in (0, 10):
-        assert all(0.0 < learning_rate_factor(step, 10, warmup_steps) <= 1.0 for step in range(10))
-
-
-def test_mixed_precision_keeps_weights_in_float32(tmp_path: Path) -> None:
-    run(make_recipe(Architecture.DECODER_ONLY, precision=TrainPrecision.BF16, steps=3), tmp_path)
-    assert {tensor.dtype for tensor in weights(tmp_path).values()} == {torch.float32}
-
-
-def test_dropout_is_off_once_a_run_is_over(tmp_path: Path) -> None:
-    run(make_recipe(Architecture.DECODER_ONLY, dropout=0.5, steps=2), tmp_path)
-    model = checkpoint.load(tmp_path).model
-    assert not any(module.training for module in model.modules() if isinstance(module, nn.Dropout))
-    assert math.isfinite(sum(parameter.sum().item() for parameter in model.parameters()))
+def test_notes_and_costs_come_before_the_first_step(tmp_path: Path) -> None:
+    reporter = Quiet()
+    run(make_recipe(Architecture.DECODER_ONLY, steps=2), tmp_path, reporter=reporter)
+    assert reporter.lines[0] == "reading dates"
+    assert "a small world" in reporter.lines
+    assert any(line.startswith("parameters") for line in reporter.lines)
+    assert json.dumps(reporter.lines)

@@ -1,4 +1,4 @@
-"""The six worked examples: torch and ONNX Runtime both give what NumPy gives, and what the notes print.
+"""Worked examples: torch and ONNX Runtime both give what NumPy gives, and what the notes print.
 
 Every computation is one of the model's own functions or modules. It runs twice: in torch, and exported by
 `torch.onnx.export` in ONNX Runtime. Where ONNX has an operator of its own for the same thing, that is asked too.
@@ -6,8 +6,10 @@ Every computation is one of the model's own functions or modules. It runs twice:
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import onnx
@@ -17,13 +19,17 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 
+from export.additive import additive_scores
 from model.attention import (
+    AdditiveScore,
+    CrossAttention,
     SelfAttention,
     attend,
     attention_weights,
     causal_mask,
     dot_scores,
     join_heads,
+    split_heads,
 )
 from model.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
 from model.layers import EncoderLayer, FeedForward, make_norm
@@ -201,7 +207,7 @@ def test_unlearned_self_attention_sums_earlier_words_by_their_dot_products(run: 
 
 def test_bank_is_another_word_beside_money_than_beside_a_river(run: Run) -> None:
     def contextual(e: Tensor) -> Tensor:
-        return attend(e, e, e, scale=1.0)
+        return attend(e, e, e, score=partial(dot_scores, scale=1.0))
 
     sentences = (notes.MONEY_BANK_GROWS, notes.RIVER_BANK_FLOWS)
     np.testing.assert_array_equal(*(sentence[notes.BANK] for sentence in sentences))
@@ -381,3 +387,48 @@ def test_a_layer_normalises_each_sum_of_input_and_sublayer(run: Run) -> None:
     hidden = add_and_norm(layer.self_attention_residual.norm, x[0], attention)
     expected = add_and_norm(layer.feed_forward_residual.norm, hidden, feed_forward_oracle(layer.feed_forward, hidden))
     np.testing.assert_allclose(run(module, x)[0], expected, atol=10 * TOLERANCE)
+
+
+# 7. Additive scores.
+
+
+def test_additive_scores_are_the_formula_term_by_term(run: Run) -> None:
+    score = randomize(AdditiveScore(make_config(num_heads=2, head_dim=7)))
+    q, k, v = floats(2, 2, 5, 7, seed=1), floats(2, 2, 6, 7, seed=2), vector(score.vector)
+    rows = [[notes.additive_scores(q[b, h], k[b, h], v[h]) for h in range(2)] for b in range(2)]
+    np.testing.assert_allclose(run(score, q, k), rows, atol=TOLERANCE)
+    # As graphs have it, laid out in another way.
+    in_graphs = Computation(partial(additive_scores, score.vector.detach()))
+    np.testing.assert_allclose(run(in_graphs, q, k), rows, atol=TOLERANCE)
+
+
+def test_cross_attention_with_additive_scores_aligns_as_bahdanau_does(run: Run) -> None:
+    config = make_config(architecture=Architecture.ENCODER_DECODER, num_encoder_layers=1, num_heads=1, head_dim=64)
+    module = randomize(CrossAttention(dataclasses.replace(config, attention_score="additive")))
+    w_a, u_a, w_v = weight(module.query).T, weight(module.key_value).T[:64], weight(module.key_value).T[64:]
+    states, annotations = floats(3, 64, seed=1), floats(6, 64, seed=2)
+
+    def align(s: Tensor, h: Tensor) -> Tensor:
+        k, v = module.project_memory(h)
+        return attend(split_heads(module.project_query(s), 64), k, v, score=module.score)
+
+    alignment, context = notes.align_and_translate(
+        states.astype(np.float64), annotations.astype(np.float64), w_a, u_a, vector(module.score.vector)[0]
+    )
+    assert alignment.max() > 2 / 6, "an alignment that is hardly any proves nothing"
+    found = run(Computation(align), states[None], annotations[None])[0, 0]
+    np.testing.assert_allclose(found, context @ w_v.T, atol=10 * TOLERANCE)
+
+
+def test_grouped_heads_share_keys_and_keep_vectors_of_their_own(run: Run) -> None:
+    score = randomize(AdditiveScore(make_config(num_heads=4, num_kv_heads=2, head_dim=6)))
+    q, k, v = floats(1, 4, 5, 6, seed=1), floats(1, 2, 5, 6, seed=2), floats(1, 2, 5, 6, seed=3)
+
+    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, is_causal=True, score=score)
+
+    found = run(Computation(causal), q, k, v)[0]
+    for head in range(4):
+        scores = notes.additive_scores(q[0, head], k[0, head // 2], vector(score.vector)[head])
+        expected = notes.softmax(scores + notes.mask_above_diagonal(5)) @ v[0, head // 2]
+        np.testing.assert_allclose(found[head], expected, atol=TOLERANCE)

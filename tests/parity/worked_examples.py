@@ -3,6 +3,9 @@
 Plain float64, written for reading: loops over tokens and heads where the notes have sums. Figures that the notes print
 are kept as printed, to the digits printed. Two remarks on them: the notes worked their sinusoids in degrees, where the
 paper means radians; and one slide divides scores by d, where the paper and all other slides divide by √d_k.
+
+Additive scores are after Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and Translate"
+(2015).
 """
 
 from __future__ import annotations
@@ -72,6 +75,27 @@ def attention_word_by_word(x: Array, w_q: Array, w_k: Array, w_v: Array) -> Arra
         scores = np.array([q @ (other @ w_k) / np.sqrt(len(q)) for other in x])
         rows.append(sum(weight * (other @ w_v) for weight, other in zip(softmax(scores), x, strict=True)))
     return np.stack(rows)
+
+
+def additive_scores(q: Array, k: Array, v: Array) -> Array:
+    """e_ij = vᵀtanh(q_i + k_j), term by term: `[S, D]`, `[T, D]`, `[D]` → `[S, T]`."""
+    scores = np.zeros((len(q), len(k)))
+    for i in range(len(q)):
+        for j in range(len(k)):
+            for n in range(len(v)):
+                scores[i, j] += v[n] * np.tanh(q[i, n] + k[j, n])
+    return scores
+
+
+def align_and_translate(states: Array, annotations: Array, w_a: Array, u_a: Array, v_a: Array) -> tuple[Array, Array]:
+    """Bahdanau et al. (2015), section 3.1 and appendix A.1.2: each decoder state's alignment to the annotations.
+
+    e_ij = v_aᵀtanh(W_a s_i + U_a h_j); α_ij = exp(e_ij) / Σ_k exp(e_ik); c_i = Σ_j α_ij h_j. Matrices multiply from the
+    left, as the paper has it. Returns α and c.
+    """
+    energies = np.array([[v_a @ np.tanh(w_a @ state + u_a @ note) for note in annotations] for state in states])
+    alignment = softmax(energies)
+    return alignment, np.stack([sum(a * note for a, note in zip(row, annotations, strict=True)) for row in alignment])
 
 
 def multi_head(x: Array, heads: list[tuple[Array, Array, Array]], w_o: Array) -> Array:

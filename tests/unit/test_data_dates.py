@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from model.data import dates
 
 
-def test_no_held_out_day_is_ever_trained_on() -> None:
-    trained = {example.iso for example in dates.training(5_000, seed=0)}
+def test_no_day_is_on_two_sides() -> None:
+    trained = {example.iso for example in dates.training(20_000, seed=0)}
+    validation = {example.iso for example in dates.validation(2_000, seed=0)}
     held_out = {example.iso for example in dates.held_out(2_000, seed=0)}
+    assert not trained & validation
     assert not trained & held_out
-    assert all(dates.is_held_out(datetime.date.fromisoformat(iso)) for iso in held_out)
-    assert not any(dates.is_held_out(datetime.date.fromisoformat(iso)) for iso in trained)
+    assert not validation & held_out
+    for days, wanted in ((trained, (False, False)), (validation, (True, False)), (held_out, (False, True))):
+        for day in map(datetime.date.fromisoformat, days):
+            assert (dates.is_validation(day), dates.is_held_out(day)) == wanted
 
 
 def test_held_out_days_do_not_depend_on_the_seed() -> None:
@@ -78,7 +83,10 @@ def test_the_alphabet_holds_every_character_of_every_text() -> None:
         assert set(example.iso) <= alphabet
 
 
+@pytest.mark.parametrize("draw", [dates.validation, dates.held_out])
 @pytest.mark.parametrize("n", [-1, 10_000])
-def test_asking_for_impossibly_many_held_out_examples_is_refused(n: int) -> None:
+def test_asking_for_impossibly_many_scored_examples_is_refused(
+    draw: Callable[[int, int], list[dates.DateExample]], n: int
+) -> None:
     with pytest.raises(ValueError, match=f"n is {n}"):
-        dates.held_out(n, seed=0)
+        draw(n, 0)

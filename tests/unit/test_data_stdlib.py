@@ -11,7 +11,7 @@ from model.data import stdlib
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """Sixty small modules, so that both sides of any split by hash are there."""
+    """Sixty small modules, so that all sides of a split by hash are there."""
     for index in range(60):
         (tmp_path / f"module{index}.py").write_text(f"x = {index}\n", encoding="utf-8")
     return tmp_path
@@ -23,18 +23,17 @@ def paths(files: tuple[stdlib.SourceFile, ...]) -> set[str]:
 
 def test_the_running_pythons_library_splits_into_disjoint_parts() -> None:
     split = stdlib.split()
-    training, held_out = paths(split.training), paths(split.held_out)
-    assert not training & held_out
-    assert "argparse.py" in training | held_out
+    training, validation, held_out = (paths(files) for files in split)
+    assert not training & validation
+    assert not (training | validation) & held_out
+    assert "argparse.py" in training | validation | held_out
+    assert sum(len(file.text) for file in split.training) > 20 * sum(len(file.text) for file in split.validation)
     assert sum(len(file.text) for file in split.training) > 20 * sum(len(file.text) for file in split.held_out)
 
 
-def test_no_top_level_name_is_on_both_sides() -> None:
-    split = stdlib.split()
-    training, held_out = (
-        {path.split("/")[0].removesuffix(".py") for path in paths(files)} for files in (split.training, split.held_out)
-    )
-    assert not training & held_out
+def test_no_top_level_name_is_on_two_sides() -> None:
+    sides = [{path.split("/")[0].removesuffix(".py") for path in paths(files)} for files in stdlib.split()]
+    assert len(sides[0] | sides[1] | sides[2]) == sum(map(len, sides))
 
 
 def test_the_split_is_the_same_each_time(library: Path) -> None:
@@ -42,11 +41,12 @@ def test_the_split_is_the_same_each_time(library: Path) -> None:
 
 
 def test_a_modules_side_does_not_depend_on_what_else_is_there(library: Path) -> None:
-    before = paths(stdlib.split(library).held_out)
+    before = [paths(files) for files in stdlib.split(library)]
     for index in range(0, 60, 2):
         (library / f"module{index}.py").unlink()
-    after = paths(stdlib.split(library).held_out)
-    assert after == {path for path in before if int(path.removeprefix("module").removesuffix(".py")) % 2}
+    after = [paths(files) for files in stdlib.split(library)]
+    for was, files in zip(before, after, strict=True):
+        assert files == {path for path in was if int(path.removeprefix("module").removesuffix(".py")) % 2}
 
 
 def test_a_packages_files_stay_together(library: Path) -> None:
@@ -55,9 +55,8 @@ def test_a_packages_files_stay_together(library: Path) -> None:
         package.mkdir(parents=True)
         for name in ("one.py", "two.py"):
             (package / name).write_text("pass\n", encoding="utf-8")
-    split = stdlib.split(library)
-    sides = [{path.split("/")[0] for path in paths(files)} for files in (split.training, split.held_out)]
-    assert not sides[0] & sides[1]
+    sides = [{path.split("/")[0] for path in paths(files)} for files in stdlib.split(library)]
+    assert len(sides[0] | sides[1] | sides[2]) == sum(map(len, sides))
 
 
 @pytest.mark.parametrize(("copy", "original"), [("_pyio", "io"), ("_io", "io"), ("posixpath", "ntpath")])
@@ -96,24 +95,22 @@ def test_a_file_that_is_not_utf8_is_left_out(library: Path) -> None:
 def test_text_keeps_its_line_ends(library: Path) -> None:
     (library / "module0.py").write_bytes(b"a = 1\r\nb = 2\n")
     split = stdlib.split(library)
-    (file,) = (file for file in (*split.training, *split.held_out) if file.path == "module0.py")
+    every = (*split.training, *split.validation, *split.held_out)
+    (file,) = (file for file in every if file.path == "module0.py")
     assert file.text == "a = 1\r\nb = 2\n"
 
 
-def test_a_large_module_is_never_held_out(library: Path) -> None:
-    held_out = paths(stdlib.split(library).held_out)
-    largest = min(held_out)
-    (library / largest).write_text("#" * 100_000, encoding="utf-8")
-    assert paths(stdlib.split(library).held_out) == held_out - {largest}
-
-
-def test_the_hash_follows_every_name_and_every_text(library: Path) -> None:
-    hashes = [stdlib.split(library).sha256]
-    (library / "module0.py").write_text("x = -1\n", encoding="utf-8")
-    hashes.append(stdlib.split(library).sha256)
-    (library / "module0.py").rename(library / "renamed.py")
-    hashes.append(stdlib.split(library).sha256)
-    assert len(set(hashes)) == 3
+def test_a_large_module_is_always_trained_on(library: Path) -> None:
+    before = stdlib.split(library)
+    large = {min(paths(before.validation)), min(paths(before.held_out))}
+    for path in large:
+        (library / path).write_text("#" * 100_000, encoding="utf-8")
+    # Small ones in their place, or a side may be left empty.
+    for index in range(60, 200):
+        (library / f"module{index}.py").write_text("pass\n", encoding="utf-8")
+    after = stdlib.split(library)
+    assert large <= paths(after.training)
+    assert paths(before.held_out) - large <= paths(after.held_out)
 
 
 def test_a_folder_without_enough_source_is_refused(tmp_path: Path) -> None:

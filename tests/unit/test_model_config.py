@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.config import Activation, Architecture, ConfigError, ModelConfig, Norm, NormPlacement, Positions
+from model.config import (
+    MAX_ADDITIVE_CONTEXT,
+    Activation,
+    Architecture,
+    AttentionScore,
+    ConfigError,
+    ModelConfig,
+    Norm,
+    NormPlacement,
+    Positions,
+)
 
 DECODER_ONLY = {
     "architecture": "decoder-only",
@@ -38,10 +48,12 @@ def valid_configs(draw: st.DrawFn) -> ModelConfig:
     vocab_size = draw(st.integers(3, 50_000))
     source_vocab_size = draw(st.integers(0, 500)) if is_pair else 0
     token = st.integers(0, vocab_size - 1)
+    score = draw(st.sampled_from(AttentionScore))
+    is_additive = score is AttentionScore.ADDITIVE
     return ModelConfig(
         architecture=Architecture.ENCODER_DECODER if is_pair else Architecture.DECODER_ONLY,
         vocab_size=vocab_size,
-        context=draw(st.integers(1, 8192)),
+        context=draw(st.integers(1, MAX_ADDITIVE_CONTEXT if is_additive else 8192)),
         d_model=2 * kv_heads * group * half_head,
         num_layers=draw(st.integers(1, 8)),
         num_heads=kv_heads * group,
@@ -51,7 +63,8 @@ def valid_configs(draw: st.DrawFn) -> ModelConfig:
         num_encoder_layers=draw(st.integers(1, 8)) if is_pair else 0,
         source_vocab_size=source_vocab_size,
         source_context=draw(st.integers(0, 500)) if is_pair else 0,
-        positions=draw(st.sampled_from(Positions)),
+        positions=draw(st.sampled_from([kind for kind in Positions if kind != "rotary" or not is_additive])),
+        attention_score=score,
         rope_theta=draw(st.floats(1.5, 1e6)),
         norm=draw(st.sampled_from(Norm)),
         norm_placement=draw(st.sampled_from(NormPlacement)),
@@ -60,6 +73,7 @@ def valid_configs(draw: st.DrawFn) -> ModelConfig:
         attention_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
         tie_embeddings=draw(st.booleans()),
+        share_embeddings=draw(st.booleans()),
         scale_embeddings=draw(st.booleans()),
         dropout=draw(st.floats(0.0, 1.0, exclude_max=True)),
         pad_id=draw(st.integers(0, min(vocab_size, source_vocab_size or vocab_size) - 1)),
@@ -107,6 +121,17 @@ def test_sizes_left_out_are_derived() -> None:
     assert (config.source_vocab_size, config.source_context) == (100, 32)
 
 
+def test_a_config_written_before_there_was_a_choice_of_scores_means_dot_products_and_shared_tables() -> None:
+    config = ModelConfig.from_dict(ENCODER_DECODER)
+    assert config.attention_score is AttentionScore.DOT
+    assert config.share_embeddings
+
+
+def test_additive_scores_have_no_use_for_an_even_head() -> None:
+    changes = {"attention_score": "additive", "positions": "sinusoidal", "d_model": 28}
+    assert ModelConfig.from_dict(DECODER_ONLY | changes).head_dim == 7
+
+
 def test_head_width_need_not_divide_the_model() -> None:
     assert ModelConfig.from_dict(DECODER_ONLY | {"d_model": 26, "head_dim": 8}).head_dim == 8
 
@@ -121,6 +146,7 @@ def test_every_invalid_value_is_reported_at_once() -> None:
     wrong = {
         "architecture": "recurrent",
         "positions": "absolute",
+        "attention_score": "cosine",
         "norm": "batchnorm",
         "norm_placement": "sandwich",
         "activation": "tanh",
@@ -169,12 +195,25 @@ def test_every_broken_relation_is_reported_at_once() -> None:
             "d_model 25 is odd, sinusoidal positions come in pairs",
         ),
         ({"architecture": "encoder-decoder"}, "num_encoder_layers is 0, an encoder-decoder needs at least 1"),
+        (
+            {"attention_score": "additive"},
+            "positions is rotary, additive scores need sinusoidal or learned: only a dot product sees rotations",
+        ),
+        (
+            {"attention_score": "additive", "positions": "learned", "context": 513},
+            "context is 513, additive scores allow at most 512",
+        ),
+        (
+            ENCODER_DECODER | {"attention_score": "additive", "positions": "learned", "source_context": 600},
+            "source_context is 600, additive scores allow at most 512",
+        ),
         ({"rope_theta": float("inf")}, "rope_theta is inf, must be finite and above 1"),
         ({"rope_theta": 1.0}, "rope_theta is 1.0, must be finite and above 1"),
         ({"norm_epsilon": float("nan")}, "norm_epsilon is nan, must be finite and positive"),
         ({"dropout": float("nan")}, "dropout is nan, must be in [0, 1)"),
         ({"dropout": -0.1}, "dropout is -0.1, must be in [0, 1)"),
         ({"activation": "tanh"}, "activation is 'tanh', must be one of relu, gelu, swiglu"),
+        ({"attention_score": "cosine"}, "attention_score is 'cosine', must be one of dot, additive"),
         ({"eos_id": 100}, "eos_id is 100, must be in [0, 100)"),
     ],
 )

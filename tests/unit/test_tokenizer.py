@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,16 @@ from hypothesis import strategies as st
 
 from model.config import Architecture
 from model.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer, TokenizerError
-from model.tokenizer_training import BOS, EOS, PAD, UNKNOWN, byte_level_bpe, characters, one_word_per_id
+from model.tokenizer_training import (
+    BOS,
+    EOS,
+    PAD,
+    UNKNOWN,
+    byte_level_bpe,
+    characters,
+    one_word_per_id,
+    single_bytes,
+)
 
 SOURCE = """def add(a, b):
     return a + b
@@ -24,15 +34,40 @@ BPE = byte_level_bpe([SOURCE] * 4, 320, Architecture.DECODER_ONLY)
 CHARACTERS = characters(
     ["vendredi 20 novembre 2026", "pátek 3. června 2026", "0123456789-"], Architecture.ENCODER_DECODER
 )
+NATURAL = byte_level_bpe(["the cat sat on the mat, the end"] * 4, 300, Architecture.DECODER_ONLY, pattern=None)
+BYTES = single_bytes(259, Architecture.ENCODER_DECODER)
+LETTERS = characters(["Über den Wolken,\n\tüber ALLEM"], Architecture.ENCODER_DECODER, fold=False)
 WORDS = one_word_per_id(300, Architecture.DECODER_ONLY)
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]))
 
 
+@pytest.mark.parametrize("tokenizer", [BPE, NATURAL, BYTES], ids=["code", "natural", "bytes"])
+@given(text=any_text)
+def test_byte_level_tokens_give_any_text_back(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode_plain(text)) == text
+
+
 @given(any_text)
-def test_byte_level_bpe_gives_any_text_back(text: str) -> None:
-    assert BPE.decode(BPE.encode(text)) == text
-    assert BPE.decode(BPE.encode_plain(text)) == text
+def test_single_bytes_are_one_token_each(text: str) -> None:
+    assert len(BYTES.encode_plain(text)) == len(text.encode())
+
+
+@given(st.text(st.sampled_from("Übernd Wolk,\n\tALEMü\N{COMBINING DIAERESIS}")))
+def test_characters_of_general_text_come_back_composed_and_otherwise_as_they_were(text: str) -> None:
+    composed = unicodedata.normalize("NFC", text)
+    known = {LETTERS.token(index) for index in range(LETTERS.vocab_size)}
+    if set(composed) <= known:
+        assert LETTERS.decode(LETTERS.encode(text)) == composed
+    assert len(LETTERS.encode_plain(text)) == len(composed)
+
+
+@given(st.lists(any_text, max_size=20))
+def test_many_texts_at_a_time_are_encoded_as_one_by_one(texts: list[str]) -> None:
+    for tokenizer in (BPE, BYTES, LETTERS):
+        assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+        assert tokenizer.encode_plain_batch(texts) == [tokenizer.encode_plain(text) for text in texts]
 
 
 def test_byte_level_bpe_learns_merges_from_its_texts() -> None:
@@ -45,22 +80,54 @@ def test_byte_level_bpe_is_the_same_each_time() -> None:
 
 
 def test_a_vocabulary_too_small_for_bytes_is_refused() -> None:
-    with pytest.raises(ValueError, match="vocab_size is 258, byte-level BPE needs at least 259"):
-        byte_level_bpe([SOURCE], 258, Architecture.DECODER_ONLY)
+    for make in (
+        lambda: byte_level_bpe([SOURCE], 258, Architecture.DECODER_ONLY),
+        lambda: single_bytes(258, Architecture.DECODER_ONLY),
+    ):
+        with pytest.raises(ValueError, match="vocab_size is 258, byte-level tokens need at least 259"):
+            make()
+
+
+def test_bytes_have_no_other_token_than_bytes_and_control_tokens() -> None:
+    assert BYTES.vocab_size == 259
+    assert single_bytes(5000, Architecture.DECODER_ONLY).vocab_size == 259
+
+
+def test_a_vocabulary_takes_the_most_frequent_characters() -> None:
+    tokenizer = characters(["aaabbc"], Architecture.ENCODER_DECODER, vocab_size=6, fold=False)
+    assert [tokenizer.token(index) for index in range(tokenizer.vocab_size)] == [PAD, BOS, EOS, UNKNOWN, "a", "b"]
+    assert tokenizer.encode_plain("abc") == [4, 5, tokenizer.unknown_id]
+    with pytest.raises(ValueError, match="vocab_size is 4, characters need at least 5"):
+        characters(["a"], Architecture.ENCODER_DECODER, vocab_size=4)
+
+
+def test_merges_of_natural_text_keep_to_words() -> None:
+    spellings = [NATURAL.token(index) or "" for index in range(NATURAL.vocab_size)]
+    assert "Ġthe" in spellings
+    assert not any("Ġ" in spelling[1:] for spelling in spellings)
+
+
+def test_what_a_tokenizer_cannot_spell_has_an_id_or_does_not_occur() -> None:
+    assert [tokenizer.unknown_id for tokenizer in (BPE, BYTES, CHARACTERS, WORDS)] == [None, None, 3, 3]
+    assert [tokenizer.is_byte_level for tokenizer in (BPE, BYTES, CHARACTERS, WORDS)] == [True, True, False, False]
 
 
 def test_a_line_break_and_its_indentation_can_be_one_token() -> None:
     assert len(BPE.encode_plain("\n    ")) == 1
 
 
-@pytest.mark.parametrize("tokenizer", [BPE, CHARACTERS, WORDS], ids=["bpe", "characters", "words"])
+@pytest.mark.parametrize(
+    "tokenizer", [BPE, BYTES, CHARACTERS, LETTERS, WORDS], ids=["bpe", "bytes", "characters", "letters", "words"]
+)
 def test_control_tokens_written_out_are_ordinary_characters(tokenizer: Tokenizer) -> None:
     plain = tokenizer.encode_plain(f"{BOS} {EOS} {PAD}")
     assert len(plain) > 3
     assert not {PAD_ID, BOS_ID, EOS_ID} & set(plain)
 
 
-@pytest.mark.parametrize("tokenizer", [BPE, CHARACTERS, WORDS], ids=["bpe", "characters", "words"])
+@pytest.mark.parametrize(
+    "tokenizer", [BPE, BYTES, CHARACTERS, LETTERS, WORDS], ids=["bpe", "bytes", "characters", "letters", "words"]
+)
 def test_control_tokens_are_pad_0_bos_1_eos_2(tokenizer: Tokenizer) -> None:
     assert [tokenizer.token(index) for index in (PAD_ID, BOS_ID, EOS_ID)] == [PAD, BOS, EOS]
 
@@ -128,7 +195,9 @@ def test_a_stand_in_without_room_for_control_tokens_is_refused() -> None:
         one_word_per_id(3, Architecture.DECODER_ONLY)
 
 
-@pytest.mark.parametrize("tokenizer", [BPE, CHARACTERS, WORDS], ids=["bpe", "characters", "words"])
+@pytest.mark.parametrize(
+    "tokenizer", [BPE, BYTES, CHARACTERS, LETTERS, WORDS], ids=["bpe", "bytes", "characters", "letters", "words"]
+)
 def test_a_tokenizer_survives_its_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(tokenizer.to_json(), encoding="utf-8")

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from model.training.config import OptimizerName, TrainConfig, TrainConfigError, TrainPrecision
+from model.training.config import (
+    OptimizerName,
+    Parallelism,
+    Schedule,
+    TrainConfig,
+    TrainConfigError,
+    TrainDevice,
+    TrainPrecision,
+)
 
 VALID: dict[str, Any] = {"steps": 100, "batch_tokens": 512}
 
@@ -26,9 +34,50 @@ def test_a_configuration_survives_json() -> None:
 
 
 def test_strings_become_choices() -> None:
-    config = TrainConfig.from_dict({**VALID, "optimizer": "adamw", "precision": "bf16"})
+    config = TrainConfig.from_dict(
+        {
+            **VALID,
+            "optimizer": "adamw",
+            "precision": "bf16",
+            "schedule": "noam",
+            "device": "cuda",
+            "parallelism": "fsdp",
+        }
+    )
     assert config.optimizer is OptimizerName.ADAMW
     assert config.precision is TrainPrecision.BF16
+    assert config.schedule is Schedule.NOAM
+    assert config.device is TrainDevice.CUDA
+    assert config.parallelism is Parallelism.FSDP
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gradient_accumulation", 0),
+        ("log_every", 0),
+        ("epsilon", 0.0),
+        ("label_smoothing", 1.0),
+        ("label_smoothing", -0.1),
+        ("evaluate_every", -1),
+        ("schedule", "linear"),
+        ("device", "tpu"),
+        ("parallelism", "tensor"),
+    ],
+)
+def test_a_value_out_of_its_range_is_reported_by_name(name: str, value: object) -> None:
+    (problem,) = problems({**VALID, name: value})
+    assert problem.startswith(f"{name} is ")
+
+
+def test_patience_needs_scores_to_lose_it_over() -> None:
+    assert problems({**VALID, "patience": 2}) == ("patience is 2, evaluate_every must then be at least 1",)
+    assert TrainConfig(**VALID, patience=2, evaluate_every=5).patience == 2
+
+
+def test_the_papers_schedule_needs_a_warm_up() -> None:
+    (problem,) = problems({**VALID, "schedule": "noam", "warmup_fraction": 0.0})
+    assert problem == "warmup_fraction is 0.0, schedule noam needs at least one step of it"
 
 
 def test_every_invalid_field_is_reported_at_once() -> None:

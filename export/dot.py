@@ -1,0 +1,161 @@
+"""Scaled dot products in a graph: ONNX Runtime's fused attention around the model's own projections.
+
+    decoder, to itself      GroupQueryAttention on packed Q, K, V: rotates, appends to the cache in place, attends. One
+                            operator for prefill, for chunks of it and for ragged decoding
+    decoder, to the source  GroupQueryAttention again, given no new keys and the source's K/V as its past
+    encoder, to itself      Attention (opset 24) with a length for each row, so that no mask is ever built
+
+The operators are symbolic: they exist in the exported graph, and running these modules in torch yields zeros where they
+stand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.onnx.ops import symbolic_multi_out
+
+from export.backend import AttentionBackend, Buffers, Feeds
+from model.attention import CrossAttention, SelfAttention
+from model.config import ModelConfig, Positions
+from model.positions import RotaryPositions
+from model.transformer import Decoder, EncoderDecoder
+
+_HEAD_DIM_MULTIPLE = 8
+_ROTARY_HEAD_DIM_MULTIPLE = 16
+
+
+def unsupported(config: ModelConfig) -> list[str]:
+    """Heads of a width that GroupQueryAttention does not take."""
+    rotary = config.positions is Positions.ROTARY
+    multiple = _ROTARY_HEAD_DIM_MULTIPLE if rotary else _HEAD_DIM_MULTIPLE
+    if config.head_dim % multiple:
+        kind = " with rotary positions" if rotary else ""
+        return [f"head_dim is {config.head_dim}, must be a multiple of {multiple}{kind}: GroupQueryAttention needs it"]
+    return []
+
+
+class DotDecoderAttention:
+    """One step's attention to the cache and to the source; an `export.backend.DecoderAttention`."""
+
+    def __init__(self, model: Decoder, feeds: Feeds) -> None:
+        self._config = model.config
+        self._rotary = model.rotary
+        self._seqlens_k = feeds["seqlens_k"]
+        self._total_sequence_length = feeds["total_sequence_length"]
+        if model.config.is_encoder_decoder:
+            # These take the places of the operator's `seqlens_k` and `total_sequence_length`; nothing is appended.
+            lengths = feeds["source_lengths"]
+            width = model.config.num_kv_heads * model.config.head_dim
+            self._no_keys = feeds["cross_key_0"].new_zeros(lengths.shape[0], 0, width)
+            self._last_position, self._longest = lengths - 1, lengths.max()
+
+    def attend_self(self, module: SelfAttention, x: Tensor, past: Buffers) -> tuple[Tensor, Buffers]:
+        """See `DecoderAttention`."""
+        y, key, value = group_query_attention(
+            self._config, module.project(x), None, past, self._seqlens_k, self._total_sequence_length, self._rotary
+        )
+        return module.merge(y), (key, value)
+
+    def attend_cross(self, module: CrossAttention, x: Tensor, cross: Buffers) -> tuple[Tensor, Buffers]:
+        """See `DecoderAttention`."""
+        y, key, value = group_query_attention(
+            self._config, module.project_query(x), self._no_keys, cross, self._last_position, self._longest, None
+        )
+        return module.merge(y), (key, value)
+
+
+class DotEncoderAttention:
+    """A batch's attention to itself; an `export.backend.EncoderAttention`."""
+
+    def __init__(self, model: EncoderDecoder, feeds: Feeds) -> None:
+        self._config = model.config
+        self._rotary = model.encoder.rotary
+        self._lengths = feeds["source_lengths"].long()
+
+    def attend(self, module: SelfAttention, x: Tensor) -> Tensor:
+        """See `EncoderAttention`."""
+        q, k, v = torch.split(module.project(x), [module.query_width, module.kv_width, module.kv_width], dim=-1)
+        if self._rotary is not None:
+            q = rotary_embedding(q, self._rotary, self._config.num_heads)
+            k = rotary_embedding(k, self._rotary, self._config.num_kv_heads)
+        return module.merge(padded_attention(self._config, q, k, v, self._lengths))
+
+
+def group_query_attention(
+    config: ModelConfig,
+    query: Tensor,
+    key_value: Tensor | None,
+    past: tuple[Tensor, Tensor],
+    seqlens_k: Tensor,
+    total_sequence_length: Tensor,
+    rotary: RotaryPositions | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`com.microsoft.GroupQueryAttention`: causal attention over a cache that it extends in place.
+
+    Args:
+        config: head counts and sizes.
+        query: `[B, S, (H + 2 Hkv) * D]`, packed Q, K, V; or `[B, S, H * D]` with `key_value`.
+        key_value: what to append as keys and as values, `[B, 0, Hkv * D]` to append nothing; None when packed.
+        past: key and value buffers `[B, Hkv, capacity, D]`.
+        seqlens_k: `[B] int32`, each row's cached and new tokens together, minus one.
+        total_sequence_length: `[] int32`, the largest of those plus one.
+        rotary: turns queries and new keys; None where positions were added to the embeddings or keys are not turned.
+
+    Returns:
+        The output `[B, S, H * D]` and the two buffers.
+    """
+    inputs = [query, key_value, key_value, *past, seqlens_k, total_sequence_length]
+    if rotary is not None:
+        inputs += [rotary.cos, rotary.sin]
+    output, key, value = symbolic_multi_out(
+        "com.microsoft::GroupQueryAttention",
+        inputs,
+        {"num_heads": config.num_heads, "kv_num_heads": config.num_kv_heads, "do_rotary": int(rotary is not None)},
+        dtypes=(query.dtype,) * 3,
+        shapes=((*query.shape[:2], config.num_heads * config.head_dim), past[0].shape, past[1].shape),
+        version=1,
+    )
+    return output, key, value
+
+
+def padded_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """ONNX `Attention`, both ways, over right-padded rows.
+
+    Args:
+        config: head counts.
+        q: `[B, S, H * D]`.
+        k: `[B, S, Hkv * D]`.
+        v: as `k`.
+        lengths: `[B] int64`; keys at and after a row's length are not attended to.
+
+    Returns:
+        `[B, S, H * D]`, meaningless past each length.
+    """
+    (output,) = symbolic_multi_out(
+        "Attention",
+        (q, k, v, None, None, None, lengths),
+        {"q_num_heads": config.num_heads, "kv_num_heads": config.num_kv_heads},
+        dtypes=(q.dtype,),
+        shapes=(q.shape,),
+        version=24,
+    )
+    return output
+
+
+def rotary_embedding(x: Tensor, rotary: RotaryPositions, num_heads: int) -> Tensor:
+    """`com.microsoft.RotaryEmbedding`: `[B, S, num_heads * D]` turned by positions 0…S-1."""
+    first_position = torch.zeros(1, dtype=torch.int64)
+    (output,) = symbolic_multi_out(
+        "com.microsoft::RotaryEmbedding",
+        (x, first_position, rotary.cos, rotary.sin),
+        {"num_heads": num_heads},
+        dtypes=(x.dtype,),
+        shapes=(x.shape,),
+        version=1,
+    )
+    return output
+
+
+DOT = AttentionBackend(unsupported, DotDecoderAttention, DotEncoderAttention)
+"""Any model whose heads are wide by the right multiple."""

@@ -1,0 +1,46 @@
+"""JSON lines: one object a line, its texts under configured names; blank lines do not count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from model.data.files import DataError, numbered_lines
+
+SUFFIXES = frozenset({".jsonl", ".ndjson"})
+
+
+def read(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """The number of each line and the texts of its `fields`, in their order.
+
+    Raises:
+        DataError: naming file and line of what is not UTF-8, not an object, or has no such text.
+    """
+    for number, line in numbered_lines(path):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise DataError(f"{where}: {type(values).__name__}, must be an object")
+        yield number, [_text(values, field, where) for field in fields]
+
+
+def _text(values: dict[str, object], field: str, where: str) -> str:
+    if field not in values:
+        raise DataError(f"{where}: no field {field!r}, there are {', '.join(map(repr, values)) or 'none'}")
+    value = values[field]
+    if not isinstance(value, str):
+        raise DataError(f"{where}: field {field!r} is {type(value).__name__}, must be a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        # JSON can spell half of a surrogate pair, which is no character.
+        raise DataError(f"{where}: field {field!r} holds U+{ord(value[error.start]):04X}, half a character") from error
+    return value

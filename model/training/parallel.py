@@ -1,0 +1,267 @@
+"""Several processes that train one model, under `torchrun`; one process alone is the case where nothing is exchanged.
+
+`ddp` gives every process a whole copy and averages gradients (Li et al., 2020). `fsdp` also cuts every weight, gradient
+and optimiser state into as many pieces as there are processes, and puts a layer together only while it computes (Zhao
+et al., 2023; torch's FSDP2): for a model that outgrows one card. Either way an update is the same as in one process.
+
+Numbers that steer (label counts, losses, scores) go over gloo, gradients and weights over NCCL where they are on GPUs.
+Knows nothing of data, optimisers or files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from model.training.config import OptimizerName, Parallelism, TrainConfig, TrainDevice, TrainPrecision
+
+T = TypeVar("T")
+
+_GLOO = "gloo"
+_GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
+
+
+class ParallelError(Exception):
+    """The processes cannot work together, or another one failed."""
+
+
+class SetupError(ValueError):
+    """The configuration asks for what this machine, or this number of processes, cannot do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """One process among `world_size`; the defaults are one that is alone.
+
+    `device` is this process's. The first process, rank 0, is the only one that writes files or speaks.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    kind: Parallelism = Parallelism.DDP
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes and speaks."""
+        return self.rank == 0
+
+    @property
+    def shards(self) -> bool:
+        """Whether no process holds the whole model."""
+        return self.kind is Parallelism.FSDP and self.world_size > 1
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Moves a model to the device and returns what to call for its forward pass while it trains.
+
+        Under `fsdp` the parameters of `model` itself become pieces: optimisers are to be made afterwards.
+        """
+        if self.shards:
+            _sharding().shard(model, self.device.type, self.world_size)
+            return model
+        model.to(self.device)
+        if self.world_size == 1:
+            return model
+        device_ids = None if self.device.type == "cpu" else [self.device]
+        return DistributedDataParallel(model, device_ids=device_ids, forward_sync_buffers=False)
+
+    @contextlib.contextmanager
+    def accumulating(self, wrapped: nn.Module, *, is_last: bool) -> Iterator[None]:
+        """Around forward and backward pass of one micro-batch: whole copies exchange gradients after the last only.
+
+        Pieces are exchanged every time: no process could hold the gradients of a whole model that it cannot hold.
+        """
+        if isinstance(wrapped, DistributedDataParallel) and not is_last:
+            with wrapped.no_sync():
+                yield
+        else:
+            yield
+
+    @contextlib.contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Around evaluation, in which all processes take part: dropout off, and pieces cut again afterwards."""
+        model.eval()
+        try:
+            yield
+        finally:
+            if self.shards:
+                _sharding().reshard(model)
+            model.train()
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over all processes, in double precision."""
+        if self.world_size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return [float(value) for value in total]
+
+    def broadcast(self, value: T) -> T:
+        """The first process's value; it must be picklable."""
+        if self.world_size == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0)
+        received: T = box[0]
+        return received
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Runs an action in every process; where one fails, all fail.
+
+        Raises:
+            Exception: whatever the action raised here.
+            ParallelError: when it raised in another process alone.
+        """
+        if self.world_size == 1:
+            return action()
+        try:
+            result = action()
+        except Exception as error:
+            self._gather(str(error))
+            raise
+        for rank, message in enumerate(self._gather(None)):
+            if message is not None:
+                raise ParallelError(f"process {rank}: {message}")
+        return result
+
+    def on_first(self, action: Callable[[], object]) -> None:
+        """Runs an action in the first process while the others wait; where it fails, all fail."""
+        self.together(action if self.is_first else lambda: None)
+
+    def check_same(self, identity: Mapping[str, Any]) -> None:
+        """Makes sure that all processes train the same model on the same data.
+
+        Raises:
+            ParallelError: naming what differs.
+        """
+
+        def compare() -> None:
+            first = self.broadcast(dict(identity))
+            differing = sorted(key for key in first.keys() | identity.keys() if first.get(key) != identity.get(key))
+            if differing:
+                raise ParallelError(f"{', '.join(differing)} differ from process 0's")
+
+        self.together(compare)
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors in the first process, none in the others; pieces are put together one by one on the CPU."""
+        whole = {}
+        for name, tensor in tensors.items():
+            value = tensor.detach()
+            if self.shards:
+                value = _sharding().assemble(value).cpu()
+            if self.is_first:
+                whole[name] = value
+        return whole
+
+    def cut_like(self, whole: Tensor, like: Tensor) -> Tensor:
+        """What this process keeps of a whole tensor that every process has: as much as it has of `like`."""
+        return _sharding().cut_like(whole, like) if self.shards else whole
+
+    def number(self, scalar: Tensor) -> float:
+        """The value of a tensor of one number, of which every process may have a part."""
+        return float(_sharding().assemble(scalar) if self.shards else scalar)
+
+    def _gather(self, message: str | None) -> list[str | None]:
+        messages: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(messages, message)
+        return messages
+
+
+def _sharding() -> Any:
+    """`model.training.sharding`, imported late: few runs need it, and all would wait for it."""
+    from model.training import sharding
+
+    return sharding
+
+
+def alone(config: TrainConfig) -> Parallel:
+    """One process on the device that the configuration asks for.
+
+    Raises:
+        SetupError: when it is not there, or the configuration's settings exclude each other.
+    """
+    check_combination(config)
+    return Parallel(device=resolve_device(config.device), kind=config.parallelism)
+
+
+@contextlib.contextmanager
+def start(config: TrainConfig) -> Iterator[Parallel]:
+    """Joins the other processes where `torchrun` started this one; a process group that is there already is used.
+
+    Raises:
+        SetupError: when the device that the configuration asks for is not there, or its settings exclude each other.
+    """
+    is_mine = dist.is_torchelastic_launched() and not dist.is_initialized()
+    if not (is_mine or dist.is_initialized()):
+        yield alone(config)
+        return
+    check_combination(config)
+    device = resolve_device(config.device, dist.get_node_local_rank(fallback_rank=0))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if is_mine:
+        _join(device)
+    try:
+        yield Parallel(dist.get_rank(), dist.get_world_size(), device, config.parallelism)
+    finally:
+        if is_mine:
+            _leave()
+
+
+def _join(device: torch.device) -> None:
+    # Functions in this module have the group of the moment of its import for a default argument, and DDP imports it at
+    # first use. A group that was there by then would outlive `_leave`, and gloo's threads with it, which can abort a
+    # process that is done while its interpreter ends.
+    import torch.distributed.nn  # noqa: F401
+
+    dist.init_process_group(_GLOO_AND_NCCL if device.type == "cuda" else _GLOO)
+
+
+def _leave() -> None:
+    # Wrapped models hold the group too, some of them in cycles.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def resolve_device(wanted: TrainDevice, local_rank: int = 0) -> torch.device:
+    """Settles `auto`, and gives each process of a machine a card of its own.
+
+    Raises:
+        SetupError: when `cuda` is wanted, or taken, and there is no card for this process.
+    """
+    num_cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted is TrainDevice.CPU or (wanted is TrainDevice.AUTO and not num_cards):
+        return torch.device("cpu")
+    if not num_cards:
+        raise SetupError(f"device is {wanted}, torch {torch.__version__} sees no CUDA device here")
+    if local_rank >= num_cards:
+        raise SetupError(f"device is {wanted}, process {local_rank + 1} of this machine has none of its {num_cards}")
+    return torch.device("cuda", local_rank)
+
+
+def check_combination(config: TrainConfig) -> None:
+    """Refuses what sharded training has no sound way to do.
+
+    Raises:
+        SetupError: listing every setting that does not go with `fsdp`.
+    """
+    if config.parallelism is not Parallelism.FSDP:
+        return
+    problems = []
+    if config.optimizer is not OptimizerName.ADAMW:
+        # Muon needs whole matrices, and a process has only pieces.
+        problems.append(f"parallelism fsdp needs optimizer adamw, not {config.optimizer}")
+    if config.precision is TrainPrecision.FP16:
+        # The gradient scaler looks for overflow in its own process alone.
+        problems.append("parallelism fsdp needs precision bf16 or fp32, not fp16")
+    if problems:
+        raise SetupError("; ".join(problems))

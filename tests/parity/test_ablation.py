@@ -1,0 +1,292 @@
+"""The ablation: its recurrent baseline is what it says, rows differ in one thing, its table is what was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import ablation, ablation_report
+from benchmarks.ablation import EXPERIMENTS, ROWS, Network, plan
+from benchmarks.gru import RecurrentConfig, RecurrentEncoderDecoder, build_recurrent, equal_size
+from model import evaluate
+from model.data.batches import Pair, pad
+from model.presets import resolve
+from model.training.config import OptimizerName, Schedule, TrainConfig, TrainPrecision
+from model.training.loop import Loop
+from model.transformer import build, num_parameters
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+CONFIG = RecurrentConfig(vocab_size=16, d_model=12, hidden=10)
+TINY = ("d_model=16", "d_ff=32", "max_examples=40", "batch_tokens=150")
+
+
+@pytest.fixture
+def model() -> RecurrentEncoderDecoder:
+    return build_recurrent(CONFIG, seed=0).eval()
+
+
+def random_ids(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randint(3, CONFIG.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_gru_does_not_see_padding(model: RecurrentEncoderDecoder) -> None:
+    sources, targets, lengths = random_ids(0, 3, 7), random_ids(1, 3, 5), torch.tensor([7, 4, 1])
+    logits = model(sources, lengths, targets)
+    other = torch.where(torch.arange(7) < lengths[:, None], sources, random_ids(2, 3, 7))
+    wider = torch.cat((other, random_ids(3, 3, 4)), dim=1)
+    torch.testing.assert_close(model(wider, lengths, targets), logits)
+    for row, length in enumerate(lengths.tolist()):
+        alone = model(sources[row : row + 1, :length], lengths[row : row + 1], targets[row : row + 1])
+        torch.testing.assert_close(alone[0], logits[row])
+
+
+def test_the_gru_reads_its_source_both_ways(model: RecurrentEncoderDecoder) -> None:
+    sources, targets, lengths = random_ids(0, 1, 6), random_ids(1, 1, 4), torch.tensor([6])
+    logits = model(sources, lengths, targets)
+    for position in range(6):
+        changed = sources.clone()
+        changed[0, position] = 3 + (changed[0, position] - 2) % (CONFIG.vocab_size - 3)
+        assert not torch.allclose(model(changed, lengths, targets)[0, 0], logits[0, 0], rtol=1e-4)
+
+
+def test_the_gru_writes_from_left_to_right(model: RecurrentEncoderDecoder) -> None:
+    sources, targets, lengths = random_ids(0, 2, 6), random_ids(1, 2, 5), torch.tensor([6, 3])
+    logits = model(sources, lengths, targets)
+    for position in range(5):
+        changed = targets.clone()
+        changed[:, position] = 3 + (changed[:, position] - 2) % (CONFIG.vocab_size - 3)
+        found = model(sources, lengths, changed)
+        assert torch.equal(found[:, :position], logits[:, :position])
+        assert not torch.allclose(found[:, position], logits[:, position], rtol=1e-4)
+
+
+def test_the_gru_attends_as_bahdanau_writes_it(model: RecurrentEncoderDecoder) -> None:
+    sources, lengths = random_ids(0, 1, 5), torch.tensor([5])
+    target = random_ids(1, 1, 2)
+    annotations, state = model.encode(sources, lengths)
+    for token in target[0]:
+        energies = [
+            (model.vector.weight[0] * torch.tanh(model.query.weight @ state[0] + model.key.weight @ annotation)).sum()
+            for annotation in annotations[0]
+        ]
+        weights = torch.stack(energies).softmax(dim=0)
+        context = sum(weight * annotation for weight, annotation in zip(weights, annotations[0], strict=True))
+        embedded = model.tokens.weight[token] * math.sqrt(CONFIG.d_model)
+        state = model.decoder(torch.cat((embedded, context))[None], state)
+        read = torch.tanh(model.readout(torch.cat((embedded, context, state[0]))))
+        expected = model.tokens.weight @ read
+    torch.testing.assert_close(model(sources, lengths, target)[0, -1], expected)
+
+
+def test_the_gru_is_as_large_as_the_base() -> None:
+    (base,) = (run for run in plan(ROWS, seeds=1) if run.row.name == "base")
+    config = base.recipe.model
+    wanted = num_parameters(build(config, seed=0))
+    found = equal_size(config)
+    distances = {
+        hidden: abs(
+            num_parameters(
+                RecurrentEncoderDecoder(
+                    RecurrentConfig(vocab_size=config.vocab_size, d_model=config.d_model, hidden=hidden)
+                )
+            )
+            - wanted
+        )
+        for hidden in (found.hidden - 1, found.hidden, found.hidden + 1)
+    }
+    assert min(distances, key=distances.__getitem__) == found.hidden
+    assert distances[found.hidden] / wanted < 0.02
+
+
+@pytest.mark.parametrize("override", ["tie_embeddings=false", "share_embeddings=false", "source_vocab_size=99"])
+def test_a_transformer_of_two_token_tables_has_no_gru_beside_it(override: str) -> None:
+    with pytest.raises(ValueError, match="one token table"):
+        equal_size(resolve("dates", [override]).model)
+
+
+def test_the_grus_weights_depend_on_the_seed_alone() -> None:
+    before = torch.random.get_rng_state()
+    first, again, other = (build_recurrent(CONFIG, seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["query.weight"], other["query.weight"])
+
+
+def test_the_gru_learns_a_batch_by_heart_in_the_transformers_loop() -> None:
+    pairs = [
+        Pair(random_ids(seed, 4 + seed % 5).tolist(), random_ids(100 + seed, 2 + seed % 4).tolist())
+        for seed in range(8)
+    ]
+    model = build_recurrent(RecurrentConfig(vocab_size=16, d_model=16, hidden=24), seed=0)
+    assert evaluate.exact_match(model, pairs) == 0.0
+    train = TrainConfig(
+        steps=120,
+        batch_tokens=1,
+        optimizer=OptimizerName.ADAMW,
+        learning_rate=2e-2,
+        schedule=Schedule.CONSTANT,
+        precision=TrainPrecision.FP32,
+    )
+    loop = Loop(model, lambda _: pad(pairs), train)
+    losses = [loop.update().loss for _ in range(train.steps)]
+    assert losses[0] > 2.0
+    assert losses[-1] < 0.01
+    assert evaluate.exact_match(model.eval(), pairs) == 1.0
+
+
+def test_every_row_differs_from_its_experiment_in_its_own_overrides_alone() -> None:
+    for row, run in zip(ROWS, plan(ROWS, seeds=1), strict=True):
+        experiment = EXPERIMENTS[row.experiment]
+        base = resolve("dates", (*experiment.overrides, f"steps={experiment.steps}", "seed=0"))
+        plain = {**base.model.to_dict(), **base.train.to_dict()}
+        changed = {**run.settings["model"], **run.settings["train"]}
+        differing = {key for key in plain if plain[key] != changed[key]}
+        named = {override.partition("=")[0] for override in row.overrides}
+        # What follows from the number of heads goes with it; an override may repeat what the preset has.
+        assert differing - {"head_dim", "num_kv_heads"} <= named
+        assert differing or not named or row.name in {"pre"}
+        assert run.settings["data"] == base.data.to_dict()
+    parts = [run.settings for run in plan(ROWS, seeds=1) if run.row.experiment == "parts"]
+    assert len({json.dumps(settings) for settings in parts}) == len(parts)
+
+
+def test_runs_go_seed_after_seed_over_all_rows_with_the_same_data_for_all() -> None:
+    runs = plan(ROWS[:2], seeds=2, overrides=["num_heads=2"])
+    assert [(run.row.name, run.seed) for run in runs] == [("base", 0), ("learned", 0), ("base", 1), ("learned", 1)]
+    assert [run.settings["train"]["seed"] for run in runs] == [0, 0, 1, 1]
+    assert all(run.settings["model"]["num_heads"] == 2 for run in runs)
+    with pytest.raises(ablation.AblationError, match="--seeds"):
+        plan(ROWS[:1], seeds=1, overrides=["seed=3"])
+
+
+def test_every_row_is_in_the_table_and_the_table_has_no_other() -> None:
+    shown = {choice.row for section in ablation_report.SECTIONS for panel in section.panels for choice in panel.choices}
+    assert shown == {row.name for row in ROWS}
+
+
+def test_the_command_measures_saves_goes_on_and_renders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "runs.jsonl"
+    options = ["--rows", "base", "gru", "--steps", "4", "--jobs", "1", "--build", str(tmp_path)]
+    options += [argument for override in TINY for argument in ("--set", override)]
+    ablation.main([*options, "--seeds", "1"])
+    first = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [run["row"] for run in first["runs"]] == ["base", "gru"]
+    with log.open("a", encoding="utf-8") as stream:
+        stream.write('\n{"key": "half a li')
+
+    ablation.main([*options, "--seeds", "2"])
+    printed = capsys.readouterr()
+    assert "2 of 4 runs are in" in printed.err
+    assert "[4/4]" in printed.err
+    second = json.loads(printed.out.splitlines()[-1])
+    assert [(run["row"], run["seed"]) for run in second["runs"]] == [("base", 0), ("gru", 0), ("base", 1), ("gru", 1)]
+    assert second["runs"][:2] == first["runs"]
+    for run in second["runs"]:
+        assert run["steps"] == 4
+        assert 0.0 <= run["exact_match"] <= 1.0
+        assert run["seconds_per_step"] > 0.0
+    assert second["runs"][0]["loss"] != second["runs"][2]["loss"]
+
+    results = ablation_report.load(tmp_path)
+    assert [step for step, _ in results["runs"][0]["curve"]] == [1, 2, 3, 4]
+    assert results["rows"]["gru"]["network"] == Network.GRU
+    assert results["rows"]["base"]["model"]["d_model"] == 16
+    document = (tmp_path / "model.md").read_text(encoding="utf-8")
+    assert ablation_report.extract(document) == ablation_report.markdown(results)
+    assert "GRU" in document
+    picture = (tmp_path / "ablation.svg").read_text(encoding="utf-8")
+    assert "transformer" in picture
+    ablation.main([*options, "--render"])
+    assert (tmp_path / "ablation.svg").read_text(encoding="utf-8") == picture
+
+
+def constructed_results() -> dict[str, object]:
+    figures = {
+        "base": [(0.97, 0.00651, 0.040), (0.92, 0.0204, 0.042), (0.99, 2.7e-7, 0.041)],
+        "rotary": [(1.0, 0.001, 0.05)],
+        "post": [(0.0, 2.274, 0.11), (0.0, 2.29, 0.11)],
+    }
+    return {
+        "date": "2026-01-02",
+        "machine": {"processor": "a processor", "num_cores": 2, "num_jobs": 2, "num_threads_per_job": 1},
+        "versions": {"python": "3.0", "torch": "2.0"},
+        "num_test_dates": 500,
+        "rows": {
+            name: {"train": {"steps": 300 if name == "post" else 1000, "learning_rate": 1e-3, "optimizer": "adamw"}}
+            for name in figures
+        },
+        "runs": [
+            {
+                "row": name,
+                "seed": seed,
+                "exact_match": exact,
+                "loss": loss,
+                "seconds_per_step": seconds,
+                "num_parameters": 929664,
+                "curve": [[100, 1.0 + seed], [200, loss]],
+            }
+            for name, runs in figures.items()
+            for seed, (exact, loss, seconds) in enumerate(runs)
+        ],
+    }
+
+
+def test_the_table_has_medians_ranges_and_numbers_of_seeds() -> None:
+    lines = ablation_report.markdown(constructed_results()).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if re.match(r"\| .* \| \d+ \|$", line)]
+    assert rows == [
+        ["positions", "sinusoidal", "97.0 (92.0…99.0)", "0.00651 (2.7e-07…0.0204)", "41 (40…42)", "929,664", "3"],
+        ["", "rotary", "100.0 (100.0…100.0)", "0.001 (0.001…0.001)", "50 (50…50)", "929,664", "1"],
+        ["LayerNorm", "post, no warm-up", "0.0 (0.0…0.0)", "2.28 (2.27…2.29)", "110 (110…110)", "929,664", "2"],
+    ]
+    text = "\n".join(lines)
+    for fact in ("1000 steps", "300 steps", "peak rate 0.001", "500 held-out days", "2026-01-02", "torch 2.0"):
+        assert fact in text
+
+
+def test_the_results_survive_being_written(tmp_path: Path) -> None:
+    results = constructed_results()
+    ablation_report.write(results, tmp_path)
+    assert ablation_report.load(tmp_path) == results
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "ablation.json", "model.md", "ablation.svg", "ablation-postln.svg",
+    }  # fmt: skip
+
+
+def test_only_what_is_between_the_markers_is_replaced() -> None:
+    document = f"# Before\n\n{ablation_report.BEGIN}\nold\n{ablation_report.END}\n\nAfter.\n"
+    changed = ablation_report.insert(document, "new\n")
+    assert changed == document.replace("old", "new")
+    assert ablation_report.extract(changed) == "new\n"
+    with pytest.raises(ValueError, match="markers"):
+        ablation_report.insert("# No markers", "new\n")
+
+
+def test_the_documented_table_is_what_was_measured() -> None:
+    shown = ablation_report.extract((DOCS / "model.md").read_text(encoding="utf-8"))
+    if not (DOCS / ablation_report.RESULTS).exists():
+        assert shown == ""
+        return
+    results = ablation_report.load(DOCS)
+    assert shown == ablation_report.markdown(results)
+    for row in ROWS:
+        assert len({run["seed"] for run in results["runs"] if run["row"] == row.name}) >= 3, row.name
+    for picture in re.findall(r"\]\(([^)]+\.svg)\)", shown):
+        assert (DOCS / picture).read_bytes().startswith(b"<?xml")
+
+
+def test_the_document_names_files_and_parts_that_are_there() -> None:
+    text = (DOCS / "model.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:model|benchmarks|export)/[\w/]+\.py)`", text))
+    assert len(paths) >= 10
+    for path in sorted(paths):
+        assert (DOCS.parent / path).is_file(), path
+    for names, path in re.findall(r"\*\*: ((?:`\w+`(?:, | and )?)+) in `([\w/]+\.py)`", text):
+        source = (DOCS.parent / path).read_text(encoding="utf-8")
+        for name in re.findall(r"\w+", names.replace(" and ", " ")):
+            assert re.search(rf"^(?:class|def) {name}\b", source, re.MULTILINE), (name, path)
