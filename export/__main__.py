@@ -1,6 +1,6 @@
 """The exporter's command line.
 
-    python -m export CHECKPOINT --out DIR [--device cpu] [--precision fp32]
+    python -m export CHECKPOINT --out DIR [--device cpu] [--precision fp32|int8|int4]
     python -m export verify ARTEFACT
 
 Progress goes to stderr; stdout holds the parity table and, as its last line, one JSON object. Exit status: 0 proven,
@@ -45,7 +45,13 @@ def _export_parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", type=Path, help="folder that `python -m model train` or `init` wrote")
     parser.add_argument("--out", type=Path, required=True, help="artefact folder; an artefact there is replaced")
     parser.add_argument("--device", type=Device, choices=list(Device), default=Device.CPU)
-    parser.add_argument("--precision", type=Precision, choices=list(Precision), default=Precision.FP32)
+    parser.add_argument(
+        "--precision",
+        type=Precision,
+        choices=list(Precision),
+        default=Precision.FP32,
+        help="what products with weights are computed in (default: fp32)",
+    )
     return parser
 
 
@@ -104,7 +110,9 @@ def _summary(report: ParityReport) -> dict[str, Any]:
     for warning in report.warnings:
         print(warning, file=sys.stderr)
     return {
+        "precision": report.precision,
         "verdict": report.verdict,
+        "min_agreement": report.min_agreement,
         "max_abs_error": finite(report.max_abs_error),
         "num_cases": len(report.cases),
         "proven_context": report.proven_context,

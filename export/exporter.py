@@ -3,6 +3,9 @@
 Everything is made in a folder beside the target, flushed to the disk and moved into place when it is proven, so that a
 reader meets a whole artefact or none, and one that fails its proof never appears. What an export that was killed leaves
 behind, the next one to the same place clears away.
+
+A graph of lower precision is a rewritten float32 graph, which is held to float32's tolerance first: so what its own,
+wider tolerance gives room to is rounding and nothing else.
 """
 
 from __future__ import annotations
@@ -22,13 +25,15 @@ from pathlib import Path
 import onnx
 import torch
 
+from export import quantize
 from export.emit import emit
 from export.golden_cases import make_cases
 from export.graphs import OPSET, DecoderGraph, EncoderGraph, unsupported
 from export.verify import ParityReport, Verdict, replay, runtime_versions
 from model import artifact, golden
-from model.artifact import DECODER, ENCODER, Device, GraphSpec, Manifest, Precision
+from model.artifact import CPU_PRECISIONS, DECODER, ENCODER, Device, GraphSpec, Manifest, Precision
 from model.checkpoint import Checkpoint
+from model.golden import GoldenCase
 from model.tokenizer import Tokenizer, TokenizerError
 from model.transformer import EncoderDecoder
 
@@ -50,7 +55,9 @@ class ParityError(Exception):
     def __init__(self, report: ParityReport) -> None:
         self.report = report
         failed = [case.name for case in report.cases if not case.passed]
-        super().__init__(f"parity failed in {len(failed)} of {len(report.cases)} cases: {', '.join(failed)}")
+        super().__init__(
+            f"parity in {report.precision} failed in {len(failed)} of {len(report.cases)} cases: {', '.join(failed)}"
+        )
 
 
 def export(
@@ -66,7 +73,7 @@ def export(
         checkpoint: what to export.
         out: made if missing; a folder that is neither empty nor an artefact is left alone and refused.
         device: the provider to build for.
-        precision: the arithmetic of matrix products.
+        precision: the arithmetic of products with weights.
         on_stage: told what is being done, before it is done.
 
     Raises:
@@ -75,8 +82,9 @@ def export(
         GoldenCaseError: when the checkpoint's own logits are not finite.
         EmitError: when the graphs do not come out as they must.
     """
-    problems = [*_check_target(device, precision), *unsupported(checkpoint.config), *_check_tokenizers(checkpoint)]
-    problems += _check_folder(out)
+    config = checkpoint.config
+    problems = [*_check_target(device, precision), *unsupported(config), *quantize.unsupported(config, precision)]
+    problems += [*_check_tokenizers(checkpoint), *_check_folder(out)]
     if problems:
         raise Refused(problems)
     with _replacing(out) as folder:
@@ -84,11 +92,11 @@ def export(
         cases = make_cases(checkpoint.model)
         golden.save(folder / artifact.GOLDEN, cases)
         _copy_tokenizers(checkpoint, folder)
-        graphs = _write_graphs(checkpoint, folder, on_stage)
-        draft = _draft(checkpoint, device, precision, graphs)
-        report = replay(folder, draft, cases, lambda name: on_stage(f"replaying {name}"))
-        if report.verdict is not Verdict.PASSED:
-            raise ParityError(report)
+        draft = _draft(checkpoint, device, _write_graphs(checkpoint, folder, on_stage))
+        report = _prove(folder, draft, cases, on_stage)
+        if precision is not draft.precision:
+            draft = _quantize(folder, draft, precision, on_stage)
+            report = _prove(folder, draft, cases, on_stage)
         (folder / artifact.PARITY).write_text(report.to_json(), encoding="utf-8")
         files = {path.name: artifact.hash_file(path) for path in sorted(folder.iterdir())}
         manifest = dataclasses.replace(draft, files=files)
@@ -102,8 +110,8 @@ def _check_target(device: Device, precision: Precision) -> list[str]:
     problems = []
     if device is not Device.CPU:
         problems.append(f"device {device} is not supported yet, only {Device.CPU}")
-    if precision is not Precision.FP32:
-        problems.append(f"precision {precision} is not supported yet, only {Precision.FP32}")
+    if precision not in CPU_PRECISIONS:
+        problems.append(f"precision {precision} is not supported yet, only {', '.join(CPU_PRECISIONS)}")
     return problems
 
 
@@ -156,19 +164,36 @@ def _write_graphs(checkpoint: Checkpoint, folder: Path, on_stage: Callable[[str]
     return graphs
 
 
+def _quantize(folder: Path, draft: Manifest, precision: Precision, on_stage: Callable[[str], None]) -> Manifest:
+    """Rewrites the float32 graphs in `folder`; the draft of what they are then."""
+    for name, graph in draft.graphs.items():
+        on_stage(f"{name} graph in {precision}")
+        quantize.quantize_file(folder / graph.file, precision)
+    return dataclasses.replace(draft, precision=precision)
+
+
+def _prove(
+    folder: Path, draft: Manifest, cases: tuple[GoldenCase, ...], on_stage: Callable[[str], None]
+) -> ParityReport:
+    report = replay(folder, draft, cases, lambda name: on_stage(f"replaying {name} in {draft.precision}"))
+    if report.verdict is not Verdict.PASSED:
+        raise ParityError(report)
+    return report
+
+
 def _copy_tokenizers(checkpoint: Checkpoint, folder: Path) -> None:
     shutil.copyfile(checkpoint.tokenizer, folder / artifact.TOKENIZER)
     if checkpoint.target_tokenizer != checkpoint.tokenizer:
         shutil.copyfile(checkpoint.target_tokenizer, folder / artifact.TARGET_TOKENIZER)
 
 
-def _draft(checkpoint: Checkpoint, device: Device, precision: Precision, graphs: Mapping[str, GraphSpec]) -> Manifest:
-    """The manifest but for its checksums, which come last."""
+def _draft(checkpoint: Checkpoint, device: Device, graphs: Mapping[str, GraphSpec]) -> Manifest:
+    """The manifest of the float32 graphs, but for its checksums, which come last."""
     config = checkpoint.config
     return Manifest(
         config=config,
         device=device,
-        precision=precision,
+        precision=Precision.FP32,
         opset=OPSET,
         eos_ids=(config.eos_id,),
         pad_id=config.pad_id,

@@ -22,8 +22,8 @@ from rich.table import Table
 
 from export.replay import PROVIDER, Replayer, ReplayError
 from model import artifact, golden
-from model.artifact import ArtifactError, Manifest
-from model.golden import CaseResult, GoldenCase
+from model.artifact import ArtifactError, Manifest, Precision
+from model.golden import TOLERANCES, CaseResult, GoldenCase
 
 
 class Verdict(StrEnum):
@@ -36,13 +36,15 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """How an artefact's graphs compared with PyTorch: parity.json.
+    """How an artefact's graphs compared with PyTorch in float32: parity.json.
 
-    The cases reach `proven_context` of the decoder's `context` positions and `proven_source_context` of the encoder's
+    What they are held to is their precision's (`model.golden.TOLERANCES`); each case says what that came to. The cases
+    reach `proven_context` of the decoder's `context` positions and `proven_source_context` of the encoder's
     `source_context`, which are both 0 for a decoder-only model.
     """
 
     provider: str
+    precision: Precision
     cases: tuple[CaseResult, ...]
     versions: Mapping[str, str]
     context: int
@@ -61,6 +63,11 @@ class ParityReport:
     def max_abs_error(self) -> float:
         """The largest over all cases."""
         return max((case.max_abs_error for case in self.cases), default=0.0)
+
+    @property
+    def min_agreement(self) -> float:
+        """The smallest share of equal greedy choices in a case."""
+        return min((case.agreement for case in self.cases), default=0.0)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -84,8 +91,11 @@ class ParityReport:
             cases.append(values)
         report = {
             "provider": self.provider,
+            "precision": self.precision,
+            "tolerance": asdict(TOLERANCES[self.precision]),
             "verdict": self.verdict,
             "max_abs_error": finite(self.max_abs_error),
+            "min_agreement": self.min_agreement,
             "context": self.context,
             "proven_context": self.proven_context,
             "source_context": self.source_context,
@@ -106,7 +116,7 @@ def replay(
 
     Args:
         folder: holds the graphs.
-        manifest: says what they are; its checksums are not looked at.
+        manifest: says what they are and in which precision; its checksums are not looked at.
         cases: what PyTorch answered.
         on_case: told the name of each case before it runs, and why it could not run, which fails it.
 
@@ -122,9 +132,10 @@ def replay(
         except ReplayError as error:
             on_case(f"{case.name}: {error}")
             logits = np.empty((0, 0), np.float32)
-        results.append(golden.compare(case, logits, golden.FP32_TOLERANCE))
+        results.append(golden.compare(case, logits, TOLERANCES[manifest.precision]))
     return ParityReport(
         provider=PROVIDER,
+        precision=manifest.precision,
         cases=tuple(results),
         versions=runtime_versions(),
         context=manifest.config.context,
@@ -163,7 +174,11 @@ def draw(report: ParityReport) -> Table:
 
     `relative` divides the error by the spread of the golden logits; `greedy` is the share of equal arg-maxima.
     """
-    table = Table(box=box.SIMPLE_HEAD, title=f"parity with PyTorch on {report.provider}", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"parity of {report.precision} with PyTorch on {report.provider}",
+        title_justify="left",
+    )
     table.add_column("case")
     for column in ("max error", "relative", "tolerance", "greedy", "verdict"):
         table.add_column(column, justify="right")

@@ -8,8 +8,8 @@ compute is proven elsewhere (`model.golden`).
     decoder.onnx       + decoder.onnx.data
     encoder.onnx       + encoder.onnx.data, encoder-decoder only
     tokenizer.json     (+ target_tokenizer.json where source and target differ)
-    golden.npz         inputs and PyTorch's outputs
-    parity.json        how the exported graphs compared with them
+    golden.npz         inputs and PyTorch's outputs, in float32 whatever the graphs' precision
+    parity.json        how the exported graphs compared with them, and the tolerance of their precision
 """
 
 from __future__ import annotations
@@ -56,13 +56,21 @@ class Device(StrEnum):
 
 
 class Precision(StrEnum):
-    """The arithmetic of the graph's matrix products."""
+    """The arithmetic of the graph's matrix products with weights; attention, norms and K/V are float32 on a CPU.
+
+    `int8` rounds weights and activations to eight bits, `int4` weights to four (`export.quantize` defines both). What
+    an artefact's logits are held to depends on its precision: `model.golden.TOLERANCES`.
+    """
 
     FP32 = "fp32"
     INT8 = "int8"
     INT4 = "int4"
     FP16 = "fp16"
     BF16 = "bf16"
+
+
+CPU_PRECISIONS = (Precision.FP32, Precision.INT8, Precision.INT4)
+"""What is exported for a CPU and served on one; others gain nothing there, or have no kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,8 +342,8 @@ def _check_target(manifest: Manifest) -> list[str]:
     problems = []
     if manifest.device is not Device.CPU:
         problems.append(f"device is {manifest.device}, this version serves {Device.CPU}")
-    if manifest.precision is not Precision.FP32:
-        problems.append(f"precision is {manifest.precision}, this version serves {Precision.FP32}")
+    if manifest.precision not in CPU_PRECISIONS:
+        problems.append(f"precision is {manifest.precision}, this version serves {', '.join(CPU_PRECISIONS)}")
     if not MIN_OPSET <= manifest.opset <= MAX_OPSET:
         problems.append(f"opset is {manifest.opset}, this version serves {MIN_OPSET} to {MAX_OPSET}")
     return problems

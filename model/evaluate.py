@@ -162,7 +162,7 @@ def text_likelihood(model: DecoderOnly, tokenizer: Tokenizer, texts: Sequence[st
     rows = [
         row
         for ids in encode_documents(tokenizer, texts)
-        for row in _windows([BOS_ID, *ids.tolist()], context, context // 2)
+        for row in windows([BOS_ID, *ids.tolist()], context, context // 2)
     ]
     rows.sort(key=lambda row: len(row[0]))
     nats, num_tokens = 0.0, 0
@@ -173,6 +173,22 @@ def text_likelihood(model: DecoderOnly, tokenizer: Tokenizer, texts: Sequence[st
             nats += _nats(model(inputs), labels)
             num_tokens += int((labels != IGNORED).sum())
     return Likelihood(nats, num_tokens, num_bytes)
+
+
+def windows(tokens: list[int], context: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Inputs and labels of windows that between them predict each token after the first exactly once.
+
+    A window's inputs are at most `context` tokens and the next one begins `stride` later; labels of what an earlier
+    window has predicted are `IGNORED`, which leaves those at its end.
+    """
+    num_predicted = 0
+    for start in range(0, len(tokens) - 1, max(1, stride)):
+        inputs, labels = tokens[start : start + context], tokens[start + 1 : start + context + 1]
+        fresh = start + len(labels) - num_predicted
+        yield inputs[: len(labels)], [IGNORED] * (len(labels) - fresh) + labels[len(labels) - fresh :]
+        num_predicted += fresh
+        if num_predicted == len(tokens) - 1:
+            return
 
 
 def greedy(model: EncoderDecoder, sources: Sequence[Sequence[int]], max_tokens: int | Sequence[int]) -> list[list[int]]:
@@ -236,18 +252,6 @@ def translation_scores(hypotheses: Sequence[str], references: Sequence[str]) -> 
 
 def _xz_size(data: bytes) -> int:
     return len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME))
-
-
-def _windows(tokens: list[int], context: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Inputs and labels of windows that between them predict each token after the first exactly once."""
-    num_predicted = 0
-    for start in range(0, len(tokens) - 1, max(1, stride)):
-        inputs, labels = tokens[start : start + context], tokens[start + 1 : start + context + 1]
-        fresh = start + len(labels) - num_predicted
-        yield inputs[: len(labels)], [IGNORED] * (len(labels) - fresh) + labels[len(labels) - fresh :]
-        num_predicted += fresh
-        if num_predicted == len(tokens) - 1:
-            return
 
 
 def _pad_right(rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:

@@ -241,6 +241,8 @@ class AsyncEngine:
                 continue
             if event.token_id is not None:
                 _time_token(metrics, stream, now)
+            elif event.prompt_logprobs and event.is_terminal and stream.request is not None:
+                metrics.prompt_scored(stream.request.num_prompt_tokens)
             stream.push(event)
             if event.is_terminal:
                 self._finish(stream, event)
@@ -296,7 +298,7 @@ class AsyncEngine:
         record = RequestRecord(
             outcome=str(event.finish_reason) if event.error is None else _outcome(event.error),
             timings=timings,
-            num_prompt_tokens=len(stream.request.prompt_token_ids),
+            num_prompt_tokens=stream.request.num_prompt_tokens,
             num_generated_tokens=stream.num_tokens,
             last_token_time=stream.last_token_time,
         )
@@ -316,7 +318,7 @@ def _time_token(metrics: ModelMetrics, stream: _Stream, now: float) -> None:
     if stream.last_token_time is not None:
         metrics.next_token(now - stream.last_token_time)
     elif stream.request is not None:
-        metrics.first_token(len(stream.request.prompt_token_ids), now - stream.request.arrival_time)
+        metrics.first_token(stream.request.num_prompt_tokens, now - stream.request.arrival_time)
     stream.num_tokens += 1
     stream.last_token_time = now
 

@@ -100,6 +100,7 @@ class RequestLimits:
     max_stop_strings: Annotated[int, Option("most stop texts per request", _integer(0, 1024))] = 16
     max_stop_string_length: Annotated[int, Option("longest stop text in characters", _integer(1, 65536))] = 256
     max_stop_token_ids: Annotated[int, Option("most stop token ids per request", _integer(0, 65536))] = 64
+    max_logit_bias: Annotated[int, Option("most entries of sampling.logit_bias", _integer(0, 65536))] = 300
     max_logprobs: Annotated[int, Option("most alternatives per token in response.logprobs", _integer(0, 1000))] = 20
     max_request_id_length: Annotated[int, Option("longest request_id in characters", _integer(32, 4096))] = 128
     max_tokenize_bytes: Annotated[int, Option("longest text of Tokenize in bytes", _integer(1, 1 << 30))] = 256 << 10

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from model.golden import CaseResult, GoldenCase
+from model.golden import CaseResult, GoldenCase, Tolerance
 from service.engine.failure import report_failure
 from service.engine.types import GenerationRequest, StepOutput
 from service.errors import EngineFailed, RequestError
@@ -42,7 +42,7 @@ class StepEngine(Protocol):
     def step(self) -> StepOutput:
         """Moves every sequence that can move."""
 
-    def verify_golden(self, cases: Sequence[GoldenCase], tolerance: float) -> Sequence[CaseResult]:
+    def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> Sequence[CaseResult]:
         """Replays golden cases on the provider in use; only while it has no work."""
 
 

@@ -3,7 +3,7 @@
     OnwardError
     ├── RequestError                     the request's fault or fate; `label` is its name in metrics
     │   ├── InvalidRequest               a field has a value outside its limit
-    │   │   └── PromptTooLong            the prompt leaves no room in the context
+    │   │   └── PromptTooLong            the prompt or target prefix leaves no room in the context
     │   ├── UnknownModel                 no such model is served
     │   ├── UnsupportedFeature           a field asks for what this model or version does not offer
     │   ├── AnswerTooLarge               the answer is there, but no message can hold it
@@ -46,7 +46,7 @@ class InvalidRequest(RequestError):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt has as many tokens as the context or more, so that nothing could be generated."""
+    """The prompt or the target prefix has so many tokens that nothing could be generated."""
 
     label = "prompt_too_long"
 

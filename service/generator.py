@@ -1,4 +1,4 @@
-"""One request's way, free of any transport: a call in; accepted, pieces of text and an outcome out.
+"""One request's way, free of any transport: a call in; accepted, pieces of text and an outcome out, or scores.
 
     resolve the model ─> take a place ─> tokenise ─> run ─> detokenise
 
@@ -20,6 +20,7 @@ from service.engine.text import Decode, TextStream
 from service.engine.types import (
     FinishReason,
     GenerationRequest,
+    PromptScoring,
     RequestTimings,
     SamplingParams,
     StoppingParams,
@@ -28,18 +29,24 @@ from service.engine.types import (
 )
 from service.errors import DeadlineExceeded, NotServing, RequestCancelled, RequestError, UnknownModel
 from service.models import Models, ServedModel
+from service.scoring import Score, ScoreCall, make_task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
-    """A request as far as it can be judged without its model. `model` may be empty; `prompt` is text or raw ids."""
+    """A request as far as it can be judged without its model.
+
+    `model` may be empty, and so may `target_prefix`; `prompt` is text or raw ids.
+    """
 
     request_id: str
     model: str
     prompt: str | tuple[int, ...]
+    target_prefix: str
     sampling: SamplingParams
     stopping: StoppingParams
     logprobs: int | None
+    prompt_logprobs: int | None
     timeout_seconds: float | None
 
 
@@ -49,6 +56,13 @@ class Accepted:
 
     request_id: str
     model: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """How probable the prompt's next tokens are, for requests that ask. All come before the first piece."""
+
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +101,8 @@ class Generator:
 
     async def run(
         self, call: GenerateCall, time_remaining: float | None
-    ) -> AsyncGenerator[Accepted | Piece | Outcome, None]:
-        """One `Accepted`, any number of `Piece`, one `Outcome`; leaving early aborts the request.
+    ) -> AsyncGenerator[Accepted | PromptScores | Piece | Outcome, None]:
+        """One `Accepted`, any number of `PromptScores` and `Piece`, one `Outcome`; leaving early aborts the request.
 
         `time_remaining` is the transport's own deadline in seconds from now; the call's timeout counts if it is less.
 
@@ -106,10 +120,45 @@ class Generator:
             output = _Output(request, model.output_tokenizer.decode)
             async with aclosing(place.events()) as batches:
                 async for events in batches:
+                    for event in events:
+                        if event.prompt_logprobs:
+                            yield PromptScores(event.prompt_logprobs)
                     piece = output.take(events)
                     if piece.text or piece.token_ids:
                         yield piece
             yield output.outcome()
+
+    async def score(self, call: ScoreCall, time_remaining: float | None) -> Score:
+        """How probable a given text is. It waits for its turn as `run` does; cancelling it frees what it holds.
+
+        Raises:
+            RequestError: whatever kept it from its end.
+        """
+        arrival = time.monotonic()
+        model = self._models.resolve(call.model)
+        self._require_serving(model.name, call.request_id)
+        with self._engine.admit(model.name, call.request_id) as place:
+            loop = asyncio.get_running_loop()
+            task = await loop.run_in_executor(self._executor, make_task, model, call.prompt, call.target)
+            request = GenerationRequest(
+                request_id=call.request_id,
+                model=model.name,
+                prompt_token_ids=task.prompt_token_ids,
+                target_prefix_token_ids=task.target_prefix_token_ids,
+                stopping=StoppingParams(max_tokens=0),
+                scoring=PromptScoring(start=task.start),
+                deadline=None if time_remaining is None else arrival + time_remaining,
+                arrival_time=arrival,
+            )
+            place.submit(request)
+            logprobs: list[float] = []
+            last = None
+            async with aclosing(place.events()) as batches:
+                async for events in batches:
+                    logprobs += [each.logprob for event in events for each in event.prompt_logprobs]
+                    last = events[-1]
+            _require_complete(request.request_id, last, f"{len(logprobs)} scores")
+            return Score(task.scored_token_ids, tuple(logprobs), task.num_bytes)
 
     def refused(self, model_name: str, error: RequestError) -> None:
         """Counts a request that was refused before it became a call, if it names a model that is served."""
@@ -131,18 +180,39 @@ class Generator:
     ) -> GenerationRequest:
         model.check_stop_token_ids(call.stopping.stop_token_ids)
         loop = asyncio.get_running_loop()
-        token_ids = await loop.run_in_executor(self._executor, model.encode_prompt, call.prompt)
+        token_ids, prefix_token_ids = await loop.run_in_executor(self._executor, _encode, model, call)
         seconds = [limit for limit in (call.timeout_seconds, time_remaining) if limit is not None]
         return GenerationRequest(
             request_id=call.request_id,
             model=model.name,
             prompt_token_ids=token_ids,
+            target_prefix_token_ids=prefix_token_ids,
             sampling=call.sampling,
             stopping=call.stopping,
             logprobs=call.logprobs,
+            scoring=None if call.prompt_logprobs is None else PromptScoring(num_top=call.prompt_logprobs),
             deadline=arrival + min(seconds) if seconds else None,
             arrival_time=arrival,
         )
+
+
+def _encode(model: ServedModel, call: GenerateCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What may take milliseconds of a request's preparation: the tokens of its prompt and of its target prefix."""
+    model.check_logits_rules(call.sampling, call.stopping)
+    return model.encode_prompt(call.prompt), model.encode_target_prefix(call.target_prefix)
+
+
+def _require_complete(
+    request_id: str, last: TokenEvent | None, progress: str
+) -> tuple[TokenEvent, FinishReason, RequestTimings]:
+    """The last event and what it must have, unless the request came to no good end."""
+    if last is None or last.finish_reason is None or last.timings is None:
+        raise ValueError(f"request {request_id} ended without a terminal event")
+    if last.finish_reason is FinishReason.DEADLINE:
+        raise DeadlineExceeded(f"the deadline passed after {progress}")
+    if last.finish_reason is FinishReason.CANCELLED:
+        raise RequestCancelled("the request was cancelled")
+    return last, last.finish_reason, last.timings
 
 
 class _Output:
@@ -150,7 +220,7 @@ class _Output:
 
     def __init__(self, request: GenerationRequest, decode: Decode) -> None:
         self._request = request
-        self._text = TextStream(decode)
+        self._text = TextStream(decode, prefix_token_ids=request.target_prefix_token_ids)
         self._engine_makes_text = bool(request.stopping.stop)
         self._num_tokens = 0
         self._last: TokenEvent | None = None
@@ -170,19 +240,13 @@ class _Output:
             DeadlineExceeded: when its time was up.
             RequestCancelled: when it was aborted.
         """
-        last = self._last
-        if last is None or last.finish_reason is None or last.timings is None:
-            raise ValueError(f"request {self._request.request_id} ended without a terminal event")
-        if last.finish_reason is FinishReason.DEADLINE:
-            raise DeadlineExceeded(f"the deadline passed after {self._num_tokens} tokens")
-        if last.finish_reason is FinishReason.CANCELLED:
-            raise RequestCancelled("the request was cancelled")
+        last, reason, timings = _require_complete(self._request.request_id, self._last, f"{self._num_tokens} tokens")
         return Outcome(
-            finish_reason=last.finish_reason,
+            finish_reason=reason,
             matched_stop=last.matched_stop,
-            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_prompt_tokens=self._request.num_prompt_tokens,
             num_generated_tokens=self._num_tokens,
-            timings=last.timings,
+            timings=timings,
         )
 
     def _decode(self, event: TokenEvent) -> str:

@@ -139,6 +139,10 @@ class ModelMetrics:
         """A step generated so many tokens, over all requests."""
         self._generation_tokens.inc(count)
 
+    def prompt_scored(self, num_prompt_tokens: int) -> None:
+        """A request that generates nothing is through."""
+        self._prompt_tokens.inc(num_prompt_tokens)
+
     def first_token(self, num_prompt_tokens: int, seconds: float) -> None:
         """A request got its first token, `seconds` after it arrived."""
         self._prompt_tokens.inc(num_prompt_tokens)

@@ -12,6 +12,7 @@ from enum import StrEnum
 from model.artifact import Manifest
 from model.golden import CaseResult, GoldenCase
 from model.tokenizer import Tokenizer
+from service.engine.types import SamplingParams, StoppingParams
 from service.errors import InvalidRequest, NotServing, PromptTooLong, UnknownModel
 
 
@@ -63,25 +64,55 @@ class ServedModel:
         return config.source_context if config.is_encoder_decoder else config.context - 1
 
     @property
+    def max_target_prefix_tokens(self) -> int:
+        """Longest forced start of an output that leaves room for a token behind it and the start token before it."""
+        config = self.manifest.config
+        return config.context - 2 if config.is_encoder_decoder else 0
+
+    @property
     def prompt_vocab_size(self) -> int:
         """Number of ids a prompt may hold."""
         config = self.manifest.config
         return config.source_vocab_size if config.is_encoder_decoder else config.vocab_size
 
-    def encode_prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    def encode_prompt(self, prompt: str | tuple[int, ...], max_tokens: int | None = None) -> tuple[int, ...]:
         """Token ids of a prompt; text may take milliseconds, so call this off the event loop.
 
+        Args:
+            prompt: text or raw ids.
+            max_tokens: how many it may have, `max_prompt_tokens` unless told.
+
         Raises:
-            PromptTooLong: when it leaves no room in the context.
+            PromptTooLong: when it has more: for a prompt to be continued, when it leaves no room in the context.
             InvalidRequest: when an id is not in the vocabulary, or the text has no tokens.
         """
-        field = "prompt.text" if isinstance(prompt, str) else "prompt.token_ids.ids"
+        field = prompt_field(prompt)
+        most = self.max_prompt_tokens if max_tokens is None else max_tokens
         token_ids = tuple(self.prompt_tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
         if not token_ids:
             raise InvalidRequest(field, prompt, "must have at least 1 token")
-        if len(token_ids) > self.max_prompt_tokens:
-            raise PromptTooLong(field, len(token_ids), f"must have at most {self.max_prompt_tokens} tokens")
+        if len(token_ids) > most:
+            raise PromptTooLong(field, len(token_ids), f"must have at most {most} tokens")
         check_ids(field, token_ids, self.prompt_vocab_size)
+        return token_ids
+
+    def encode_target_prefix(self, text: str) -> tuple[int, ...]:
+        """Token ids of an output's forced start, without control tokens; off the event loop, like `encode_prompt`.
+
+        Raises:
+            InvalidRequest: when the model is decoder-only: its prompt is what the output continues.
+            PromptTooLong: when it leaves no room in the context.
+        """
+        if not text:
+            return ()
+        config = self.manifest.config
+        if not config.is_encoder_decoder:
+            raise InvalidRequest("target_prefix", text, f"must be empty, as {self.name} is decoder-only")
+        token_ids = tuple(self.output_tokenizer.encode_plain(text))
+        most = self.max_target_prefix_tokens
+        if len(token_ids) > most:
+            raise PromptTooLong("target_prefix", len(token_ids), f"must have at most {most} tokens")
+        check_ids("target_prefix", token_ids, config.vocab_size)
         return token_ids
 
     def check_stop_token_ids(self, token_ids: Iterable[int]) -> None:
@@ -94,6 +125,34 @@ class ServedModel:
         if (largest := max(token_ids, default=0)) >= vocab_size:
             limit = f"must be below the vocabulary's size {vocab_size}"
             raise InvalidRequest("stopping.stop_token_ids", largest, limit)
+
+    def check_logits_rules(self, sampling: SamplingParams, stopping: StoppingParams) -> None:
+        """Refuses rules that speak of tokens the model does not have, or that leave it none to choose.
+
+        Many allowed ids may take milliseconds, so call this off the event loop.
+
+        Raises:
+            InvalidRequest: naming the first entry out of range, or the field that leaves nothing.
+        """
+        vocab_size = self.manifest.config.vocab_size
+        for token_id, _ in sampling.logit_bias:
+            if token_id >= vocab_size:
+                limit = f"its token id must be below the vocabulary's size {vocab_size}"
+                raise InvalidRequest(f"sampling.logit_bias[{token_id}]", token_id, limit)
+        allowed = sampling.allowed_token_ids
+        if len(allowed) > vocab_size:
+            limit = f"must have at most {vocab_size} entries, as many as the vocabulary"
+            raise InvalidRequest("sampling.allowed_token_ids", len(allowed), limit)
+        check_ids("sampling.allowed_token_ids", allowed, vocab_size)
+        ends = stopping.stop_token_ids.union(self.manifest.eos_ids)
+        if stopping.min_tokens and ends.issuperset(allowed or range(vocab_size)):
+            limit = "must be 0 where every allowed token ends the output"
+            raise InvalidRequest("stopping.min_tokens", stopping.min_tokens, limit)
+
+
+def prompt_field(prompt: str | tuple[int, ...]) -> str:
+    """The path of the field that this prompt came in."""
+    return "prompt.text" if isinstance(prompt, str) else "prompt.token_ids.ids"
 
 
 def check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from model.golden import FP32_TOLERANCE
+from model.golden import TOLERANCES
 from service.async_engine import AsyncEngine
 from service.engine_thread import StepEngine
 from service.metrics import Metrics
@@ -70,10 +70,10 @@ class Verifier:
                 del self._replays[name]
 
     async def _replay(self, name: str) -> Parity:
-        cases = self._models.resolve(name).golden_cases
+        model = self._models.resolve(name)
 
         def replay(engine: StepEngine) -> Parity:
-            return Parity(tuple(engine.verify_golden(cases, FP32_TOLERANCE)))
+            return Parity(tuple(engine.verify_golden(model.golden_cases, TOLERANCES[model.manifest.precision])))
 
         parity = await self._engine.call(name, replay, _MAX_WAIT_SECONDS)
         self._models.verified(name, parity)

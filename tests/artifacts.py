@@ -74,9 +74,9 @@ def tiny_config(family: str, **overrides: Any) -> ModelConfig:
     return ModelConfig(**{"architecture": Architecture(family), **_TINY, **encoder, **overrides})
 
 
-def tiny_artifact(family: str, **overrides: Any) -> Path:
+def tiny_artifact(family: str, precision: Precision = Precision.FP32, **overrides: Any) -> Path:
     """An artefact folder of `tiny_config`; equal arguments give the same folder, which tests must not write to."""
-    return _export(tiny_config(family, **overrides))
+    return _export(tiny_config(family, **overrides), precision)
 
 
 def tiny_checkpoint(folder: Path, config: ModelConfig, seed: int = 0) -> Path:
@@ -129,13 +129,13 @@ def rehash(folder: Path) -> None:
 
 
 @cache
-def _export(config: ModelConfig) -> Path:
+def _export(config: ModelConfig, precision: Precision) -> Path:
     from export.exporter import export
     from model import checkpoint
 
     root = Path(tempfile.mkdtemp(dir=_root()))
     source = checkpoint.load(tiny_checkpoint(root / "checkpoint", config))
-    export(source, root / config.architecture, Device.CPU, Precision.FP32, lambda _: None)
+    export(source, root / config.architecture, Device.CPU, precision, lambda _: None)
     return root / config.architecture
 
 

@@ -24,6 +24,7 @@ from service.engine.scheduler import EngineLimits, ModelShape, Scheduler
 from service.engine.text import Decode
 from service.engine.types import (
     GenerationRequest,
+    PromptScoring,
     SamplingParams,
     StepOutput,
     StoppingParams,
@@ -116,7 +117,7 @@ class FakeRunner:
         self._logits = np.full((num_slots, vocab_size), np.nan, np.float32)
 
     def run(self, batch: ScheduledBatch) -> Float32:
-        """Logits by slot; a row that holds one of `poisoned_tokens` gets NaN, like rows that were not fed."""
+        """Logits by slot, then those that chunks want besides; rows that hold one of `poisoned_tokens` get NaN."""
         self.batches.append(batch)
         if self._before_run is not None:
             self._before_run(batch)
@@ -132,10 +133,17 @@ class FakeRunner:
         for slot, row in enumerate(batch.decode):
             assert row.source_length == 0 or row.source_length == len(self._sources[slot])
             self._feed(slot, row.position, (row.token_id,), row.source_length)
+        wanted: list[Float32] = []
         for chunk in batch.prefills:
             assert len(chunk.token_ids) > 1
-            self._feed(chunk.slot, chunk.start, chunk.token_ids, 0)
-        return self._logits
+            assert 0 <= chunk.num_scored <= len(chunk.token_ids)
+            first_scored = len(chunk.token_ids) - chunk.num_scored
+            if first_scored:
+                self._feed(chunk.slot, chunk.start, chunk.token_ids[:first_scored], 0)
+            for index in range(first_scored, len(chunk.token_ids)):
+                self._feed(chunk.slot, chunk.start + index, chunk.token_ids[index : index + 1], 0)
+                wanted.append(self._logits[chunk.slot].copy())
+        return np.concatenate([self._logits, wanted]) if wanted else self._logits
 
     def _feed(self, slot: int, start: int, token_ids: tuple[int, ...], source_length: int) -> None:
         tokens = self._tokens[slot]
@@ -184,6 +192,8 @@ def request(
     max_tokens: int = 4,
     sampling: SamplingParams = GREEDY,
     stopping: StoppingParams | None = None,
+    target_prefix: Sequence[int] = (),
+    scoring: PromptScoring | None = None,
     logprobs: int | None = None,
     deadline: float | None = None,
 ) -> GenerationRequest:
@@ -194,14 +204,18 @@ def request(
         prompt_token_ids=tuple(prompt),
         sampling=sampling,
         stopping=stopping or StoppingParams(max_tokens=max_tokens),
+        target_prefix_token_ids=tuple(target_prefix),
         logprobs=logprobs,
+        scoring=scoring,
         deadline=deadline,
     )
 
 
-def expected_tokens(prompt: Sequence[int], count: int, *, encoder_decoder: bool = False) -> list[int]:
+def expected_tokens(
+    prompt: Sequence[int], count: int, *, encoder_decoder: bool = False, target_prefix: Sequence[int] = ()
+) -> list[int]:
     """What greedy decoding on `noise` must give after a prompt, by itself and step by step."""
-    source, tokens = (tuple(prompt), [BOS]) if encoder_decoder else ((), list(prompt))
+    source, tokens = (tuple(prompt), [BOS, *target_prefix]) if encoder_decoder else ((), list(prompt))
     for _ in range(count):
         tokens.append(int(noise(source, tokens).argmax()))
     return tokens[-count:]

@@ -70,7 +70,12 @@ def golden_case(*, encoder_decoder: bool = False, error: float = 0.0) -> GoldenC
 
 
 def served_model(
-    name: str = MODEL, *, context: int = CONTEXT, encoder_decoder: bool = False, golden_error: float = 0.0
+    name: str = MODEL,
+    *,
+    context: int = CONTEXT,
+    encoder_decoder: bool = False,
+    golden_error: float = 0.0,
+    precision: Precision = Precision.FP32,
 ) -> ServedModel:
     """What the server knows of a fake model."""
     encoder: dict[str, Any] = {"num_encoder_layers": 1, "source_context": context} if encoder_decoder else {}
@@ -88,7 +93,7 @@ def served_model(
     manifest = Manifest(
         config=config,
         device=Device.CPU,
-        precision=Precision.FP32,
+        precision=precision,
         opset=1,
         eos_ids=(EOS,),
         pad_id=PAD,

@@ -1,15 +1,17 @@
 """One step's work, immutable: all that the runner and the sampler need, and nothing else.
 
-The scheduler writes it, the runner turns it into tensors, the sampler reads `samples`, `Scheduler.commit` moves the
-sequences forward by it. The order within a step is the order of the fields: moves, encoding, the batched one-token run,
-prefill chunks. A row is fed either by the one-token run or by prefill chunks in a step, never by both, so that its
-logits have one place: row `slot` of the runner's output.
+The scheduler writes it, the runner turns it into tensors, the sampler reads `scores` and `samples`, `Scheduler.commit`
+moves the sequences forward by it. The order within a step is the order of the fields: moves, encoding, the batched
+one-token run, prefill chunks. A row is fed either by the one-token run or by prefill chunks in a step, never by both,
+so that its last logits have one place: row `slot` of the runner's output. Logits that are wanted besides lie behind the
+slots'.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from service.engine.logits import LogitsRules
 from service.engine.types import SamplingParams
 
 
@@ -55,22 +57,46 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Several tokens of one row: `token_ids` go to positions `[start, start + len)` of `slot`."""
+    """Several tokens of one row: `token_ids` go to positions `[start, start + len)` of `slot`.
+
+    The logits after the last `num_scored` of them, where there are any, are the next rows behind the slots' in the
+    runner's output, in the order of chunks and tokens. Row `slot` has the logits after the last one as always, until
+    the next chunk of the slot.
+    """
 
     slot: int
     start: int
     token_ids: tuple[int, ...]
+    num_scored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A row whose next token is chosen in this step: it will stand at `position` of its sequence."""
+    """A row whose next token is chosen in this step: it will stand at `position` of its sequence.
+
+    `rules` are the sequence's own, None where it has none: what they count changes when the step is committed.
+    """
 
     slot: int
     position: int
     params: SamplingParams
     seed: int
     logprobs: int | None
+    rules: LogitsRules | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRow:
+    """Tokens of one row that are known already: `token_ids[i]` follows logits `first_logits + i` of the output.
+
+    `is_end` says that the sequence is over with them: nothing is to be generated.
+    """
+
+    slot: int
+    first_logits: int
+    token_ids: tuple[int, ...]
+    num_top: int
+    is_end: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +107,7 @@ class ScheduledBatch:
     encodes: tuple[EncodeGroup, ...] = ()
     decode: tuple[DecodeRow, ...] = ()
     prefills: tuple[PrefillChunk, ...] = ()
+    scores: tuple[ScoreRow, ...] = ()
     samples: tuple[SampleRow, ...] = ()
 
     @property

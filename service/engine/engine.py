@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.golden import CaseResult, GoldenCase, compare
+from model.golden import CaseResult, GoldenCase, Tolerance, compare
 from service.engine.batch import ScheduledBatch
 from service.engine.failure import report_failure
 from service.engine.replay import replay
@@ -99,7 +99,8 @@ class Engine:
             logits = self._runner.run(batch)
             ended = self._last_run.ended = self._clock()
             sampled = self._sampler.sample(logits, batch.samples)
-            events = self._scheduler.commit(batch, sampled, self._clock())
+            scored = self._sampler.score(logits, batch.scores)
+            events = self._scheduler.commit(batch, sampled, self._clock(), scored)
         except Exception as error:
             return self._fail_step(error)
         if not self.has_work:
@@ -107,12 +108,12 @@ class Engine:
         host_seconds = None if last_ended is None else started - last_ended
         return StepOutput(events, self._stats(batch, ended - started, host_seconds))
 
-    def verify_golden(self, cases: Sequence[GoldenCase], tolerance: float) -> tuple[CaseResult, ...]:
+    def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> tuple[CaseResult, ...]:
         """Replays golden cases on the runner that serves; the proof to ask for before taking requests.
 
         Args:
             cases: what PyTorch answered.
-            tolerance: the largest absolute error of a logit that passes.
+            tolerance: how far a logit may be off; `model.golden.TOLERANCES` has one for each precision.
 
         Raises:
             RuntimeError: when requests live here, whose K/V the replay would overwrite.

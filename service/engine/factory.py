@@ -32,7 +32,7 @@ def build_engine(
         last_run: shared by the engines that one thread will step.
 
     Raises:
-        StartupError: when a graph cannot be loaded or is not the manifest's, or the K/V cannot be reserved.
+        StartupError: when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
     """
     runner = build_runner(folder, manifest, limits, options)
     return Engine(Scheduler(limits, model_shape(manifest), decode), runner, Sampler(), last_run)
@@ -42,14 +42,18 @@ def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options
     """An artefact's graphs and the K/V they work on.
 
     Raises:
-        StartupError: when a graph cannot be loaded or is not the manifest's, or the K/V cannot be reserved.
+        StartupError: when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
     """
     sessions = {name: GraphSession(folder, spec, options) for name, spec in manifest.graphs.items()}
+    decoder, encoder = sessions[DECODER], sessions.get(ENCODER)
+    # The decoder of an encoder-decoder computes no chunks.
+    max_prefill_tokens = limits.max_prefill_tokens if encoder is None else 0
     try:
         kv = SlotKV(manifest.config, limits.max_batch_size, memory_limit())
+        return OrtRunner(manifest.config, kv, decoder, encoder, max_prefill_tokens, memory_limit())
     except (MemoryError, StartupError) as error:
-        raise StartupError([f"{folder}: max_batch_size {limits.max_batch_size}: {error}"]) from error
-    return OrtRunner(manifest.config, kv, sessions[DECODER], sessions.get(ENCODER))
+        sizes = f"max_batch_size {limits.max_batch_size}, prefill_chunk {limits.prefill_chunk}"
+        raise StartupError([f"{folder}: {sizes}: {error}"]) from error
 
 
 def model_shape(manifest: Manifest) -> ModelShape:

@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from service.engine.batch import DecodeRow, EncodeGroup, EncodeRow, KVMove, PrefillChunk, SampleRow, ScheduledBatch
+from service.engine.batch import (
+    DecodeRow,
+    EncodeGroup,
+    EncodeRow,
+    KVMove,
+    PrefillChunk,
+    SampleRow,
+    ScheduledBatch,
+    ScoreRow,
+)
 from service.engine.sequence import Sequence
 from service.engine.slots import SlotTable
 
@@ -47,14 +56,16 @@ class StepPlan:
     more, so that nobody overtakes.
     """
 
-    def __init__(self, pieces: Pieces, max_prefill_tokens: int) -> None:
+    def __init__(self, pieces: Pieces, max_prefill_tokens: int, num_slots: int) -> None:
         self._pieces = pieces
         self._max_prefill_tokens = max_prefill_tokens
+        self._next_logits = num_slots
         self._num_prefill_tokens = 0
         self._is_full = False
         self._encodes: list[EncodeRow] = []
         self._decode_slots: list[int] = []
         self._prefills: list[PrefillChunk] = []
+        self._scores: list[ScoreRow] = []
         self._sampled_slots: list[int] = []
 
     def can_start(self, sequence: Sequence) -> bool:
@@ -74,13 +85,17 @@ class StepPlan:
         length = self._pieces.next_length(sequence, computed)
         if length == 1:
             self._decode_slots.append(slot)
+            # The only piece of its row in this step, so that its logits stay where they are.
+            self._score(slot, sequence, computed, 1, slot)
             computed += 1
         while length > 1 and self._take(length):
-            chunk = PrefillChunk(slot, computed, tuple(sequence.token_ids[computed : computed + length]))
-            self._prefills.append(chunk)
+            num_scored = self._score(slot, sequence, computed, length, self._next_logits)
+            self._next_logits += num_scored
+            token_ids = tuple(sequence.token_ids[computed : computed + length])
+            self._prefills.append(PrefillChunk(slot, computed, token_ids, num_scored))
             computed += length
             length = self._pieces.next_length(sequence, computed)
-        if computed == sequence.num_tokens:
+        if computed == sequence.num_tokens and sequence.generates:
             self._sampled_slots.append(slot)
 
     def build(self, moves: tuple[KVMove, ...], slots: SlotTable[Sequence]) -> ScheduledBatch:
@@ -94,8 +109,21 @@ class StepPlan:
                 for slot in range(max(self._decode_slots, default=-1) + 1)
             ),
             prefills=tuple(self._prefills),
+            scores=tuple(self._scores),
             samples=tuple(_sample_row(slot, slots[slot]) for slot in self._sampled_slots),
         )
+
+    def _score(self, slot: int, sequence: Sequence, start: int, length: int, first_logits: int) -> int:
+        """Notes what a piece scores, if anything; of how many of its last tokens that takes the logits."""
+        scoring = sequence.request.scoring
+        if scoring is None:
+            return 0
+        first, token_ids = sequence.scored_by(scoring, start, length)
+        if not token_ids:
+            return 0
+        is_end = not sequence.generates and start + length == sequence.num_tokens
+        self._scores.append(ScoreRow(slot, first_logits, token_ids, scoring.num_top, is_end))
+        return start + length - first
 
     def _first_cost(self, sequence: Sequence) -> int:
         length = self._pieces.next_length(sequence, sequence.num_computed_tokens)
@@ -122,4 +150,4 @@ def _decode_row(sequence: Sequence, *, is_padding: bool) -> DecodeRow:
 
 def _sample_row(slot: int, sequence: Sequence) -> SampleRow:
     request = sequence.request
-    return SampleRow(slot, sequence.num_tokens, request.sampling, sequence.seed, request.logprobs)
+    return SampleRow(slot, sequence.num_tokens, request.sampling, sequence.seed, request.logprobs, sequence.rules)

@@ -17,6 +17,7 @@ from model.config import ModelConfig, Positions
 from service.engine.batch import DecodeRow, EncodeGroup, PrefillChunk, ScheduledBatch
 from service.engine.kv_cache import SlotKV
 from service.engine.session import Array, Binding, GraphSession
+from service.errors import StartupError
 
 Float32 = npt.NDArray[np.float32]
 
@@ -28,8 +29,9 @@ class Runner(Protocol):
         """Runs one step.
 
         Returns:
-            `[slots, V] float32`, row `slot` being the logits after the last token that the batch feeds to that slot.
-            Rows that were not fed are undefined; the array is overwritten by the next call.
+            `[slots + R, V] float32`, row `slot` being the logits after the last token that the batch feeds to that
+            slot, the R rows behind them what chunks want besides (`PrefillChunk.num_scored`). Rows that were not fed
+            are undefined; the array is overwritten by the next call.
 
         Raises:
             Exception: when the step fails; the K/V of every slot is in doubt then.
@@ -44,15 +46,34 @@ class OrtRunner:
         kv: the cache that this runner alone changes.
         decoder: the decoder graph (`model.artifact.decoder_signature`).
         encoder: the encoder graph of an encoder-decoder, None for a decoder-only model.
+        max_prefill_tokens: how many tokens of chunks a batch has at most. Room for the logits of all of them is
+            reserved, and like that of K/V touched only as it is used.
+        memory_limit: bytes that there are, None where that is not known.
+
+    Raises:
+        StartupError: when logits and K/V together need more: a client that asks for scores could end the process.
     """
 
-    def __init__(self, config: ModelConfig, kv: SlotKV, decoder: GraphSession, encoder: GraphSession | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        kv: SlotKV,
+        decoder: GraphSession,
+        encoder: GraphSession | None,
+        max_prefill_tokens: int = 0,
+        memory_limit: int | None = None,
+    ) -> None:
         self.kv = kv
         self._decoder = decoder
         self._encoder = encoder
         self._has_position_ids = config.positions is not Positions.ROTARY
         slots = kv.num_slots
-        self._logits = np.zeros((slots, config.vocab_size), np.float32)
+        num_logits = slots + max_prefill_tokens
+        needed = num_logits * config.vocab_size * np.dtype(np.float32).itemsize
+        if memory_limit is not None and kv.reserved_bytes + needed > memory_limit:
+            rest = memory_limit - kv.reserved_bytes
+            raise StartupError([f"{num_logits} rows of logits need {needed} bytes, there are {rest} besides K/V"])
+        self._logits = np.zeros((num_logits, config.vocab_size), np.float32)
         self._input_ids = np.zeros((slots, 1), np.int64)
         self._position_ids = np.zeros((slots, 1), np.int64)
         self._seqlens_k = np.zeros(slots, np.int32)
@@ -71,8 +92,15 @@ class OrtRunner:
             self._encode(group)
         if batch.decode:
             self._decode(batch.decode)
+        next_logits = self.kv.num_slots
         for chunk in batch.prefills:
-            self._prefill(chunk)
+            if chunk.num_scored:
+                rows = slice(next_logits, next_logits + chunk.num_scored)
+                self._prefill(chunk, self._bind(slice(chunk.slot, chunk.slot + 1), rows))
+                next_logits = rows.stop
+                self._logits[chunk.slot] = self._logits[next_logits - 1]
+            else:
+                self._prefill(chunk, self._prefill_binding(chunk.slot))
         return self._logits
 
     def _encode(self, group: EncodeGroup) -> None:
@@ -95,7 +123,7 @@ class OrtRunner:
         self._total_sequence_length[...] = max(positions) + 1
         self._source_lengths[:num_rows] = [row.source_length for row in rows]
         if num_rows not in self._decode_bindings:
-            binding = self._decode_bindings[num_rows] = self._bind(slice(num_rows))
+            binding = self._decode_bindings[num_rows] = self._bind(slice(num_rows), slice(num_rows))
             binding.bind_inputs(
                 self._token_inputs(
                     self._input_ids[:num_rows], self._position_ids[:num_rows], self._logits_indices[:num_rows]
@@ -103,19 +131,21 @@ class OrtRunner:
             )
         self._decode_bindings[num_rows].run()
 
-    def _prefill(self, chunk: PrefillChunk) -> None:
+    def _prefill_binding(self, slot: int) -> Binding:
+        if slot not in self._prefill_bindings:
+            self._prefill_bindings[slot] = self._bind(slice(slot, slot + 1), slice(slot, slot + 1))
+        return self._prefill_bindings[slot]
+
+    def _prefill(self, chunk: PrefillChunk, binding: Binding) -> None:
         """Several tokens of one slot."""
         length = len(chunk.token_ids)
         row = slice(chunk.slot, chunk.slot + 1)
         input_ids = np.array([chunk.token_ids], np.int64)
         position_ids = np.arange(chunk.start, chunk.start + length, dtype=np.int64)[np.newaxis]
-        last = np.array([length - 1], np.int64)
+        wanted = np.arange(length - max(chunk.num_scored, 1), length, dtype=np.int64)
         self._seqlens_k[row] = chunk.start + length - 1
         self._total_sequence_length[...] = chunk.start + length
-        if chunk.slot not in self._prefill_bindings:
-            self._prefill_bindings[chunk.slot] = self._bind(row)
-        binding = self._prefill_bindings[chunk.slot]
-        binding.bind_inputs(self._token_inputs(input_ids, position_ids, last))
+        binding.bind_inputs(self._token_inputs(input_ids, position_ids, wanted))
         binding.run()
 
     def _token_inputs(self, input_ids: Array, position_ids: Array, logits_indices: Array) -> dict[str, Array]:
@@ -124,16 +154,17 @@ class OrtRunner:
             inputs["position_ids"] = position_ids
         return inputs
 
-    def _bind(self, rows: slice) -> Binding:
+    def _bind(self, rows: slice, logits_rows: slice) -> Binding:
         """Ties the decoder to the given slots, all but the tokens.
 
-        A binding is made once for each slot and each number of rows, and lasts as long as the runner.
+        A binding is made once for each slot and each number of rows, and lasts as long as the runner; only for a chunk
+        with logits of its own is it made anew, which is rare and cheap beside computing them.
         """
         inputs: dict[str, Array] = {
             "seqlens_k": self._seqlens_k[rows],
             "total_sequence_length": self._total_sequence_length,
         }
-        outputs: dict[str, Array] = {"logits": self._logits[rows]}
+        outputs: dict[str, Array] = {"logits": self._logits[logits_rows]}
         for name, buffer in zip(self._names, self.kv.own, strict=True):
             inputs[f"past_{name}"] = outputs[f"present_{name}"] = buffer[rows]
         if self._encoder is not None:

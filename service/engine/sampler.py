@@ -1,10 +1,10 @@
 """Logits to tokens, on the host, each row by itself.
 
-The order is vLLM's (v1): logprobs from the raw logits; then temperature, min-p, top-k, top-p; then one draw. Each
-filter is a threshold on what the filters before it left, renormalised, and tokens that tie with the last one kept
-stay too (vLLM breaks such ties in top-p arbitrarily). A request's draws come from a counter-based generator (Philox;
-Salmon et al., 2011) keyed by its seed, at a counter that is the token's position: no state, hence the same draws in
-any company and after any interruption.
+The order is vLLM's (v1): logprobs from the raw logits; then the request's rules (`service.engine.logits`); then
+temperature, min-p, top-k, top-p; then one draw. Each filter is a threshold on what the filters before it left,
+renormalised, and tokens that tie with the last one kept stay too (vLLM breaks such ties in top-p arbitrarily). A
+request's draws come from a counter-based generator (Philox; Salmon et al., 2011) keyed by its seed, at a counter that
+is the token's position: no state, hence the same draws in any company and after any interruption.
 
 Only what cannot change a row's bits runs over the whole batch: arg-max, maxima, minima. Everything else goes row by
 row, and everything that adds up in float64. Knows nothing of requests, slots' contents or text.
@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from service.engine.batch import SampleRow
+from service.engine.batch import SampleRow, ScoreRow
 from service.engine.types import SamplingParams, TokenLogprobs
 
 Float32 = npt.NDArray[np.float32]
@@ -110,15 +111,42 @@ class Sampler:
                 for row, sample, argmax, maximum, is_finite in zip(rows, samples, greedy, highest, finite, strict=True)
             )
 
+    def score(self, logits: Float32, scores: Sequence[ScoreRow]) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
+        """How probable tokens are that nobody has to choose any more: one result for each of `scores`.
+
+        Args:
+            logits: `[rows, V] float32`.
+            scores: which of them, and the tokens that follow.
+
+        Returns:
+            A token's log-probabilities for each; None where the logits of any are not all finite.
+        """
+        return tuple(map(partial(_score_row, logits), scores))
+
     def _sample_row(self, row: Float32, sample: SampleRow, argmax: int, highest: np.float32) -> SampledToken:
+        chosen_from = row
+        if sample.rules is not None and (chosen_from := sample.rules.apply(row)) is not row:
+            argmax = int(chosen_from.argmax())
+            highest = chosen_from[argmax]
         if sample.params.temperature < _MIN_TEMPERATURE:
             token_id = argmax
         else:
-            candidates = truncate(row, sample.params, highest)
+            candidates = truncate(chosen_from, sample.params, highest)
             index = _invert(candidates.weights, self._draws.uniform(sample.seed, sample.position))
             token_id = index if candidates.token_ids is None else int(candidates.token_ids[index])
         logprobs = None if sample.logprobs is None else compute_logprobs(row, token_id, sample.logprobs)
         return SampledToken(token_id, logprobs)
+
+
+def _score_row(logits: Float32, score: ScoreRow) -> tuple[TokenLogprobs, ...] | None:
+    rows = logits[score.first_logits : score.first_logits + len(score.token_ids)]
+    with np.errstate(invalid="ignore"):
+        is_finite = np.isfinite(rows.max()) and np.isfinite(rows.min())
+    if not is_finite:
+        return None
+    return tuple(
+        compute_logprobs(row, token_id, score.num_top) for row, token_id in zip(rows, score.token_ids, strict=True)
+    )
 
 
 def _select(logits: Float32, slots: list[int]) -> Float32:
@@ -130,7 +158,7 @@ def truncate(row: Float32, params: SamplingParams, highest: np.float32) -> Candi
     """What temperature, min-p, top-k and top-p leave of a row.
 
     Args:
-        row: `[V] float32` finite logits.
+        row: `[V] float32` logits, finite or -inf, which never survives.
         params: temperature 1e-5 or more.
         highest: the row's maximum.
     """

@@ -29,12 +29,13 @@ from dataclasses import dataclass
 from service.engine.batch import KVMove, ScheduledBatch
 from service.engine.deadlines import Deadlines
 from service.engine.failure import report_failure
+from service.engine.logits import make_rules
 from service.engine.plan import Pieces, StepPlan
 from service.engine.sampler import SampledToken
 from service.engine.sequence import Sequence
 from service.engine.slots import SlotTable
 from service.engine.text import Decode, TextStream
-from service.engine.types import FinishReason, GenerationRequest, TokenEvent
+from service.engine.types import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
 from service.errors import EngineFailed, InvalidRequest, PromptTooLong, StartupError
 
 
@@ -167,7 +168,7 @@ class Scheduler:
         `now` is in `time.monotonic()` seconds. Every call must be followed by one of `commit` or `fail_running`.
         """
         self._reap(now)
-        plan = StepPlan(self.pieces, self._limits.max_prefill_tokens)
+        plan = StepPlan(self.pieces, self._limits.max_prefill_tokens, self._slots.capacity)
         for slot, sequence in enumerate(self._slots):
             plan.feed(slot, sequence)
         while self._waiting and self._slots.num_free and plan.can_start(next(iter(self._waiting.values()))):
@@ -178,23 +179,32 @@ class Scheduler:
         return plan.build(moves, self._slots)
 
     def commit(
-        self, batch: ScheduledBatch, sampled: Collection[SampledToken | None], now: float
+        self,
+        batch: ScheduledBatch,
+        sampled: Collection[SampledToken | None],
+        now: float,
+        scored: Collection[tuple[TokenLogprobs, ...] | None] = (),
     ) -> tuple[TokenEvent, ...]:
         """Moves every sequence of `batch` forward: the only place where that happens.
 
-        `sampled` answers `batch.samples` one by one; None ends the sequence as failed, as does text that cannot be
-        made. Returns all events since the last call, in schedule order.
+        `sampled` answers `batch.samples` one by one, `scored` answers `batch.scores`; None ends the sequence as failed,
+        as does text that cannot be made. Returns all events since the last call, in schedule order.
         """
         for slot, row in enumerate(batch.decode):
             if not row.is_padding:
                 self._slots[slot].num_computed_tokens += 1
         for chunk in batch.prefills:
             self._slots[chunk.slot].num_computed_tokens += len(chunk.token_ids)
-        finished = [
+        finished = {
+            score.slot
+            for score, logprobs in zip(batch.scores, scored, strict=True)
+            if self._tell_scores(self._slots[score.slot], logprobs, now, is_end=score.is_end)
+        }
+        finished |= {
             row.slot
             for row, result in zip(batch.samples, sampled, strict=True)
-            if self._advance(self._slots[row.slot], result, now)
-        ]
+            if row.slot not in finished and self._advance(self._slots[row.slot], result, now)
+        }
         self._release(finished)
         return self._take_events()
 
@@ -232,26 +242,50 @@ class Scheduler:
             raise AssertionError("a waiting sequence has K/V")
 
     def _new_sequence(self, request: GenerationRequest) -> Sequence:
-        prompt, stopping = request.prompt_token_ids, request.stopping
-        limit = self._model.context if self._model.source_context is None else self._model.source_context + 1
-        if not prompt:
-            raise InvalidRequest("prompt", prompt, "must have at least 1 token")
-        if len(prompt) >= limit:
-            raise PromptTooLong("prompt", len(prompt), f"must have fewer than {limit} tokens")
-        if stopping.max_tokens < 1:
-            raise InvalidRequest("stopping.max_tokens", stopping.max_tokens, "must be at least 1")
-        token_ids = [self._model.decoder_start_id] if self._model.is_encoder_decoder else list(prompt)
+        self._check(request)
+        prompt, prefix, stopping = request.prompt_token_ids, request.target_prefix_token_ids, request.stopping
+        decoder_prompt = prefix if self._model.is_encoder_decoder else prompt
+        given = (self._model.decoder_start_id, *prefix) if self._model.is_encoder_decoder else prompt
+        # Nothing comes after the last token of a prompt that is only scored.
+        token_ids = list(given if stopping.max_tokens else given[:-1])
         return Sequence(
             request=request,
             token_ids=token_ids,
             source_token_ids=prompt if self._model.is_encoder_decoder else (),
-            max_num_tokens=min(self._model.context, len(token_ids) + stopping.max_tokens),
+            prompt_token_ids=given,
+            max_num_tokens=min(self._model.context, len(given) + stopping.max_tokens),
             eos_ids=frozenset() if stopping.ignore_eos else self._model.eos_ids,
             seed=self._draw_seed() if request.sampling.seed is None else request.sampling.seed,
-            text=TextStream(self._decode, stopping.stop, include_stop=stopping.include_stop_in_output)
+            text=TextStream(
+                self._decode, stopping.stop, include_stop=stopping.include_stop_in_output, prefix_token_ids=prefix
+            )
             if stopping.stop
             else None,
+            rules=make_rules(request.sampling, stopping, self._model.eos_ids, decoder_prompt),
         )
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Refuses lengths out of range: something must be given, and there must be room to generate or to score."""
+        prompt, prefix, scoring = request.prompt_token_ids, request.target_prefix_token_ids, request.scoring
+        max_tokens = request.stopping.max_tokens
+        if max_tokens < 1 and (max_tokens < 0 or scoring is None):
+            raise InvalidRequest("stopping.max_tokens", max_tokens, "must be at least 1")
+        num_reserved = min(max_tokens, 1)
+        room = self._model.context - num_reserved
+        longest = room if self._model.source_context is None else self._model.source_context
+        if not prompt:
+            raise InvalidRequest("prompt", prompt, "must have at least 1 token")
+        if len(prompt) > longest:
+            raise PromptTooLong("prompt", len(prompt), f"must have at most {longest} tokens")
+        if prefix and not self._model.is_encoder_decoder:
+            raise InvalidRequest("target_prefix", prefix, "must be empty for a decoder-only model")
+        if prefix and len(prefix) >= room:
+            raise PromptTooLong("target_prefix", len(prefix), f"must have at most {room - 1} tokens")
+        num_given = 1 + len(prefix) if self._model.is_encoder_decoder else len(prompt)
+        # Without a token to generate, one to score must be the sequence's end.
+        most = num_given - 1 + num_reserved
+        if scoring is not None and not 1 <= scoring.start <= most:
+            raise InvalidRequest("scoring.start", scoring.start, f"must be from 1 to {most}")
 
     def _reap(self, now: float) -> None:
         """Ends expired and aborted sequences, wherever they are.
@@ -280,6 +314,23 @@ class Scheduler:
             self._fail(sequence, report_failure(f"request {request_id}: no text could be made", cause), now)
         else:
             self._end(sequence, TokenEvent(request_id=request_id, text=text, finish_reason=reason), now)
+
+    def _tell_scores(
+        self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...] | None, now: float, *, is_end: bool
+    ) -> bool:
+        """Tells of a prompt's scores; whether the sequence is over, with them or before them."""
+        request_id = sequence.request.request_id
+        if request_id not in self._live:
+            return True
+        if logprobs is None:
+            self._fail(sequence, report_failure(f"request {request_id}: its logits are not finite"), now)
+            return True
+        event = TokenEvent(request_id=request_id, prompt_logprobs=logprobs)
+        if is_end:
+            self._end(sequence, dataclasses.replace(event, finish_reason=FinishReason.LENGTH), now)
+        else:
+            self._events.append(event)
+        return is_end
 
     def _advance(self, sequence: Sequence, result: SampledToken | None, now: float) -> bool:
         """Appends a sampled token and tells of it; whether the sequence is over."""

@@ -23,33 +23,57 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How the next token is chosen; names and defaults are vLLM's. `temperature` 0 is greedy, `top_k` 0 is off.
 
-    `seed` None lets the engine draw one; the same seed gives the same tokens in any company.
+    `seed` None lets the engine draw one; the same seed gives the same tokens in any company. `logit_bias` is pairs of
+    token id and bias, each id once; no `allowed_token_ids` allow all. What each rule does: `service.engine.logits`.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppingParams:
-    """When an output ends, apart from the context's end. Stop strings are cut from the text unless included."""
+    """When an output ends, apart from the context's end. Stop strings are cut from the text unless included.
+
+    Before `min_tokens` were generated nothing but the context's end stops it: tokens that would are not chosen, strings
+    that would are let pass.
+    """
 
     max_tokens: int = 256
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     include_stop_in_output: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Asks how probable the decoder's own prompt is: each of its tokens from position `start` on, given those before.
+
+    The prompt is that of a decoder-only model, or the start token and target prefix of an encoder-decoder; its first
+    token has nothing before it, so `start` is 1 at least. `num_top` is how many alternatives to report for each.
+    """
+
+    num_top: int = 0
+    start: int = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One validated request.
 
-    `prompt_token_ids` is the prompt of a decoder-only model, the source of an encoder-decoder; `logprobs` is how many
-    alternatives to report per generated token, None for no logprobs.
+    `prompt_token_ids` is the prompt of a decoder-only model, the source of an encoder-decoder, whose output is made to
+    begin with `target_prefix_token_ids`, which are not generated; `logprobs` is how many alternatives to report per
+    generated token, None for no logprobs. A request with `scoring` may ask for `max_tokens` 0: nothing is generated.
     """
 
     request_id: str
@@ -57,9 +81,16 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stopping: StoppingParams = field(default_factory=StoppingParams)
+    target_prefix_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    scoring: PromptScoring | None = None
     deadline: float | None = None
     arrival_time: float = 0.0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens given: prompt or source, and target prefix."""
+        return len(self.prompt_token_ids) + len(self.target_prefix_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +116,9 @@ class RequestTimings:
 class TokenEvent:
     """What one step did for one request: at most one new token, and on the last event why it ended.
 
+    `prompt_logprobs` are of the next tokens of a prompt that is scored, in order; the last come before the first token
+    does, or with the terminal event where nothing is generated.
+
     `text` is set only where the engine detokenises (requests with stop strings); elsewhere the consumer does, and
     `is_mute` says that the token has no text: an end of sequence, or a stop token that is not to be included.
     Exactly one event of a request is terminal: it has `finish_reason` or `error`, never both, and `timings`.
@@ -95,6 +129,7 @@ class TokenEvent:
     is_mute: bool = False
     text: str | None = None
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
     error: Exception | None = None

@@ -1,7 +1,7 @@
 """Protobuf to values and back: requests validated field by field, answers put together. No protobuf goes further in.
 
 An invalid field is named by its full path, with its value and its limit. What a later version will offer is refused by
-name rather than ignored: a client must not believe in a penalty that nobody applied. Knows the operator's limits but no
+name rather than ignored: a client must not believe in a beam that nobody searched. Knows the operator's limits but no
 model; what depends on one (token ids, lengths in tokens) is `service.models`' to check.
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, Literal
 
 from proto.onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
 from service.engine.types import FinishReason, RequestTimings, SamplingParams, StoppingParams, TokenLogprobs
 from service.errors import InvalidRequest, UnsupportedFeature
 from service.generator import GenerateCall
+from service.scoring import Score, ScoreCall
 
 FINISH_REASONS: Mapping[FinishReason, pb.FinishReason.ValueType] = {
     FinishReason.END_OF_SEQUENCE: pb.FINISH_REASON_END_OF_SEQUENCE,
@@ -27,6 +28,8 @@ FINISH_REASONS: Mapping[FinishReason, pb.FinishReason.ValueType] = {
 }
 
 _DEFAULT_MAX_TOKENS = 256
+# As in OpenAI's API; vLLM cuts what is beyond, which a client would never know.
+_MAX_BIAS = 100.0
 
 
 def decode_generate(
@@ -46,47 +49,48 @@ def decode_generate(
         request_id=_request_id(message.request_id, limits) or draw_id(),
         model=message.model,
         prompt=_prompt(message),
-        sampling=_sampling(message.sampling),
+        target_prefix=message.target_prefix,
+        sampling=_sampling(message.sampling, limits),
         stopping=_stopping(message.stopping, limits),
-        logprobs=_logprobs(message.response, limits),
+        logprobs=_logprobs(message.response, "logprobs", limits),
+        prompt_logprobs=_logprobs(message.response, "prompt_logprobs", limits),
         timeout_seconds=_timeout(message),
     )
 
 
+def decode_score(message: pb.ScoreRequest, draw_id: Callable[[], str] = lambda: uuid.uuid4().hex) -> ScoreCall:
+    """Reads a request to score; an id is drawn for the log.
+
+    Raises:
+        InvalidRequest: naming the first field beyond its limit.
+    """
+    target: str | tuple[int, ...] | None
+    match message.WhichOneof("target"):
+        case "target_text":
+            field, target = "target.target_text", message.target_text
+        case "target_token_ids":
+            field, target = "target.target_token_ids.ids", tuple(message.target_token_ids.ids)
+        case _:
+            field, target = "target", None
+    _require(field, target, "must not be empty", valid=target is None or len(target) > 0)
+    return ScoreCall(request_id=draw_id(), model=message.model, prompt=_prompt(message), target=target)
+
+
 def _check_unsupported(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> None:
     """A bad value is the client's mistake even in a field that is not offered, and the more useful answer."""
-    sampling, beams = message.sampling, message.beam_search
-    repetition, number = _given(sampling, "repetition_penalty", 1.0), _given(sampling, "n", 1)
-    _require("sampling.repetition_penalty", repetition, "must be above 0 and at most 2", valid=0 < repetition <= 2)
-    for name in ("presence_penalty", "frequency_penalty"):
-        penalty = getattr(sampling, name)
-        _require(f"sampling.{name}", penalty, "must be from -2 to 2", valid=-2 <= penalty <= 2)
+    beams, number = message.beam_search, _given(message.sampling, "n", 1)
     _require("sampling.n", number, "must be at least 1", valid=number >= 1)
-    for token_id, bias in sampling.logit_bias.items():
-        _require(f"sampling.logit_bias[{token_id}]", bias, "must be finite", valid=math.isfinite(bias))
-    min_tokens, prompt_logprobs = message.stopping.min_tokens, message.response.prompt_logprobs
-    _require("stopping.min_tokens", min_tokens, "must be at least 0", valid=min_tokens >= 0)
-    _require("response.prompt_logprobs", prompt_logprobs, "must be at least 0", valid=prompt_logprobs >= 0)
     if message.HasField("beam_search"):
         _require("beam_search.beam_size", beams.beam_size, "must be at least 1", valid=beams.beam_size >= 1)
 
 
 def _refuse_unsupported(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> None:
-    sampling = message.sampling
     asked = {
         "prompt.chat": message.HasField("chat"),
-        "target_prefix": bool(message.target_prefix),
         "beam_search": message.HasField("beam_search"),
         "priority": message.priority != 0,
         "partial_on_deadline": message.partial_on_deadline,
-        "sampling.repetition_penalty": _given(sampling, "repetition_penalty", 1.0) != 1.0,
-        "sampling.presence_penalty": sampling.presence_penalty != 0.0,
-        "sampling.frequency_penalty": sampling.frequency_penalty != 0.0,
-        "sampling.n": _given(sampling, "n", 1) > 1,
-        "sampling.logit_bias": bool(sampling.logit_bias),
-        "sampling.allowed_token_ids": bool(sampling.allowed_token_ids),
-        "stopping.min_tokens": message.stopping.min_tokens > 0,
-        "response.prompt_logprobs": message.response.HasField("prompt_logprobs"),
+        "sampling.n": _given(message.sampling, "n", 1) > 1,
         "response.cost": message.response.cost,
     }
     for field, is_asked in asked.items():
@@ -101,7 +105,7 @@ def _request_id(value: str, limits: RequestLimits) -> str:
     return value
 
 
-def _prompt(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> str | tuple[int, ...]:
+def _prompt(message: pb.GenerateRequest | pb.GenerateStreamRequest | pb.ScoreRequest) -> str | tuple[int, ...]:
     prompt: str | tuple[int, ...]
     match message.WhichOneof("prompt"):
         case "text":
@@ -115,19 +119,33 @@ def _prompt(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> str | tup
     return prompt
 
 
-def _sampling(message: pb.SamplingParams) -> SamplingParams:
+def _sampling(message: pb.SamplingParams, limits: RequestLimits) -> SamplingParams:
     temperature = _given(message, "temperature", 1.0)
     top_p = _given(message, "top_p", 1.0)
+    repetition = _given(message, "repetition_penalty", 1.0)
     _require("sampling.temperature", temperature, "must be finite and at least 0", valid=0 <= temperature < math.inf)
     _require("sampling.top_p", top_p, "must be above 0 and at most 1", valid=0 < top_p <= 1)
     _require("sampling.top_k", message.top_k, "must be at least 0 (0 is off)", valid=message.top_k >= 0)
     _require("sampling.min_p", message.min_p, "must be from 0 to 1", valid=0 <= message.min_p <= 1)
+    _require("sampling.repetition_penalty", repetition, "must be above 0 and at most 2", valid=0 < repetition <= 2)
+    for name in ("presence_penalty", "frequency_penalty"):
+        penalty = getattr(message, name)
+        _require(f"sampling.{name}", penalty, "must be from -2 to 2", valid=-2 <= penalty <= 2)
+    _require_count("sampling.logit_bias", message.logit_bias, limits.max_logit_bias)
+    for token_id, bias in message.logit_bias.items():
+        limit = f"must be from {-_MAX_BIAS:g} to {_MAX_BIAS:g}"
+        _require(f"sampling.logit_bias[{token_id}]", bias, limit, valid=-_MAX_BIAS <= bias <= _MAX_BIAS)
     return SamplingParams(
         temperature=temperature,
         top_p=top_p,
         top_k=message.top_k,
         min_p=message.min_p,
+        repetition_penalty=repetition,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
         seed=_given(message, "seed", None),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(message.allowed_token_ids),
     )
 
 
@@ -136,6 +154,8 @@ def _stopping(message: pb.StoppingParams, limits: RequestLimits) -> StoppingPara
     # The default is not the client's mistake where an operator allows less.
     max_tokens = max_tokens if message.HasField("max_tokens") else min(max_tokens, most)
     _require("stopping.max_tokens", max_tokens, f"must be from 1 to {most}", valid=1 <= max_tokens <= most)
+    limit = f"must be from 0 to stopping.max_tokens, which is {max_tokens}"
+    _require("stopping.min_tokens", message.min_tokens, limit, valid=0 <= message.min_tokens <= max_tokens)
     _require_count("stopping.stop", message.stop, limits.max_stop_strings)
     longest = limits.max_stop_string_length
     for index, text in enumerate(message.stop):
@@ -144,6 +164,7 @@ def _stopping(message: pb.StoppingParams, limits: RequestLimits) -> StoppingPara
     _require_count("stopping.stop_token_ids", message.stop_token_ids, limits.max_stop_token_ids)
     return StoppingParams(
         max_tokens=max_tokens,
+        min_tokens=message.min_tokens,
         stop=tuple(message.stop),
         stop_token_ids=frozenset(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
@@ -151,12 +172,14 @@ def _stopping(message: pb.StoppingParams, limits: RequestLimits) -> StoppingPara
     )
 
 
-def _logprobs(message: pb.ResponseOptions, limits: RequestLimits) -> int | None:
-    if not message.HasField("logprobs"):
-        return None
-    most = limits.max_logprobs
-    _require("response.logprobs", message.logprobs, f"must be from 0 to {most}", valid=0 <= message.logprobs <= most)
-    return message.logprobs
+def _logprobs(
+    message: pb.ResponseOptions, field: Literal["logprobs", "prompt_logprobs"], limits: RequestLimits
+) -> int | None:
+    num_top: int | None = _given(message, field, None)
+    if num_top is not None:
+        most = limits.max_logprobs
+        _require(f"response.{field}", num_top, f"must be from 0 to {most}", valid=0 <= num_top <= most)
+    return num_top
 
 
 def _timeout(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> float | None:
@@ -177,7 +200,7 @@ def _require(field: str, value: object, limit: str, *, valid: bool) -> None:
         raise InvalidRequest(field, value, limit)
 
 
-def _require_count(field: str, values: Sequence[object], most: int) -> None:
+def _require_count(field: str, values: Sized, most: int) -> None:
     _require(field, len(values), f"must have at most {most} entries", valid=len(values) <= most)
 
 
@@ -186,6 +209,17 @@ def encode_logprobs(values: TokenLogprobs) -> pb.TokenLogprobs:
     pairs = zip(values.top_token_ids, values.top_logprobs, strict=True)
     top = [pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in pairs]
     return pb.TokenLogprobs(logprob=values.logprob, top=top)
+
+
+def encode_score(score: Score) -> pb.ScoreResponse:
+    """Scored tokens, and what they come to."""
+    pairs = zip(score.token_ids, score.logprobs, strict=True)
+    return pb.ScoreResponse(
+        tokens=[pb.ScoreResponse.TokenScore(token_id=token_id, logprob=logprob) for token_id, logprob in pairs],
+        total_logprob=score.total_logprob,
+        perplexity=score.perplexity,
+        bits_per_byte=score.bits_per_byte,
+    )
 
 
 def encode_matched_stop(matched: str | int | None) -> pb.MatchedStop | None:

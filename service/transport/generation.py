@@ -18,7 +18,7 @@ from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer
 from service.config import RequestLimits
 from service.errors import InvalidRequest, RequestError, UnsupportedFeature
-from service.generator import Accepted, GenerateCall, Generator, Outcome, Piece
+from service.generator import Accepted, GenerateCall, Generator, Outcome, Piece, PromptScores
 from service.models import Models, ServedModel, check_ids
 from service.transport import codec
 
@@ -54,6 +54,8 @@ class GenerationServicer(GenerationServiceServicer):
                 match part:
                     case Accepted():
                         response.request_id, response.model = part.request_id, part.model
+                    case PromptScores():
+                        response.prompt_logprobs.extend(map(codec.encode_logprobs, part.logprobs))
                     case Piece():
                         texts.append(part.text)
                         output.token_ids.extend(part.token_ids)
@@ -85,8 +87,13 @@ class GenerationServicer(GenerationServiceServicer):
         return await self._off_the_loop(_detokenize, tokenizer, request, self._limits.max_detokenize_tokens)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        """Not offered."""
-        raise UnsupportedFeature("Score")
+        """Computes a text without generating anything."""
+        try:
+            call = codec.decode_score(request)
+        except RequestError as error:
+            self._generator.refused(request.model, error)
+            raise
+        return codec.encode_score(await self._generator.score(call, context.time_remaining()))
 
     async def Estimate(self, request: pb.EstimateRequest, context: Context) -> pb.EstimateResponse:
         """Not offered."""
@@ -126,12 +133,15 @@ def _detokenize(tokenizer: Tokenizer, request: pb.DetokenizeRequest, max_tokens:
     return pb.DetokenizeResponse(text=tokenizer.decode(token_ids))
 
 
-def _events(part: Accepted | Piece | Outcome) -> tuple[pb.GenerateStreamResponse, ...]:
+def _events(part: Accepted | PromptScores | Piece | Outcome) -> tuple[pb.GenerateStreamResponse, ...]:
     """A part as the stream tells it."""
     message = pb.GenerateStreamResponse
     match part:
         case Accepted():
             return (message(accepted=message.Accepted(request_id=part.request_id, model=part.model)),)
+        case PromptScores():
+            logprobs = map(codec.encode_logprobs, part.logprobs)
+            return (message(prompt=message.Prompt(logprobs=logprobs)),)
         case Piece():
             logprobs = map(codec.encode_logprobs, part.logprobs)
             return (message(delta=message.Delta(text=part.text, token_ids=part.token_ids, logprobs=logprobs)),)

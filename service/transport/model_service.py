@@ -61,7 +61,7 @@ class ModelServicer(ModelServiceServicer):
             state=STATES[self._models.state(model.name)],
             architecture=_architecture(model),
             limits=_limits(model, self._config),
-            capabilities=describe_capabilities(),
+            capabilities=describe_capabilities(is_encoder_decoder=model.manifest.config.is_encoder_decoder),
             parity=None if parity is None else _summary(parity),
             device=model.manifest.device,
             precision=model.manifest.precision,
@@ -116,6 +116,8 @@ def _limits(model: ServedModel, config: ServeConfig) -> pb.ModelLimits:
         max_stop_string_length=limits.max_stop_string_length,
         max_stop_token_ids=limits.max_stop_token_ids,
         max_logprobs=limits.max_logprobs,
+        max_logit_bias=limits.max_logit_bias,
+        max_target_prefix_tokens=model.max_target_prefix_tokens,
         max_request_id_length=limits.max_request_id_length,
         max_batch_size=config.max_batch_size,
         max_queue_size=config.max_queue_size,
@@ -125,9 +127,19 @@ def _limits(model: ServedModel, config: ServeConfig) -> pb.ModelLimits:
     )
 
 
-def describe_capabilities() -> pb.ModelCapabilities:
-    """What `transport.codec` lets through; a test keeps the two together."""
-    return pb.ModelCapabilities(streaming=True, sampling=True, logprobs=True, stop_strings=True)
+def describe_capabilities(*, is_encoder_decoder: bool) -> pb.ModelCapabilities:
+    """What `transport.codec` lets through, as far as the family has it; a test keeps the two together."""
+    return pb.ModelCapabilities(
+        streaming=True,
+        sampling=True,
+        logprobs=True,
+        stop_strings=True,
+        penalties=True,
+        logit_control=True,
+        min_tokens=True,
+        scoring=True,
+        target_prefix=is_encoder_decoder,
+    )
 
 
 def _summary(parity: Parity) -> pb.ParitySummary:

@@ -12,6 +12,7 @@ from service.config import RequestLimits
 from service.engine.types import FinishReason, RequestTimings, SamplingParams, StoppingParams, TokenLogprobs
 from service.errors import InvalidRequest, UnsupportedFeature
 from service.generator import GenerateCall
+from service.scoring import Score, ScoreCall
 from service.transport import codec
 from service.transport.model_service import describe_capabilities
 
@@ -21,36 +22,10 @@ ONE_TOKEN = pb.TokenIds(ids=[7])
 # Field that is refused, the message that asks for it, and the capability that says so.
 UNSUPPORTED: dict[str, tuple[pb.GenerateRequest, str]] = {
     "prompt.chat": (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])), "chat"),
-    "target_prefix": (pb.GenerateRequest(text="a", target_prefix="b"), "target_prefix"),
     "beam_search": (pb.GenerateRequest(text="a", beam_search=pb.BeamSearchParams(beam_size=2)), "beam_search"),
     "priority": (pb.GenerateRequest(text="a", priority=-1), "priority"),
     "partial_on_deadline": (pb.GenerateRequest(text="a", partial_on_deadline=True), "partial_on_deadline"),
     "sampling.n": (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=2)), "multiple_outputs"),
-    "sampling.repetition_penalty": (
-        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(repetition_penalty=1.1)),
-        "penalties",
-    ),
-    "sampling.presence_penalty": (
-        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(presence_penalty=0.1)),
-        "penalties",
-    ),
-    "sampling.frequency_penalty": (
-        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(frequency_penalty=-2.0)),
-        "penalties",
-    ),
-    "sampling.logit_bias": (
-        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(logit_bias={1: 2.0})),
-        "logit_control",
-    ),
-    "sampling.allowed_token_ids": (
-        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(allowed_token_ids=[1])),
-        "logit_control",
-    ),
-    "stopping.min_tokens": (pb.GenerateRequest(text="a", stopping=pb.StoppingParams(min_tokens=1)), "min_tokens"),
-    "response.prompt_logprobs": (
-        pb.GenerateRequest(text="a", response=pb.ResponseOptions(prompt_logprobs=0)),
-        "scoring",
-    ),
     "response.cost": (pb.GenerateRequest(text="a", response=pb.ResponseOptions(cost=True)), "cost"),
 }
 
@@ -64,9 +39,22 @@ def test_request_that_says_nothing_but_its_prompt_gets_the_documented_defaults()
         request_id="drawn",
         model="",
         prompt="a",
-        sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None),
-        stopping=StoppingParams(max_tokens=256),
+        target_prefix="",
+        sampling=SamplingParams(
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            seed=None,
+            logit_bias=(),
+            allowed_token_ids=(),
+        ),
+        stopping=StoppingParams(max_tokens=256, min_tokens=0),
         logprobs=None,
+        prompt_logprobs=None,
         timeout_seconds=None,
     )
 
@@ -76,26 +64,58 @@ def test_every_offered_field_is_read() -> None:
         request_id="mine",
         model="m",
         token_ids=pb.TokenIds(ids=[4, 5]),
-        sampling=pb.SamplingParams(temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, seed=2**64 - 1, n=1),
-        stopping=pb.StoppingParams(
-            max_tokens=7, stop=["x", "y"], stop_token_ids=[8, 8], ignore_eos=True, include_stop_in_output=True
+        target_prefix=" b",
+        sampling=pb.SamplingParams(
+            temperature=0.5,
+            top_p=0.9,
+            top_k=3,
+            min_p=0.1,
+            repetition_penalty=2.0,
+            presence_penalty=-2.0,
+            frequency_penalty=2.0,
+            seed=2**64 - 1,
+            n=1,
+            logit_bias={9: -100.0, 3: 100.0},
+            allowed_token_ids=[9, 3, 9],
         ),
-        response=pb.ResponseOptions(logprobs=5),
+        stopping=pb.StoppingParams(
+            max_tokens=7,
+            min_tokens=7,
+            stop=["x", "y"],
+            stop_token_ids=[8, 8],
+            ignore_eos=True,
+            include_stop_in_output=True,
+        ),
+        response=pb.ResponseOptions(logprobs=5, prompt_logprobs=3),
         timeout_seconds=2.5,
     )
     assert decode(message) == GenerateCall(
         request_id="mine",
         model="m",
         prompt=(4, 5),
-        sampling=SamplingParams(temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, seed=2**64 - 1),
+        target_prefix=" b",
+        sampling=SamplingParams(
+            temperature=0.5,
+            top_p=0.9,
+            top_k=3,
+            min_p=0.1,
+            repetition_penalty=2.0,
+            presence_penalty=-2.0,
+            frequency_penalty=2.0,
+            seed=2**64 - 1,
+            logit_bias=((3, 100.0), (9, -100.0)),
+            allowed_token_ids=(9, 3, 9),
+        ),
         stopping=StoppingParams(
             max_tokens=7,
+            min_tokens=7,
             stop=("x", "y"),
             stop_token_ids=frozenset({8}),
             ignore_eos=True,
             include_stop_in_output=True,
         ),
         logprobs=5,
+        prompt_logprobs=3,
         timeout_seconds=2.5,
     )
 
@@ -115,6 +135,7 @@ def test_zero_that_was_said_is_not_an_absent_value(sampling: pb.SamplingParams, 
 
 def test_logprobs_zero_asks_for_the_chosen_token_alone() -> None:
     assert decode(pb.GenerateRequest(text="a", response=pb.ResponseOptions(logprobs=0))).logprobs == 0
+    assert decode(pb.GenerateRequest(text="a", response=pb.ResponseOptions(prompt_logprobs=0))).prompt_logprobs == 0
 
 
 def test_default_of_max_tokens_bows_to_the_operators_limit() -> None:
@@ -136,12 +157,6 @@ def test_feature_of_a_later_version_is_refused_by_the_name_of_its_field(field: s
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (pb.GenerateRequest(sampling=pb.SamplingParams(repetition_penalty=0.0)), "sampling.repetition_penalty"),
-        (pb.GenerateRequest(sampling=pb.SamplingParams(presence_penalty=math.nan)), "sampling.presence_penalty"),
-        (pb.GenerateRequest(sampling=pb.SamplingParams(frequency_penalty=2.5)), "sampling.frequency_penalty"),
-        (pb.GenerateRequest(sampling=pb.SamplingParams(logit_bias={7: math.inf})), "sampling.logit_bias[7]"),
-        (pb.GenerateRequest(stopping=pb.StoppingParams(min_tokens=-1)), "stopping.min_tokens"),
-        (pb.GenerateRequest(response=pb.ResponseOptions(prompt_logprobs=-1)), "response.prompt_logprobs"),
         (pb.GenerateRequest(beam_search=pb.BeamSearchParams()), "beam_search.beam_size"),
     ],
 )
@@ -151,11 +166,90 @@ def test_bad_value_is_invalid_even_where_the_field_is_not_offered(message: pb.Ge
     assert refusal.value.field == field
 
 
-def test_capabilities_deny_exactly_what_is_refused() -> None:
-    capabilities = describe_capabilities()
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        (pb.SamplingParams(repetition_penalty=0.0), "sampling.repetition_penalty"),
+        (pb.SamplingParams(repetition_penalty=math.nan), "sampling.repetition_penalty"),
+        (pb.SamplingParams(repetition_penalty=2.1), "sampling.repetition_penalty"),
+        (pb.SamplingParams(presence_penalty=math.nan), "sampling.presence_penalty"),
+        (pb.SamplingParams(presence_penalty=-2.5), "sampling.presence_penalty"),
+        (pb.SamplingParams(frequency_penalty=2.5), "sampling.frequency_penalty"),
+        (pb.SamplingParams(logit_bias={7: math.inf}), "sampling.logit_bias[7]"),
+        (pb.SamplingParams(logit_bias={7: math.nan}), "sampling.logit_bias[7]"),
+        (pb.SamplingParams(logit_bias={0: 1.0, 7: -100.5}), "sampling.logit_bias[7]"),
+    ],
+)
+def test_rule_beyond_its_range_is_refused_by_its_path(sampling: pb.SamplingParams, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        decode(pb.GenerateRequest(text="a", sampling=sampling))
+    assert refusal.value.field == field
+
+
+def test_logit_bias_has_as_many_entries_as_the_operator_allows() -> None:
+    limits = RequestLimits(max_logit_bias=2)
+    bias = dict.fromkeys(range(2), 1.0)
+    message = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(logit_bias=bias))
+    assert decode(message, limits).sampling.logit_bias == ((0, 1.0), (1, 1.0))
+    message.sampling.logit_bias[2] = 1.0
+    with pytest.raises(InvalidRequest, match=r"sampling\.logit_bias: must have at most 2 entries, got 3"):
+        decode(message, limits)
+
+
+@pytest.mark.parametrize(("min_tokens", "max_tokens"), [(-1, 5), (6, 5), (257, None)])
+def test_min_tokens_is_within_max_tokens_given_or_default(min_tokens: int, max_tokens: int | None) -> None:
+    stopping = pb.StoppingParams(min_tokens=min_tokens, max_tokens=max_tokens)
+    with pytest.raises(InvalidRequest) as refusal:
+        decode(pb.GenerateRequest(text="a", stopping=stopping))
+    assert (refusal.value.field, refusal.value.value) == ("stopping.min_tokens", min_tokens)
+    assert str(max_tokens or 256) in refusal.value.limit
+
+
+@pytest.mark.parametrize("is_encoder_decoder", [False, True])
+def test_capabilities_deny_exactly_what_is_refused(is_encoder_decoder: bool) -> None:
+    capabilities = describe_capabilities(is_encoder_decoder=is_encoder_decoder)
     denied = {field.name for field in capabilities.DESCRIPTOR.fields if not getattr(capabilities, field.name)}
     methods = {"explain"}
-    assert denied == {capability for _, capability in UNSUPPORTED.values()} | methods
+    # Known to the codec, but no field of this family: the model refuses it.
+    foreign = set() if is_encoder_decoder else {"target_prefix"}
+    assert denied == {capability for _, capability in UNSUPPORTED.values()} | methods | foreign
+
+
+@pytest.mark.parametrize(
+    ("message", "prompt", "target"),
+    [
+        (pb.ScoreRequest(text="a"), "a", None),
+        (pb.ScoreRequest(token_ids=ONE_TOKEN, target_text="b"), (7,), "b"),
+        (pb.ScoreRequest(text="a", target_token_ids=ONE_TOKEN), "a", (7,)),
+    ],
+)
+def test_score_request_is_read(message: pb.ScoreRequest, prompt: str | tuple[int, ...], target: Any) -> None:
+    message.model = "m"
+    expected = ScoreCall(request_id="drawn", model="m", prompt=prompt, target=target)
+    assert codec.decode_score(message, draw_id=lambda: "drawn") == expected
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.ScoreRequest(target_text="b"), "prompt"),
+        (pb.ScoreRequest(text="", target_text="b"), "prompt.text"),
+        (pb.ScoreRequest(text="a", target_text=""), "target.target_text"),
+        (pb.ScoreRequest(text="a", target_token_ids=pb.TokenIds()), "target.target_token_ids.ids"),
+    ],
+)
+def test_score_request_without_text_is_refused_by_its_field(message: pb.ScoreRequest, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        codec.decode_score(message)
+    assert refusal.value.field == field
+
+
+def test_score_is_spelled_token_by_token_and_has_no_bits_without_bytes() -> None:
+    message = codec.encode_score(Score((3, 4), (math.log(0.5), math.log(0.125)), num_bytes=4))
+    assert [(each.token_id, each.logprob) for each in message.tokens] == [(3, math.log(0.5)), (4, math.log(0.125))]
+    assert (message.total_logprob, message.perplexity) == pytest.approx((math.log(1 / 16), 4.0))
+    assert message.bits_per_byte == pytest.approx(1.0)
+    assert not codec.encode_score(Score((2,), (-1.0,), num_bytes=0)).HasField("bits_per_byte")
 
 
 def test_error_never_echoes_a_long_value() -> None:

@@ -39,7 +39,7 @@ def test_every_flag_has_an_environment_twin() -> None:
         "max_batch_size": "4", "max_queue_size": "0", "prefill_chunk": "16", "threads": "3", "log_level": "DEBUG",
         "drain_grace_seconds": "1.5", "max_message_bytes": "2048", "max_generated_tokens": "5", "max_stop_strings": "6",
         "max_stop_string_length": "7", "max_stop_token_ids": "8", "max_logprobs": "9", "max_request_id_length": "64",
-        "max_tokenize_bytes": "10", "max_detokenize_tokens": "11",
+        "max_tokenize_bytes": "10", "max_detokenize_tokens": "11", "max_logit_bias": "12",
     }  # fmt: skip
     assert set(given) == set(options(ServeConfig)) | set(options(RequestLimits))
     switches = {"metrics": "--no-metrics", "spin": "--no-spin"}
@@ -74,6 +74,7 @@ def test_every_flag_has_an_environment_twin() -> None:
             max_request_id_length=64,
             max_tokenize_bytes=10,
             max_detokenize_tokens=11,
+            max_logit_bias=12,
         ),
     )
 

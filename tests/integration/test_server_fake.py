@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
+import tokenizers
 from google.rpc import error_details_pb2
 
+from model.tokenizer import Tokenizer
 from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1 import model_pb2
 from service.config import RequestLimits
-from tests.fakes import EOS, FakeRunner, Gate, expected_tokens, letters, script, spell
+from service.engine.sampler import compute_logprobs
+from tests.fakes import CONTEXT, EOS, FakeRunner, Gate, expected_tokens, letters, noise, script, spell
 from tests.servers import (
     MODEL,
     PROMPT,
@@ -77,6 +83,107 @@ async def test_encoder_decoder_answers_by_the_same_wire() -> None:
     assert answer.usage.prompt_tokens == len(source)
 
 
+async def test_target_prefix_is_continued_not_repeated_and_counted_as_given() -> None:
+    model = served_model(encoder_decoder=True)
+    async with running([model]) as server:
+        answer = await server.generation.Generate(generate_request("ab", max_tokens=5, target_prefix="xyz"))
+        described = await server.models.GetModel(model_pb2.GetModelRequest())
+    source = (*spell("ab"), EOS)
+    expected = expected_tokens(source, 5, encoder_decoder=True, target_prefix=spell("xyz"))
+    (output,) = answer.outputs
+    assert (list(output.token_ids), output.text) == (expected, model.output_tokenizer.decode(expected))
+    assert answer.usage == pb.Usage(prompt_tokens=len(source) + 3, generated_tokens=5)
+    assert described.capabilities.target_prefix
+    assert described.limits.max_target_prefix_tokens == CONTEXT - 2
+
+
+@pytest.mark.parametrize("stop", [[], ["never"]], ids=["", "with stops"])
+async def test_output_reads_as_the_continuation_of_its_target_prefix(stop: list[str]) -> None:
+    """Words after the prefix keep the space that a decoder takes away at a beginning, whoever makes the text."""
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"▁w{i}": i for i in range(32)}, unk_token="▁w0"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    inner.decoder = tokenizers.decoders.Metaspace()
+    model = replace(served_model(encoder_decoder=True), output_tokenizer=Tokenizer(inner))
+    texts = {}
+    async with running([model]) as server:
+        for prefix in ("", "w7 w8"):
+            request = generate_request("ab", max_tokens=3, stop=stop, target_prefix=prefix)
+            texts[prefix] = (await server.generation.Generate(request)).outputs[0].text
+    for prefix, given in {"": (), "w7 w8": (7, 8)}.items():
+        tokens = expected_tokens((*spell("ab"), EOS), 3, encoder_decoder=True, target_prefix=given)
+        assert (prefix + texts[prefix]).split(" ") == [*prefix.split(), *(f"w{token_id}" for token_id in tokens)]
+
+
+async def test_target_prefix_that_leaves_no_room_is_out_of_range() -> None:
+    async with running([served_model(encoder_decoder=True)]) as server:
+        last = await server.generation.Generate(generate_request(target_prefix="a" * (CONTEXT - 2)))
+        error = await status_of(server.generation.Generate(generate_request(target_prefix="a" * (CONTEXT - 1))))
+    assert last.usage.generated_tokens == 1
+    assert error.code() is grpc.StatusCode.OUT_OF_RANGE
+    assert error.details() == f"target_prefix: must have at most {CONTEXT - 2} tokens, got {CONTEXT - 1}"
+
+
+@pytest.mark.parametrize("encoder_decoder", [False, True])
+async def test_score_tells_how_probable_a_target_is(encoder_decoder: bool) -> None:
+    model = served_model(encoder_decoder=encoder_decoder)
+    source, given = ((*spell("ab"), EOS), [1]) if encoder_decoder else ((), list(PROMPT))
+    target = spell("cdefghijkl")
+    expected = []
+    for index, token_id in enumerate(target):
+        expected.append(compute_logprobs(noise(source, [*given, *target[:index]]), token_id, 0).logprob)
+    async with running([model]) as server:
+        busy = [await read_accepted(server.stream(max_tokens=30)) for _ in range(SLOTS - 1)]
+        score = await server.generation.Score(pb.ScoreRequest(text="ab", target_text="cdefghijkl"))
+        for call in busy:
+            await read(call)
+        assert await server.until_ended(SLOTS) == {"length": SLOTS}
+        computed = sum(len(source) or len(given) for _ in range(SLOTS)) + len(target)
+        assert server.metric("prompt_tokens_total", model_name=MODEL) == computed
+    assert [token.token_id for token in score.tokens] == list(target)
+    assert [token.logprob for token in score.tokens] == expected
+    assert score.total_logprob == pytest.approx(sum(expected))
+    assert score.perplexity == pytest.approx(math.exp(-sum(expected) / 10))
+    assert score.bits_per_byte == pytest.approx(-sum(expected) / math.log(2) / 10)
+
+
+async def test_score_of_a_prompt_begins_with_its_second_token() -> None:
+    async with running() as server:
+        score = await server.generation.Score(pb.ScoreRequest(text="abc"))
+        same = await server.generation.Score(pb.ScoreRequest(token_ids=pb.TokenIds(ids=[1]), target_text="abc"))
+    assert [token.token_id for token in score.tokens] == list(spell("abc"))
+    assert score == same
+
+
+async def test_score_ends_with_its_call() -> None:
+    gate = Gate()
+    # Longer than a step can compute.
+    request = pb.ScoreRequest(text="a" * 60)
+    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        with gate.closed():
+            error = await status_of(server.generation.Score(request, timeout=0.05))
+        assert await server.until_ended(1) in ({"cancelled": 1}, {"deadline": 1})
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_prompt_logprobs_come_before_the_output_and_leave_it_as_it_is() -> None:
+    fields = {"max_tokens": 4, "response": pb.ResponseOptions(prompt_logprobs=2)}
+    text = "abcdefghijklmnopqrstuvwxyz"
+    async with running() as server:
+        events = await read(server.stream(text, **fields))
+        answer = await server.generation.Generate(generate_request(text, **fields))
+        plain = await server.generation.Generate(generate_request(text, max_tokens=4))
+        score = await server.generation.Score(pb.ScoreRequest(text=text))
+    told = [kind for kind in kinds(events) if kind in ("prompt", "delta")]
+    assert told == sorted(told, key=["prompt", "delta"].index)
+    assert told.count("prompt") > 1, "as it happens, not all at the end"
+    logprobs = [each for event in events for each in event.prompt.logprobs]
+    assert logprobs == list(answer.prompt_logprobs)
+    assert [each.logprob for each in logprobs] == [token.logprob for token in score.tokens]
+    assert {len(each.top) for each in logprobs} == {2}
+    assert tokens_of(events) == list(answer.outputs[0].token_ids) == list(plain.outputs[0].token_ids)
+    assert not plain.prompt_logprobs
+
+
 async def test_end_of_sequence_ends_the_output_and_has_no_text() -> None:
     async with running(runner=FakeRunner(SLOTS, next_token=script("hello", prompt_length=3)), trust=True) as server:
         answer = await server.generation.Generate(generate_request())
@@ -118,6 +225,25 @@ async def test_same_seed_same_tokens_whether_alone_or_in_company() -> None:
         alone = await read(server.stream(**fields))
         crowd = await asyncio.gather(*(read(server.stream(**fields)) for _ in range(SLOTS)))
     assert {tuple(tokens_of(events)) for events in crowd} == {tuple(tokens_of(alone))}
+
+
+async def test_rules_hold_over_the_wire_and_leave_logprobs_as_they_are() -> None:
+    allowed = [EOS, *spell("abcde")]
+    rules = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {5: -100.0}}
+    sampling = pb.SamplingParams(temperature=1.0, seed=3, allowed_token_ids=allowed, **rules)
+    fields: dict[str, Any] = {"sampling": sampling, "max_tokens": 12, "response": pb.ResponseOptions(logprobs=1)}
+    async with running() as server:
+        alone = await read(server.stream(min_tokens=12, **fields))
+        crowd = await asyncio.gather(*(read(server.stream(min_tokens=12, **fields)) for _ in range(SLOTS)))
+    tokens = tokens_of(alone)
+    assert len(tokens) == 12
+    assert set(tokens) <= set(allowed) - {5, EOS}
+    assert {tuple(tokens_of(events)) for events in crowd} == {tuple(tokens)}
+    logprobs = [each for event in alone for each in event.delta.logprobs]
+    # The model's own favourite, which the rules may not allow.
+    favourites = [int(noise((), [*PROMPT, *tokens[:count]]).argmax()) for count in range(12)]
+    assert [each.top[0].token_id for each in logprobs] == favourites
+    assert set(favourites) - set(allowed)
 
 
 async def test_64_concurrent_streams_all_complete_with_their_own_tokens() -> None:

@@ -43,6 +43,12 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], grpc.StatusCode, str, str]] = {
         "prompt.token_ids.ids",
         "at most 63 tokens, got 64",
     ),
+    "target prefix of a decoder-only model": (
+        {"target_prefix": "b"},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "target_prefix",
+        "must be empty, as fake is decoder-only, got 'b'",
+    ),
     "unknown model": ({"model": "nobody"}, grpc.StatusCode.NOT_FOUND, "", "model: 'nobody' is not served"),
     "long request id": ({"request_id": "x" * 129}, grpc.StatusCode.INVALID_ARGUMENT, "request_id", "128 characters"),
     "control characters": ({"request_id": "a\nb"}, grpc.StatusCode.INVALID_ARGUMENT, "request_id", "printable"),
@@ -104,6 +110,60 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], grpc.StatusCode, str, str]] = {
         "must be from 1 to 65536, got 2147483647",
     ),
     "negative min_tokens": ({"min_tokens": -1}, grpc.StatusCode.INVALID_ARGUMENT, "stopping.min_tokens", "got -1"),
+    "min_tokens above max_tokens": (
+        {"min_tokens": 4, "max_tokens": 3},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "stopping.min_tokens",
+        "must be from 0 to stopping.max_tokens, which is 3, got 4",
+    ),
+    "min_tokens where every token ends the output": (
+        {"min_tokens": 1, "stop_token_ids": [3], "sampling": pb.SamplingParams(allowed_token_ids=[3, 2])},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "stopping.min_tokens",
+        "every allowed token ends the output, got 1",
+    ),
+    "min_tokens where every token of the vocabulary ends the output": (
+        {"min_tokens": 1, "stop_token_ids": range(32)},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "stopping.min_tokens",
+        "every allowed token ends the output, got 1",
+    ),
+    "bias of an unknown token": (
+        {"sampling": pb.SamplingParams(logit_bias={3: 1.0, 32: 1.0})},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "sampling.logit_bias[32]",
+        "below the vocabulary's size 32, got 32",
+    ),
+    "excessive bias": (
+        {"sampling": pb.SamplingParams(logit_bias={3: 101.0})},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "sampling.logit_bias[3]",
+        "must be from -100 to 100, got 101.0",
+    ),
+    "too many biases": (
+        {"sampling": pb.SamplingParams(logit_bias=dict.fromkeys(range(301), 1.0))},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "sampling.logit_bias",
+        "at most 300 entries, got 301",
+    ),
+    "unknown allowed token": (
+        {"sampling": pb.SamplingParams(allowed_token_ids=[3, 32])},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "sampling.allowed_token_ids[1]",
+        "below the vocabulary's size 32, got 32",
+    ),
+    "more allowed tokens than there are": (
+        {"sampling": pb.SamplingParams(allowed_token_ids=[3] * 33)},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "sampling.allowed_token_ids",
+        "at most 32 entries, as many as the vocabulary, got 33",
+    ),
+    "repetition_penalty 0": (
+        {"sampling": pb.SamplingParams(repetition_penalty=0.0)},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "sampling.repetition_penalty",
+        "must be above 0 and at most 2, got 0.0",
+    ),
     "too many stops": (
         {"stop": TOO_MANY},
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -135,6 +195,12 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], grpc.StatusCode, str, str]] = {
         grpc.StatusCode.INVALID_ARGUMENT,
         "response.logprobs",
         "got -1",
+    ),
+    "too many prompt logprobs": (
+        {"response": pb.ResponseOptions(prompt_logprobs=21)},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "response.prompt_logprobs",
+        "from 0 to 20, got 21",
     ),
     "NaN timeout": ({"timeout_seconds": math.nan}, grpc.StatusCode.INVALID_ARGUMENT, "timeout_seconds", "got nan"),
     "negative timeout": ({"timeout_seconds": -1}, grpc.StatusCode.INVALID_ARGUMENT, "timeout_seconds", "got -1.0"),
@@ -176,7 +242,47 @@ async def test_model_may_be_left_out_only_where_one_is_served() -> None:
     assert [answer.model for answer in answers] == ["one", "two"]
 
 
-@pytest.mark.parametrize("method", ["Score", "Estimate", "Explain"])
+BAD_SCORES: dict[str, tuple[pb.ScoreRequest, bool, grpc.StatusCode, str]] = {
+    "no prompt": (pb.ScoreRequest(target_text="a"), False, grpc.StatusCode.INVALID_ARGUMENT, "prompt: must be set"),
+    "one token": (
+        pb.ScoreRequest(token_ids=pb.TokenIds(ids=[5])),
+        False,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "prompt.token_ids.ids: must have at least 2 tokens",
+    ),
+    "no target for a source": (
+        pb.ScoreRequest(text="a"),
+        True,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "target: must be set, as fake is an encoder-decoder",
+    ),
+    "unknown token": (
+        pb.ScoreRequest(text="a", target_token_ids=pb.TokenIds(ids=[3, 32])),
+        True,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "target.target_token_ids.ids[1]: must be below",
+    ),
+    "no room": (
+        pb.ScoreRequest(text="ab", target_text="c" * 62),
+        False,
+        grpc.StatusCode.OUT_OF_RANGE,
+        "target.target_text: must have at most 61 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize(("request_", "encoder_decoder", "code", "words"), BAD_SCORES.values(), ids=BAD_SCORES.keys())
+async def test_bad_score_is_refused_by_its_field_and_counted(
+    request_: pb.ScoreRequest, encoder_decoder: bool, code: grpc.StatusCode, words: str
+) -> None:
+    async with running([served_model(encoder_decoder=encoder_decoder)]) as server:
+        error = await status_of(server.generation.Score(request_))
+        assert sum(server.ended().values()) == 1
+    assert error.code() is code
+    assert str(error.details()).startswith(words)
+
+
+@pytest.mark.parametrize("method", ["Estimate", "Explain"])
 async def test_generation_methods_of_later_versions_are_unimplemented_by_name(method: str) -> None:
     async with running() as server:
         error = await status_of(getattr(server.generation, method)(getattr(pb, f"{method}Request")()))

@@ -16,6 +16,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from model.artifact import CPU_PRECISIONS, Precision
+from model.golden import TOLERANCES
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
@@ -131,6 +133,18 @@ async def test_model_that_fails_its_golden_cases_does_not_serve_and_others_do() 
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert described.state == model_pb2.MODEL_STATE_FAILED
     assert not described.parity.passed
+
+
+@pytest.mark.parametrize("precision", CPU_PRECISIONS)
+async def test_model_is_held_to_the_tolerance_of_its_own_precision(precision: Precision) -> None:
+    (case,) = served_model().golden_cases
+    allowed = TOLERANCES[precision].of(case.logits)
+    models = [
+        served_model(name, precision=precision, golden_error=share * allowed)
+        for name, share in (("within", 0.9), ("beyond", 1.1))
+    ]
+    async with running(models) as server:
+        assert [await health(server, name) for name in ("within", "beyond")] == [SERVING, NOT_SERVING]
 
 
 async def test_models_are_listed_and_described() -> None:

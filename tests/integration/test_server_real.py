@@ -100,6 +100,31 @@ def test_both_families_stream_what_they_answer_at_once(channel: grpc.Channel, fa
     assert events[-1].WhichOneof("event") == "summary"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_generated_scores_as_it_was_reported(channel: grpc.Channel, family: str) -> None:
+    """Token by token, whether decoded one at a time or computed in chunks; and so does a forced beginning."""
+    stub = GenerationServiceStub(channel)
+    (output,) = stub.Generate(request(family, response=pb.ResponseOptions(logprobs=0))).outputs
+    target = pb.TokenIds(ids=output.token_ids)
+    score = stub.Score(pb.ScoreRequest(model=family, text="3 May", target_token_ids=target))
+    assert [token.token_id for token in score.tokens] == list(output.token_ids)
+    reported = [each.logprob for each in output.logprobs]
+    assert [token.logprob for token in score.tokens] == pytest.approx(reported, abs=2e-4)
+    assert score.total_logprob == pytest.approx(sum(reported), abs=24 * 2e-4)
+    given = list(stub.Tokenize(pb.TokenizeRequest(model=family, text="3 May")).token_ids)
+    longer = {"token_ids": pb.TokenIds(ids=given + list(output.token_ids)), "text": None}
+    if family == "encoder-decoder":
+        longer = {"target_prefix": output.text}
+    again = stub.Generate(request(family, **longer, response=pb.ResponseOptions(prompt_logprobs=0)))
+    told = [each.logprob for each in again.prompt_logprobs]
+    if family == "encoder-decoder":
+        alone = stub.Score(pb.ScoreRequest(model=family, text="3 May", target_text=output.text))
+        assert told == [token.logprob for token in alone.tokens]
+    else:
+        assert len(told) == len(given) + 24 - 1
+        assert told[-24:] == pytest.approx(reported, abs=2e-4)
+
+
 @pytest.mark.parametrize(("name", "family"), ADDITIVE_MODELS.items())
 def test_a_model_of_additive_scores_is_served_as_the_reference_decodes_it(
     channel: grpc.Channel, name: str, family: str

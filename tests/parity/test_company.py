@@ -3,10 +3,13 @@
 The graphs run as a server runs them, rows as a prefix of shared buffers bound in place. Stale K/V beyond a row's length
 is NaN here, so a kernel that reads it cannot hide. Sizes are chosen to be awkward for vectorised kernels: odd
 vocabularies, inner widths and buffers, few heads, and widths beside the round ones.
+
+Fewer bits keep the law too, as each row is rounded by itself. In int4 widths are multiples of 16.
 """
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -20,7 +23,8 @@ import pytest
 
 from export.emit import emit
 from export.graphs import DecoderGraph, EncoderGraph
-from model.artifact import DECODER, ENCODER
+from export.quantize import quantize_file
+from model.artifact import DECODER, ENCODER, Precision
 from model.config import AttentionScore, ModelConfig
 from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_config
 
@@ -62,13 +66,21 @@ SHAPES: list[Shape] = [
 ]
 
 
+FP32, INT8, INT4 = Precision.FP32, Precision.INT8, Precision.INT4
+
+
 by_decoder = pytest.mark.parametrize(
-    ("family", "shape"),
+    ("family", "shape", "precision"),
     [
-        *(("decoder-only", shape) for shape in SHAPES[:3]),
-        *(("encoder-decoder", shape) for shape in (SHAPES[0], *SHAPES[3:])),
-        ("decoder-only", ADDITIVE_SHAPE),
-        ("encoder-decoder", ADDITIVE_SHAPE),
+        *(("decoder-only", shape, FP32) for shape in SHAPES[:3]),
+        *(("encoder-decoder", shape, FP32) for shape in (SHAPES[0], *SHAPES[3:])),
+        ("decoder-only", ADDITIVE_SHAPE, FP32),
+        ("encoder-decoder", ADDITIVE_SHAPE, FP32),
+        *(("decoder-only", shape, INT8) for shape in SHAPES[:3]),
+        *(("encoder-decoder", shape, INT8) for shape in (SHAPES[0], *SHAPES[3:])),
+        ("decoder-only", ADDITIVE_SHAPE, INT8),
+        ("decoder-only", SHAPES[1], INT4),
+        ("encoder-decoder", SHAPES[3], INT4),
     ],
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
@@ -92,14 +104,20 @@ def _config(family: str, shape: Shape | None) -> ModelConfig:
     return ModelConfig(**values, **STYLES[style])
 
 
-def _session(config: ModelConfig, graph: type[DecoderGraph | EncoderGraph]) -> ort.InferenceSession:
-    if config.attention_score is AttentionScore.ADDITIVE:
-        # Slow to write: these are the graphs that other tests have, too.
-        name = DECODER if graph is DecoderGraph else ENCODER
-        return _open(tiny_artifact(config.architecture, **ADDITIVE[config.architecture]) / f"{name}.onnx")
+def _session(
+    config: ModelConfig, graph: type[DecoderGraph | EncoderGraph], precision: Precision
+) -> ort.InferenceSession:
+    name = DECODER if graph is DecoderGraph else ENCODER
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "graph.onnx"
-        emit(graph(random_model(config)), path)
+        path = Path(folder) / f"{name}.onnx"
+        if config.attention_score is AttentionScore.ADDITIVE:
+            # Slow to write: these are the graphs that other tests have, too.
+            for file in tiny_artifact(config.architecture, **ADDITIVE[config.architecture]).glob(f"{name}.*"):
+                shutil.copy(file, folder)
+        else:
+            emit(graph(random_model(config)), path)
+        if precision is not FP32:
+            quantize_file(path, precision)
         return _open(path)
 
 
@@ -110,17 +128,17 @@ def _open(path: Path) -> ort.InferenceSession:
 
 
 @cache
-def _decoder(family: str, shape: Shape | None) -> Decoder:
-    return Decoder(_config(family, shape))
+def _decoder(family: str, shape: Shape | None, precision: Precision = FP32) -> Decoder:
+    return Decoder(_config(family, shape), precision)
 
 
 class Decoder:
     """A decoder graph and `NUM_ROWS` sequences somewhere in their middle, ragged."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
         rng = np.random.default_rng(0)
         self.config = config
-        self.session = _session(config, DecoderGraph)
+        self.session = _session(config, DecoderGraph, precision)
         self.tokens = rng.integers(0, config.vocab_size, NUM_ROWS)
         self.past = rng.integers(0, CONTEXT - 1, NUM_ROWS)
         self.past[:2] = (0, CONTEXT - 1)
@@ -188,8 +206,10 @@ class Decoder:
 
 
 @by_decoder
-def test_decoded_row_has_the_same_bits_alone_and_in_any_company(family: str, shape: Shape | None) -> None:
-    decoder = _decoder(family, shape)
+def test_decoded_row_has_the_same_bits_alone_and_in_any_company(
+    family: str, shape: Shape | None, precision: Precision
+) -> None:
+    decoder = _decoder(family, shape, precision)
     alone = [decoder.decode([row]) for row in range(NUM_ROWS)]
     assert all(np.isfinite(logits).all() for logits, _ in alone)
     for company in COMPANIES:
@@ -203,9 +223,17 @@ def test_decoded_row_has_the_same_bits_alone_and_in_any_company(family: str, sha
         assert longest.tobytes() == alone[row][0].tobytes(), "the longest row of a batch is no business of the others"
 
 
-@pytest.mark.parametrize("shape", [*SHAPES[:3], ADDITIVE_SHAPE], ids=_name)
-def test_prefill_has_the_same_bits_in_any_slot(shape: Shape | None) -> None:
-    decoder = _decoder("decoder-only", shape)
+@pytest.mark.parametrize(
+    ("shape", "precision"),
+    [
+        *((shape, FP32) for shape in (*SHAPES[:3], ADDITIVE_SHAPE)),
+        *((shape, INT8) for shape in SHAPES[:3]),
+        (SHAPES[1], INT4),
+    ],
+    ids=lambda value: value if isinstance(value, str) else _name(value),
+)
+def test_prefill_has_the_same_bits_in_any_slot(shape: Shape | None, precision: Precision) -> None:
+    decoder = _decoder("decoder-only", shape, precision)
     ids = np.random.default_rng(1).integers(0, decoder.config.vocab_size, (1, 61))
     slots = decoder.empty_buffers(NUM_ROWS)
     answers = set()
@@ -228,10 +256,14 @@ def test_cross_attention_leaves_the_source_as_it_is(shape: Shape | None) -> None
         assert buffers[name].tobytes() != decoder.buffers[name].tobytes()
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, ADDITIVE_SHAPE], ids=_name)
-def test_encoded_source_has_the_same_bits_alone_and_batched(shape: Shape | None) -> None:
+@pytest.mark.parametrize(
+    ("shape", "precision"),
+    [*((shape, FP32) for shape in (*SHAPES, ADDITIVE_SHAPE)), *((shape, INT8) for shape in SHAPES), (SHAPES[3], INT4)],
+    ids=lambda value: value if isinstance(value, str) else _name(value),
+)
+def test_encoded_source_has_the_same_bits_alone_and_batched(shape: Shape | None, precision: Precision) -> None:
     config = _config("encoder-decoder", shape)
-    session = _session(config, EncoderGraph)
+    session = _session(config, EncoderGraph, precision)
     rng = np.random.default_rng(2)
     for padded in (1, 16, 48, SOURCE_CONTEXT):
         ids = rng.integers(0, config.source_vocab_size, (NUM_ROWS, padded))

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model import artifact, golden, reference
+from model.artifact import Precision
 from model.config import Architecture, ModelConfig
 from model.tokenizer import Tokenizer
 from service.engine.batch import ScheduledBatch
@@ -24,7 +26,15 @@ from service.engine.runner import Runner
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.session import GraphSession, SessionOptions
-from service.engine.types import FinishReason, GenerationRequest, SamplingParams, StepOutput, StoppingParams
+from service.engine.types import (
+    FinishReason,
+    GenerationRequest,
+    PromptScoring,
+    SamplingParams,
+    StepOutput,
+    StoppingParams,
+    TokenLogprobs,
+)
 from service.errors import EngineFailed, StartupError
 from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_config
 from tests.fakes import drain, events_of, tokens_of
@@ -32,27 +42,43 @@ from tests.fakes import drain, events_of, tokens_of
 Float32 = npt.NDArray[np.float32]
 Logits = dict[tuple[int, int], bytes]
 
-TOLERANCE = 1e-4
+TOLERANCE = golden.TOLERANCES[Precision.FP32]
 THREADS = SessionOptions(intra_op_threads=2, allow_spinning=False)
 DECODER_ONLY, ENCODER_DECODER = Architecture.DECODER_ONLY, Architecture.ENCODER_DECODER
 FAMILIES = pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
 
 # The second of each family differs from the first in all that chooses kernels: positions, norm, heads, odd widths. The
-# third has no fused attention at all.
-VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+# third has no fused attention at all. The rest round: products in fewer bits must not know a row's company either.
+_LEARNED: Mapping[str, Any] = {
+    "positions": "learned",
+    "norm": "layernorm",
+    "activation": "gelu",
+    "d_model": 96,
+    "num_heads": 6,
+    "num_kv_heads": 6,
+    "vocab_size": 1021,
+    "d_ff": 160,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+_ENCODER_ROTARY: Mapping[str, Any] = {
+    "positions": "rotary",
+    "d_model": 128,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "vocab_size": 499,
+    "d_ff": 200,
+}
+VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "rotary": (DECODER_ONLY, {}),
-    "learned": (
-        DECODER_ONLY,
-        {"positions": "learned", "norm": "layernorm", "activation": "gelu", "d_model": 96, "num_heads": 6}
-        | {"num_kv_heads": 6, "vocab_size": 1021, "d_ff": 160, "attention_bias": True, "mlp_bias": True},
-    ),
+    "learned": (DECODER_ONLY, _LEARNED),
     "sinusoidal": (ENCODER_DECODER, {}),
-    "encoder-rotary": (
-        ENCODER_DECODER,
-        {"positions": "rotary", "d_model": 128, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 499, "d_ff": 200},
-    ),
+    "encoder-rotary": (ENCODER_DECODER, _ENCODER_ROTARY),
     "additive": (DECODER_ONLY, ADDITIVE[DECODER_ONLY]),
     "encoder-additive": (ENCODER_DECODER, ADDITIVE[ENCODER_DECODER]),
+    "learned-int8": (DECODER_ONLY, {**_LEARNED, "precision": Precision.INT8}),
+    "encoder-rotary-int8": (ENCODER_DECODER, {**_ENCODER_ROTARY, "precision": Precision.INT8}),
+    "rotary-int4": (DECODER_ONLY, {"precision": Precision.INT4}),
 }
 
 
@@ -77,7 +103,7 @@ class Recorder:
 class Served:
     """An engine over an artefact, with its logits on record; the same K/V buffers serve every test that shares it."""
 
-    def __init__(self, family: str, overrides: Mapping[str, object], limits: EngineLimits) -> None:
+    def __init__(self, family: str, overrides: Mapping[str, Any], limits: EngineLimits) -> None:
         self.folder = tiny_artifact(family, **overrides)
         self.manifest = artifact.load(self.folder)
         self.limits = limits
@@ -178,12 +204,15 @@ def tiny_engine(folder: Path, max_batch_size: int) -> Engine:
     return build_engine(folder, artifact.load(folder), decode, limits, THREADS, LastRun())
 
 
-@pytest.mark.parametrize("max_batch_size", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("max_batch_size", "precision"),
+    [(1, Precision.FP32), (3, Precision.FP32), (16, Precision.FP32), (3, Precision.INT8), (3, Precision.INT4)],
+)
 @FAMILIES
-def test_engine_replays_every_golden_case(family: str, max_batch_size: int) -> None:
-    folder = tiny_artifact(family)
+def test_engine_replays_every_golden_case(family: str, max_batch_size: int, precision: Precision) -> None:
+    folder = tiny_artifact(family, precision)
     engine = tiny_engine(folder, max_batch_size)
-    results = engine.verify_golden(golden.load(folder / artifact.GOLDEN), TOLERANCE)
+    results = engine.verify_golden(golden.load(folder / artifact.GOLDEN), golden.TOLERANCES[precision])
     assert len(results) >= 8
     assert [result for result in results if not result.passed] == []
     assert not engine.has_work
@@ -195,9 +224,62 @@ def test_engine_golden_replay_notices_a_wrong_answer(family: str) -> None:
     engine = tiny_engine(folder, 4)
     case = golden.load(folder / artifact.GOLDEN)[-1]
     wrong = case.logits.copy()
-    wrong[-1, -1] += 10 * TOLERANCE
+    wrong[-1, -1] += 10 * TOLERANCE.absolute
     (result,) = engine.verify_golden([dataclasses.replace(case, logits=wrong)], TOLERANCE)
     assert not result.passed
+
+
+@FAMILIES
+def test_engine_scores_given_text_as_the_reference_does_in_any_company(family: str) -> None:
+    """With and without a continuation, over chunk boundaries, among requests that come and go."""
+    config = tiny_config(family)
+    host = served("rotary" if family == DECODER_ONLY else "sinusoidal")
+    model = random_model(config)
+    requests = []
+    for number, length in enumerate((*LENGTHS[1:], config.context)):
+        request = make_request(config, number, length)
+        text = tuple(np.random.default_rng(number).integers(0, config.vocab_size, length).tolist())
+        prompt, prefix = (request.prompt_token_ids, text[1:]) if config.is_encoder_decoder else (text, ())
+        max_tokens = 0 if length == config.context else number % 3
+        requests.append(
+            dataclasses.replace(
+                request,
+                prompt_token_ids=prompt,
+                target_prefix_token_ids=prefix,
+                stopping=StoppingParams(max_tokens=max_tokens, ignore_eos=True),
+                scoring=PromptScoring(num_top=3, start=1 + number % 2 * (length - 2)),
+            )
+        )
+    alone = {}
+    for request in requests:
+        engine = host.engine()
+        engine.add_request(request)
+        alone[request.request_id] = drain(engine)
+    engine = host.engine()
+    outputs: list[StepOutput] = []
+    for request in requests:
+        engine.add_request(request)
+        engine.add_request(dataclasses.replace(make_request(config, 90, 5), request_id=f"with-{request.request_id}"))
+        outputs.append(engine.step())
+    outputs += drain(engine)
+    for request in requests:
+        scores = scores_of(outputs, request.request_id)
+        assert scores == scores_of(alone[request.request_id], request.request_id)
+        assert tokens_of(outputs, request.request_id) == tokens_of(alone[request.request_id], request.request_id)
+        prompt, prefix = request.prompt_token_ids, request.target_prefix_token_ids
+        tokens, source = ([config.bos_id, *prefix], prompt) if config.is_encoder_decoder else (list(prompt), None)
+        expected = reference.logits(model, tokens, source).log_softmax(-1).numpy()
+        assert request.scoring is not None
+        positions = range(request.scoring.start, len(tokens))
+        wanted = [expected[at - 1, tokens[at]] for at in positions]
+        np.testing.assert_allclose([score.logprob for score in scores], wanted, rtol=0, atol=2 * TOLERANCE.absolute)
+        for score, at in zip(scores, positions, strict=True):
+            best = np.sort(expected[at - 1])[:-4:-1]
+            np.testing.assert_allclose(score.top_logprobs, best, rtol=0, atol=2 * TOLERANCE.absolute)
+
+
+def scores_of(outputs: Sequence[StepOutput], request_id: str) -> list[TokenLogprobs]:
+    return [each for event in events_of(outputs, request_id) for each in event.prompt_logprobs]
 
 
 @FAMILIES
@@ -214,11 +296,14 @@ def test_engine_serves_the_references_greedy_tokens_to_ragged_joining_and_leavin
     while num_asked < 10_000:
         number = len(requests)
         request = make_request(config, number, int(rng.integers(1, 60)))
-        room = config.context - (1 if config.is_encoder_decoder else len(request.prompt_token_ids))
+        prefix: tuple[int, ...] = ()
+        if config.is_encoder_decoder:
+            prefix = tuple(rng.integers(0, config.vocab_size, number % 4).tolist())
+        room = config.context - (1 + len(prefix) if config.is_encoder_decoder else len(request.prompt_token_ids))
         count = int(rng.integers(1, room + 1))
         num_asked += count
         stopping = StoppingParams(max_tokens=count, ignore_eos=True)
-        requests.append(dataclasses.replace(request, stopping=stopping))
+        requests.append(dataclasses.replace(request, stopping=stopping, target_prefix_token_ids=prefix))
         engine.add_request(requests[-1])
         outputs += [engine.step() for _ in range(int(rng.integers(0, 12)))]
     outputs += drain(engine, max_steps=10_000)
@@ -227,8 +312,8 @@ def test_engine_serves_the_references_greedy_tokens_to_ragged_joining_and_leavin
     for request in requests:
         output = tokens_of(outputs, request.request_id)
         assert len(output) == request.stopping.max_tokens
-        prompt = request.prompt_token_ids
-        given, source = ([config.bos_id], prompt) if config.is_encoder_decoder else (list(prompt), None)
+        prompt, prefix = request.prompt_token_ids, request.target_prefix_token_ids
+        given, source = ([config.bos_id, *prefix], prompt) if config.is_encoder_decoder else (list(prompt), None)
         expected = reference.logits(model, [*given, *output[:-1]], source).numpy()[len(given) - 1 :]
         num_equal += int((expected.argmax(-1) == output).sum())
         seed = request.sampling.seed
@@ -237,7 +322,7 @@ def test_engine_serves_the_references_greedy_tokens_to_ragged_joining_and_leavin
         actual = np.stack([np.frombuffer(host.recorder.logits[seed, at], np.float32) for at in positions])
         max_error = max(max_error, float(np.abs(actual - expected).max()))
     assert num_equal / num_asked >= 0.999
-    assert max_error <= TOLERANCE
+    assert max_error <= TOLERANCE.absolute
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -373,3 +458,13 @@ def test_session_refuses_a_graph_that_is_not_the_manifests(tmp_path: Path) -> No
     (tmp_path / spec.file).write_bytes((folder / spec.file).read_bytes()[:100])
     with pytest.raises(StartupError):
         GraphSession(tmp_path, spec, THREADS)
+
+
+def test_runner_refuses_logits_that_no_machine_could_hold() -> None:
+    """Rows for scores are touched only when a client asks: too late to find out that there is no memory for them."""
+    folder = tiny_artifact(DECODER_ONLY)
+    limits = EngineLimits(max_batch_size=2, prefill_chunk=1 << 40, max_prefill_tokens=1 << 40)
+    with pytest.raises(StartupError, match=rf"prefill_chunk {1 << 40}: {(1 << 40) + 2} rows of logits need"):
+        build_runner(folder, artifact.load(folder), limits, THREADS)
+    source = tiny_artifact(ENCODER_DECODER)
+    assert build_runner(source, artifact.load(source), limits, THREADS).kv.num_slots == 2

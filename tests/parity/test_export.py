@@ -129,7 +129,8 @@ def test_golden_cases_depend_on_every_part_of_every_additive_vector(family: str)
     for vector in vectors:
         for part in vector.detach().view(-1):
             part.add_(0.5)
-            assert (reference.logits(model, sequence, source) - before).abs().max() > golden.FP32_TOLERANCE
+            error = (reference.logits(model, sequence, source) - before).abs().max()
+            assert error > golden.TOLERANCES[Precision.FP32].absolute
             part.sub_(0.5)
 
 
@@ -290,9 +291,9 @@ def test_export_refuses_by_name_what_it_cannot_build(tmp_path: Path, capsys: pyt
     taken.mkdir()
     (taken / "chapter.txt").write_text("years of work")
     (taken / artifact.MANIFEST).write_text('{"name": "of something else"}')
-    assert main([str(source), "--out", str(taken), "--device", "cuda", "--precision", "int8"]) == 2
+    assert main([str(source), "--out", str(taken), "--device", "cuda", "--precision", "bf16"]) == 2
     problems = "\n".join(_last_line(capsys)["problems"])
-    for reason in ("device cuda", "precision int8", "head_dim is 24", "neither empty nor an artefact"):
+    for reason in ("device cuda", "precision bf16", "head_dim is 24", "neither empty nor an artefact"):
         assert reason in problems
     assert len(list(taken.iterdir())) == 2
 
@@ -384,7 +385,7 @@ def test_export_leaves_nothing_behind_when_the_proof_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", tiny_config("decoder-only", num_layers=1))
-    monkeypatch.setattr(golden, "FP32_TOLERANCE", 1e-12)
+    monkeypatch.setitem(golden.TOLERANCES, Precision.FP32, golden.Tolerance(absolute=1e-12))
     out = tmp_path / "models" / "tiny"
     assert main([str(source), "--out", str(out)]) == 1
     assert _last_line(capsys)["verdict"] == "failed"

@@ -204,10 +204,10 @@ def test_an_artefact_for_another_device_is_refused(decoder_folder: Path) -> None
 def test_an_artefact_that_this_version_cannot_run_is_refused(decoder_folder: Path) -> None:
     rewrite(
         decoder_folder,
-        lambda manifest: dataclasses.replace(manifest, precision=Precision.INT4, opset=7, eos_ids=()),
+        lambda manifest: dataclasses.replace(manifest, precision=Precision.BF16, opset=7, eos_ids=()),
     )
     assert problems_of(decoder_folder) == (
-        "precision is int4, this version serves fp32",
+        "precision is bf16, this version serves fp32, int8, int4",
         "opset is 7, this version serves 23 to 26",
         "eos_ids is empty: no output would end",
     )

@@ -15,10 +15,12 @@ def sequence(deadline: float | None) -> Sequence:
         request=request(deadline=deadline),
         token_ids=[5],
         source_token_ids=(),
+        prompt_token_ids=(5,),
         max_num_tokens=9,
         eos_ids=frozenset(),
         seed=0,
         text=None,
+        rules=None,
     )
 
 

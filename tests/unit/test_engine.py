@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from model.golden import Tolerance
 from service.engine.batch import ScheduledBatch
 from service.engine.engine import LastRun
 from service.engine.scheduler import EngineLimits
@@ -14,14 +19,18 @@ from service.engine.text import TextStream
 from service.engine.types import FinishReason, SamplingParams, StoppingParams
 from service.errors import EngineFailed, InvalidRequest, PromptTooLong
 from tests.fakes import (
+    BOS,
     CONTEXT,
     EOS,
+    NUM_SPECIAL,
+    VOCAB_SIZE,
     FakeRunner,
     drain,
     events_of,
     expected_tokens,
     fake_engine,
     letters,
+    noise,
     request,
     script,
     spell,
@@ -38,6 +47,64 @@ def test_engine_greedy_tokens_are_the_models(encoder_decoder: bool, prompt_lengt
     prompt = range(3, 3 + prompt_length)
     engine.add_request(request("a", prompt, max_tokens=5))
     assert tokens_of(drain(engine), "a") == expected_tokens(prompt, 5, encoder_decoder=encoder_decoder)
+
+
+@pytest.mark.parametrize("prefix_length", [1, 2, 9, CONTEXT - 2])
+def test_engine_output_continues_its_target_prefix(prefix_length: int) -> None:
+    prefix = [3 + i % 20 for i in range(prefix_length)]
+    engine = fake_engine(encoder_decoder=True)
+    engine.add_request(request("a", [7, 8], max_tokens=5, target_prefix=prefix))
+    outputs = drain(engine)
+    count = min(5, CONTEXT - 1 - prefix_length)
+    assert tokens_of(outputs, "a") == expected_tokens([7, 8], count, encoder_decoder=True, target_prefix=prefix)
+    assert events_of(outputs, "a")[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_engine_target_prefix_does_not_depend_on_company() -> None:
+    prefixes = [range(3, 3 + (5 * i) % 13) for i in range(9)]
+    engine = fake_engine(encoder_decoder=True)
+    outputs = []
+    for index, prefix in enumerate(prefixes):
+        engine.add_request(request(f"r{index}", [5, 6 + index], max_tokens=3 + index, target_prefix=prefix))
+        outputs.append(engine.step())
+    outputs += drain(engine)
+    for index, prefix in enumerate(prefixes):
+        expected = expected_tokens([5, 6 + index], 3 + index, encoder_decoder=True, target_prefix=prefix)
+        assert tokens_of(outputs, f"r{index}") == expected
+
+
+def test_engine_refuses_target_prefixes_that_leave_no_room_or_have_no_place() -> None:
+    with pytest.raises(PromptTooLong, match=f"target_prefix: must have at most {CONTEXT - 2} tokens"):
+        fake_engine(encoder_decoder=True).add_request(request("a", target_prefix=[5] * (CONTEXT - 1)))
+    with pytest.raises(InvalidRequest, match="target_prefix: must be empty"):
+        fake_engine().add_request(request("a", target_prefix=[5]))
+
+
+def test_engine_target_prefix_is_no_part_of_the_output_to_stops_and_min_tokens() -> None:
+    runner = FakeRunner(next_token=script("abcab", prompt_length=4))
+    engine = fake_engine(runner, encoder_decoder=True)
+    stopping = StoppingParams(max_tokens=9, min_tokens=3, stop=("ba", "ab"))
+    engine.add_request(request("a", stopping=stopping, target_prefix=spell("xab")))
+    events = events_of(drain(engine), "a")
+    assert "".join(event.text or "" for event in events) == "abc"
+    assert (events[-1].finish_reason, events[-1].matched_stop) == (FinishReason.STOP, "ab")
+
+
+def test_engine_repetition_penalty_counts_the_target_prefix_and_the_others_do_not() -> None:
+    # After this prefix the model's favourite is one of its tokens: seen, but not generated.
+    prefix, favourite = next(
+        (prefix, best)
+        for prefix in itertools.product(range(NUM_SPECIAL, VOCAB_SIZE), repeat=2)
+        if (best := expected_tokens([5], 1, encoder_decoder=True, target_prefix=prefix))[0] in prefix
+    )
+    tokens = {}
+    for penalty in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        engine = fake_engine(encoder_decoder=True)
+        sampling = SamplingParams(temperature=0.0, **{penalty: 2.0})
+        engine.add_request(request("a", [5], max_tokens=1, sampling=sampling, target_prefix=prefix))
+        tokens[penalty] = tokens_of(drain(engine), "a")
+    assert tokens["presence_penalty"] == tokens["frequency_penalty"] == favourite
+    assert tokens["repetition_penalty"] != favourite
 
 
 @FAMILIES
@@ -115,6 +182,104 @@ def test_engine_stop_string_ends_the_output(include: bool, text: str) -> None:
     events = events_of(drain(engine), "a")
     assert "".join(event.text or "" for event in events) == text
     assert (events[-1].finish_reason, events[-1].matched_stop) == (FinishReason.STOP, "ward")
+
+
+@FAMILIES
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_engine_no_end_of_sequence_and_no_stop_token_comes_before_min_tokens(
+    encoder_decoder: bool, ignore_eos: bool
+) -> None:
+    (stop_id,) = spell("i")
+    stopping = StoppingParams(max_tokens=9, min_tokens=5, stop_token_ids=frozenset({stop_id}), ignore_eos=ignore_eos)
+    # A model that wants to end from its second token on.
+    runner = FakeRunner(next_token=script("h"))
+    engine = fake_engine(runner, encoder_decoder=encoder_decoder)
+    engine.add_request(request("a", stopping=stopping))
+    outputs = drain(engine)
+    tokens = tokens_of(outputs, "a")
+    assert not {EOS, stop_id} & set(tokens[:5])
+    assert tokens[5] == EOS
+    reason = FinishReason.LENGTH if ignore_eos else FinishReason.END_OF_SEQUENCE
+    assert (len(tokens), events_of(outputs, "a")[-1].finish_reason) == (9 if ignore_eos else 6, reason)
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, "on"), (5, "on"), (6, "onwardand"), (12, "onwardand"), (13, "onwardandwardup")]
+)
+def test_engine_stop_string_counts_when_it_ends_after_min_tokens(min_tokens: int, text: str) -> None:
+    engine = fake_engine(FakeRunner(next_token=script("onwardandwardup")))
+    engine.add_request(request("a", stopping=StoppingParams(max_tokens=15, min_tokens=min_tokens, stop=("ward",))))
+    events = events_of(drain(engine), "a")
+    assert "".join(event.text or "" for event in events) == text
+
+
+def test_engine_min_tokens_beyond_the_context_end_with_it() -> None:
+    engine = fake_engine(FakeRunner(next_token=script("h")))
+    engine.add_request(request("a", stopping=StoppingParams(max_tokens=1000, min_tokens=1000)))
+    outputs = drain(engine)
+    assert len(tokens_of(outputs, "a")) == CONTEXT - 1
+    assert events_of(outputs, "a")[-1].finish_reason is FinishReason.LENGTH
+
+
+@FAMILIES
+def test_engine_tokens_under_rules_do_not_depend_on_company(encoder_decoder: bool) -> None:
+    """Greedy and sampled, each rule by itself and all together."""
+    rules: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": -0.5},
+        {"logit_bias": ((3, 2.0), (9, -3.0))},
+        {"allowed_token_ids": (2, 5, 7, 11)},
+        {"repetition_penalty": 0.8, "frequency_penalty": 0.5, "allowed_token_ids": tuple(range(2, 20))},
+        {},
+    ]
+    stopping = StoppingParams(max_tokens=12, min_tokens=6, stop_token_ids=frozenset({7}))
+    wanted = [
+        request(f"r{i}", range(3, 5 + 3 * i), sampling=sampling, stopping=stopping)
+        for i, rule in enumerate(rules)
+        for sampling in (SamplingParams(temperature=1.3, seed=i, **rule),)
+    ]
+    wanted += [
+        replace(each, request_id=f"greedy-{each.request_id}", sampling=replace(each.sampling, temperature=0.0))
+        for each in wanted
+    ]
+    alone = {}
+    for each in wanted:
+        engine = fake_engine(encoder_decoder=encoder_decoder)
+        engine.add_request(each)
+        alone[each.request_id] = tokens_of(drain(engine), each.request_id)
+    crowded = fake_engine(encoder_decoder=encoder_decoder)
+    outputs = []
+    for each in wanted:
+        crowded.add_request(each)
+        outputs.append(crowded.step())
+    outputs += drain(crowded)
+    assert {each.request_id: tokens_of(outputs, each.request_id) for each in wanted} == alone
+    assert len({tuple(tokens) for tokens in alone.values()}) > len(rules)
+
+
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+@FAMILIES
+def test_engine_penalties_see_the_output_and_repetition_the_prompt_too(encoder_decoder: bool, penalty: str) -> None:
+    """A source is no prompt in this sense, nor is the start token that precedes an encoder-decoder's output."""
+    prompt = [20, 21, 21]
+    source, tokens = (prompt, [BOS]) if encoder_decoder else ([], list(prompt))
+    seen = set(prompt) if penalty == "repetition_penalty" and not encoder_decoder else set()
+    generated: list[int] = []
+    for _ in range(20):
+        logits = noise(source, tokens).astype(np.float64)
+        for token_id in seen | set(generated):
+            if penalty == "repetition_penalty":
+                logits[token_id] *= 0.5 if logits[token_id] > 0 else 2
+            else:
+                logits[token_id] -= 2 * (generated.count(token_id) if penalty == "frequency_penalty" else 1)
+        generated.append(int(logits.argmax()))
+        tokens.append(generated[-1])
+    engine = fake_engine(encoder_decoder=encoder_decoder)
+    sampling = SamplingParams(temperature=0.0, **{penalty: 2.0})
+    engine.add_request(request("a", prompt, max_tokens=20, sampling=sampling))
+    assert tokens_of(drain(engine), "a") == generated
+    assert generated != expected_tokens(prompt, 20, encoder_decoder=encoder_decoder)
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "on"), (True, "onw")])
@@ -426,4 +591,4 @@ def test_engine_golden_replay_needs_an_idle_engine() -> None:
     engine = fake_engine()
     engine.add_request(request("a"))
     with pytest.raises(RuntimeError, match="idle"):
-        engine.verify_golden((), 1e-4)
+        engine.verify_golden((), Tolerance())

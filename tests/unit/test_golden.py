@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import golden
+from model.artifact import CPU_PRECISIONS, Precision
 from model.config import ModelConfig
-from model.golden import Feed, GoldenCase
+from model.golden import TOLERANCES, Feed, GoldenCase, Tolerance
 
 RNG = np.random.default_rng(0)
+FP32 = TOLERANCES[Precision.FP32]
 
 
 def make_case(steps: tuple[golden.Step, ...], lengths: tuple[int, ...], *, with_sources: bool = False) -> GoldenCase:
@@ -53,18 +55,35 @@ def test_saving_the_same_cases_twice_gives_the_same_bytes(tmp_path: Path) -> Non
 
 
 def test_equal_logits_pass_with_full_agreement() -> None:
-    result = golden.compare(PREFILL_THEN_DECODE, PREFILL_THEN_DECODE.logits.copy(), 0.0)
+    result = golden.compare(PREFILL_THEN_DECODE, PREFILL_THEN_DECODE.logits.copy(), Tolerance())
     assert (result.passed, result.max_abs_error, result.agreement) == (True, 0.0, 1.0)
 
 
 def test_one_logit_over_tolerance_fails() -> None:
     logits = PREFILL_THEN_DECODE.logits.copy()
     logits[1, 2] += 0.5
-    result = golden.compare(PREFILL_THEN_DECODE, logits, 0.49)
+    result = golden.compare(PREFILL_THEN_DECODE, logits, Tolerance(absolute=0.49))
     assert not result.passed
     assert result.max_abs_error == pytest.approx(0.5, abs=1e-6)
     assert result.max_relative_error == pytest.approx(0.5 / PREFILL_THEN_DECODE.logits.std(), rel=1e-5)
-    assert golden.compare(PREFILL_THEN_DECODE, logits, 0.51).passed
+    assert golden.compare(PREFILL_THEN_DECODE, logits, Tolerance(absolute=0.51)).passed
+
+
+def test_a_relative_tolerance_is_of_the_spread_of_the_golden_logits() -> None:
+    for scale in (1.0, 30.0):
+        case = replace(PREFILL_THEN_DECODE, logits=PREFILL_THEN_DECODE.logits * np.float32(scale))
+        off = case.logits.copy()
+        off[2, 3] += 0.3 * case.logits.std()
+        assert golden.compare(case, off, Tolerance(relative=0.31)).passed
+        assert not golden.compare(case, off, Tolerance(relative=0.29)).passed
+        assert golden.compare(case, off, Tolerance(absolute=0.1, relative=0.3)).tolerance == pytest.approx(
+            0.1 + 0.3 * case.logits.std()
+        )
+
+
+def test_every_precision_that_is_served_has_a_tolerance_and_no_other_has() -> None:
+    assert TOLERANCES.keys() == set(CPU_PRECISIONS)
+    assert all(tolerance.absolute + tolerance.relative > 0 for tolerance in TOLERANCES.values())
 
 
 def test_one_loud_token_does_not_loosen_its_neighbours() -> None:
@@ -73,8 +92,8 @@ def test_one_loud_token_does_not_loosen_its_neighbours() -> None:
     case = replace(PREFILL_THEN_DECODE, logits=logits)
     off = logits.copy()
     off[2, 3] += 2e-4
-    assert not golden.compare(case, off, golden.FP32_TOLERANCE).passed
-    assert golden.FP32_TOLERANCE == 1e-4
+    assert not golden.compare(case, off, FP32).passed
+    assert Tolerance(absolute=1e-4) == FP32
 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=60)
@@ -84,40 +103,42 @@ def test_a_case_that_passes_changes_the_arg_max_at_ties_alone(seed: int, spread:
     logits = (rng.standard_normal((5, 7)) * spread).astype(np.float32)
     case = replace(PREFILL_THEN_DECODE, logits=logits)
     off = logits + rng.uniform(-1.2e-4, 1.2e-4, logits.shape).astype(np.float32)
-    result = golden.compare(case, off, golden.FP32_TOLERANCE)
+    result = golden.compare(case, off, FP32)
     rows = np.arange(len(logits))
     lead = logits.max(-1) - logits[rows, off.argmax(-1)]
-    assert not result.passed or lead.max() <= 2 * golden.FP32_TOLERANCE
+    assert not result.passed or lead.max() <= 2 * FP32.absolute
     assert result.agreement == pytest.approx((lead == 0).mean())
 
 
 def test_agreement_counts_equal_arg_maxima() -> None:
     logits = PREFILL_THEN_DECODE.logits.copy()
     logits[0] = -logits[0]
-    assert golden.compare(PREFILL_THEN_DECODE, logits, 100.0).agreement == pytest.approx(4 / 5)
+    assert golden.compare(PREFILL_THEN_DECODE, logits, Tolerance(absolute=100.0)).agreement == pytest.approx(4 / 5)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_logit_that_is_no_number_fails_at_any_tolerance(value: float) -> None:
     logits = PREFILL_THEN_DECODE.logits.copy()
     logits[0, 0] = value
-    assert not golden.compare(PREFILL_THEN_DECODE, logits, float("inf")).passed
+    assert not golden.compare(PREFILL_THEN_DECODE, logits, Tolerance(absolute=np.inf)).passed
 
 
 def test_a_golden_logit_that_is_no_number_fails_too() -> None:
     spoiled = PREFILL_THEN_DECODE.logits.copy()
     spoiled[0, 0] = np.nan
-    assert not golden.compare(replace(PREFILL_THEN_DECODE, logits=spoiled), PREFILL_THEN_DECODE.logits, 1e9).passed
+    assert not golden.compare(
+        replace(PREFILL_THEN_DECODE, logits=spoiled), PREFILL_THEN_DECODE.logits, Tolerance(absolute=1e9)
+    ).passed
 
 
 def test_logits_of_another_shape_fail() -> None:
     for logits in (PREFILL_THEN_DECODE.logits[:-1], PREFILL_THEN_DECODE.logits[:, :-1]):
-        assert not golden.compare(PREFILL_THEN_DECODE, logits, float("inf")).passed
+        assert not golden.compare(PREFILL_THEN_DECODE, logits, Tolerance(absolute=np.inf)).passed
 
 
 def test_logits_that_are_all_the_same_compare_without_dividing_by_zero() -> None:
     case = replace(PREFILL_THEN_DECODE, logits=np.zeros_like(PREFILL_THEN_DECODE.logits))
-    assert golden.compare(case, case.logits + 0.25, 1.0).max_relative_error == 0.25
+    assert golden.compare(case, case.logits + 0.25, Tolerance(absolute=1.0)).max_relative_error == 0.25
 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from model.golden import Feed, GoldenCase, Step, staggered
+from model.golden import Feed, GoldenCase, Step, Tolerance, staggered
 from service.engine.plan import Pieces
 from service.engine.replay import replay
 from tests.fakes import VOCAB_SIZE, FakeRunner, fake_engine, noise
@@ -50,7 +50,7 @@ def test_engine_verifies_golden_cases_and_notices_wrong_ones() -> None:
     engine = fake_engine(FakeRunner(4))
     case = make_case(LENGTHS, staggered(LENGTHS), with_sources=False)
     wrong = GoldenCase("wrong", case.sequences, case.sources, case.steps, case.logits + np.float32(1))
-    results = engine.verify_golden((case, wrong), 1e-6)
+    results = engine.verify_golden((case, wrong), Tolerance(absolute=1e-6))
     assert [(result.name, result.passed) for result in results] == [("case", True), ("wrong", False)]
     assert case.logits.shape[1] == VOCAB_SIZE
 

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from service.engine.batch import KVMove, ScheduledBatch
 from service.engine.engine import Engine, LastRun
 from service.engine.plan import Pieces
-from service.engine.sampler import SampledToken, Sampler
+from service.engine.sampler import SampledToken, Sampler, compute_logprobs
 from service.engine.scheduler import EngineLimits, Scheduler
-from service.engine.types import FinishReason, GenerationRequest, TokenEvent
+from service.engine.types import FinishReason, GenerationRequest, PromptScoring, TokenEvent, TokenLogprobs
 from service.errors import EngineFailed, StartupError
 from tests.fakes import CONTEXT, FakeRunner, fake_model, letters, noise, request
 
@@ -246,6 +246,7 @@ class Life(RuleBasedStateMachine):
         self.engine = Engine(self.scheduler, self.runner, Sampler(), LastRun(), lambda: self.now)
         self.requests: dict[str, GenerationRequest] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.scores: dict[str, list[TokenLogprobs]] = {}
         self.terminal: Counter[str] = Counter()
         self.doomed: set[str] = set()
 
@@ -260,21 +261,35 @@ class Life(RuleBasedStateMachine):
         assert all(chunk.start % LIMITS.prefill_chunk == 0 for chunk in batch.prefills)
         assert all(len(chunk.token_ids) <= LIMITS.prefill_chunk for chunk in batch.prefills)
         assert all(move.num_tokens < CONTEXT for move in batch.moves)
+        assert sum(chunk.num_scored for chunk in batch.prefills) <= LIMITS.max_prefill_tokens
         if self.fails:
             raise RuntimeError("the runner fails")
         self.was_run = True
 
     @rule(
         length=st.integers(1, CONTEXT - 1),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(0, 12),
         lifetime=st.none() | st.integers(1, 6),
+        prefix_length=st.integers(0, 5),
+        is_scored=st.booleans(),
     )
-    def add(self, length: int, max_tokens: int, lifetime: int | None) -> None:
+    def add(self, length: int, max_tokens: int, lifetime: int | None, prefix_length: int, is_scored: bool) -> None:
         name = f"r{len(self.requests)}"
         prompt = [3 + (length + len(self.requests) * i) % 29 for i in range(length)]
         deadline = None if lifetime is None else self.now + lifetime
-        self.requests[name] = request(name, prompt, max_tokens=max_tokens, deadline=deadline)
+        prefix = range(4, 4 + prefix_length) if self.encoder_decoder else ()
+        num_given = 1 + prefix_length if self.encoder_decoder else length
+        self.requests[name] = request(
+            name,
+            prompt,
+            # Without a token that could be scored there must be one to generate.
+            max_tokens=max_tokens if is_scored and num_given > 1 else max(max_tokens, 1),
+            deadline=deadline,
+            target_prefix=prefix,
+            scoring=PromptScoring() if is_scored else None,
+        )
         self.tokens[name] = []
+        self.scores[name] = []
         self.engine.add_request(self.requests[name])
 
     @rule(data=st.data())
@@ -313,6 +328,9 @@ class Life(RuleBasedStateMachine):
             assert not self.terminal[name], "an event after the terminal one"
             assert event.error is None or self.fails, "the batch was refused while it ran"
             self.terminal[name] += event.is_terminal
+            self.scores[name] += event.prompt_logprobs
+            if event.finish_reason is FinishReason.LENGTH:
+                assert self.scores[name] == self.expected_scores(name)
             if event.token_id is not None:
                 assert name not in expired | self.doomed
                 assert event.token_id == self.expected(name)
@@ -322,10 +340,19 @@ class Life(RuleBasedStateMachine):
         waiting, running = output.stats.num_waiting, output.stats.num_running
         assert waiting + running == sum(not self.terminal[name] for name in self.requests)
 
+    def given(self, name: str) -> tuple[tuple[int, ...], list[int]]:
+        prompt, prefix = self.requests[name].prompt_token_ids, self.requests[name].target_prefix_token_ids
+        return (prompt, [1, *prefix]) if self.encoder_decoder else ((), list(prompt))
+
     def expected(self, name: str) -> int:
-        prompt = self.requests[name].prompt_token_ids
-        source, tokens = (prompt, [1]) if self.encoder_decoder else ((), list(prompt))
+        source, tokens = self.given(name)
         return int(noise(source, tokens + self.tokens[name]).argmax())
+
+    def expected_scores(self, name: str) -> list[TokenLogprobs]:
+        source, tokens = self.given(name)
+        if self.requests[name].scoring is None:
+            return []
+        return [compute_logprobs(noise(source, tokens[:at]), tokens[at], 0) for at in range(1, len(tokens))]
 
     @invariant()
     def is_consistent(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -207,15 +207,41 @@ def test_text_stream_longest_of_those_that_end_together_wins() -> None:
     assert stream.matched_stop == "xab"
 
 
+@given(st.binary(max_size=40), st.binary(max_size=20))
+@example(("a" + 12 * "é").encode(), b"\xa9")
+def test_text_stream_continues_a_prefix_without_repeating_it(prefix: bytes, data: bytes) -> None:
+    before = ids_of(prefix.decode(errors="ignore"))
+    stream = TextStream(DECODE, prefix_token_ids=before)
+    text = "".join(pieces_of(stream, ids_of(data)))
+    assert DECODE(before) + text == DECODE([*before, *ids_of(data)])
+
+
+def test_text_stream_after_a_prefix_keeps_the_space_that_a_beginning_would_lose() -> None:
+    tokenizer = Tokenizer(models.WordLevel(vocab={"▁an": 0, "▁d": 1, "y": 2}, unk_token="▁an"))
+    tokenizer.decoder = decoders.Metaspace()
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids)))
+
+    assert "".join(pieces_of(TextStream(decode), [1, 2, 0])) == "dy an"
+    assert "".join(pieces_of(TextStream(decode, prefix_token_ids=[0]), [1, 2, 0])) == " dy an"
+
+
+def test_text_stream_stop_strings_are_not_looked_for_in_the_prefix() -> None:
+    stream = TextStream(words, ["ab"], prefix_token_ids=[2, 0])
+    assert "".join(pieces_of(stream, [1, 6])) == "bx"
+    assert stream.matched_stop is None
+
+
 def test_text_stream_stop_string_of_several_bytes_is_found_when_its_last_byte_comes() -> None:
     stream = TextStream(DECODE, ["語"])
     assert "".join(stream.push(token_id) for token_id in ids_of("日本語")) == "日本"
     assert stream.matched_stop == "語"
 
 
-def by_definition(text: str, stops: list[str], *, include: bool) -> tuple[str, str | None]:
-    """Reads character by character until some stop string is complete."""
-    for end in range(1, len(text) + 1):
+def by_definition(text: str, stops: list[str], *, include: bool, num_exempt: int = 0) -> tuple[str, str | None]:
+    """Reads character by character until some stop string is complete, beyond the first `num_exempt`."""
+    for end in range(num_exempt + 1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             longest = max(complete, key=len)
@@ -234,3 +260,20 @@ def test_text_stream_stops_where_a_reader_of_characters_would(
     stream = TextStream(words, stops, include_stop=include)
     text = "".join(pieces_of(stream, token_ids))
     assert (text, stream.matched_stop) == by_definition(words(token_ids), stops, include=include)
+
+
+@given(
+    token_ids=st.lists(st.integers(0, len(WORDS) - 1), max_size=20),
+    stops=st.lists(st.text("abcx\n", min_size=1, max_size=5), min_size=1, max_size=4),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 20),
+)
+def test_text_stream_stop_strings_that_end_too_early_are_let_pass(
+    token_ids: list[int], stops: list[str], include: bool, min_tokens: int
+) -> None:
+    stream = TextStream(words, stops, include_stop=include)
+    pieces = [stream.push(token_id, may_stop=index >= min_tokens) for index, token_id in enumerate(token_ids)]
+    text = "".join([*pieces, stream.flush()])
+    num_exempt = len(words(token_ids[:min_tokens]))
+    expected = by_definition(words(token_ids), stops, include=include, num_exempt=num_exempt)
+    assert (text, stream.matched_stop) == expected

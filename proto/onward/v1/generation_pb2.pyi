@@ -189,7 +189,10 @@ Global___Chat: _TypeAlias = Chat  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How the next token is chosen. Names and defaults are vLLM's."""
+    """How the next token is chosen. Names, defaults and order are vLLM's: bias, then repetition, frequency and presence
+    penalty, and masks; then temperature, min-p, top-k, top-p. With temperature 0 the most probable token is what those
+    before temperature leave. Log-probabilities are the model's own, before all of it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -233,7 +236,10 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Keeps tokens at least this share as probable as the most probable one. Default 0. Limit: from 0 to 1."""
     repetition_penalty: _builtins.float
-    """Divides the logits of tokens seen before. Default 1.0. Limit: above 0, at most 2."""
+    """Divides the positive logits of tokens seen before, and multiplies the negative ones. Seen are the output and what
+    precedes it: the prompt (decoder-only) or `target_prefix` (encoder-decoder; neither its source nor its start token
+    counts). Default 1.0. Limit: above 0, at most 2.
+    """
     presence_penalty: _builtins.float
     """Subtracted once from the logits of generated tokens. Default 0. Limit: from -2 to 2."""
     frequency_penalty: _builtins.float
@@ -244,11 +250,15 @@ class SamplingParams(_message.Message):
     """Number of outputs. Default 1. Limit: at least 1, at most configured."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these token ids. Default: none."""
+        """Added to the logits of these token ids. Default: none. Limit: configured number, ids below the vocabulary's size,
+        values from -100 to 100.
+        """
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Only these token ids may be generated. Default: all."""
+        """Only these token ids may be generated; an output ends by itself only if an end-of-sequence token is among them.
+        Default: all. Limit: at most as many as the vocabulary has, each below its size.
+        """
 
     def __init__(
         self,
@@ -305,9 +315,14 @@ class StoppingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Tokens to generate at most; cut to the room the prompt leaves. Default 256. Limit: at least 1, at most configured."""
+    """Tokens to generate at most; cut to the room left by what precedes the output. Default 256. Limit: at least 1, at
+    most configured.
+    """
     min_tokens: _builtins.int
-    """Tokens to generate before any stop counts. Default 0. Limit: at most `max_tokens`."""
+    """Tokens to generate before any stop counts: until then no end-of-sequence token (ignored or not) and none of
+    `stop_token_ids` is chosen, and a stop text that is complete by then is let pass. Default 0. Limit: at most
+    `max_tokens`, and some token must be left to choose.
+    """
     ignore_eos: _builtins.bool
     """Goes on after an end-of-sequence token. Default false."""
     include_stop_in_output: _builtins.bool
@@ -403,7 +418,9 @@ class ResponseOptions(_message.Message):
     log-probabilities. Limit: at least 0, at most configured.
     """
     prompt_logprobs: _builtins.int
-    """The same for the tokens of the prompt. Default: none."""
+    """The same for the tokens of the prompt (decoder-only; its first has nothing before it and no entry) or of
+    `target_prefix` (encoder-decoder). Default: none. Limit: at least 0, at most that of `logprobs`.
+    """
     cost: _builtins.bool
     """Reports `cost`. Default false."""
     def __init__(
@@ -454,7 +471,10 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Text; special-token text in it is ordinary characters. Limit: fewer tokens than the context, else OUT_OF_RANGE."""
     target_prefix: _builtins.str
-    """Forced start of an encoder-decoder's output. Default: none."""
+    """Forced start of an encoder-decoder's output, encoded without control tokens. It is given, not generated: the output
+    continues it and does not repeat it, no stop is looked for in it, and usage counts it with the prompt. Default:
+    none. Limit: two tokens fewer than the context, else OUT_OF_RANGE; INVALID_ARGUMENT for a decoder-only model.
+    """
     priority: _builtins.int
     """Higher goes first. Default 0."""
     timeout_seconds: _builtins.float
@@ -667,7 +687,7 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """Tokens of the prompt, special ones included."""
+    """Tokens of the prompt, special ones included, and of `target_prefix`."""
     cached_tokens: _builtins.int
     """Of these, tokens whose keys and values were already at hand."""
     generated_tokens: _builtins.int
@@ -787,6 +807,7 @@ class GenerateResponse(_message.Message):
     COST_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model that answered."""
     request_id: _builtins.str
@@ -807,6 +828,10 @@ class GenerateResponse(_message.Message):
     def cost(self) -> Global___Cost:
         """What it cost, if asked for."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One entry for each token that `response.prompt_logprobs` asks for, in order."""
+
     def __init__(
         self,
         *,
@@ -816,10 +841,11 @@ class GenerateResponse(_message.Message):
         cost: Global___Cost | None = ...,
         model: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "model", b"model", "outputs", b"outputs", "request_id", b"request_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "model", b"model", "outputs", b"outputs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -945,6 +971,28 @@ class GenerateStreamResponse(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
+    class Prompt(_message.Message):
+        """More of the prompt's log-probabilities, if asked for. All come before the first delta."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        LOGPROBS_FIELD_NUMBER: _builtins.int
+        @_builtins.property
+        def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+            """One entry for each of the next tokens of the prompt."""
+
+        def __init__(
+            self,
+            *,
+            logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class Delta(_message.Message):
         """More of one output: what became ready since the last delta, one token or several."""
 
@@ -1048,6 +1096,7 @@ class GenerateStreamResponse(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___GenerateStreamResponse.Accepted:
         """The request is in."""
@@ -1064,6 +1113,10 @@ class GenerateStreamResponse(_message.Message):
     def summary(self) -> Global___GenerateStreamResponse.Summary:
         """The request is over."""
 
+    @_builtins.property
+    def prompt(self) -> Global___GenerateStreamResponse.Prompt:
+        """More of the prompt's log-probabilities."""
+
     def __init__(
         self,
         *,
@@ -1071,12 +1124,13 @@ class GenerateStreamResponse(_message.Message):
         delta: Global___GenerateStreamResponse.Delta | None = ...,
         finished: Global___GenerateStreamResponse.Finished | None = ...,
         summary: Global___GenerateStreamResponse.Summary | None = ...,
+        prompt: Global___GenerateStreamResponse.Prompt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished", "summary", b"summary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished", "prompt", b"prompt", "summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished", "prompt", b"prompt", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "delta", "finished", "summary"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "delta", "finished", "summary", "prompt"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1170,7 +1224,9 @@ class ScoreResponse(_message.Message):
     perplexity: _builtins.float
     """exp(-total_logprob / number of tokens)."""
     bits_per_byte: _builtins.float
-    """Bits for each UTF-8 byte of the scored text: comparable between vocabularies and with compressors."""
+    """Bits for each UTF-8 byte of the scored text: comparable between vocabularies and with compressors. Absent where the
+    scored tokens have no text.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreResponse.TokenScore]:
         """The scored tokens, in order."""
@@ -1181,13 +1237,15 @@ class ScoreResponse(_message.Message):
         tokens: _abc.Iterable[Global___ScoreResponse.TokenScore] | None = ...,
         total_logprob: _builtins.float = ...,
         perplexity: _builtins.float = ...,
-        bits_per_byte: _builtins.float = ...,
+        bits_per_byte: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bits_per_byte", b"_bits_per_byte", "bits_per_byte", b"bits_per_byte"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits_per_byte", b"bits_per_byte", "perplexity", b"perplexity", "tokens", b"tokens", "total_logprob", b"total_logprob"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bits_per_byte", b"_bits_per_byte", "bits_per_byte", b"bits_per_byte", "perplexity", b"perplexity", "tokens", b"tokens", "total_logprob", b"total_logprob"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__bits_per_byte: _TypeAlias = _typing.Literal["bits_per_byte"]  # noqa: Y015
+    _WhichOneofArgType__bits_per_byte: _TypeAlias = _typing.Literal["_bits_per_byte", b"_bits_per_byte"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bits_per_byte) -> _WhichOneofReturnType__bits_per_byte | None: ...
 
 Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
 

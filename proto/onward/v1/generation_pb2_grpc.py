@@ -84,7 +84,8 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """The same, told as it happens: one `accepted`, any number of `delta`, one `finished` per output, one `summary`.
+        """The same, told as it happens: one `accepted`, any number of `prompt` and `delta`, one `finished` per output, one
+        `summary`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

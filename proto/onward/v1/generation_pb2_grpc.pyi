@@ -42,7 +42,9 @@ class GenerationServiceStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
     """Generates and answers once, when every output has ended."""
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateStreamRequest, _generation_pb2.GenerateStreamResponse]
-    """The same, told as it happens: one `accepted`, any number of `delta`, one `finished` per output, one `summary`."""
+    """The same, told as it happens: one `accepted`, any number of `prompt` and `delta`, one `finished` per output, one
+    `summary`.
+    """
     Score: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ScoreRequest, _generation_pb2.ScoreResponse]
     """Tells how probable a given text is."""
     Estimate: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EstimateRequest, _generation_pb2.EstimateResponse]
@@ -62,7 +64,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Generate: _aio.UnaryUnaryMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates and answers once, when every output has ended."""
     GenerateStream: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateStreamRequest, _generation_pb2.GenerateStreamResponse]  # type: ignore[assignment]
-    """The same, told as it happens: one `accepted`, any number of `delta`, one `finished` per output, one `summary`."""
+    """The same, told as it happens: one `accepted`, any number of `prompt` and `delta`, one `finished` per output, one
+    `summary`.
+    """
     Score: _aio.UnaryUnaryMultiCallable[_generation_pb2.ScoreRequest, _generation_pb2.ScoreResponse]  # type: ignore[assignment]
     """Tells how probable a given text is."""
     Estimate: _aio.UnaryUnaryMultiCallable[_generation_pb2.EstimateRequest, _generation_pb2.EstimateResponse]  # type: ignore[assignment]
@@ -91,7 +95,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateStreamRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateStreamResponse], _abc.AsyncIterator[_generation_pb2.GenerateStreamResponse]]:
-        """The same, told as it happens: one `accepted`, any number of `delta`, one `finished` per output, one `summary`."""
+        """The same, told as it happens: one `accepted`, any number of `prompt` and `delta`, one `finished` per output, one
+        `summary`.
+        """
 
     @_abc_1.abstractmethod
     def Score(

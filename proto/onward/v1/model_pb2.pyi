@@ -175,6 +175,8 @@ class ModelLimits(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_TOKENIZE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_DETOKENIZE_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    MAX_TARGET_PREFIX_TOKENS_FIELD_NUMBER: _builtins.int
     max_prompt_tokens: _builtins.int
     """Longest prompt or source, in tokens."""
     max_generated_tokens: _builtins.int
@@ -199,6 +201,10 @@ class ModelLimits(_message.Message):
     """Longest `TokenizeRequest.text`, in bytes of UTF-8."""
     max_detokenize_tokens: _builtins.int
     """Most `DetokenizeRequest.token_ids`."""
+    max_logit_bias: _builtins.int
+    """Most entries of `sampling.logit_bias`."""
+    max_target_prefix_tokens: _builtins.int
+    """Longest `target_prefix`, in tokens. 0 for a decoder-only model."""
     def __init__(
         self,
         *,
@@ -214,10 +220,12 @@ class ModelLimits(_message.Message):
         max_message_bytes: _builtins.int = ...,
         max_tokenize_bytes: _builtins.int = ...,
         max_detokenize_tokens: _builtins.int = ...,
+        max_logit_bias: _builtins.int = ...,
+        max_target_prefix_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_batch_size", b"max_batch_size", "max_detokenize_tokens", b"max_detokenize_tokens", "max_generated_tokens", b"max_generated_tokens", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_request_id_length", b"max_request_id_length", "max_stop_string_length", b"max_stop_string_length", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids", "max_tokenize_bytes", b"max_tokenize_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_batch_size", b"max_batch_size", "max_detokenize_tokens", b"max_detokenize_tokens", "max_generated_tokens", b"max_generated_tokens", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_request_id_length", b"max_request_id_length", "max_stop_string_length", b"max_stop_string_length", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids", "max_target_prefix_tokens", b"max_target_prefix_tokens", "max_tokenize_bytes", b"max_tokenize_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,7 +272,9 @@ class ModelCapabilities(_message.Message):
     chat: _builtins.bool
     """`chat`."""
     target_prefix: _builtins.bool
-    """`target_prefix`."""
+    """`target_prefix`. False for a decoder-only model, whose prompt is what the output continues; there it is
+    INVALID_ARGUMENT.
+    """
     priority: _builtins.bool
     """`priority`."""
     partial_on_deadline: _builtins.bool

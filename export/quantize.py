@@ -1,0 +1,321 @@
+"""A float32 graph rewritten so that its products with weights take fewer bits: a pure function on ONNX models.
+
+    int8    weights have one scale for each output channel and activations one for each row, that is each token;
+            products of bytes add up exactly in int32 (`MatMulIntegerToFloat`)
+    int4    weights have one scale for each block of 32 along their input; what activations are rounded to is the
+            operator's affair, block by block of one row (`MatMulNBits`, accuracy level 4). The output head is int8:
+            its errors reach the logits undiminished
+
+Rewritten is every product of activations with a stored matrix: the projections around attention, the feed-forward
+networks, the output head. All else stays float32: attention itself with its scores and K/V, norms, biases, and the
+table that token vectors are looked up in. A head that is tied to that table gets a rounded copy of it.
+
+A token's result depends on its own row alone, so the law of company holds where it held. The plain way of dynamic
+quantisation, one scale for a whole tensor, would break it, and so would int4 in blocks of 64 or more: there ONNX
+Runtime 1.31 adds up a row by itself in another order than two rows together.
+
+Rows are rounded to unsigned bytes, as ONNX Runtime's kernels for u8 times s8 are the fast ones. On a processor without
+VNNI those may saturate where two neighbouring products are large together; the golden cases, replayed where an artefact
+is served, are what finds that out.
+
+Knows ONNX and no model; the weights' names say which modules they are of, and go on to say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import helper, numpy_helper
+
+from model.artifact import Precision
+from model.config import ModelConfig
+
+Float32 = npt.NDArray[np.float32]
+Int8 = npt.NDArray[np.int8]
+UInt8 = npt.NDArray[np.uint8]
+
+CONTRIB = "com.microsoft"
+BLOCK_SIZES = (32, 16)
+"""Along a weight's input, in int4: the first that divides it."""
+
+ROW_LIMIT = np.float32(127.0)
+"""The largest magnitude of a rounded activation, and of a weight in int8."""
+ROW_ZERO = np.uint8(128)
+"""The byte that stands for zero in a row."""
+LEAST_PEAK = np.float32(1e-30)
+"""What a row's largest magnitude counts as at least: a row of zeros stays one, and nothing divides by zero."""
+
+_BYTES = (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
+_INT4_ZERO = 8
+# By how much of its largest magnitude a block's scale reaches; the least squared error decides.
+_INT4_REACHES = np.linspace(1.0, 0.7, 7, dtype=np.float32)
+_ACCURACY_LEVEL = 4  # activations in eight bits
+
+
+def unsupported(config: ModelConfig, precision: Precision) -> list[str]:
+    """Widths of a model that a precision's blocks do not divide, by name; empty when all do."""
+    if precision is not Precision.INT4:
+        return []
+    widths = {
+        "d_model": config.d_model,
+        "num_heads * head_dim": config.num_heads * config.head_dim,
+        "d_ff": config.d_ff,
+    }
+    return [
+        f"{name} is {width}, {precision} needs a multiple of {BLOCK_SIZES[-1]}"
+        for name, width in widths.items()
+        if _block_size(width) is None
+    ]
+
+
+def quantize_file(path: Path, precision: Precision) -> None:
+    """Rewrites an ONNX file and the external data beside it, which is the same name with `.data` added."""
+    model = quantize(onnx.load(path), precision)
+    data = path.with_name(f"{path.name}.data")
+    data.unlink()  # it would be appended to
+    onnx.save(model, path, save_as_external_data=True, location=data.name)
+    onnx.checker.check_model(path, full_check=True)
+
+
+def quantize(model: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
+    """The model with its products with stored matrices in `precision`; inputs, outputs and all else as they were.
+
+    Args:
+        model: with its weights loaded; left as it is.
+        precision: float32 gives a copy.
+
+    Raises:
+        ValueError: when a weight's input is not a multiple of any block (int4), or the precision is none of these.
+    """
+    quantized = onnx.ModelProto()
+    quantized.CopyFrom(model)
+    if precision is Precision.FP32:
+        return quantized
+    if precision not in _REWRITES:
+        raise ValueError(f"no graph is rewritten to {precision}")
+    graph = _Graph.of(quantized.graph)
+    rewrite = _REWRITES[precision](graph)
+    for node in graph.nodes:
+        product = graph.product(node)
+        graph.new_nodes += [node] if product is None else rewrite(product)
+    graph.write(quantized.graph)
+    if CONTRIB not in {opset.domain for opset in quantized.opset_import}:
+        quantized.opset_import.append(helper.make_opsetid(CONTRIB, 1))
+    return quantized
+
+
+def quantize_columns(weight: Float32) -> tuple[Int8, Float32]:
+    """A weight `[K, N]` as bytes `[K, N]` in ±127 and one scale for each column `[N]`, its largest magnitude / 127."""
+    peaks = np.abs(weight).max(axis=0)
+    scales = (np.where(peaks > 0, peaks, 1) / ROW_LIMIT).astype(np.float32)
+    return np.clip(np.rint(weight / scales), -ROW_LIMIT, ROW_LIMIT).astype(np.int8), scales
+
+
+def quantize_blocks(weight: Float32, block_size: int) -> tuple[UInt8, Float32]:
+    """A weight `[K, N]` as nibbles `[N, K/block, block/2]`, low one first, and scales `[N, K/block]`; zero is 8.
+
+    A block's extreme goes to -8 or near it, as the range of four bits reaches one further below zero than above. How
+    near is tried out: giving up a little of the extremes leaves the others a finer scale.
+    """
+    inner, outer = weight.shape
+    blocks = np.ascontiguousarray(weight.T).reshape(outer, inner // block_size, block_size)
+    extremes = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], axis=-1)
+    extremes = np.where(extremes == 0, np.float32(1), extremes)
+    best_scales = np.empty_like(extremes)
+    best_errors = np.full_like(extremes, np.inf)
+    for reach in _INT4_REACHES:
+        scales = (extremes * (-reach / _INT4_ZERO)).astype(np.float32)
+        errors = np.square(_nibbles(blocks, scales) * scales - blocks).sum(axis=-1, keepdims=True)
+        is_better = errors < best_errors
+        best_scales, best_errors = np.where(is_better, scales, best_scales), np.where(is_better, errors, best_errors)
+    codes: UInt8 = (_nibbles(blocks, best_scales) + _INT4_ZERO).astype(np.uint8)
+    packed: UInt8 = codes[..., ::2] | np.left_shift(codes[..., 1::2], np.uint8(4))
+    return packed, best_scales[..., 0]
+
+
+def _nibbles(blocks: Float32, scales: Float32) -> Float32:
+    nibbles: Float32 = np.clip(np.rint(blocks / scales), -_INT4_ZERO, _INT4_ZERO - 1)
+    return nibbles
+
+
+def _block_size(inner: int) -> int | None:
+    return next((size for size in BLOCK_SIZES if inner % size == 0), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """One product to rewrite: `output` = `rows` `[..., K]` · `weight` `[K, N]` (+ `bias` `[N]`).
+
+    `scope` is the path of the module that it was traced in, `name` the weight's; `is_flat` says that the rows are known
+    to be `[N, K]`.
+    """
+
+    scope: str
+    name: str
+    rows: str
+    is_flat: bool
+    weight: Float32
+    bias: str | None
+    output: str
+
+
+@dataclass(slots=True)
+class _Graph:
+    """A graph under rewriting: its nodes and weights as they were, and what replaces them."""
+
+    nodes: Sequence[onnx.NodeProto]
+    outputs: frozenset[str]
+    stored: dict[str, onnx.TensorProto]
+    new_nodes: list[onnx.NodeProto] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, graph: onnx.GraphProto) -> _Graph:
+        outputs = frozenset(output.name for output in graph.output)
+        return cls(list(graph.node), outputs, {tensor.name: tensor for tensor in graph.initializer})
+
+    def product(self, node: onnx.NodeProto) -> _Product | None:
+        """What a node multiplies, if it is activations with a stored matrix; None for any other node."""
+        if node.op_type not in ("MatMul", "Gemm") or node.domain:
+            return None
+        attributes = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
+        rows, name, *rest = node.input
+        if rows in self.stored or name not in self.stored or len(self.stored[name].dims) != 2:
+            return None
+        if attributes.get("transA", 0) or attributes.get("alpha", 1.0) != 1.0 or attributes.get("beta", 1.0) != 1.0:
+            return None
+        weight = numpy_helper.to_array(self.stored[name])
+        return _Product(
+            scope=node.name.rpartition("/")[0] or name.rpartition(".")[0],
+            name=name.removesuffix("_transposed"),
+            rows=rows,
+            is_flat=node.op_type == "Gemm",
+            weight=weight.T if attributes.get("transB", 0) else weight,
+            bias=rest[0] if rest and rest[0] else None,
+            output=node.output[0],
+        )
+
+    def store(self, name: str, values: npt.ArrayLike) -> str:
+        """Adds a tensor, once for each name; returns the name."""
+        if name not in self.stored:
+            self.stored[name] = numpy_helper.from_array(np.array(values, order="C"), name)
+        return name
+
+    def write(self, graph: onnx.GraphProto) -> None:
+        """Puts the new nodes in, with the tensors that they still read."""
+        read = {name for node in self.new_nodes for name in node.input}
+        del graph.node[:]
+        graph.node.extend(self.new_nodes)
+        del graph.initializer[:]
+        # Bytes go last: a file packs tensors as they come, and floats should lie where floats may.
+        kept = [tensor for name, tensor in self.stored.items() if name in read]
+        graph.initializer.extend(sorted(kept, key=lambda tensor: tensor.data_type in _BYTES))
+
+
+@dataclass(slots=True)
+class _Int8:
+    """Rewrites products to int8; rows that several of them read are rounded once.
+
+    Rounding wants two dimensions, while everything else takes rows as they come and leaves them their shape:
+
+        scale = max(max |x|, tiny) / 127        [..., 1]
+        bytes = round(x / scale) + 128          [..., K]
+        y = scale · column scale · Σ (bytes - 128) · weight
+    """
+
+    graph: _Graph
+    rounded: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def __call__(self, product: _Product) -> Iterator[onnx.NodeProto]:
+        if product.rows not in self.rounded:
+            yield from self._round(product)
+        rows, scales = self.rounded[product.rows]
+        weight, column_scales = quantize_columns(product.weight)
+        inputs = [
+            rows,
+            self.graph.store(f"{product.name}_int8", weight),
+            # The operator has room for one scale of rows only: theirs follow.
+            self.graph.store("int8.one", np.float32(1)),
+            self.graph.store(f"{product.name}_scale", column_scales),
+            self.graph.store("int8.row_zero", ROW_ZERO),
+        ]
+        sums, output = f"{product.output}.column_scaled", product.output
+        product_output = output if product.bias is None else f"{output}.unbiased"
+        yield _node(product, "MatMulIntegerToFloat", inputs, sums, domain=CONTRIB)
+        yield _node(product, "Mul", [sums, scales], product_output)
+        if product.bias is not None:
+            yield _node(product, "Add", [product_output, product.bias], output)
+
+    def _round(self, product: _Product) -> Iterator[onnx.NodeProto]:
+        x, store = product.rows, self.graph.store
+
+        def node(kind: str, inputs: Sequence[str], purpose: str, **attributes: Any) -> onnx.NodeProto:
+            return _node(product, kind, inputs, f"{x}.{purpose}", purpose, **attributes)
+
+        flat = store("int8.flat", np.array([-1], np.int64))
+        # Of no rows at all, which a head may be asked for, ONNX Runtime takes no maximum along a last axis called -1.
+        last = store("int8.second_axis", np.array([1], np.int64)) if product.is_flat else flat
+        yield node("Abs", [x], "magnitudes")
+        yield node("ReduceMax", [f"{x}.magnitudes", last], "peaks", keepdims=1)
+        yield node("Max", [f"{x}.peaks", store("int8.least_peak", LEAST_PEAK)], "positive_peaks")
+        yield node("Mul", [f"{x}.positive_peaks", store("int8.row_step", 1 / ROW_LIMIT)], "scales")
+        yield node("Reshape", [f"{x}.scales", flat], "flat_scales")
+        yield node("Shape", [f"{x}.flat_scales"], "num_rows")
+        yield node("ConstantOfShape", [f"{x}.num_rows"], "zeros", value=numpy_helper.from_array(np.array([ROW_ZERO])))
+        self.rounded[x] = f"{x}.bytes", f"{x}.scales"
+        if product.is_flat:
+            yield node("QuantizeLinear", [x, f"{x}.flat_scales", f"{x}.zeros"], "bytes", axis=0)
+            return
+        width = store(f"int8.rows_of_{len(product.weight)}", np.array([-1, len(product.weight)], np.int64))
+        yield node("Reshape", [x, width], "rows")
+        yield node("QuantizeLinear", [f"{x}.rows", f"{x}.flat_scales", f"{x}.zeros"], "flat_bytes", axis=0)
+        yield node("Shape", [x], "shape")
+        yield node("Reshape", [f"{x}.flat_bytes", f"{x}.shape"], "bytes")
+
+
+@dataclass(slots=True)
+class _Int4:
+    """Rewrites products to int4, and one that is an output of the graph, as the head's is, to int8."""
+
+    graph: _Graph
+
+    def __call__(self, product: _Product) -> Iterator[onnx.NodeProto]:
+        if product.output in self.graph.outputs:
+            return _Int8(self.graph)(product)
+        return self._rewrite(product)
+
+    def _rewrite(self, product: _Product) -> Iterator[onnx.NodeProto]:
+        inner, outer = product.weight.shape
+        block_size = _block_size(inner)
+        if block_size is None:
+            raise ValueError(f"{product.name} has {inner} inputs, int4 needs a multiple of {BLOCK_SIZES[-1]}")
+        weight, scales = quantize_blocks(product.weight, block_size)
+        inputs = [
+            product.rows,
+            self.graph.store(f"{product.name}_int4", weight),
+            self.graph.store(f"{product.name}_scale", scales),
+        ]
+        output = product.output if product.bias is None else f"{product.output}.unbiased"
+        attributes = {"K": inner, "N": outer, "bits": 4, "block_size": block_size, "accuracy_level": _ACCURACY_LEVEL}
+        yield _node(product, "MatMulNBits", inputs, output, domain=CONTRIB, **attributes)
+        if product.bias is not None:
+            yield _node(product, "Add", [output, product.bias], product.output)
+
+
+_REWRITES: Mapping[Precision, Callable[[_Graph], Callable[[_Product], Iterator[onnx.NodeProto]]]] = {
+    Precision.INT8: _Int8,
+    Precision.INT4: _Int4,
+}
+
+
+def _node(
+    product: _Product, kind: str, inputs: Sequence[str], output: str, purpose: str = "", **attributes: Any
+) -> onnx.NodeProto:
+    """A node that is named after the module whose product it is a part of."""
+    name = "/".join(part for part in (product.scope, purpose, kind) if part)
+    return helper.make_node(kind, list(inputs), [output], name=name, **attributes)

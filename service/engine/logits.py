@@ -1,0 +1,224 @@
+"""Rules that change a row's logits before anything is drawn from it: one `LogitsTransform` for each.
+
+Names and definitions are vLLM's (v1: `Sampler.forward`, `SamplingParams`), which took the repetition penalty from
+Keskar et al., 2019 (CTRL, section 4.1) and the presence and frequency penalties from OpenAI's API: bias, then
+repetition, frequency and presence penalty, all of it before temperature. Masks come last here, so that arithmetic meets
+finite numbers only; what is masked stays masked, so the outcome is the same as with vLLM's, which come first.
+
+A rule reads the request and the request's own tokens and nothing else. Knows no slots, no sampling and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from service.engine.types import SamplingParams, StoppingParams
+
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+_MAX_LOGIT = float(np.finfo(np.float32).max)
+_MIN_CAPACITY = 16
+
+
+class TokenCounts:
+    """Which tokens a sequence has seen, and how often it generated each. A token more costs the same however many.
+
+    Args:
+        seen: tokens that were given rather than generated.
+    """
+
+    def __init__(self, seen: Iterable[int] = ()) -> None:
+        self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(seen))}
+        capacity = max(_MIN_CAPACITY, 2 * len(self._places))
+        self._token_ids = np.zeros(capacity, np.int64)
+        self._token_ids[: len(self._places)] = list(self._places)
+        self._counts = np.zeros(capacity, np.float64)
+        self._num_generated = 0
+
+    @property
+    def token_ids(self) -> Int64:
+        """`[D]`: the distinct tokens, in the order in which they were first seen."""
+        return self._token_ids[: len(self._places)]
+
+    @property
+    def counts(self) -> Float64:
+        """`[D]`: how often each of `token_ids` was generated; 0 for what was only given."""
+        return self._counts[: len(self._places)]
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return self._num_generated
+
+    def add(self, token_id: int) -> None:
+        """Counts a generated token."""
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._token_ids):
+            self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._token_ids[place] = token_id
+        self._counts[place] += 1
+        self._num_generated += 1
+
+
+class LogitsTransform(Protocol):
+    """One rule."""
+
+    def is_idle(self, tokens: TokenCounts, /) -> bool:
+        """Whether it would change nothing after these tokens."""
+
+    def apply(self, row: Float32, tokens: TokenCounts, /) -> None:
+        """Changes the logits `[V] float32` of the token that follows these, in place."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitBias:
+    """Adds `values[i]` to the logit of `token_ids[i]`; ids are distinct."""
+
+    token_ids: Int64
+    values: Float32
+
+    def is_idle(self, _tokens: TokenCounts) -> bool:
+        """Never."""
+        return False
+
+    def apply(self, row: Float32, _tokens: TokenCounts) -> None:
+        """Adds."""
+        row[self.token_ids] += self.values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """Makes tokens that occurred less probable (or more, where a penalty is below its neutral value).
+
+    `repetition` divides positive logits of all tokens seen and multiplies negative ones; `frequency` is subtracted for
+    each time that a token was generated, `presence` once.
+    """
+
+    repetition: float
+    frequency: float
+    presence: float
+
+    def is_idle(self, tokens: TokenCounts) -> bool:
+        """Before there are tokens."""
+        return not len(tokens.token_ids)
+
+    def apply(self, row: Float32, tokens: TokenCounts) -> None:
+        """Penalises; logits stay finite."""
+        token_ids, counts = tokens.token_ids, tokens.counts
+        logits = row[token_ids].astype(np.float64)
+        with np.errstate(over="ignore"):
+            logits = np.where(logits > 0, logits / self.repetition, logits * self.repetition)
+        logits -= self.frequency * counts
+        logits -= self.presence * (counts > 0)
+        row[token_ids] = logits.clip(-_MAX_LOGIT, _MAX_LOGIT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllowedTokens:
+    """Masks every token but these."""
+
+    token_ids: Int64
+
+    def is_idle(self, _tokens: TokenCounts) -> bool:
+        """Never."""
+        return False
+
+    def apply(self, row: Float32, _tokens: TokenCounts) -> None:
+        """Masks."""
+        kept = row[self.token_ids]
+        row.fill(-np.inf)
+        row[self.token_ids] = kept
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MinTokens:
+    """Masks the tokens that would end the output, until `min_tokens` were generated."""
+
+    min_tokens: int
+    token_ids: Int64
+
+    def is_idle(self, tokens: TokenCounts) -> bool:
+        """Once there are enough tokens."""
+        return tokens.num_generated >= self.min_tokens
+
+    def apply(self, row: Float32, _tokens: TokenCounts) -> None:
+        """Masks."""
+        row[self.token_ids] = -np.inf
+
+
+class LogitsRules:
+    """One sequence's rules, and the counts that they read.
+
+    Args:
+        transforms: in the order in which they apply. Together they must leave a token.
+        tokens: what the sequence begins with.
+    """
+
+    def __init__(self, transforms: tuple[LogitsTransform, ...], tokens: TokenCounts) -> None:
+        self._transforms = transforms
+        self._tokens = tokens
+
+    def add(self, token_id: int) -> None:
+        """Counts a generated token."""
+        self._tokens.add(token_id)
+
+    def apply(self, row: Float32) -> Float32:
+        """The logits by which the next token is chosen.
+
+        Args:
+            row: `[V] float32` finite logits, left as they are.
+
+        Returns:
+            `[V] float32`, -inf where a token must not be chosen; `row` itself where no rule has anything to change.
+        """
+        active = [transform for transform in self._transforms if not transform.is_idle(self._tokens)]
+        if not active:
+            return row
+        changed = row.copy()
+        for transform in active:
+            transform.apply(changed, self._tokens)
+        return changed
+
+
+def make_rules(
+    sampling: SamplingParams, stopping: StoppingParams, eos_ids: Iterable[int], decoder_prompt: Iterable[int]
+) -> LogitsRules | None:
+    """The rules that a request asks for, None if it asks for none.
+
+    Args:
+        sampling: penalties, bias, allowed tokens.
+        stopping: the least length, and the tokens that would end the output before it.
+        eos_ids: the model's; masked before the least length even if they are to be ignored, as in vLLM.
+        decoder_prompt: tokens that precede the output and count as seen: the prompt of a decoder-only model, the forced
+            beginning of an encoder-decoder's output. (Hugging Face's `generate` counts the start token, too, and with
+            it punishes the end of sequence of models that start with that; neither counts the source.)
+    """
+    transforms: list[LogitsTransform] = []
+    if sampling.logit_bias:
+        token_ids, values = zip(*sampling.logit_bias, strict=True)
+        transforms.append(LogitBias(np.array(token_ids, np.int64), np.array(values, np.float32)))
+    repeats = sampling.repetition_penalty != 1
+    if repeats or sampling.frequency_penalty or sampling.presence_penalty:
+        transforms.append(
+            Penalties(
+                repetition=sampling.repetition_penalty,
+                frequency=sampling.frequency_penalty,
+                presence=sampling.presence_penalty,
+            )
+        )
+    if sampling.allowed_token_ids:
+        transforms.append(AllowedTokens(np.array(sampling.allowed_token_ids, np.int64)))
+    if stopping.min_tokens and (ends := stopping.stop_token_ids.union(eos_ids)):
+        transforms.append(MinTokens(stopping.min_tokens, np.array(sorted(ends), np.int64)))
+    if not transforms:
+        return None
+    # No other rule asks what the prompt was.
+    return LogitsRules(tuple(transforms), TokenCounts(decoder_prompt if repeats else ()))

@@ -1,0 +1,125 @@
+"""How probable a given text is: what `Score` asks of the engine, and what the answer amounts to.
+
+Knows models, tokens and arithmetic; neither the engine nor protobuf.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from service.errors import InvalidRequest, PromptTooLong
+from service.models import ServedModel, check_ids, prompt_field
+
+Text = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreCall:
+    """A request as far as it can be judged without its model: `prompt` and `target` are text or raw ids, not empty.
+
+    `target` None asks for the prompt itself, which only a decoder-only model can tell.
+    """
+
+    request_id: str
+    model: str
+    prompt: Text
+    target: Text | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreTask:
+    """What the engine is asked: to score the decoder's tokens from position `start` on, which are `scored_token_ids`.
+
+    `num_bytes` is the length of their text in UTF-8.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    target_prefix_token_ids: tuple[int, ...]
+    start: int
+    scored_token_ids: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Scored tokens and their natural-log probabilities, one each."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    num_bytes: int
+
+    @property
+    def total_logprob(self) -> float:
+        """Of the whole text."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        """Of a token; infinite where that is beyond a double."""
+        try:
+            return math.exp(-self.total_logprob / len(self.logprobs))
+        except OverflowError:
+            return math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """What a compressor that asked the model would need; None for tokens without text."""
+        return -self.total_logprob / math.log(2.0) / self.num_bytes if self.num_bytes else None
+
+
+def make_task(model: ServedModel, prompt: Text, target: Text | None) -> ScoreTask:
+    """Puts a request into tokens; may take milliseconds, so call this off the event loop.
+
+    Raises:
+        PromptTooLong: when prompt and target together exceed the context.
+        InvalidRequest: when an id is not in the vocabulary, or there is nothing to score.
+    """
+    if target is None:
+        return _prompt_task(model, prompt)
+    given = model.encode_prompt(prompt)
+    config = model.manifest.config
+    room = config.context - (1 if config.is_encoder_decoder else len(given))
+    scored = _encode_target(model, target, room)
+    text = target if isinstance(target, str) else model.output_tokenizer.decode(scored)
+    return ScoreTask(
+        prompt_token_ids=given if config.is_encoder_decoder else given + scored,
+        target_prefix_token_ids=scored if config.is_encoder_decoder else (),
+        start=1 if config.is_encoder_decoder else len(given),
+        scored_token_ids=scored,
+        num_bytes=len(text.encode()),
+    )
+
+
+def _prompt_task(model: ServedModel, prompt: Text) -> ScoreTask:
+    """To score a prompt itself, which may fill the context: nothing comes after it."""
+    config, tokenizer = model.manifest.config, model.output_tokenizer
+    if config.is_encoder_decoder:
+        raise InvalidRequest("target", None, f"must be set, as {model.name} is an encoder-decoder")
+    given = model.encode_prompt(prompt, config.context)
+    scored = given[1:]
+    if not scored:
+        limit = "must have at least 2 tokens, as the first has nothing before it"
+        raise InvalidRequest(prompt_field(prompt), prompt, limit)
+    # Tokens may spell a text less than faithfully; where all of it is scored, the text itself is what counts.
+    text = prompt
+    if not isinstance(text, str) or scored != tuple(tokenizer.encode_plain(text)):
+        text = tokenizer.decode(scored)
+    return ScoreTask(
+        prompt_token_ids=given,
+        target_prefix_token_ids=(),
+        start=1,
+        scored_token_ids=scored,
+        num_bytes=len(text.encode()),
+    )
+
+
+def _encode_target(model: ServedModel, target: Text, room: int) -> tuple[int, ...]:
+    field = "target.target_text" if isinstance(target, str) else "target.target_token_ids.ids"
+    token_ids = tuple(model.output_tokenizer.encode_plain(target)) if isinstance(target, str) else target
+    if not token_ids:
+        raise InvalidRequest(field, target, "must have at least 1 token")
+    if len(token_ids) > room:
+        raise PromptTooLong(field, len(token_ids), f"must have at most {room} tokens, the room left in the context")
+    check_ids(field, token_ids, model.manifest.config.vocab_size)
+    return token_ids

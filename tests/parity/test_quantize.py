@@ -1,0 +1,347 @@
+"""Fewer bits: each product is its definition, the rest of a graph is as it was, and proofs can still fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from benchmarks import quality
+from export.__main__ import main
+from export.exporter import ParityError, export
+from export.quantize import LEAST_PEAK, quantize, quantize_blocks, quantize_columns, quantize_file, unsupported
+from export.verify import Verdict, replay, verify
+from model import artifact, checkpoint, evaluate, golden, reference
+from model.artifact import DECODER, ENCODER, Device, Precision
+from model.data import dates
+from model.golden import Tolerance
+from model.tokenizer import Tokenizer
+from service.engine.session import SessionOptions
+from tests.artifacts import ADDITIVE, rehash, tiny_artifact, tiny_checkpoint, tiny_config
+
+Float32 = npt.NDArray[np.float32]
+
+FAMILIES = ("decoder-only", "encoder-decoder")
+LOW = (Precision.INT8, Precision.INT4)
+RNG = np.random.default_rng(7)
+
+
+def _linear(weight: Float32, bias: Float32 | None, rank: int) -> onnx.ModelProto:
+    """What a linear layer in the middle is exported as: MatMul and Add on `[B, S, K]`, Gemm on `[N, K]`."""
+    leading = ["batch", "sequence"][: rank - 1]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*leading, weight.shape[0]])]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [*leading, weight.shape[1]])]
+    stored = [numpy_helper.from_array(np.ascontiguousarray(weight if rank == 3 else weight.T), "layer.weight")]
+    stored += [] if bias is None else [numpy_helper.from_array(bias, "layer.bias")]
+    if rank == 2:
+        names = ["x", "layer.weight", *(["layer.bias"] if bias is not None else [])]
+        nodes = [helper.make_node("Gemm", names, ["z"], name="layer/Gemm", transB=1)]
+    else:
+        nodes = [helper.make_node("MatMul", ["x", "layer.weight"], ["z" if bias is None else "p"], name="layer/MatMul")]
+        nodes += [] if bias is None else [helper.make_node("Add", ["p", "layer.bias"], ["z"], name="layer/Add")]
+    nodes.append(helper.make_node("Identity", ["z"], ["y"]))
+    graph = helper.make_graph(nodes, "linear", inputs, outputs, stored)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
+
+
+def _run(model: onnx.ModelProto, x: Float32) -> Float32:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": x})[0]
+
+
+def _rows(inner: int, rank: int) -> Float32:
+    """Rows of every scale, one with an outlier, one of zeros, one below the least peak."""
+    rows = RNG.standard_normal((12, inner)).astype(np.float32) * np.logspace(-3, 3, 12, dtype=np.float32)[:, None]
+    rows[3, inner // 2] = 4000.0
+    rows[5] = 0.0
+    rows[6] = LEAST_PEAK / 100
+    return rows if rank == 2 else rows.reshape(3, 4, inner)
+
+
+def _weight(inner: int, outer: int) -> Float32:
+    weight = RNG.standard_normal((inner, outer)).astype(np.float32) * RNG.uniform(0.01, 3, outer).astype(np.float32)
+    weight[:, 1] = 0.0
+    return weight
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("inner", "outer"), [(64, 96), (97, 33), (768, 257)])
+def test_int8_product_is_its_definition_to_the_bit(inner: int, outer: int, with_bias: bool, rank: int) -> None:
+    weight, x = _weight(inner, outer), _rows(inner, rank)
+    bias = RNG.standard_normal(outer).astype(np.float32) if with_bias else None
+    found = _run(quantize(_linear(weight, bias, rank), Precision.INT8), x)
+    columns, column_scales = quantize_columns(weight)
+    peaks = np.maximum(np.abs(x).max(axis=-1, keepdims=True), LEAST_PEAK)
+    scales = peaks * (np.float32(1) / np.float32(127))
+    rounded = np.rint(x / scales).astype(np.int64)
+    assert np.abs(rounded).max() == 127
+    expected = (rounded @ columns.astype(np.int64)).astype(np.float32) * column_scales * scales
+    expected = expected if bias is None else expected + bias
+    np.testing.assert_array_equal(found, expected)
+    # And it is the product that was meant: each factor is off by half a step at most.
+    magnitudes = np.abs(x).astype(np.float64)
+    room = 0.5 * (scales * np.abs(weight).sum(axis=0) + magnitudes.sum(axis=-1, keepdims=True) * column_scales)
+    room += 0.25 * inner * scales * column_scales
+    exact = x.astype(np.float64) @ weight + (0 if bias is None else bias)
+    assert (np.abs(found - exact) <= 1.001 * room + 1e-6 * np.abs(exact)).all()
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize(("inner", "outer"), [(64, 96), (96, 33), (768, 257)])
+def test_a_rounded_row_knows_no_other_even_one_that_is_no_number(inner: int, outer: int, precision: Precision) -> None:
+    model = quantize(_linear(_weight(inner, outer), None, 2), precision)
+    rows = _rows(inner, 2)
+    alone = [_run(model, row[None]) for row in rows]
+    assert np.isfinite(alone).all()
+    for number in (np.nan, np.inf):
+        spoiled = np.insert(rows, [1, 7], number, axis=0)
+        together = np.delete(_run(model, spoiled), [1, 8], axis=0)
+        assert together.tobytes() == np.concatenate(alone).tobytes()
+    assert _run(model, rows[:0]).shape == (0, outer)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize(("inner", "outer", "block"), [(256, 96, 32), (96, 33, 32), (48, 40, 16)])
+def test_int4_product_is_that_of_its_blocks(inner: int, outer: int, block: int, rank: int) -> None:
+    """The operator rounds activations block by block to eight bits: their error is all that may come in."""
+    weight, x = _weight(inner, outer), _rows(inner, rank)
+    model = quantize(_linear(weight, None, rank), Precision.INT4)
+    (node,) = (node for node in model.graph.node if node.op_type == "MatMulNBits")
+    assert next(entry.i for entry in node.attribute if entry.name == "block_size") == block
+    codes, scales = quantize_blocks(weight, block)
+    rounded = _unpacked(codes, scales)
+    pieces = x.reshape(-1, inner // block, block)
+    steps = np.abs(pieces).max(axis=-1) / 127
+    room = (0.51 * steps[:, None, :] * np.abs(rounded.T.reshape(outer, -1, block)).sum(axis=-1)).sum(axis=-1)
+    error = np.abs(_run(model, x).reshape(-1, outer) - x.reshape(-1, inner).astype(np.float64) @ rounded)
+    assert (error <= room + 1e-5 * np.abs(x).max()).all()
+    assert (error[5] == 0).all(), "a row of zeros stays one"
+
+
+def test_int4_blocks_are_within_half_a_step_and_better_than_the_plain_scale() -> None:
+    weight = RNG.standard_normal((256, 64)).astype(np.float32)
+    codes, scales = quantize_blocks(weight, 32)
+    error = _unpacked(codes, scales) - weight
+    blocks = weight.T.reshape(64, 8, 32)
+    extremes = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], axis=-1)
+    plain = np.clip(np.rint(blocks / (extremes / -8)), -8, 7) * (extremes / -8) - blocks
+    assert np.square(error).sum() < np.square(plain).sum()
+    in_range = np.abs(weight.T.reshape(64, 8, 32)) < 6.9 * np.abs(scales[..., None])
+    steps = np.broadcast_to(np.abs(scales[..., None]), blocks.shape)
+    assert (np.abs(error.T.reshape(64, 8, 32)) <= 0.501 * steps)[in_range].all()
+
+
+def _unpacked(codes: npt.NDArray[np.uint8], scales: Float32) -> Float32:
+    nibbles = np.stack((codes & 15, codes >> 4), axis=-1).reshape(*codes.shape[:2], -1).astype(np.float32) - 8
+    return (nibbles * scales[..., None]).reshape(len(codes), -1).T
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_in_fewer_bits_is_proven_and_says_by_what_measure(family: str, precision: Precision) -> None:
+    folder = tiny_artifact(family, precision)
+    manifest = artifact.load(folder)
+    assert manifest.precision is precision
+    report = verify(folder, lambda _: None)
+    assert report.verdict is Verdict.PASSED
+    tolerance = golden.TOLERANCES[precision]
+    written = json.loads((folder / artifact.PARITY).read_text())
+    assert (written["precision"], written["tolerance"]) == (precision, dataclasses.asdict(tolerance))
+    for case, golden_case in zip(report.cases, golden.load(folder / artifact.GOLDEN), strict=True):
+        assert case.tolerance == pytest.approx(tolerance.relative * golden_case.logits.std())
+        assert case.max_abs_error > golden.TOLERANCES[Precision.FP32].absolute, "nothing was rounded"
+    assert manifest.graphs == artifact.load(tiny_artifact(family)).graphs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_of_additive_scores_in_int8_are_proven(family: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_artifact(family, **ADDITIVE[family]), tmp_path / "copy"))
+    manifest = dataclasses.replace(artifact.load(folder), precision=Precision.INT8)
+    for file in folder.glob("*.onnx"):
+        quantize_file(file, manifest.precision)
+    report = replay(folder, manifest, golden.load(folder / artifact.GOLDEN), lambda _: None)
+    assert report.verdict is Verdict.PASSED
+    for file in folder.glob("*.onnx"):
+        names = [tensor.name for tensor in onnx.load(file, load_external_data=False).graph.initializer]
+        assert any(name.endswith("score_vector") for name in names), "attention stays as it is"
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_product_with_a_weight_is_rewritten_and_nothing_else(family: str, precision: Precision) -> None:
+    whole, low = tiny_artifact(family), tiny_artifact(family, precision)
+    for name in (DECODER, ENCODER) if family == "encoder-decoder" else (DECODER,):
+        before, after = (onnx.load(folder / f"{name}.onnx").graph for folder in (whole, low))
+        products = [node for node in before.node if node.op_type in ("MatMul", "Gemm")]
+        # The head is int8 in either.
+        in_int8 = [node for node in products if precision is Precision.INT8 or node.output[0] == "logits"]
+        found = Counter(node.op_type for node in after.node)
+        assert found["MatMulIntegerToFloat"] == len(in_int8)
+        assert found["MatMulNBits"] == len(products) - len(in_int8)
+        assert found["MatMul"] + found["Gemm"] == 0
+        # Rows that several products read are rounded once, as the memory is by all layers' keys and values.
+        assert found["QuantizeLinear"] == len({node.input[0] for node in in_int8})
+        assert len({node.name for node in after.node}) == len(after.node)
+        weights, kept = _stored(before), _stored(after)
+        multiplied = {node.input[1] for node in products}
+        looked_up = {node.input[0] for node in before.node if node.op_type == "Gather"}
+        for tensor, values in weights.items():
+            assert (tensor in kept) == (tensor not in multiplied or tensor in looked_up), tensor
+            if tensor in kept:
+                np.testing.assert_array_equal(kept[tensor], values)
+        for node in products:
+            bits = 8 if node in in_int8 else 4
+            rounded = kept[f"{node.input[1].removesuffix('_transposed')}_int{bits}"]
+            assert rounded.nbytes == weights[node.input[1]].nbytes * bits // 32
+
+
+def _stored(graph: onnx.GraphProto) -> dict[str, npt.NDArray[Any]]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+
+
+def test_memory_is_rounded_once_for_all_layers() -> None:
+    graph = onnx.load(tiny_artifact("encoder-decoder", Precision.INT8) / "encoder.onnx", load_external_data=False).graph
+    read = Counter(node.input[0] for node in graph.node if node.op_type == "MatMulIntegerToFloat")
+    assert max(read.values()) == tiny_config("encoder-decoder").num_layers == 2
+
+
+def test_quantize_leaves_its_argument_alone() -> None:
+    model = onnx.load(tiny_artifact("decoder-only") / "decoder.onnx")
+    before = model.SerializeToString()
+    assert quantize(model, Precision.FP32).SerializeToString() == before
+    assert quantize(model, Precision.INT8).SerializeToString() != before
+    assert model.SerializeToString() == before
+    with pytest.raises(ValueError, match="bf16"):
+        quantize(model, Precision.BF16)
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_verify_fails_when_one_scale_of_one_weight_is_off(family: str, precision: Precision, tmp_path: Path) -> None:
+    names = [
+        tensor.name
+        for tensor in onnx.load(tiny_artifact(family, precision) / "decoder.onnx").graph.initializer
+        if tensor.name.endswith("_scale")
+    ]
+    assert len(names) == (13 if family == "encoder-decoder" else 9)
+    if precision is Precision.INT4:
+        # A single channel of queries and keys moves attention by less than four bits do everywhere.
+        names = [name for name in names if ".qkv." not in name and ".query." not in name]
+    for name in names:
+        folder = Path(shutil.copytree(tiny_artifact(family, precision), tmp_path / name))
+        _spoil_scale(folder / "decoder.onnx", name, factor=100.0)
+        rehash(folder)
+        assert verify(folder, lambda _: None).verdict is Verdict.FAILED, name
+
+
+def _spoil_scale(path: Path, name: str, factor: float) -> None:
+    """One number of one tensor of scales, multiplied."""
+    model = onnx.load(path)
+    (tensor,) = (tensor for tensor in model.graph.initializer if tensor.name == name)
+    scales = numpy_helper.to_array(tensor).copy()
+    scales.flat[scales.size // 2] *= factor
+    tensor.CopyFrom(numpy_helper.from_array(scales, name))
+    path.with_name(f"{path.name}.data").unlink()
+    onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data")
+
+
+def test_export_in_fewer_bits_fails_when_what_is_rounded_was_wrong_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wide tolerance is for rounding alone: the float32 graph is held to its own first."""
+    source = checkpoint.load(tiny_checkpoint(tmp_path / "checkpoint", tiny_config("decoder-only", num_layers=1)))
+    monkeypatch.setitem(golden.TOLERANCES, Precision.FP32, Tolerance(absolute=1e-12))
+    with pytest.raises(ParityError) as caught:
+        export(source, tmp_path / "out", Device.CPU, Precision.INT8, lambda _: None)
+    assert caught.value.report.precision is Precision.FP32
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_export_refuses_precisions_that_a_cpu_has_no_kernels_for(
+    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny_checkpoint(tmp_path / "checkpoint", tiny_config("decoder-only", num_layers=1))
+    assert main([str(source), "--out", str(tmp_path / "out"), "--precision", precision]) == 2
+    assert _last_line(capsys)["problems"] == [f"precision {precision} is not supported yet, only fp32, int8, int4"]
+
+
+def test_export_refuses_widths_that_no_block_divides_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config("decoder-only", **ADDITIVE["decoder-only"])
+    source = tiny_checkpoint(tmp_path / "checkpoint", config)
+    assert main([str(source), "--out", str(tmp_path / "out"), "--precision", "int4"]) == 2
+    widths = {"d_model": 42, "num_heads * head_dim": 42, "d_ff": 97}
+    expected = [f"{name} is {width}, int4 needs a multiple of 16" for name, width in widths.items()]
+    assert _last_line(capsys)["problems"] == expected
+    assert unsupported(config, Precision.INT8) == []
+    with pytest.raises(ValueError, match=r"layer\.weight has 42 inputs"):
+        quantize(_linear(_weight(42, 8), None, 3), Precision.INT4)
+
+
+def test_export_command_says_its_precision_and_how_often_greedy_choices_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny_checkpoint(tmp_path / "checkpoint", tiny_config("decoder-only", num_layers=1))
+    assert main([str(source), "--out", str(tmp_path / "out"), "--precision", "int8"]) == 0
+    result = _last_line(capsys)
+    assert (result["verdict"], result["precision"]) == ("passed", "int8")
+    agreements = [case["agreement"] for case in json.loads((tmp_path / "out" / artifact.PARITY).read_text())["cases"]]
+    assert result["min_agreement"] == min(agreements) <= 1.0
+
+
+def test_quality_of_a_float32_artefact_is_the_checkpoints() -> None:
+    folder = tiny_artifact("decoder-only")
+    source = checkpoint.load(folder.parent / "checkpoint")
+    texts = ["def f(x):\n    return x\n" * 9, "import this\n"]
+    expected = evaluate.text_likelihood(source.model, Tokenizer.load(source.tokenizer), texts).bits_per_byte  # type: ignore[arg-type]
+    options = SessionOptions(intra_op_threads=1)
+    found = quality.bits_per_byte(folder, artifact.load(folder), texts, options)
+    assert found == pytest.approx(expected, abs=1e-5)
+    low = tiny_artifact("decoder-only", Precision.INT4)
+    assert quality.bits_per_byte(low, artifact.load(low), texts, options) != pytest.approx(expected, abs=1e-5)
+
+
+def test_quality_counts_whole_answers_as_right_and_nothing_else() -> None:
+    """The context ends every answer, so that what the reference writes is known to the end."""
+    folder = tiny_artifact("encoder-decoder", context=12, num_layers=1, num_encoder_layers=1)
+    source = checkpoint.load(folder.parent / "checkpoint")
+    tokenizer = Tokenizer.load(source.tokenizer)
+    texts = ["1 May 2026", "tomorrow", "x"]
+    answers = [
+        tokenizer.decode(
+            reference.greedy(source.model, [], tokenizer.encode(text), max_tokens=11, eos_ids={2}, start_id=1)
+        )
+        for text in texts
+    ]
+    assert all(answers)
+    options = SessionOptions(intra_op_threads=1)
+    examples = [dates.DateExample(text, answer, "en") for text, answer in zip(texts, answers, strict=True)]
+    assert quality.exact_match(folder, artifact.load(folder), examples, options) == 1.0
+    examples[1] = examples[1]._replace(iso=examples[1].iso + "0")
+    assert quality.exact_match(folder, artifact.load(folder), examples, options) == pytest.approx(2 / 3)
+
+
+def test_quality_refuses_what_cannot_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    folder, other = tiny_artifact("decoder-only"), tiny_artifact("encoder-decoder")
+    source = str(folder.parent / "checkpoint")
+    assert quality.main([source, str(other)]) == 2
+    assert "another model" in capsys.readouterr().err
+    assert quality.main([source, str(folder)]) == 2
+    assert "only stdlib and dates can be scored" in capsys.readouterr().err
+
+
+def _last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -1,0 +1,207 @@
+"""Each rule against its definition, written out the slow way, and against the distribution that it must give."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from service.engine.batch import SampleRow
+from service.engine.logits import LogitsRules, TokenCounts, make_rules
+from service.engine.sampler import SampledToken, Sampler, compute_logprobs
+from service.engine.types import SamplingParams, StoppingParams
+
+Float32 = npt.NDArray[np.float32]
+
+VOCAB_SIZE = 12
+EOS_IDS = frozenset({0, 5})
+TOKENS = st.integers(0, VOCAB_SIZE - 1)
+LARGEST = float(np.finfo(np.float32).max)
+
+ROWS = hnp.arrays(np.float32, VOCAB_SIZE, elements=st.sampled_from([-30.0, -1.5, -0.0, 0.0, 0.25, 1.0, 9.0]))
+SAMPLING = st.builds(
+    SamplingParams,
+    repetition_penalty=st.sampled_from([0.5, 1.0, 1.25, 2.0]),
+    presence_penalty=st.sampled_from([-2.0, 0.0, 0.75]),
+    frequency_penalty=st.sampled_from([-0.25, 0.0, 2.0]),
+    logit_bias=st.dictionaries(TOKENS, st.sampled_from([-100.0, -0.5, 0.0, 3.0, 100.0])).map(lambda d: (*d.items(),)),
+    allowed_token_ids=st.lists(TOKENS).map(tuple),
+)
+STOPPING = st.builds(StoppingParams, min_tokens=st.integers(0, 6), stop_token_ids=st.frozensets(TOKENS, max_size=3))
+
+
+def rules_after(
+    sampling: SamplingParams, stopping: StoppingParams, prompt: list[int], output: list[int]
+) -> LogitsRules | None:
+    rules = make_rules(sampling, stopping, EOS_IDS, prompt)
+    if rules is not None:
+        for token_id in output:
+            rules.add(token_id)
+    return rules
+
+
+def by_definition(
+    row: Float32, sampling: SamplingParams, stopping: StoppingParams, prompt: list[int], output: list[int]
+) -> list[float]:
+    """In vLLM's own order: masks, bias, repetition, frequency, presence."""
+    allowed = set(sampling.allowed_token_ids or range(VOCAB_SIZE))
+    if len(output) < stopping.min_tokens:
+        allowed -= EOS_IDS | stopping.stop_token_ids
+    logits = [float(logit) if token_id in allowed else -math.inf for token_id, logit in enumerate(row)]
+    for token_id, bias in sampling.logit_bias:
+        logits[token_id] += bias
+    for token_id in {*prompt, *output}:
+        penalty = sampling.repetition_penalty
+        logits[token_id] = logits[token_id] / penalty if logits[token_id] > 0 else logits[token_id] * penalty
+    for token_id, count in Counter(output).items():
+        logits[token_id] -= sampling.frequency_penalty * count
+        logits[token_id] -= sampling.presence_penalty
+    return logits
+
+
+@given(ROWS, SAMPLING, STOPPING, st.lists(TOKENS), st.lists(TOKENS))
+@example(np.ones(VOCAB_SIZE, np.float32), SamplingParams(repetition_penalty=2.0), StoppingParams(), [1, 1], [2, 2])
+def test_rules_give_what_their_definitions_give(
+    row: Float32, sampling: SamplingParams, stopping: StoppingParams, prompt: list[int], output: list[int]
+) -> None:
+    before = row.copy()
+    rules = rules_after(sampling, stopping, prompt, output)
+    logits = row if rules is None else rules.apply(row)
+    expected = by_definition(row, sampling, stopping, prompt, output)
+    np.testing.assert_allclose(logits, np.array(expected, np.float32), rtol=1e-6, atol=1e-6)
+    assert row.tobytes() == before.tobytes(), "logprobs are taken from the raw logits"
+
+
+@given(st.lists(TOKENS), st.lists(TOKENS, max_size=60))
+def test_counts_are_those_of_a_counter(prompt: list[int], output: list[int]) -> None:
+    counts = TokenCounts(prompt)
+    for token_id in output:
+        counts.add(token_id)
+    assert counts.token_ids.tolist() == list(dict.fromkeys([*prompt, *output]))
+    assert counts.counts.tolist() == [Counter(output)[token_id] for token_id in counts.token_ids.tolist()]
+    assert counts.num_generated == len(output)
+
+
+def test_counts_outgrow_any_capacity() -> None:
+    counts = TokenCounts(range(100, 150))
+    for token_id in [*range(1000), *range(1000)]:
+        counts.add(token_id)
+    assert dict(zip(counts.token_ids.tolist(), counts.counts.tolist(), strict=True)) == dict.fromkeys(range(1000), 2.0)
+
+
+def test_request_without_rules_has_none() -> None:
+    assert make_rules(SamplingParams(temperature=0.5, top_k=3), StoppingParams(), EOS_IDS, [1, 2]) is None
+    assert make_rules(SamplingParams(), StoppingParams(min_tokens=3), frozenset(), [1, 2]) is None
+
+
+def test_rules_with_nothing_to_change_do_not_copy() -> None:
+    row = np.zeros(VOCAB_SIZE, np.float32)
+    stopping = StoppingParams(min_tokens=2)
+    assert (met := rules_after(SamplingParams(), stopping, [], [1, 2])) is not None
+    assert met.apply(row) is row
+    assert (unmet := rules_after(SamplingParams(), stopping, [], [1])) is not None
+    assert unmet.apply(row) is not row
+    assert (unseen := rules_after(SamplingParams(presence_penalty=1.0), StoppingParams(), [1], [])) is not None
+    assert unseen.apply(row) is row
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rules_keep_extreme_logits_finite_and_the_row_alive(temperature: float) -> None:
+    row = np.array([LARGEST, -LARGEST, 0.0, -1.0], np.float32)
+    for sampling in (
+        SamplingParams(repetition_penalty=1e-300),
+        SamplingParams(repetition_penalty=2.0, presence_penalty=2.0),
+        SamplingParams(logit_bias=((0, 100.0), (1, -100.0))),
+    ):
+        rules = rules_after(sampling, StoppingParams(), [0, 1, 2, 3], [0, 1])
+        assert rules is not None
+        assert np.isfinite(rules.apply(row)).all()
+        params = dataclasses.replace(sampling, temperature=temperature)
+        (result,) = Sampler().sample(row[np.newaxis], [SampleRow(0, 3, params, 1, None, rules)])
+        assert result == SampledToken(0, None)
+
+
+# Each changes this row's distribution far more than sampling noise could.
+CHI_SQUARE_ROW = np.array([0.5, 1.0, -0.5, 0.0, 1.5, 0.25, -1.0, 0.75, 0.0, 0.5, -0.25, 1.0], np.float32)
+RULES = {
+    "repetition": (SamplingParams(repetition_penalty=2.0), StoppingParams()),
+    "presence": (SamplingParams(presence_penalty=1.0), StoppingParams()),
+    "frequency": (SamplingParams(frequency_penalty=0.5), StoppingParams()),
+    "bias": (SamplingParams(logit_bias=((2, 2.0), (4, -2.0))), StoppingParams()),
+    "allowed": (SamplingParams(allowed_token_ids=(1, 4, 5, 6, 9)), StoppingParams()),
+    "min_tokens": (SamplingParams(), StoppingParams(min_tokens=9, stop_token_ids=frozenset({4}))),
+    "all": (
+        SamplingParams(
+            repetition_penalty=1.5,
+            presence_penalty=-0.5,
+            frequency_penalty=0.25,
+            logit_bias=((2, 2.0), (7, -1.0)),
+            allowed_token_ids=(0, 1, 2, 4, 7, 8, 10),
+        ),
+        StoppingParams(min_tokens=9),
+    ),
+}
+
+
+def chi_square(counts: npt.NDArray[np.int64], logits: list[float]) -> float:
+    """Pearson's statistic divided by the value that chance exceeds once in a million (Wilson and Hilferty, 1931)."""
+    weights = np.exp(np.array(logits) - max(logits))
+    expected = counts.sum() * weights / weights.sum()
+    possible = expected > 0
+    if counts[~possible].any():
+        return math.inf
+    freedom = int(possible.sum()) - 1
+    critical = freedom * (1 - 2 / (9 * freedom) + 4.753 * math.sqrt(2 / (9 * freedom))) ** 3
+    return float(((counts - expected)[possible] ** 2 / expected[possible]).sum()) / critical
+
+
+@pytest.mark.parametrize(("sampling", "stopping"), RULES.values(), ids=RULES)
+def test_tokens_are_drawn_from_the_distribution_that_the_rules_leave(
+    sampling: SamplingParams, stopping: StoppingParams
+) -> None:
+    prompt, output = [1, 1, 3, 6], [4, 4, 4, 1, 9]
+    rules = rules_after(sampling, stopping, prompt, output)
+    samples = [SampleRow(0, position, sampling, 11, None, rules) for position in range(4000)]
+    drawn = [each.token_id for each in Sampler().sample(CHI_SQUARE_ROW[np.newaxis], samples) if each is not None]
+    counts = np.bincount(drawn, minlength=VOCAB_SIZE)
+    assert counts.sum() == len(samples)
+    assert chi_square(counts, by_definition(CHI_SQUARE_ROW, sampling, stopping, prompt, output)) < 1
+    assert chi_square(counts, CHI_SQUARE_ROW.tolist()) > 1, "the test could not tell the rule from none"
+
+
+def test_greedy_takes_the_best_of_what_the_rules_leave() -> None:
+    row = np.array([[5.0, 4.0, 3.0, 2.0]], np.float32)
+    rules = make_rules(SamplingParams(logit_bias=((3, 1.5),), allowed_token_ids=(2, 3)), StoppingParams(), (), ())
+    params = SamplingParams(temperature=0.0)
+    assert Sampler().sample(row, [SampleRow(0, 1, params, 0, None, rules)]) == (SampledToken(3, None),)
+
+
+def test_filters_work_on_what_the_rules_leave() -> None:
+    """Top-k of more tokens than are allowed keeps the allowed ones; of fewer, the best of them."""
+    row = np.array([[9.0, 8.0, 1.0, 0.5, 0.0]], np.float32)
+    for top_k, possible in {2: {2, 3}, 4: {2, 3, 4}}.items():
+        params = SamplingParams(top_k=top_k, allowed_token_ids=(2, 3, 4))
+        rules = make_rules(params, StoppingParams(), (), ())
+        results = [Sampler().sample(row, [SampleRow(0, at, params, 3, None, rules)])[0] for at in range(100)]
+        assert {result.token_id for result in results if result is not None} == possible
+
+
+def test_logprobs_do_not_feel_the_rules() -> None:
+    row = np.array([[5.0, 4.0, 3.0, 2.0]], np.float32)
+    params = SamplingParams(temperature=0.0, repetition_penalty=2.0, allowed_token_ids=(2, 3))
+    rules = make_rules(params, StoppingParams(), (), [2])
+    (result,) = Sampler().sample(row, [SampleRow(0, 1, params, 0, 2, rules)])
+    assert result == SampledToken(3, compute_logprobs(row[0], 3, 2))
+
+
+def test_row_that_is_not_finite_fails_whatever_its_rules() -> None:
+    row = np.array([[np.nan, 1.0, np.inf]], np.float32)
+    rules = make_rules(SamplingParams(allowed_token_ids=(1,)), StoppingParams(), (), ())
+    assert Sampler().sample(row, [SampleRow(0, 1, SamplingParams(), 0, None, rules)]) == (None,)
