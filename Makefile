@@ -9,7 +9,7 @@ SERVING := build/serving-venv
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check serve proto format serving-check clean
+.PHONY: help demo test check serve bench proto format serving-check clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -38,6 +38,9 @@ check: $(STAMP) ## lint, types, layers, wire contract
 
 serve: $(STAMP) ## serve what is under build/models
 	$(BIN)/python -m service serve --models build/models
+
+bench: $(STAMP) ## benchmark against peers, each in an environment of its own (BENCH="--quick" to try it)
+	$(BIN)/python -m benchmarks.bench $(BENCH)
 
 proto: $(STAMP) ## regenerate the wire stubs
 	$(BIN)/python -m proto.generate

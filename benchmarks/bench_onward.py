@@ -1,0 +1,102 @@
+"""Ours as systems under test, speaking the peers' protocol: behind gRPC, or the engine alone in this process.
+
+    python -m benchmarks.bench_onward --folder CHECKPOINT --work DIR --precision fp32
+    python -m benchmarks.bench_onward_engine --folder CHECKPOINT --work DIR --precision fp32
+
+Both run the same artefact, which `python -m export` makes from the checkpoint: a precision that it refuses is a failure
+with its words.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib.metadata import version as installed
+from pathlib import Path
+
+import grpc
+
+from benchmarks.peers.protocol import Options, main
+from benchmarks.serving import serving
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+
+MODEL = "model"
+_MAX_SAID = 500
+
+
+def artefact(options: Options) -> Path:
+    """Where the artefact of a precision lies; its parent is a folder that the server can be given."""
+    return options.work / options.precision / MODEL
+
+
+def export(options: Options) -> None:
+    """Exports the checkpoint, unless that was done before.
+
+    Raises:
+        RuntimeError: with the exporter's last words.
+    """
+    place = artefact(options)
+    if place.exists():
+        return
+    staged = options.work / f"{options.precision}.part"
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
+    command = [sys.executable, "-m", "export", str(options.folder), "--out", str(staged / MODEL)]
+    command += ["--precision", options.precision]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"export exited with {done.returncode}: {done.stderr.strip()[-_MAX_SAID:]}")
+    staged.rename(place.parent)
+
+
+class Onward:
+    """A server in a process of its own on a loopback port, asked over gRPC, one unary call for each prompt."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._resources = ExitStack()
+        self._stub: GenerationServiceStub | None = None
+
+    def prepare(self) -> None:
+        """Exports."""
+        export(self._options)
+
+    def load(self) -> str:
+        """Starts the server and waits until its proof is done."""
+        flags = ("--threads", str(self._options.threads), "--max-batch-size", str(self._options.max_batch))
+        folder = artefact(self._options).parent
+        target = self._resources.enter_context(serving(folder, *flags, "--no-metrics"))
+        self._stub = GenerationServiceStub(self._resources.enter_context(grpc.insecure_channel(target)))
+        return version()
+
+    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+        """All calls at once; the answers in order."""
+        if self._stub is None:
+            raise RuntimeError("not loaded")
+        calls = [self._stub.Generate.future(_request(prompt, new)) for prompt in prompts]
+        return [list(call.result().outputs[0].token_ids) for call in calls]
+
+    def close(self) -> None:
+        """Stops the server."""
+        self._resources.close()
+
+
+def version() -> str:
+    """This distribution's version and ONNX Runtime's."""
+    return f"{installed('onward')} (onnxruntime {installed('onnxruntime')})"
+
+
+def _request(prompt: Sequence[int], new: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=prompt),
+        sampling=pb.SamplingParams(temperature=0.0),
+        stopping=pb.StoppingParams(max_tokens=new, ignore_eos=True),
+    )
+
+
+if __name__ == "__main__":
+    main(Onward)

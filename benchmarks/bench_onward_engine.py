@@ -1,0 +1,73 @@
+"""The engine alone as a system under test: no gRPC, no threads of ours, every step called from here.
+
+What `onward` loses against it is what the service costs. Speaks the peers' protocol; see `benchmarks.bench_onward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from benchmarks.bench_onward import artefact, export, version
+from benchmarks.peers.protocol import Options, main
+from model.artifact import TOKENIZER, load
+from model.tokenizer import Tokenizer
+from service.engine.engine import Engine, LastRun
+from service.engine.factory import build_engine
+from service.engine.scheduler import EngineLimits
+from service.engine.session import SessionOptions
+from service.engine.types import GenerationRequest, SamplingParams, StoppingParams
+
+
+class OnwardEngine:
+    """One engine with the server's own defaults."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._engine: Engine | None = None
+        self._ids = count()
+
+    def prepare(self) -> None:
+        """Exports."""
+        export(self._options)
+
+    def load(self) -> str:
+        """Loads the graphs and reserves the K/V; golden cases are the server's business."""
+        folder = artefact(self._options)
+        tokenizer = Tokenizer.load(folder / TOKENIZER)
+        limits = EngineLimits(max_batch_size=self._options.max_batch)
+        options = SessionOptions(intra_op_threads=self._options.threads)
+        self._engine = build_engine(folder, load(folder), tokenizer.decode, limits, options, LastRun())
+        return version()
+
+    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+        """All requests are there before the first step."""
+        if self._engine is None:
+            raise RuntimeError("not loaded")
+        rows: dict[str, list[int]] = {}
+        for prompt in prompts:
+            name = str(next(self._ids))
+            rows[name] = []
+            self._engine.add_request(
+                GenerationRequest(
+                    request_id=name,
+                    model="",
+                    prompt_token_ids=tuple(prompt),
+                    sampling=SamplingParams(temperature=0.0),
+                    stopping=StoppingParams(max_tokens=new, ignore_eos=True),
+                )
+            )
+        while self._engine.has_work:
+            for event in self._engine.step().events:
+                if event.error is not None:
+                    raise event.error
+                if event.token_id is not None:
+                    rows[event.request_id].append(event.token_id)
+        return list(rows.values())
+
+    def close(self) -> None:
+        """There is nothing that would outlive this process."""
+
+
+if __name__ == "__main__":
+    main(OnwardEngine)

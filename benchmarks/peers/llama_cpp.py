@@ -1,0 +1,128 @@
+"""llama.cpp through llama-cpp-python's low-level functions: a sequence for each prompt, greedy by arg-max.
+
+For q8_0 its AMX path is switched off: in llama-cpp-python 0.3.36 it crashes on the first call. Keys and values are
+float16, its own default, flash attention on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.gguf_file import write_gguf
+from benchmarks.peers.protocol import Options, main
+
+_ERROR_LEVEL = 4
+_ROOM_MULTIPLE = 256
+_MICRO_BATCH = 512
+_Fed = tuple[int, int, int, bool]
+"""A token, its position, its sequence, whether its logits are wanted."""
+
+
+class LlamaCpp:
+    """Precisions are GGUF's names of types, in lower case."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._file: Path = options.work / f"{options.precision}.gguf"
+        self._library: Any = None
+        self._model: Any = None
+        self._context: Any = None
+        self._context_key = (0, 0)
+        self._num_logits = 0
+        self._log: Any = None
+
+    def prepare(self) -> None:
+        """Writes the GGUF file."""
+        if not self._file.exists():
+            write_gguf(self._options.folder, self._file, self._options.precision.upper())
+
+    def load(self) -> str:
+        """Returns the version of llama-cpp-python, which names that of llama.cpp."""
+        import llama_cpp
+
+        def report(level: int, text: bytes, _: Any) -> None:
+            if level == _ERROR_LEVEL:
+                print(text.decode(errors="replace"), end="")
+
+        self._library = llama_cpp
+        self._log = llama_cpp.llama_log_callback(report)  # kept: the library holds no reference
+        llama_cpp.llama_log_set(self._log, ctypes.c_void_p())
+        llama_cpp.llama_backend_init()
+        settings = llama_cpp.llama_model_default_params()
+        settings.n_gpu_layers = 0
+        settings.use_extra_bufts = self._options.precision != "q8_0"
+        self._model = llama_cpp.llama_model_load_from_file(str(self._file).encode(), settings)
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {self._file}")
+        self._num_logits = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        return f"llama-cpp-python {llama_cpp.__version__}"
+
+    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+        """Prompts one after the other, then all sequences together, a token at a time."""
+        library, length = self._library, len(prompts[0])
+        self._make_context(length + new, len(prompts))
+        library.llama_memory_clear(library.llama_get_memory(self._context), False)  # noqa: FBT003 (theirs)
+        batch = library.llama_batch_init(max(length, len(prompts)), 0, 1)
+        try:
+            rows: list[list[int]] = []
+            for sequence, prompt in enumerate(prompts):
+                self._decode(batch, [(token, at, sequence, at == length - 1) for at, token in enumerate(prompt)])
+                rows.append([self._best(-1)])
+            for step in range(1, new):
+                position = length + step - 1
+                self._decode(batch, [(row[-1], position, sequence, True) for sequence, row in enumerate(rows)])
+                for index, row in enumerate(rows):
+                    row.append(self._best(index))
+            return rows
+        finally:
+            library.llama_batch_free(batch)
+
+    def _make_context(self, length: int, sequences: int) -> None:
+        """A context with room for all; kept while it fits, for making one is not part of answering."""
+        room = -(-length // _ROOM_MULTIPLE) * _ROOM_MULTIPLE
+        if self._context_key == (room, sequences):
+            return
+        library = self._library
+        if self._context is not None:
+            library.llama_free(self._context)
+            self._context, self._context_key = None, (0, 0)
+        settings = library.llama_context_default_params()
+        settings.n_ctx = room * sequences
+        settings.n_batch = max(room, _MICRO_BATCH)
+        settings.n_ubatch = _MICRO_BATCH
+        settings.n_seq_max = sequences
+        settings.n_threads = settings.n_threads_batch = self._options.threads
+        settings.kv_unified = False
+        settings.flash_attn_type = 1
+        settings.no_perf = True
+        context = library.llama_init_from_model(self._model, settings)
+        if not context:
+            raise RuntimeError(f"llama.cpp makes no context of {sequences} x {room} tokens")
+        self._context, self._context_key = context, (room, sequences)
+
+    def _decode(self, batch: Any, feeds: Iterable[_Fed]) -> None:
+        count = 0
+        for count, (token, position, sequence, is_wanted) in enumerate(feeds, 1):
+            at = count - 1
+            batch.token[at], batch.pos[at] = token, position
+            batch.n_seq_id[at], batch.seq_id[at][0] = 1, sequence
+            batch.logits[at] = is_wanted
+        batch.n_tokens = count
+        if code := self._library.llama_decode(self._context, batch):
+            raise RuntimeError(f"llama_decode returned {code}")
+
+    def _best(self, index: int) -> int:
+        logits = self._library.llama_get_logits_ith(self._context, index)
+        return int(np.ctypeslib.as_array(logits, (self._num_logits,)).argmax())
+
+    def close(self) -> None:
+        """There is nothing that would outlive this process."""
+
+
+if __name__ == "__main__":
+    main(LlamaCpp)

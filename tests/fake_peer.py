@@ -1,0 +1,50 @@
+"""A system for `benchmarks.bench` that only pretends; FAKE_PEER in its environment says how it misbehaves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from benchmarks.peers.protocol import Options, main
+
+
+class FakePeer:
+    """Says 7 in its sleep."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._behaviour = os.environ.get("FAKE_PEER", "")
+
+    def prepare(self) -> None:
+        with (self._options.work / "log").open("a") as log:
+            log.write("prepare\n")
+        if self._behaviour == "refuses":
+            raise RuntimeError(f"cannot convert {self._options.folder}")
+
+    def load(self) -> str:
+        print("noise on stdout")
+        with (self._options.work / "log").open("a") as log:
+            log.write(f"load {os.getpid()}\n")
+        return "1.2"
+
+    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+        batch = len(prompts)
+        if self._behaviour == "crashes" and batch == 2:
+            print("out of luck", file=sys.stderr)
+            os._exit(3)
+        if self._behaviour == "hangs" and batch == 2:
+            time.sleep(60)
+        if self._behaviour == "short" and batch == 2:
+            return [[7]] * batch
+        time.sleep(0.001 * new)
+        return [[7] * new for _ in prompts]
+
+    def close(self) -> None:
+        with (self._options.work / "log").open("a") as log:
+            log.write("close\n")
+
+
+if __name__ == "__main__":
+    main(FakePeer)

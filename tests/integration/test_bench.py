@@ -1,0 +1,334 @@
+"""The benchmark's conduct, with systems that only pretend: nothing left out, nothing left running, no time asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import bench_report
+from benchmarks.bench import (
+    Bench,
+    Journal,
+    Point,
+    Prompts,
+    Settings,
+    Timeouts,
+    Unit,
+    Weights,
+    best_limits,
+    points,
+    ratios_of,
+    rows_of,
+    shuffled,
+    units,
+)
+from benchmarks.bench_child import SystemFailed, running
+from benchmarks.bench_systems import OURS, SYSTEMS, InstallError, SystemSpec, python_of
+from model.config import Architecture, ModelConfig
+
+CONFIG = ModelConfig(
+    architecture=Architecture.DECODER_ONLY, vocab_size=64, context=64, d_model=8, num_layers=1, num_heads=1, d_ff=8
+)
+LIMITS = {"read_gb_per_second": 10.0, "gemm": {"fp32": 100.0, "bf16": 400.0}}
+SETTINGS = Settings(
+    models=("tiny",),
+    systems=("good",),
+    precisions=("fp32",),
+    batches=(1, 2),
+    prompts=(16, 128),
+    decode_prompt=8,
+    decode_new=8,
+    rounds=2,
+    repeats=1,
+    quality_new=3,
+)
+TIMEOUTS = Timeouts(prepare=20, load=20, call=5)
+
+
+def fake(name: str, behaviour: str = "", **changes: Any) -> SystemSpec:
+    spec = SystemSpec(
+        name=name, module="tests.fake_peer", precisions={"fp32": "f32"}, environment={"FAKE_PEER": behaviour}
+    )
+    return replace(spec, **changes)
+
+
+def weights(tmp_path: Path) -> dict[str, Weights]:
+    return {"tiny": Weights(config=CONFIG, checkpoint=tmp_path / "ours", hugging_face=tmp_path / "theirs")}
+
+
+def agreement(model: str, prompts: Any, answers: Any) -> float:
+    assert model == "tiny"
+    assert len(prompts) == len(answers) == SETTINGS.quality_prompts
+    return sum(token == 7 for answer in answers for token in answer) / sum(map(len, answers))
+
+
+def measure(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *specs: SystemSpec,
+    settings: Settings = SETTINGS,
+    timeouts: Timeouts = TIMEOUTS,
+    journal: list[Any] | None = None,
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Rows, and the entries that were recorded."""
+    monkeypatch.setattr(Bench, "_limits", lambda self: LIMITS)
+    settings = replace(settings, systems=tuple(spec.name for spec in specs))
+    entries: list[Any] = [] if journal is None else journal
+    recorded: list[Any] = []
+    bench = Bench(settings, timeouts, tmp_path, {spec.name: spec for spec in specs}, weights(tmp_path))
+    bench.prepare()
+    bench.run(entries, lambda entry: recorded.append(json.loads(json.dumps(entry))))
+    return rows_of(recorded if journal is None else entries, settings, weights(tmp_path), agreement), recorded
+
+
+def by_point(rows: list[dict[str, Any]], system: str) -> dict[tuple[str, int, int], dict[str, Any]]:
+    return {(row["metric"], row["batch"], row["prompt"]): row for row in rows if row["system"] == system}
+
+
+def test_rows_hold_the_median_of_every_round_and_what_it_was_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, _ = measure(tmp_path, monkeypatch, fake("good"))
+    found = by_point(rows, "good")
+    # A prompt longer than the context is cut to leave room for one token.
+    assert sorted(found) == [("decode", 1, 8), ("decode", 2, 8), ("prefill", 1, 16), ("prefill", 1, 63)]
+    for row in rows:
+        assert (row["version"], row["model"], row["precision"], row["unit"]) == ("1.2", "tiny", "fp32", "tokens/s")
+        assert len(row["samples"]) == len(row["noise"]) == 2
+        assert min(row["samples"]) <= row["value"] <= max(row["samples"])
+        assert row["agreement"] == 1.0
+        assert row["roofline"] > 0
+        assert "error" not in row
+
+
+def test_every_round_starts_a_process_of_its_own_and_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(tmp_path, monkeypatch, fake("good"))
+    lines = (tmp_path / "work" / "tiny" / "good" / "log").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["prepare", "close", "load", "close", "load", "close"]
+    processes = [int(line.split()[1]) for line in lines if line.startswith("load")]
+    assert len(set(processes)) == 2
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        ("crashes", "generate: ended with exit code 3: out of luck"),
+        ("hangs", "generate: no answer in 2 s"),
+        ("short", "RuntimeError: asked for 2 x 1 tokens, got [1, 1]"),
+    ],
+)
+def test_a_system_that_fails_at_one_point_keeps_what_came_before_and_has_rows_for_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str, said: str
+) -> None:
+    timeouts = replace(TIMEOUTS, call=2.0)
+    settings = replace(SETTINGS, rounds=1)
+    rows, _ = measure(tmp_path, monkeypatch, fake("bad", behaviour), settings=settings, timeouts=timeouts)
+    found = by_point(rows, "bad")
+    assert len(found) == 4
+    assert found["decode", 1, 8]["value"] > 0
+    assert found["decode", 2, 8]["value"] is None
+    if behaviour == "short":  # it still answers: one new token was what was asked for first
+        assert "asked for 2 x 8 tokens" in found["decode", 2, 8]["error"]
+        assert found["prefill", 1, 16]["value"] > 0
+    else:
+        assert {row["error"] for row in found.values() if row["value"] is None} == {said}
+        assert found["prefill", 1, 16]["value"] is None
+
+
+def test_a_system_that_cannot_be_installed_or_converted_or_lacks_a_precision_is_a_row_and_never_an_omission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "venvs" / "absent" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.with_name("pip").touch()
+    python.write_text("#!/bin/sh\necho no such wheel\nexit 1\n")
+    python.chmod(0o755)
+    absent = fake("absent", installs=(("install", "nothing"),))
+    settings = replace(SETTINGS, rounds=1, precisions=("fp32", "int8"))
+    specs = (absent, fake("refuses", "refuses"), fake("good"))
+    rows, _ = measure(tmp_path, monkeypatch, *specs, settings=settings)
+    assert len(rows) == 3 * 2 * 4
+    errors = {(row["system"], row["precision"]): row.get("error") for row in rows}
+    assert errors["absent", "fp32"] == "not installed: no such wheel"
+    assert errors["refuses", "fp32"] == f"RuntimeError: cannot convert {tmp_path}/ours"
+    assert errors["good", "fp32"] is None
+    assert {errors[name, "int8"] for name in ("absent", "refuses", "good")} == {"int8 is not offered"}
+    assert all(row["value"] is None for row in rows if "error" in row)
+
+
+def test_a_run_is_resumed_without_what_was_measured_and_with_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, recorded = measure(tmp_path, monkeypatch, fake("good"))
+    broken = [entry for entry in recorded if entry["round"] == 0]
+    journal = Journal(tmp_path / "journal.jsonl", SETTINGS)
+    journal.start()
+    for entry in [*broken, {"round": 1, "unit": ["good", "tiny", "fp32"], "error": "killed"}]:
+        journal.record(entry)
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"round": 1, "un')
+    entries = journal.resume()
+    assert entries == broken
+    resumed, again = measure(tmp_path, monkeypatch, fake("good"), journal=entries)
+    assert [entry["round"] for entry in again] == [1, 1]
+    assert [row["samples"][0] for row in resumed] == [row["samples"][0] for row in rows]
+    with pytest.raises(ValueError, match="other settings"):
+        Journal(tmp_path / "journal.jsonl", replace(SETTINGS, rounds=9)).resume()
+    with pytest.raises(ValueError, match="nothing to resume"):
+        Journal(tmp_path / "none.jsonl", SETTINGS).resume()
+
+
+def test_the_order_is_drawn_anew_each_round_and_the_seed_decides_it() -> None:
+    everything = units(replace(SETTINGS, systems=tuple("abcdefgh")))
+    orders = [shuffled(everything, 0, number) for number in range(3)]
+    assert all(sorted(order) == sorted(everything) for order in orders)
+    assert orders[0] != orders[1] != orders[2]
+    assert orders == [shuffled(everything[::-1], 0, number) for number in range(3)]
+
+
+def test_prompts_are_the_same_for_every_system_and_never_the_same_twice() -> None:
+    first, second = Prompts(64, "seed"), Prompts(64, "seed")
+    drawn = [first.draw(2, 16) for _ in range(3)]
+    assert drawn == [second.draw(2, 16) for _ in range(3)]
+    flat = [tuple(prompt) for prompts in drawn for prompt in prompts]
+    assert len(set(flat)) == 6
+    assert all(4 <= token < 64 for prompt in flat for token in prompt)
+
+
+def test_decode_is_not_measured_where_the_context_has_no_room_for_it() -> None:
+    assert points(replace(SETTINGS, decode_new=57), CONFIG) == [Point("prefill", 1, 16), Point("prefill", 1, 63)]
+
+
+def row(system: str, precision: str, value: float | None, **fields: Any) -> dict[str, Any]:
+    made = {
+        "system": system,
+        "version": "1",
+        "model": "tiny",
+        "precision": precision,
+        "metric": "decode",
+        "batch": 8,
+        "prompt": 128,
+        "value": value,
+        "unit": "tokens/s",
+        "samples": [] if value is None else [value],
+        "noise": [] if value is None else [0.0],
+        "agreement": None,
+        "roofline": None,
+    }
+    return made | fields
+
+
+def test_ratios_compare_with_the_best_peer_of_the_same_precision_and_of_any() -> None:
+    rows = [
+        row("onward", "fp32", 90.0),
+        row("onward-engine", "fp32", 110.0),
+        row("onward", "int8", 300.0),
+        row("onward-engine", "int8", None, error="refused"),
+        row("vllm", "fp32", 100.0, agreement=0.5),
+        row("vllm", "bf16", 200.0, agreement=0.5),
+        row("transformers", "fp32", 50.0),
+    ]
+    ratios = ratios_of(rows)
+    vllm = {"best_peer": "vllm", "best_peer_agreement": 0.5}
+    assert ratios == {
+        "tiny/fp32/decode/8/128": {"onward": 0.9, "onward-engine": 1.1, **vllm, "best_peer_precision": "fp32"},
+        "tiny/bf16/decode/8/128": {"onward": None, "onward-engine": None, **vllm, "best_peer_precision": "bf16"},
+        "tiny/any/decode/8/128": {"onward": 1.5, "onward-engine": 0.55, **vllm, "best_peer_precision": "bf16"},
+    }
+    assert OURS == ("onward", "onward-engine")
+    assert set(OURS) < set(SYSTEMS)
+
+
+def test_a_limit_is_the_most_that_any_round_saw() -> None:
+    other = {"read_gb_per_second": 12.0, "gemm": {"fp32": 90.0}}
+    journal = [{"limits": LIMITS}, {"limits": other}, {"limits": None}, {"unit": []}]
+    assert best_limits(journal) == {"read_gb_per_second": 12.0, "gemm": {"bf16": 400.0, "fp32": 100.0}}
+    assert best_limits([]) is None
+
+
+def test_the_roofline_of_decode_is_bandwidth_at_one_sequence_and_arithmetic_at_many() -> None:
+    one, two = (bench_report.roofline(CONFIG, LIMITS, "fp32", ("decode", batch, 8), 8) for batch in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert one < two <= 2 * one
+    slow = LIMITS | {"gemm": {"fp32": 1e-6}}
+    many = [bench_report.roofline(CONFIG, slow, "fp32", ("decode", batch, 8), 8) for batch in (1, 32)]
+    assert many[0] == pytest.approx(many[1])
+    assert bench_report.roofline(CONFIG, None, "fp32", ("prefill", 1, 8), 8) is None
+
+
+def results(rows: list[dict[str, Any]]) -> Mapping[str, Any]:
+    return {
+        "rows": rows,
+        "ratios": ratios_of(rows),
+        "settings": {"rounds": 3, "threads": 2, "is_quick": False},
+        "machine": {"processor": "some processor", "cores": 2},
+        "limits": LIMITS,
+    }
+
+
+def test_the_report_shows_values_shares_noise_and_failures(tmp_path: Path) -> None:
+    rows = [
+        row("onward", "fp32", 90.4, roofline=180.0, agreement=1.0),
+        row("vllm", "fp32", 100.0, noise=[0.2]),
+        row("ctranslate2", "fp32", None, error="not installed: no such `wheel`"),
+    ]
+    bench_report.write(results(rows), tmp_path)
+    text = (tmp_path / "bench.md").read_text()
+    assert "| onward | 1 | fp32 | 90 (50%) | 100.0% |" in text
+    assert "| vllm | 1 | fp32 | 100† | - |" in text
+    assert "| ctranslate2 | 1 | fp32 | failed | - |" in text
+    assert "- **ctranslate2**, tiny, fp32 (decode 8 x 128): `not installed: no such 'wheel'`" in text
+    assert "| tiny/fp32/decode/8/128 | 0.90 | - | vllm fp32 | - |" in text
+    assert json.loads((tmp_path / "bench.json").read_text())["rows"] == rows
+    picture = (tmp_path / "bench.svg").read_text()
+    assert picture.lstrip().startswith("<?xml")
+    assert "onward fp32" in picture
+    assert bench_report.draw(rows) == picture
+
+
+def test_a_report_of_nothing_but_failures_is_still_drawn() -> None:
+    rows = [row("vllm", "fp32", None, error="no")]
+    assert "failed" in bench_report.render(results(rows))
+    assert "<svg" in bench_report.draw(rows)
+
+
+def test_a_child_that_does_not_speak_the_protocol_is_named_and_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('hello', flush=True); import time; time.sleep(60)"]
+    with running(command, {}, tmp_path / "log") as child:
+        with pytest.raises(SystemFailed, match="not an answer: b'hello'"):
+            child.ask({"do": "load"}, 10)
+        assert not child.is_usable
+
+
+def test_an_environment_is_made_once_for_the_same_pins(tmp_path: Path) -> None:
+    python = tmp_path / "peer" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.with_name("pip").touch()
+    python.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/said\n")
+    python.chmod(0o755)
+    spec = fake("peer", installs=(("install", "a==1"), ("install", "b==2")))
+    assert python_of(spec, tmp_path, 10) == python_of(spec, tmp_path, 10) == python
+    said = (tmp_path / "said").read_text().splitlines()
+    assert [line.split()[-1] for line in said] == ["a==1", "b==2"]
+    python_of(replace(spec, installs=(("install", "a==2"),)), tmp_path, 10)
+    assert len((tmp_path / "said").read_text().splitlines()) == 3
+    python.write_text("#!/bin/sh\nexec sleep 5\n")
+    with pytest.raises(InstallError, match=r"not installed in 0\.1 s"):
+        python_of(replace(spec, installs=(("install", "c"),)), tmp_path, 0.1)
+
+
+def test_every_peer_has_a_script_that_knows_its_command_line() -> None:
+    for spec in SYSTEMS.values():
+        assert Path(*spec.module.split(".")).with_suffix(".py").is_file()
+    assert Unit("a", "b", "c") < Unit("b", "a", "a")

@@ -1,0 +1,79 @@
+"""Our weights under other people's names: nothing lost, nothing turned the wrong way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import hf_folder
+from benchmarks.peers.gguf_file import gpt2_tensors, interleave_pairs, llama_tensors, read_safetensors
+from model import checkpoint
+from model.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
+from model.tokenizer_training import one_word_per_id
+from model.transformer import build
+
+LLAMA = ModelConfig(
+    architecture=Architecture.DECODER_ONLY,
+    vocab_size=32,
+    context=16,
+    d_model=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    d_ff=24,
+)
+GPT2 = replace(
+    LLAMA,
+    num_kv_heads=4,
+    d_ff=64,
+    positions=Positions.LEARNED,
+    norm=Norm.LAYER,
+    activation=Activation.GELU,
+    attention_bias=True,
+    mlp_bias=True,
+)
+
+
+@pytest.mark.parametrize(("config", "name"), [(LLAMA, "llama"), (GPT2, "gpt2")])
+def test_a_hugging_face_folder_holds_every_number_once(tmp_path: Path, config: ModelConfig, name: str) -> None:
+    model = build(config, seed=0)
+    tokenizers = {"tokenizer.json": one_word_per_id(config.vocab_size, config.architecture).to_json()}
+    checkpoint.save(tmp_path / "ours", model, config, tokenizers, {})
+    hf_folder.write(tmp_path / "ours", tmp_path / "theirs")
+    written = read_safetensors(tmp_path / "theirs" / "model.safetensors")
+    ours = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(values.size for values in written.values()) == ours
+    described = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert described["model_type"] == hf_folder.family(config) == name
+    tensors = dict(gpt2_tensors(written, config.num_layers) if name == "gpt2" else llama_tensors(written, described))
+    assert sum(values.size for values in tensors.values()) == ours
+    up = model.layers[1].feed_forward
+    expected = up.up.weight if name == "gpt2" else up.gate_up.weight[config.d_ff :]
+    np.testing.assert_array_equal(tensors["blk.1.ffn_up.weight"], expected.detach().numpy())
+
+
+def test_queries_keys_and_values_are_split_in_the_order_they_are_packed() -> None:
+    weights = dict(build(LLAMA, seed=0).named_parameters())
+    renamed = hf_folder.rename(weights, LLAMA)
+    parts = [renamed[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert [part.shape[0] for part in parts] == [16, 8, 8]
+    assert torch.equal(torch.cat(parts), weights["layers.0.self_attention.qkv.weight"])
+
+
+def test_rotated_pairs_are_interleaved_head_by_head() -> None:
+    rows = np.arange(8, dtype=np.float32)[:, None]
+    assert interleave_pairs(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"norm_placement": NormPlacement.POST}, {"tie_embeddings": False}, {"mlp_bias": True}, {"norm": Norm.LAYER}],
+)
+def test_a_model_of_neither_family_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(hf_folder.UnknownFamily, match="neither GPT-2 nor Llama"):
+        hf_folder.family(replace(LLAMA, **changes))
