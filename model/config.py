@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from model.fields import coerce_enums, field_problems, to_json_values
+from model.fields import coerce_enums, from_json_values, to_json_values
 
 
 class ConfigError(ValueError):
@@ -234,7 +234,4 @@ class ModelConfig:
         Raises:
             ConfigError: listing every problem.
         """
-        problems = field_problems(cls, values)
-        if problems:
-            raise ConfigError(problems)
-        return cls(**values)
+        return from_json_values(cls, values, ConfigError)

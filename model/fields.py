@@ -7,9 +7,11 @@ library only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
+
+C = TypeVar("C")
 
 
 def to_json_values(config: Any) -> dict[str, Any]:
@@ -29,6 +31,19 @@ def field_problems(kind: Any, values: Mapping[str, Any]) -> list[str]:
         if not _has_type(values[name], str(field.type)):
             problems.append(f"{name} is {values[name]!r}, must be {_TYPE_NAMES.get(str(field.type), field.type)}")
     return problems
+
+
+def from_json_values(kind: type[C], values: Mapping[str, Any], error: Callable[[list[str]], Exception]) -> C:
+    """The inverse of `to_json_values`: an instance of the dataclass `kind`.
+
+    Args:
+        kind: whose own validation raises what it raises.
+        values: by field name, as JSON has them.
+        error: made of the list of every unknown, missing and wrongly typed field, and raised.
+    """
+    if problems := field_problems(kind, values):
+        raise error(problems)
+    return kind(**values)
 
 
 def coerce_enums(config: Any, kinds: Mapping[str, type[StrEnum]]) -> list[str]:

@@ -46,7 +46,7 @@ class InvalidRequest(RequestError):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt or the target prefix has so many tokens that nothing could be generated."""
+    """The prompt, the target prefix or a text to score has more tokens than there is room for."""
 
     label = "prompt_too_long"
 

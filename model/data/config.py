@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from model.config import Architecture
-from model.fields import coerce_enums, field_problems, to_json_values
+from model.fields import coerce_enums, from_json_values, to_json_values
 
 
 class DataConfigError(ValueError):
@@ -139,7 +139,4 @@ class DataConfig:
         Raises:
             DataConfigError: listing every problem.
         """
-        problems = field_problems(cls, values)
-        if problems:
-            raise DataConfigError(problems)
-        return cls(**values)
+        return from_json_values(cls, values, DataConfigError)

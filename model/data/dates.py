@@ -23,7 +23,6 @@ LOCALES = ("en", "de", "fr", "es", "it", "pt", "nl", "sv", "da", "pl", "cs", "fi
 FORMATS = ("full", "long", "medium")
 FIRST_YEAR = 1950
 LAST_YEAR = 2049
-ISO_FORMAT = "YYYY-MM-DD"
 SOURCE = f"CLDR date formats of Babel {babel.__version__}"
 
 _NUM_SHARES = 16

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from model.fields import coerce_enums, field_problems, to_json_values
+from model.fields import coerce_enums, from_json_values, to_json_values
 
 
 class TrainConfigError(ValueError):
@@ -155,10 +155,7 @@ class TrainConfig:
         Raises:
             TrainConfigError: listing every problem.
         """
-        problems = field_problems(cls, values)
-        if problems:
-            raise TrainConfigError(problems)
-        return cls(**values)
+        return from_json_values(cls, values, TrainConfigError)
 
 
 _ENUMS: Mapping[str, type[StrEnum]] = {

@@ -60,7 +60,7 @@ def test_days_are_of_the_century_and_in_iso_form() -> None:
     for example in dates.training(2_000, seed=0):
         day = datetime.date.fromisoformat(example.iso)
         assert dates.FIRST_YEAR <= day.year <= dates.LAST_YEAR
-        assert len(example.iso) == len(dates.ISO_FORMAT)
+        assert len(example.iso) == len("YYYY-MM-DD")
 
 
 @pytest.mark.parametrize(
