@@ -1,10 +1,10 @@
 """One step's work, immutable: all that the runner and the sampler need, and nothing else.
 
-The scheduler writes it, the runner turns it into tensors, the sampler reads `scores` and `samples`, `Scheduler.commit`
-moves the sequences forward by it. The order within a step is the order of the fields: moves, encoding, the batched
-one-token run, prefill chunks. A row is fed either by the one-token run or by prefill chunks in a step, never by both,
-so that its last logits have one place: row `slot` of the runner's output. Logits that are wanted besides lie behind the
-slots'.
+The scheduler writes it, the runner turns it into tensors, the sampler reads `scores`, `samples` and `beams`,
+`Scheduler.commit` moves the sequences forward by it. The order within a step is the order of the fields: operations on
+K/V, encoding, the batched one-token run, prefill chunks. A row is fed either by the one-token run or by prefill chunks
+in a step, never by both, so that its last logits have one place: row `slot` of the runner's output. Logits that are
+wanted besides lie behind the slots'.
 """
 
 from __future__ import annotations
@@ -16,20 +16,64 @@ from service.engine.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class KVMove:
-    """Copies the valid part of row `source` to row `target`: `num_tokens` self, `num_source_tokens` cross positions."""
+class KVCopy:
+    """Copies a part of row `source` to the same places of row `target`.
+
+    That is the self positions `[start, num_tokens)` and the first `num_source_tokens` cross positions. What the target
+    held before `start` stays; what it held after it is undefined.
+    """
 
     source: int
     target: int
     num_tokens: int
     num_source_tokens: int
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVSave:
+    """Keeps a compact copy of a part of row `slot` under `handle`, a number not in use.
+
+    The part is the self positions `[start, num_tokens)` and the first `num_source_tokens` cross positions.
+    """
+
+    slot: int
+    handle: int
+    num_tokens: int
+    num_source_tokens: int
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVRestore:
+    """Writes what is kept under `handle` to the same places of row `slot`, bit for bit; the copy is kept."""
+
+    handle: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVDrop:
+    """Forgets what is kept under `handle`, and gives its memory back."""
+
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVFree:
+    """Row `slot` holds nothing that anybody wants; its memory goes back to the system."""
+
+    slot: int
+
+
+KVOperation = KVCopy | KVSave | KVRestore | KVDrop | KVFree
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeRow:
-    """One source to encode; its cross-attention K/V go to `slot`."""
+    """One source to encode; its cross-attention K/V go to all of `slots`."""
 
-    slot: int
+    slots: tuple[int, ...]
     token_ids: tuple[int, ...]
 
 
@@ -72,12 +116,15 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A row whose next token is chosen in this step: it will stand at `position` of its sequence.
+    """A token that is chosen in this step from the logits of row `slot`: it will stand at `position` of its sequence.
 
-    `rules` are the sequence's own, None where it has none: what they count changes when the step is committed.
+    Several outputs of a request choose their first tokens from one row, each by its own draws, which `output_index`
+    tells apart. `rules` are the sequence's own, None where it has none: what they count changes when the step is
+    committed.
     """
 
     slot: int
+    output_index: int
     position: int
     params: SamplingParams
     seed: int
@@ -99,16 +146,34 @@ class ScoreRow:
     is_end: bool
 
 
+@dataclass(frozen=True, slots=True)
+class BeamRow:
+    """The beams of one request that are all extended in this step: `slots[i]` has the logits of beam i.
+
+    The `num_candidates` most probable tokens of each are wanted, by its `rules`. `logprobs` is how many alternatives to
+    report with each, None for none.
+    """
+
+    slots: tuple[int, ...]
+    num_candidates: int
+    rules: tuple[LogitsRules | None, ...]
+    logprobs: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledBatch:
-    """One step. An empty batch is valid and runs nothing."""
+    """One step. An empty batch is valid and runs nothing.
 
-    moves: tuple[KVMove, ...] = ()
+    `kv_operations` are carried out one after the other, before anything is computed.
+    """
+
+    kv_operations: tuple[KVOperation, ...] = ()
     encodes: tuple[EncodeGroup, ...] = ()
     decode: tuple[DecodeRow, ...] = ()
     prefills: tuple[PrefillChunk, ...] = ()
     scores: tuple[ScoreRow, ...] = ()
     samples: tuple[SampleRow, ...] = ()
+    beams: tuple[BeamRow, ...] = ()
 
     @property
     def num_rows(self) -> int:

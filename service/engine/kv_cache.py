@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from model.config import ModelConfig
-from service.engine.batch import KVMove
+from service.engine.batch import KVCopy
 from service.errors import StartupError
 
 Float32 = npt.NDArray[np.float32]
@@ -31,7 +31,7 @@ class KVCache(Protocol):
     def reserved_bytes(self) -> int:
         """Memory set aside, used or not."""
 
-    def move(self, move: KVMove) -> None:
+    def move(self, move: KVCopy) -> None:
         """Copies the valid part of one row over another; the rest of the target is undefined afterwards."""
 
     def write_cross(self, slots: Sequence[int], tensors: Sequence[Float32]) -> None:
@@ -88,7 +88,7 @@ class SlotKV:
         """For each layer K then V of the sources: `[slots, kv_heads, source_context, head_dim] float32`, live."""
         return tuple(self._cross)
 
-    def move(self, move: KVMove) -> None:
+    def move(self, move: KVCopy) -> None:
         """Copies the valid part of one row over another, all layers at once."""
         own, cross = slice(move.num_tokens), slice(move.num_source_tokens)
         self._own[:, move.target, :, own] = self._own[:, move.source, :, own]

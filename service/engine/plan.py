@@ -13,7 +13,7 @@ from service.engine.batch import (
     DecodeRow,
     EncodeGroup,
     EncodeRow,
-    KVMove,
+    KVCopy,
     PrefillChunk,
     SampleRow,
     ScheduledBatch,
@@ -98,7 +98,7 @@ class StepPlan:
         if computed == sequence.num_tokens and sequence.generates:
             self._sampled_slots.append(slot)
 
-    def build(self, moves: tuple[KVMove, ...], slots: SlotTable[Sequence]) -> ScheduledBatch:
+    def build(self, moves: tuple[KVCopy, ...], slots: SlotTable[Sequence]) -> ScheduledBatch:
         """The finished batch; `slots` says who sits between the rows that decode."""
         decoding = set(self._decode_slots)
         return ScheduledBatch(

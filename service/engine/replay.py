@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from model.golden import Feed, GoldenCase
-from service.engine.batch import DecodeRow, EncodeRow, KVMove, PrefillChunk, ScheduledBatch
+from service.engine.batch import DecodeRow, EncodeRow, KVCopy, PrefillChunk, ScheduledBatch
 from service.engine.plan import Pieces
 from service.engine.runner import Runner
 from service.engine.slots import SlotTable
@@ -46,7 +46,7 @@ class _Replay:
 
     def run(self, logits: dict[Feed, Float32]) -> None:
         """Feeds every step and files the logits of each of its feeds."""
-        moves: tuple[KVMove, ...] = ()
+        moves: tuple[KVCopy, ...] = ()
         for step in self._case.steps:
             feeds = [feed for feed in step if feed.row in self._group]
             if not feeds:
@@ -58,7 +58,7 @@ class _Replay:
                 self._num_computed[feed.row] += feed.count
             moves = tuple(self._release())
 
-    def _batch(self, feeds: Sequence[Feed], moves: tuple[KVMove, ...]) -> ScheduledBatch:
+    def _batch(self, feeds: Sequence[Feed], moves: tuple[KVCopy, ...]) -> ScheduledBatch:
         joining = [(self._slots.append(feed.row), feed.row) for feed in feeds if feed.start == 0]
         sources = [
             EncodeRow(slot, tuple(self._case.sources[row].tolist())) for slot, row in joining if self._case.sources
@@ -87,7 +87,7 @@ class _Replay:
     def _source_length(self, row: int) -> int:
         return len(self._case.sources[row]) if self._case.sources else 0
 
-    def _release(self) -> list[KVMove]:
+    def _release(self) -> list[KVCopy]:
         """Frees the slots of rows that have fed all their tokens, the highest first."""
         moves = []
         for slot in reversed(range(len(self._slots))):
@@ -96,5 +96,5 @@ class _Replay:
                 continue
             if move := self._slots.remove(slot):
                 moved = self._slots[move.target]
-                moves.append(KVMove(move.source, move.target, self._num_computed[moved], self._source_length(moved)))
+                moves.append(KVCopy(move.source, move.target, self._num_computed[moved], self._source_length(moved)))
         return moves

@@ -26,7 +26,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from service.engine.batch import KVMove, ScheduledBatch
+from service.engine.batch import KVCopy, ScheduledBatch
 from service.engine.deadlines import Deadlines
 from service.engine.failure import report_failure
 from service.engine.logits import make_rules
@@ -117,7 +117,7 @@ class Scheduler:
         self._live: dict[str, Sequence] = {}
         self._deadlines = Deadlines()
         self._aborted: list[str] = []
-        self._moves: list[KVMove] = []
+        self._moves: list[KVCopy] = []
         self._events: list[TokenEvent] = []
 
     @property
@@ -375,7 +375,7 @@ class Scheduler:
             if move := self._slots.remove(freed.pop() if is_last else freed.popleft()):
                 moved = self._slots[move.target]
                 self._moves.append(
-                    KVMove(move.source, move.target, moved.num_computed_tokens, len(moved.source_token_ids))
+                    KVCopy(move.source, move.target, moved.num_computed_tokens, len(moved.source_token_ids))
                 )
 
     def _take_events(self) -> tuple[TokenEvent, ...]:

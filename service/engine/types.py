@@ -23,8 +23,9 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How the next token is chosen; names and defaults are vLLM's. `temperature` 0 is greedy, `top_k` 0 is off.
 
-    `seed` None lets the engine draw one; the same seed gives the same tokens in any company. `logit_bias` is pairs of
-    token id and bias, each id once; no `allowed_token_ids` allow all. What each rule does: `service.engine.logits`.
+    `seed` None lets the engine draw one; the same seed gives the same tokens in any company. `n` outputs are drawn, each
+    by itself: output i is the same whatever `n` is. `logit_bias` is pairs of token id and bias, each id once; no
+    `allowed_token_ids` allow all. What each rule does: `service.engine.logits`.
     """
 
     temperature: float = 1.0
@@ -35,6 +36,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
+    n: int = 1
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
 
@@ -53,6 +55,17 @@ class StoppingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     include_stop_in_output: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """Beam search in place of sampling. What each value does: `service.engine.beam`."""
+
+    beam_size: int
+    num_hypotheses: int = 1
+    length_penalty: float = 1.0
+    patience: float = 1.0
+    no_repeat_ngram_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +87,8 @@ class GenerationRequest:
     `prompt_token_ids` is the prompt of a decoder-only model, the source of an encoder-decoder, whose output is made to
     begin with `target_prefix_token_ids`, which are not generated; `logprobs` is how many alternatives to report per
     generated token, None for no logprobs. A request with `scoring` may ask for `max_tokens` 0: nothing is generated.
+    With `beam_search` nothing is drawn, and `sampling` is left alone. A higher `priority` goes first, and takes the
+    place of a lower one that runs.
     """
 
     request_id: str
@@ -81,11 +96,23 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stopping: StoppingParams = field(default_factory=StoppingParams)
+    beam_search: BeamSearchParams | None = None
     target_prefix_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     scoring: PromptScoring | None = None
+    priority: int = 0
     deadline: float | None = None
     arrival_time: float = 0.0
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs it asks for."""
+        return self.sampling.n if self.beam_search is None else self.beam_search.num_hypotheses
+
+    @property
+    def num_rows(self) -> int:
+        """How many outputs grow at once: each has K/V of its own."""
+        return self.sampling.n if self.beam_search is None else self.beam_search.beam_size
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -114,17 +141,21 @@ class RequestTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """What one step did for one request: at most one new token, and on the last event why it ended.
+    """What one step did for one of a request's outputs: at most one new token, and on its last event why it ended.
 
     `prompt_logprobs` are of the next tokens of a prompt that is scored, in order; the last come before the first token
     does, or with the terminal event where nothing is generated.
 
     `text` is set only where the engine detokenises (requests with stop strings); elsewhere the consumer does, and
     `is_mute` says that the token has no text: an end of sequence, or a stop token that is not to be included.
-    Exactly one event of a request is terminal: it has `finish_reason` or `error`, never both, and `timings`.
+    Every output of a request that does not fail has one event with `finish_reason`, its last; with beam search that has
+    the hypothesis's `score`. Exactly one event of a request is terminal, the last one: it has `timings`, and an `error`
+    where the request failed, which ends all its outputs at once. `num_cached_tokens` is told there, too: tokens given
+    whose K/V were at hand.
     """
 
     request_id: str
+    output_index: int = 0
     token_id: int | None = None
     is_mute: bool = False
     text: str | None = None
@@ -132,13 +163,15 @@ class TokenEvent:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
+    score: float | None = None
     error: Exception | None = None
     timings: RequestTimings | None = None
+    num_cached_tokens: int = 0
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the request is over."""
-        return self.finish_reason is not None or self.error is not None
+        """Whether the request is over, with all its outputs."""
+        return self.timings is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +180,8 @@ class StepStats:
 
     `host_seconds` is how long the graphs stood still before this step's run while there was work for them: sampling,
     events, new requests, waiting for the interpreter's lock; None for the first run after a pause. A step that failed
-    counts as no work. `num_running`, `num_waiting` and `kv_usage_ratio` describe the moment after the step.
+    counts as no work. `num_preemptions` counts requests that lost their place to more urgent ones before the step.
+    `num_running` and `num_waiting`, in requests, and `kv_usage_ratio` describe the moment after the step.
     """
 
     num_rows: int
@@ -155,6 +189,7 @@ class StepStats:
     num_padding_tokens: int
     run_seconds: float
     host_seconds: float | None
+    num_preemptions: int
     num_running: int
     num_waiting: int
     kv_usage_ratio: float

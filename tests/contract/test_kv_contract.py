@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.config import Architecture, ModelConfig
-from service.engine.batch import KVMove
+from service.engine.batch import KVCopy
 from service.engine.kv_cache import KVCache, SlotKV
 from service.errors import StartupError
 
@@ -114,7 +114,7 @@ def test_kv_cache_rows_keep_their_valid_part_through_writes_and_moves(
             backend.write(cache, first, len(rows[first]), float(number))
             rows[first].append(float(number))
         elif kind == "move" and first != second:
-            cache.move(KVMove(source=first, target=second, num_tokens=len(rows[first]), num_source_tokens=0))
+            cache.move(KVCopy(source=first, target=second, num_tokens=len(rows[first]), num_source_tokens=0))
             rows[second] = list(rows[first])
         for slot, row in enumerate(rows):
             kept = backend.read(cache, slot, len(row))
@@ -139,7 +139,7 @@ def test_kv_cache_sources_move_with_their_row(backend: Backend) -> None:
     cache.write_cross([2], moved)
     cache.write_cross([0], overwritten)
     backend.write(cache, 2, 0, 7.0)
-    cache.move(KVMove(source=2, target=0, num_tokens=1, num_source_tokens=3))
+    cache.move(KVCopy(source=2, target=0, num_tokens=1, num_source_tokens=3))
     for slot in (0, 2):
         np.testing.assert_array_equal(backend.read_cross(cache, slot, 3), np.stack([tensor[0] for tensor in moved]))
         assert (backend.read(cache, slot, 1) == 7.0).all()
