@@ -1,8 +1,8 @@
 """The engine with no model: a runner whose logits are a pure function of the tokens in a row's cache.
 
-`FakeRunner` keeps, for each slot, the tokens whose K/V a real runner would hold, and obeys the same rules: moves copy
-the valid part, a write at a position cuts off what was behind it. So a batch that is scheduled wrongly gives other
-tokens or fails, and a row's tokens can be foretold by `expected_tokens`.
+`FakeRunner` keeps, for each slot, the tokens whose K/V a real runner would hold, and obeys the same rules: operations
+copy what they name and nothing else, a write at a position cuts off what was behind it. So a batch that is scheduled
+wrongly gives other tokens or fails, and a row's tokens can be foretold by `expected_tokens`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,23 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from service.engine.batch import ScheduledBatch
+from service.engine.batch import (
+    KVCopy,
+    KVDrop,
+    KVFree,
+    KVOperation,
+    KVRestore,
+    KVRetain,
+    KVSave,
+    ScheduledBatch,
+)
 from service.engine.engine import Engine, LastRun
+from service.engine.kv_ledger import KVBudget
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, ModelShape, Scheduler
 from service.engine.text import Decode
 from service.engine.types import (
+    BeamSearchParams,
     GenerationRequest,
     PromptScoring,
     SamplingParams,
@@ -114,6 +125,8 @@ class FakeRunner:
         self._before_run = before_run
         self._tokens: list[list[int]] = [[] for _ in range(num_slots)]
         self._sources: list[tuple[int, ...]] = [() for _ in range(num_slots)]
+        # What is kept: where it starts, its tokens, its source.
+        self.kept: dict[int, tuple[int, list[int], tuple[int, ...]]] = {}
         self._logits = np.full((num_slots, vocab_size), np.nan, np.float32)
 
     def run(self, batch: ScheduledBatch) -> Float32:
@@ -122,14 +135,13 @@ class FakeRunner:
         if self._before_run is not None:
             self._before_run(batch)
         self._logits[:] = np.nan
-        for move in batch.moves:
-            assert len(self._tokens[move.source]) >= move.num_tokens
-            self._tokens[move.target] = self._tokens[move.source][: move.num_tokens]
-            self._sources[move.target] = self._sources[move.source][: move.num_source_tokens]
+        for operation in batch.kv_operations:
+            self._apply(operation)
         for group in batch.encodes:
             for encoded in group.rows:
                 assert 0 < len(encoded.token_ids) <= group.padded_length
-                self._sources[encoded.slot] = encoded.token_ids
+                for slot in encoded.slots:
+                    self._sources[slot] = encoded.token_ids
         for slot, row in enumerate(batch.decode):
             assert row.source_length == 0 or row.source_length == len(self._sources[slot])
             self._feed(slot, row.position, (row.token_id,), row.source_length)
@@ -144,6 +156,47 @@ class FakeRunner:
                 self._feed(chunk.slot, chunk.start + index, chunk.token_ids[index : index + 1], 0)
                 wanted.append(self._logits[chunk.slot].copy())
         return np.concatenate([self._logits, wanted]) if wanted else self._logits
+
+    def num_held_tokens(self, budget: KVBudget) -> int:
+        """Tokens whose K/V a real runner would hold memory for, in rows and in copies."""
+        rows = [*zip(self._tokens, self._sources, strict=True)]
+        rows += [(tokens, source) for _, tokens, source in self.kept.values()]
+        return sum(budget.pages(len(tokens)) + budget.pages(len(source)) for tokens, source in rows)
+
+    def _apply(self, operation: KVOperation) -> None:
+        match operation:
+            case KVCopy(source, target, num_tokens, num_source_tokens, start):
+                self._write(target, start, self._read(source, start, num_tokens))
+                if num_source_tokens:
+                    self._sources[target] = self._sources[source][:num_source_tokens]
+            case KVSave(slot, handle, num_tokens, num_source_tokens, start):
+                assert handle not in self.kept
+                assert len(self._sources[slot]) >= num_source_tokens
+                self.kept[handle] = (
+                    start,
+                    self._read(slot, start, num_tokens),
+                    self._sources[slot][:num_source_tokens],
+                )
+            case KVRestore(handle, slot):
+                start, tokens, source = self.kept[handle]
+                self._write(slot, start, tokens)
+                if source:
+                    self._sources[slot] = source
+            case KVDrop(handle):
+                del self.kept[handle]
+            case KVFree(slot):
+                self._tokens[slot] = []
+                self._sources[slot] = ()
+            case KVRetain(handles):
+                self.kept = {handle: kept for handle, kept in self.kept.items() if handle in handles}
+
+    def _read(self, slot: int, start: int, stop: int) -> list[int]:
+        assert len(self._tokens[slot]) >= stop, f"slot {slot}: {len(self._tokens[slot])} tokens, {stop} are wanted"
+        return self._tokens[slot][start:stop]
+
+    def _write(self, slot: int, start: int, tokens: list[int]) -> None:
+        assert len(self._tokens[slot]) >= start, f"slot {slot}: {len(self._tokens[slot])} tokens, written at {start}"
+        self._tokens[slot][start:] = tokens
 
     def _feed(self, slot: int, start: int, token_ids: tuple[int, ...], source_length: int) -> None:
         tokens = self._tokens[slot]
@@ -166,12 +219,13 @@ def fake_engine(
     context: int = CONTEXT,
     decode: Decode = letters,
     last_run: LastRun | None = None,
+    kv_budget: KVBudget | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """A whole engine over a `FakeRunner`; `limits` default to 4 slots, chunks of 8 and 16 prefill tokens a step."""
     limits = limits or EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=16)
     return Engine(
-        Scheduler(limits, fake_model(encoder_decoder=encoder_decoder, context=context), decode),
+        Scheduler(limits, fake_model(encoder_decoder=encoder_decoder, context=context), decode, kv_budget),
         runner or FakeRunner(limits.max_batch_size),
         Sampler(),
         last_run or LastRun(),
@@ -196,6 +250,8 @@ def request(
     scoring: PromptScoring | None = None,
     logprobs: int | None = None,
     deadline: float | None = None,
+    beam_search: BeamSearchParams | None = None,
+    priority: int = 0,
 ) -> GenerationRequest:
     """A request in few words, greedy unless told."""
     return GenerationRequest(
@@ -208,6 +264,8 @@ def request(
         logprobs=logprobs,
         scoring=scoring,
         deadline=deadline,
+        beam_search=beam_search,
+        priority=priority,
     )
 
 
@@ -235,6 +293,10 @@ def events_of(outputs: Sequence[StepOutput], request_id: str) -> list[TokenEvent
     return [event for output in outputs for event in output.events if event.request_id == request_id]
 
 
-def tokens_of(outputs: Sequence[StepOutput], request_id: str) -> list[int]:
-    """One request's generated tokens, in order."""
-    return [event.token_id for event in events_of(outputs, request_id) if event.token_id is not None]
+def tokens_of(outputs: Sequence[StepOutput], request_id: str, index: int = 0) -> list[int]:
+    """One output's generated tokens, in order."""
+    return [
+        event.token_id
+        for event in events_of(outputs, request_id)
+        if event.token_id is not None and event.output_index == index
+    ]

@@ -66,7 +66,14 @@ class KVFree:
     slot: int
 
 
-KVOperation = KVCopy | KVSave | KVRestore | KVDrop | KVFree
+@dataclass(frozen=True, slots=True)
+class KVRetain:
+    """Forgets everything kept but what is under these handles; which of the others there are need not be known."""
+
+    handles: frozenset[int]
+
+
+KVOperation = KVCopy | KVSave | KVRestore | KVDrop | KVFree | KVRetain
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class Engine:
         self._sampler = sampler
         self._last_run = last_run
         self._clock = clock
+        self._num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -100,7 +101,8 @@ class Engine:
             ended = self._last_run.ended = self._clock()
             sampled = self._sampler.sample(logits, batch.samples)
             scored = self._sampler.score(logits, batch.scores)
-            events = self._scheduler.commit(batch, sampled, self._clock(), scored)
+            expanded = self._sampler.expand(logits, batch.beams)
+            events = self._scheduler.commit(batch, sampled, self._clock(), scored, expanded)
         except Exception as error:
             return self._fail_step(error)
         if not self.has_work:
@@ -133,6 +135,11 @@ class Engine:
         events = self._scheduler.fail_running(failure.error_id, self._clock())
         return StepOutput(events, self._stats(ScheduledBatch(), 0.0, None))
 
+    def _take_preemptions(self) -> int:
+        total, before = self._scheduler.num_preemptions, self._num_preemptions
+        self._num_preemptions = total
+        return total - before
+
     def _stats(self, batch: ScheduledBatch, run_seconds: float, host_seconds: float | None) -> StepStats:
         return StepStats(
             num_rows=batch.num_rows,
@@ -140,6 +147,7 @@ class Engine:
             num_padding_tokens=batch.num_padding_tokens,
             run_seconds=run_seconds,
             host_seconds=host_seconds,
+            num_preemptions=self._take_preemptions(),
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             kv_usage_ratio=self._scheduler.kv_usage_ratio,

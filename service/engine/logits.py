@@ -3,7 +3,8 @@
 Names and definitions are vLLM's (v1: `Sampler.forward`, `SamplingParams`), which took the repetition penalty from
 Keskar et al., 2019 (CTRL, section 4.1) and the presence and frequency penalties from OpenAI's API: bias, then
 repetition, frequency and presence penalty, all of it before temperature. Masks come last here, so that arithmetic meets
-finite numbers only; what is masked stays masked, so the outcome is the same as with vLLM's, which come first.
+finite numbers only; what is masked stays masked, so the outcome is the same as with vLLM's, which come first. That no
+n-gram may occur twice is Hugging Face's rule (after Paulus et al., 2017), which vLLM does not have.
 
 A rule reads the request and the request's own tokens and nothing else. Knows no slots, no sampling and no text.
 """
@@ -17,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from service.engine.types import SamplingParams, StoppingParams
+from service.engine.types import BeamSearchParams, SamplingParams, StoppingParams
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
@@ -27,14 +28,56 @@ _MAX_LOGIT = float(np.finfo(np.float32).max)
 _MIN_CAPACITY = 16
 
 
-class TokenCounts:
-    """Which tokens a sequence has seen, and how often it generated each. A token more costs the same however many.
+class NgramIndex:
+    """Which tokens followed which: the n-grams of a sequence, never read again when a token comes.
+
+    Args:
+        size: n.
+        token_ids: what the sequence begins with. Forks share it, however long it is.
+    """
+
+    def __init__(self, size: int, token_ids: Iterable[int] = ()) -> None:
+        self._size = size
+        given = tuple(token_ids)
+        followers: dict[tuple[int, ...], list[int]] = {}
+        for start in range(len(given) - size + 1):
+            followers.setdefault(given[start : start + size - 1], []).append(given[start + size - 1])
+        self._given = {context: tuple(dict.fromkeys(token_ids)) for context, token_ids in followers.items()}
+        self._added: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._context = given[max(len(given) - size + 1, 0) :]
+
+    @property
+    def followers(self) -> tuple[int, ...]:
+        """The tokens that would complete an n-gram that is there."""
+        return (*self._given.get(self._context, ()), *self._added.get(self._context, ()))
+
+    def add(self, token_id: int) -> None:
+        """Goes on by a token."""
+        if len(self._context) == self._size - 1:
+            self._added[self._context] = (*self._added.get(self._context, ()), token_id)
+            self._context = (*self._context, token_id)[1:]
+        else:
+            self._context = (*self._context, token_id)
+
+    def fork(self) -> NgramIndex:
+        """A copy that goes on by itself."""
+        copy = NgramIndex(self._size)
+        copy._given, copy._added, copy._context = self._given, self._added.copy(), self._context
+        return copy
+
+
+class TokenHistory:
+    """What rules know of a sequence's tokens: which it has seen, how often it generated each, and its n-grams.
+
+    A token more costs the same however many there were.
 
     Args:
         seen: tokens that were given rather than generated.
+        ngrams: where a rule asks for them, those of the given tokens.
     """
 
-    def __init__(self, seen: Iterable[int] = ()) -> None:
+    def __init__(self, seen: Iterable[int] = (), ngrams: NgramIndex | None = None) -> None:
+        self.ngrams = ngrams
         self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(seen))}
         capacity = max(_MIN_CAPACITY, 2 * len(self._places))
         self._token_ids = np.zeros(capacity, np.int64)
@@ -66,15 +109,25 @@ class TokenCounts:
         self._token_ids[place] = token_id
         self._counts[place] += 1
         self._num_generated += 1
+        if self.ngrams is not None:
+            self.ngrams.add(token_id)
+
+    def fork(self) -> TokenHistory:
+        """A copy that goes on by itself."""
+        copy = TokenHistory(ngrams=None if self.ngrams is None else self.ngrams.fork())
+        copy._places = self._places.copy()
+        copy._token_ids, copy._counts = self._token_ids.copy(), self._counts.copy()
+        copy._num_generated = self._num_generated
+        return copy
 
 
 class LogitsTransform(Protocol):
     """One rule."""
 
-    def is_idle(self, tokens: TokenCounts, /) -> bool:
+    def is_idle(self, tokens: TokenHistory, /) -> bool:
         """Whether it would change nothing after these tokens."""
 
-    def apply(self, row: Float32, tokens: TokenCounts, /) -> None:
+    def apply(self, row: Float32, tokens: TokenHistory, /) -> None:
         """Changes the logits `[V] float32` of the token that follows these, in place."""
 
 
@@ -85,11 +138,11 @@ class LogitBias:
     token_ids: Int64
     values: Float32
 
-    def is_idle(self, _tokens: TokenCounts) -> bool:
+    def is_idle(self, _tokens: TokenHistory) -> bool:
         """Never."""
         return False
 
-    def apply(self, row: Float32, _tokens: TokenCounts) -> None:
+    def apply(self, row: Float32, _tokens: TokenHistory) -> None:
         """Adds."""
         row[self.token_ids] += self.values
 
@@ -106,11 +159,11 @@ class Penalties:
     frequency: float
     presence: float
 
-    def is_idle(self, tokens: TokenCounts) -> bool:
+    def is_idle(self, tokens: TokenHistory) -> bool:
         """Before there are tokens."""
         return not len(tokens.token_ids)
 
-    def apply(self, row: Float32, tokens: TokenCounts) -> None:
+    def apply(self, row: Float32, tokens: TokenHistory) -> None:
         """Penalises; logits stay finite."""
         token_ids, counts = tokens.token_ids, tokens.counts
         logits = row[token_ids].astype(np.float64)
@@ -127,11 +180,11 @@ class AllowedTokens:
 
     token_ids: Int64
 
-    def is_idle(self, _tokens: TokenCounts) -> bool:
+    def is_idle(self, _tokens: TokenHistory) -> bool:
         """Never."""
         return False
 
-    def apply(self, row: Float32, _tokens: TokenCounts) -> None:
+    def apply(self, row: Float32, _tokens: TokenHistory) -> None:
         """Masks."""
         kept = row[self.token_ids]
         row.fill(-np.inf)
@@ -145,24 +198,38 @@ class MinTokens:
     min_tokens: int
     token_ids: Int64
 
-    def is_idle(self, tokens: TokenCounts) -> bool:
+    def is_idle(self, tokens: TokenHistory) -> bool:
         """Once there are enough tokens."""
         return tokens.num_generated >= self.min_tokens
 
-    def apply(self, row: Float32, _tokens: TokenCounts) -> None:
+    def apply(self, row: Float32, _tokens: TokenHistory) -> None:
         """Masks."""
         row[self.token_ids] = -np.inf
 
 
+class NoRepeatNgrams:
+    """Masks the tokens that would complete an n-gram that is there already: all of them, if need be."""
+
+    def is_idle(self, tokens: TokenHistory) -> bool:
+        """Where the last tokens stand for the first time."""
+        return tokens.ngrams is None or not tokens.ngrams.followers
+
+    def apply(self, row: Float32, tokens: TokenHistory) -> None:
+        """Masks."""
+        if tokens.ngrams is not None:
+            row[list(tokens.ngrams.followers)] = -np.inf
+
+
 class LogitsRules:
-    """One sequence's rules, and the counts that they read.
+    """One sequence's rules, and what they know of its tokens.
 
     Args:
-        transforms: in the order in which they apply. Together they must leave a token.
+        transforms: in the order in which they apply. Together they must leave a token to a row that is sampled; a beam
+            may be left with none.
         tokens: what the sequence begins with.
     """
 
-    def __init__(self, transforms: tuple[LogitsTransform, ...], tokens: TokenCounts) -> None:
+    def __init__(self, transforms: tuple[LogitsTransform, ...], tokens: TokenHistory) -> None:
         self._transforms = transforms
         self._tokens = tokens
 
@@ -186,6 +253,10 @@ class LogitsRules:
         for transform in active:
             transform.apply(changed, self._tokens)
         return changed
+
+    def fork(self) -> LogitsRules:
+        """The same rules for a copy of the sequence that goes on by itself."""
+        return LogitsRules(self._transforms, self._tokens.fork())
 
 
 def make_rules(
@@ -216,9 +287,35 @@ def make_rules(
         )
     if sampling.allowed_token_ids:
         transforms.append(AllowedTokens(np.array(sampling.allowed_token_ids, np.int64)))
-    if stopping.min_tokens and (ends := stopping.stop_token_ids.union(eos_ids)):
-        transforms.append(MinTokens(stopping.min_tokens, np.array(sorted(ends), np.int64)))
+    transforms.extend(_make_min_tokens(stopping, eos_ids))
     if not transforms:
         return None
     # No other rule asks what the prompt was.
-    return LogitsRules(tuple(transforms), TokenCounts(decoder_prompt if repeats else ()))
+    return LogitsRules(tuple(transforms), TokenHistory(decoder_prompt if repeats else ()))
+
+
+def make_beam_rules(
+    beam_search: BeamSearchParams, stopping: StoppingParams, eos_ids: Iterable[int], decoder_prompt: Iterable[int]
+) -> LogitsRules | None:
+    """The rules that a beam search asks for, None if it asks for none; each beam has a fork of its own.
+
+    They only mask: beam search excludes sampling, and with it all else.
+
+    Args:
+        beam_search: the size of n-grams that may occur but once.
+        stopping: as for `make_rules`.
+        eos_ids: as for `make_rules`.
+        decoder_prompt: as for `make_rules`. Its n-grams count, as with Hugging Face's `generate` (which counts those
+            with the start token, too) and, for a target prefix, with CTranslate2.
+    """
+    transforms: list[LogitsTransform] = [*_make_min_tokens(stopping, eos_ids)]
+    ngrams = None
+    if beam_search.no_repeat_ngram_size:
+        ngrams = NgramIndex(beam_search.no_repeat_ngram_size, decoder_prompt)
+        transforms.append(NoRepeatNgrams())
+    return LogitsRules(tuple(transforms), TokenHistory(ngrams=ngrams)) if transforms else None
+
+
+def _make_min_tokens(stopping: StoppingParams, eos_ids: Iterable[int]) -> list[MinTokens]:
+    ends = stopping.stop_token_ids.union(eos_ids)
+    return [MinTokens(stopping.min_tokens, np.array(sorted(ends), np.int64))] if stopping.min_tokens and ends else []

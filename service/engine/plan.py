@@ -6,20 +6,21 @@ the sequence alone) and how much prefill fits into a step (`StepPlan`). Changes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from service.engine.batch import (
+    BeamRow,
     DecodeRow,
     EncodeGroup,
     EncodeRow,
-    KVCopy,
+    KVOperation,
     PrefillChunk,
     SampleRow,
     ScheduledBatch,
     ScoreRow,
 )
-from service.engine.sequence import Sequence
+from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.slots import SlotTable
 
 
@@ -49,6 +50,15 @@ class Pieces:
         return tuple(EncodeGroup(length, tuple(members)) for length, members in groups.items())
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A batch, and whom its parts are about: `sampled` answers `batch.samples`, `searched` answers `batch.beams`."""
+
+    batch: ScheduledBatch
+    sampled: tuple[Sequence, ...]
+    searched: tuple[SequenceGroup, ...]
+
+
 class StepPlan:
     """Collects a step's work: the batched run is free, encoding and chunks share `max_prefill_tokens`.
 
@@ -62,22 +72,30 @@ class StepPlan:
         self._next_logits = num_slots
         self._num_prefill_tokens = 0
         self._is_full = False
-        self._encodes: list[EncodeRow] = []
+        self._sources: dict[tuple[int, ...], list[int]] = {}
         self._decode_slots: list[int] = []
         self._prefills: list[PrefillChunk] = []
         self._scores: list[ScoreRow] = []
-        self._sampled_slots: list[int] = []
+        self._samples: list[SampleRow] = []
+        self._sampled: list[Sequence] = []
+        self._beam_slots: dict[SequenceGroup, dict[Sequence, int]] = {}
 
-    def can_start(self, sequence: Sequence) -> bool:
-        """Whether a sequence that waits would compute something in this step."""
-        return self._fits(self._first_cost(sequence))
+    def can_start(self, group: SequenceGroup, num_at_hand: int) -> bool:
+        """Whether a request that waits would compute something in this step.
 
-    def start(self, slot: int, sequence: Sequence) -> None:
-        """Takes a sequence that was just given `slot`: its source, then its first piece."""
-        if sequence.source_token_ids:
-            self._num_prefill_tokens += self._pieces.padded_source_length(len(sequence.source_token_ids))
-            self._encodes.append(EncodeRow(slot, sequence.source_token_ids))
-        self.feed(slot, sequence)
+        `num_at_hand` is how many tokens of its prompt, or of its source, need not be computed.
+        """
+        return self._fits(self._first_cost(group, num_at_hand))
+
+    def start(self, slots: Iterable[int], group: SequenceGroup) -> None:
+        """Takes a request that was just given `slots`: its source, then the first piece of each row."""
+        source = group.source_token_ids
+        for slot, sequence in zip(slots, group.rows, strict=True):
+            if source and not group.has_source:
+                if source not in self._sources:
+                    self._num_prefill_tokens += self._pieces.padded_source_length(len(source))
+                self._sources.setdefault(source, []).append(slot)
+            self.feed(slot, sequence)
 
     def feed(self, slot: int, sequence: Sequence) -> None:
         """Takes the next piece of the sequence in `slot`, and while they are chunks and fit, the pieces after it."""
@@ -95,39 +113,64 @@ class StepPlan:
             self._prefills.append(PrefillChunk(slot, computed, token_ids, num_scored))
             computed += length
             length = self._pieces.next_length(sequence, computed)
-        if computed == sequence.num_tokens and sequence.generates:
-            self._sampled_slots.append(slot)
+        if computed == sequence.num_tokens and sequence.group.generates:
+            self._choose(slot, sequence)
 
-    def build(self, moves: tuple[KVCopy, ...], slots: SlotTable[Sequence]) -> ScheduledBatch:
+    def build(self, operations: tuple[KVOperation, ...], slots: SlotTable[Sequence]) -> Planned:
         """The finished batch; `slots` says who sits between the rows that decode."""
         decoding = set(self._decode_slots)
-        return ScheduledBatch(
-            moves=moves,
-            encodes=self._pieces.group_sources(self._encodes),
+        batch = ScheduledBatch(
+            kv_operations=operations,
+            encodes=self._pieces.group_sources(
+                EncodeRow(tuple(rows), source) for source, rows in self._sources.items()
+            ),
             decode=tuple(
                 _decode_row(slots[slot], is_padding=slot not in decoding)
                 for slot in range(max(self._decode_slots, default=-1) + 1)
             ),
             prefills=tuple(self._prefills),
             scores=tuple(self._scores),
-            samples=tuple(_sample_row(slot, slots[slot]) for slot in self._sampled_slots),
+            samples=tuple(self._samples),
+            beams=tuple(_beam_row(group, rows) for group, rows in self._beam_slots.items()),
         )
+        return Planned(batch, tuple(self._sampled), tuple(self._beam_slots))
+
+    def _choose(self, slot: int, sequence: Sequence) -> None:
+        """Notes that what follows a row is to be chosen: by its beam, or once for each output that shares it."""
+        group = sequence.group
+        if group.beams is not None:
+            self._beam_slots.setdefault(group, {})[sequence] = slot
+            return
+        request = group.request
+        for output in (sequence,) if group.is_forked else group.sequences:
+            self._sampled.append(output)
+            self._samples.append(
+                SampleRow(
+                    slot, output.index, output.num_tokens, request.sampling, output.seed, request.logprobs, output.rules
+                )
+            )
 
     def _score(self, slot: int, sequence: Sequence, start: int, length: int, first_logits: int) -> int:
         """Notes what a piece scores, if anything; of how many of its last tokens that takes the logits."""
-        scoring = sequence.request.scoring
+        group = sequence.group
+        scoring = group.request.scoring
         if scoring is None:
             return 0
-        first, token_ids = sequence.scored_by(scoring, start, length)
+        first, token_ids = group.scored_by(scoring, start, length)
         if not token_ids:
             return 0
-        is_end = not sequence.generates and start + length == sequence.num_tokens
+        is_end = not group.generates and start + length == sequence.num_tokens
         self._scores.append(ScoreRow(slot, first_logits, token_ids, scoring.num_top, is_end))
         return start + length - first
 
-    def _first_cost(self, sequence: Sequence) -> int:
-        length = self._pieces.next_length(sequence, sequence.num_computed_tokens)
-        return self._pieces.padded_source_length(len(sequence.source_token_ids)) + (length if length > 1 else 0)
+    def _first_cost(self, group: SequenceGroup, num_at_hand: int) -> int:
+        """Of a request's first pieces; a source that another one brings along is free."""
+        source, leader = group.source_token_ids, group.sequences[0]
+        if source:
+            is_there = group.has_source or num_at_hand or source in self._sources
+            return 0 if is_there else self._pieces.padded_source_length(len(source))
+        length = self._pieces.next_length(leader, leader.num_computed_tokens + num_at_hand)
+        return length if length > 1 else 0
 
     def _fits(self, num_tokens: int) -> bool:
         if self._is_full:
@@ -145,9 +188,15 @@ def _decode_row(sequence: Sequence, *, is_padding: bool) -> DecodeRow:
     # A row that only pads is in the middle of its prompt: it feeds the token that is next anyway, and the chunk that
     # computes that token in earnest writes over it.
     position = sequence.num_computed_tokens
-    return DecodeRow(sequence.token_ids[position], position, len(sequence.source_token_ids), is_padding)
+    return DecodeRow(sequence.token_ids[position], position, len(sequence.group.source_token_ids), is_padding)
 
 
-def _sample_row(slot: int, sequence: Sequence) -> SampleRow:
-    request = sequence.request
-    return SampleRow(slot, sequence.num_tokens, request.sampling, sequence.seed, request.logprobs, sequence.rules)
+def _beam_row(group: SequenceGroup, slots: Mapping[Sequence, int]) -> BeamRow:
+    if group.beams is None:
+        raise ValueError(f"request {group.request_id} searches no beams")
+    return BeamRow(
+        slots=tuple(slots[beam] for beam in group.rows),
+        num_candidates=group.beams.num_candidates,
+        rules=tuple(beam.rules for beam in group.rows),
+        logprobs=group.request.logprobs,
+    )

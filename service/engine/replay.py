@@ -61,12 +61,12 @@ class _Replay:
     def _batch(self, feeds: Sequence[Feed], moves: tuple[KVCopy, ...]) -> ScheduledBatch:
         joining = [(self._slots.append(feed.row), feed.row) for feed in feeds if feed.start == 0]
         sources = [
-            EncodeRow(slot, tuple(self._case.sources[row].tolist())) for slot, row in joining if self._case.sources
+            EncodeRow((slot,), tuple(self._case.sources[row].tolist())) for slot, row in joining if self._case.sources
         ]
         slots = {row: slot for slot, row in enumerate(self._slots)}
         decoding = {slots[feed.row] for feed in feeds if feed.count == 1}
         return ScheduledBatch(
-            moves=moves,
+            kv_operations=moves,
             encodes=self._pieces.group_sources(sources),
             decode=tuple(
                 self._decode_row(self._slots[slot], is_padding=slot not in decoding)

@@ -3,8 +3,9 @@
 The order is vLLM's (v1): logprobs from the raw logits; then the request's rules (`service.engine.logits`); then
 temperature, min-p, top-k, top-p; then one draw. Each filter is a threshold on what the filters before it left,
 renormalised, and tokens that tie with the last one kept stay too (vLLM breaks such ties in top-p arbitrarily). A
-request's draws come from a counter-based generator (Philox; Salmon et al., 2011) keyed by its seed, at a counter that
-is the token's position: no state, hence the same draws in any company and after any interruption.
+request's draws come from a counter-based generator (Philox; Salmon et al., 2011) keyed by its seed and the output's
+index, at a counter that is the token's position: no state, hence the same draws in any company and after any
+interruption, and of an output whatever the number of others.
 
 Only what cannot change a row's bits runs over the whole batch: arg-max, maxima, minima. Everything else goes row by
 row, and everything that adds up in float64. Knows nothing of requests, slots' contents or text.
@@ -21,7 +22,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from service.engine.batch import SampleRow, ScoreRow
+from service.engine.batch import BeamRow, SampleRow, ScoreRow
+from service.engine.logits import LogitsRules
 from service.engine.types import SamplingParams, TokenLogprobs
 
 Float32 = npt.NDArray[np.float32]
@@ -41,8 +43,27 @@ class SampledToken:
     logprobs: TokenLogprobs | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Expansion:
+    """A beam's most probable continuations, best first, ties by lower id: `[C] int64` and `[C] float64`.
+
+    `logprobs` are of the raw logits, so that they add up to what the model makes of the whole output: what rules forbid
+    is left out, and the rest keep their values (as in Hugging Face's `generate`; CTranslate2 renormalises). The `top_`
+    fields are the alternatives reported with any of them, as in `TokenLogprobs`.
+    """
+
+    token_ids: Int64
+    logprobs: Float64
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+    def describe(self, index: int) -> TokenLogprobs:
+        """One continuation's log-probability, beside the alternatives'."""
+        return TokenLogprobs(float(self.logprobs[index]), self.top_token_ids, self.top_logprobs)
+
+
 class Draws:
-    """Uniform draws by seed and position: always those of a fresh `Philox(key=seed, counter=position)`.
+    """Uniform draws by seed, output and position: those of a fresh `Philox(key=(seed, output), counter=position)`.
 
     Making one takes ten times as long as setting the state of one that is there.
     """
@@ -51,12 +72,12 @@ class Draws:
         self._bits = np.random.Philox(0)
         self._generator = np.random.Generator(self._bits)
 
-    def uniform(self, seed: int, position: int) -> float:
-        """The draw in [0, 1) that belongs to the token at `position` of a request with this seed (uint64)."""
+    def uniform(self, seed: int, output_index: int, position: int) -> float:
+        """The draw in [0, 1) of the token at `position` of one of the outputs of a request with this seed (uint64)."""
         # The buffer of four words counts as used up, so that the draw comes from this key and counter alone.
         state: Any = {
             "bit_generator": "Philox",
-            "state": {"key": (seed, 0), "counter": (position, 0, 0, 0)},
+            "state": {"key": (seed, output_index), "counter": (position, 0, 0, 0)},
             "buffer": (0, 0, 0, 0),
             "buffer_pos": 4,
             "has_uint32": 0,
@@ -123,6 +144,19 @@ class Sampler:
         """
         return tuple(map(partial(_score_row, logits), scores))
 
+    def expand(self, logits: Float32, beams: Sequence[BeamRow]) -> tuple[tuple[Expansion, ...] | None, ...]:
+        """The most probable continuations of every beam: one result for each of `beams`, in their order.
+
+        Args:
+            logits: `[slots, V] float32`, indexed by slot; other rows are not looked at.
+            beams: which rows, by request, and how many continuations. Rules may mask tokens, all of them even, and
+                must leave the others as they are.
+
+        Returns:
+            An expansion for each slot of a request; None for a request with a row whose logits are not all finite.
+        """
+        return tuple(map(partial(_expand_beams, logits), beams))
+
     def _sample_row(self, row: Float32, sample: SampleRow, argmax: int, highest: np.float32) -> SampledToken:
         chosen_from = row
         if sample.rules is not None and (chosen_from := sample.rules.apply(row)) is not row:
@@ -132,7 +166,7 @@ class Sampler:
             token_id = argmax
         else:
             candidates = truncate(chosen_from, sample.params, highest)
-            index = _invert(candidates.weights, self._draws.uniform(sample.seed, sample.position))
+            index = _invert(candidates.weights, self._draws.uniform(sample.seed, sample.output_index, sample.position))
             token_id = index if candidates.token_ids is None else int(candidates.token_ids[index])
         logprobs = None if sample.logprobs is None else compute_logprobs(row, token_id, sample.logprobs)
         return SampledToken(token_id, logprobs)
@@ -140,13 +174,40 @@ class Sampler:
 
 def _score_row(logits: Float32, score: ScoreRow) -> tuple[TokenLogprobs, ...] | None:
     rows = logits[score.first_logits : score.first_logits + len(score.token_ids)]
-    with np.errstate(invalid="ignore"):
-        is_finite = np.isfinite(rows.max()) and np.isfinite(rows.min())
-    if not is_finite:
+    if not _is_finite(rows):
         return None
     return tuple(
         compute_logprobs(row, token_id, score.num_top) for row, token_id in zip(rows, score.token_ids, strict=True)
     )
+
+
+def _expand_beams(logits: Float32, beams: BeamRow) -> tuple[Expansion, ...] | None:
+    rows = [logits[slot] for slot in beams.slots]
+    if not all(_is_finite(row) for row in rows):
+        return None
+    return tuple(
+        _expand(row, rules, beams.num_candidates, beams.logprobs) for row, rules in zip(rows, beams.rules, strict=True)
+    )
+
+
+def _expand(row: Float32, rules: LogitsRules | None, num_candidates: int, num_top: int | None) -> Expansion:
+    chosen_from = row if rules is None else rules.apply(row)
+    normalizer = _compute_normalizer(row)
+    token_ids = _find_top(chosen_from, num_candidates)
+    # What is masked comes last, if at all.
+    token_ids = token_ids[: int((chosen_from[token_ids] > -np.inf).sum())]
+    top = _find_top(row, num_top or 0)
+    return Expansion(
+        token_ids,
+        row[token_ids].astype(np.float64) - normalizer,
+        tuple(top.tolist()),
+        tuple((row[top].astype(np.float64) - normalizer).tolist()),
+    )
+
+
+def _is_finite(rows: Float32) -> bool:
+    with np.errstate(invalid="ignore"):
+        return bool(np.isfinite(rows.max()) and np.isfinite(rows.min()))
 
 
 def _select(logits: Float32, slots: list[int]) -> Float32:
@@ -215,16 +276,26 @@ def _locate(weights: Float32, totals: Float64, target: float, side: Literal["lef
 
 def compute_logprobs(row: Float32, token_id: int, num_top: int) -> TokenLogprobs:
     """Natural-log probabilities of raw logits `[V] float32`: the token's and the `num_top` best, ties by lower id."""
-    highest = row.max()
-    with np.errstate(over="ignore"):
-        normalizer = float(highest) + math.log(float(np.exp(row - highest).sum(dtype=np.float64)))
-    num_top = min(num_top, len(row))
-    top: list[int] = []
-    if num_top:
-        candidates = np.flatnonzero(row >= np.partition(row, -num_top)[-num_top])
-        top = candidates[np.argsort(-row[candidates], kind="stable")][:num_top].tolist()
+    normalizer = _compute_normalizer(row)
+    top = _find_top(row, num_top)
     return TokenLogprobs(
         logprob=float(row[token_id]) - normalizer,
-        top_token_ids=tuple(top),
-        top_logprobs=tuple(float(row[i]) - normalizer for i in top),
+        top_token_ids=tuple(top.tolist()),
+        top_logprobs=tuple((row[top].astype(np.float64) - normalizer).tolist()),
     )
+
+
+def _compute_normalizer(row: Float32) -> float:
+    """The logarithm of the sum of exponentials."""
+    highest = row.max()
+    with np.errstate(over="ignore"):
+        return float(highest) + math.log(float(np.exp(row - highest).sum(dtype=np.float64)))
+
+
+def _find_top(row: Float32, count: int) -> Int64:
+    """The `count` highest, or all if there are fewer, the highest first, ties by lower id."""
+    count = min(count, len(row))
+    if not count:
+        return np.empty(0, np.int64)
+    candidates = np.flatnonzero(row >= np.partition(row, -count)[-count])
+    return candidates[np.argsort(-row[candidates], kind="stable")[:count]]

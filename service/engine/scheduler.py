@@ -5,15 +5,18 @@ at absolute multiples of the chunk (one for an encoder-decoder, whose graph deco
 token joins the batched run, a longer one is a prefill chunk of its own. So the shapes that a request meets are a
 function of that request alone; only how many rows share the batched run depends on the company.
 
-Requests get slots first come, first served. What is promised, and checked by the tests:
+Requests get rows by priority, among equals first come, first served. What is promised, and checked by the tests:
 
 * Every sequence in a slot advances by a piece or more in every step.
 * Chunks are computed in the order of arrival, and one that does not fit into a step comes first in the next: while
   slots are free, a prompt of c pieces behind prompts of m pieces in all is computed after at most m + c steps.
 * Running rows wait, per step, for `max_prefill_tokens` of prompts at most, or for one source that is longer than that.
-* A new request starts in the first step that finds it with a free slot and prefill budget. Aborted, expired and
-  finished sequences lose their slot before the next step is planned.
-* Every request that `add` accepted gets exactly one terminal event.
+* A new request starts in the first step that finds it at the head of the queue with its rows, the K/V memory of its
+  worst case and prefill budget free. Nobody overtakes the head: among equals, whoever waits comes to its turn.
+* A request that is more urgent than some that run takes their rows, if that is what it waits for: the least urgent go
+  first, their K/V are saved, and they go on later as if nothing had happened.
+* Aborted, expired and finished sequences lose their slot before the next step is planned.
+* Every output of a request has one last event, and every request that `add` accepted exactly one terminal event.
 
 Runs on the engine thread alone; knows no tensors, no clock (it is told the time) and no transport.
 """
@@ -21,21 +24,23 @@ Runs on the engine thread alone; knows no tensors, no clock (it is told the time
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import secrets
-from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from service.engine.batch import KVCopy, ScheduledBatch
+from service.engine.batch import ScheduledBatch
+from service.engine.beam import BeamSearch, Hypothesis
 from service.engine.deadlines import Deadlines
 from service.engine.failure import report_failure
-from service.engine.logits import make_rules
-from service.engine.plan import Pieces, StepPlan
-from service.engine.sampler import SampledToken
-from service.engine.sequence import Sequence
-from service.engine.slots import SlotTable
+from service.engine.kv_ledger import KVBudget, KVLedger
+from service.engine.logits import make_beam_rules, make_rules
+from service.engine.plan import Pieces, Planned, StepPlan
+from service.engine.sampler import Expansion, SampledToken
+from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.text import Decode, TextStream
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
+from service.engine.waiting import WaitingQueue
 from service.errors import EngineFailed, InvalidRequest, PromptTooLong, StartupError
 
 
@@ -43,8 +48,9 @@ from service.errors import EngineFailed, InvalidRequest, PromptTooLong, StartupE
 class EngineLimits:
     """How much runs at once.
 
-    The operator chooses `max_batch_size`, the number of slots, each with K/V memory for a whole context, and
-    `prefill_chunk`, how many prompt tokens one run computes. Whoever builds the engine sets the rest:
+    The operator chooses `max_batch_size`, the number of slots; `prefill_chunk`, how many prompt tokens one run
+    computes; and `kv_memory_bytes`, what all K/V together may take, those kept for later requests included: None is a
+    whole context for each slot. Whoever builds the engine sets the rest:
     `max_prefill_tokens`, how many a step computes at most, and so how long running streams can be held up;
     `source_padding`, the multiple to which sources are padded.
 
@@ -56,6 +62,7 @@ class EngineLimits:
     prefill_chunk: int = 256
     max_prefill_tokens: int = 256
     source_padding: int = 16
+    kv_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -93,6 +100,7 @@ class Scheduler:
         limits: how much runs at once.
         model: what the model dictates.
         decode: ids to text, for requests with stop strings.
+        kv_budget: tokens whose K/V there may be; None for a whole context in each slot.
         draw_seed: a fresh uint64 for each request that brings no seed.
     """
 
@@ -101,6 +109,7 @@ class Scheduler:
         limits: EngineLimits,
         model: ModelShape,
         decode: Decode,
+        kv_budget: KVBudget | None = None,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
         self._limits = limits
@@ -112,13 +121,19 @@ class Scheduler:
             source_padding=limits.source_padding,
             source_context=model.source_context or 0,
         )
-        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
-        self._slots: SlotTable[Sequence] = SlotTable(limits.max_batch_size)
-        self._live: dict[str, Sequence] = {}
+        whole = limits.max_batch_size * (model.context + (model.source_context or 0))
+        self._budget = kv_budget or KVBudget(num_tokens=whole)
+        self._ledger = KVLedger(limits.max_batch_size, self._budget, self.pieces)
+        self._orders = itertools.count()
+        self._waiting = WaitingQueue()
+        self._live: dict[str, SequenceGroup] = {}
         self._deadlines = Deadlines()
         self._aborted: list[str] = []
-        self._moves: list[KVCopy] = []
         self._events: list[TokenEvent] = []
+        # Requests of which an output, or all, ended: their rows are to be freed. In order, for the sake of the moves.
+        self._changed: dict[SequenceGroup, None] = {}
+        self._planned: Planned | None = None
+        self._num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -127,13 +142,23 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a slot."""
-        return len(self._slots)
+        """Requests that hold a slot."""
+        return len(self._ledger.running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for one."""
+        """Requests that wait for one."""
         return len(self._waiting)
+
+    @property
+    def num_rows(self) -> int:
+        """Slots that are taken."""
+        return len(self._ledger.slots)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request lost its slots to a more urgent one."""
+        return self._num_preemptions
 
     @property
     def max_batch_size(self) -> int:
@@ -142,20 +167,23 @@ class Scheduler:
 
     @property
     def kv_usage_ratio(self) -> float:
-        """Share of the K/V memory that is taken; a slot is taken whole."""
-        return len(self._slots) / self._slots.capacity
+        """Share of the K/V memory that is spoken for; what is kept for requests to come counts as free."""
+        return self._ledger.usage_ratio
 
     def add(self, request: GenerationRequest) -> None:
         """Queues a request.
 
         Raises:
-            InvalidRequest: when the id is in use or a length is out of range; nothing was queued then.
+            InvalidRequest: when the id is in use or something is out of range; nothing was queued then.
         """
         if request.request_id in self._live:
             raise InvalidRequest("request_id", request.request_id, "must not be in use by another request")
-        sequence = self._new_sequence(request)
-        self._live[request.request_id] = self._waiting[request.request_id] = sequence
-        self._deadlines.add(sequence)
+        self._check(request)
+        group = self._new_group(request)
+        self._check_size(group)
+        self._live[request.request_id] = group
+        self._waiting.add(group)
+        self._deadlines.add(group)
 
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step boundary; one that is over already is left alone."""
@@ -168,15 +196,19 @@ class Scheduler:
         `now` is in `time.monotonic()` seconds. Every call must be followed by one of `commit` or `fail_running`.
         """
         self._reap(now)
-        plan = StepPlan(self.pieces, self._limits.max_prefill_tokens, self._slots.capacity)
-        for slot, sequence in enumerate(self._slots):
+        self._preempt_for(self._waiting.first)
+        plan = StepPlan(self.pieces, self._limits.max_prefill_tokens, self._limits.max_batch_size)
+        for slot, sequence in enumerate(self._ledger.slots):
             plan.feed(slot, sequence)
-        while self._waiting and self._slots.num_free and plan.can_start(next(iter(self._waiting.values()))):
-            _, sequence = self._waiting.popitem(last=False)
-            sequence.scheduled_time = now
-            plan.start(self._slots.append(sequence), sequence)
-        moves, self._moves = tuple(self._moves), []
-        return plan.build(moves, self._slots)
+        while (group := self._waiting.first) is not None and self._ledger.fits(group):
+            if not plan.can_start(group, self._ledger.num_tokens_at_hand(group)):
+                break
+            self._waiting.remove(group)
+            if group.scheduled_time is None:
+                group.scheduled_time = now
+            plan.start(self._ledger.admit(group), group)
+        self._planned = plan.build(self._ledger.take_operations(), self._ledger.slots)
+        return self._planned.batch
 
     def commit(
         self,
@@ -184,84 +216,114 @@ class Scheduler:
         sampled: Collection[SampledToken | None],
         now: float,
         scored: Collection[tuple[TokenLogprobs, ...] | None] = (),
+        expanded: Collection[tuple[Expansion, ...] | None] = (),
     ) -> tuple[TokenEvent, ...]:
         """Moves every sequence of `batch` forward: the only place where that happens.
 
-        `sampled` answers `batch.samples` one by one, `scored` answers `batch.scores`; None ends the sequence as failed,
-        as does text that cannot be made. Returns all events since the last call, in schedule order.
+        `sampled` answers `batch.samples` one by one, `scored` answers `batch.scores` and `expanded` `batch.beams`; None
+        ends the request as failed, as does text that cannot be made. Returns all events since the last call, in
+        schedule order.
         """
-        for slot, row in enumerate(batch.decode):
-            if not row.is_padding:
-                self._slots[slot].num_computed_tokens += 1
-        for chunk in batch.prefills:
-            self._slots[chunk.slot].num_computed_tokens += len(chunk.token_ids)
-        finished = {
-            score.slot
-            for score, logprobs in zip(batch.scores, scored, strict=True)
-            if self._tell_scores(self._slots[score.slot], logprobs, now, is_end=score.is_end)
-        }
-        finished |= {
-            row.slot
-            for row, result in zip(batch.samples, sampled, strict=True)
-            if row.slot not in finished and self._advance(self._slots[row.slot], result, now)
-        }
-        self._release(finished)
+        planned = self._planned
+        if planned is None or planned.batch is not batch:
+            raise ValueError("only the batch that was scheduled last can be committed, and only once")
+        self._planned = None
+        self._note_computed(batch)
+        slots = self._ledger.slots
+        for score, logprobs in zip(batch.scores, scored, strict=True):
+            self._tell_scores(slots[score.slot].group, logprobs, now, is_end=score.is_end)
+        self._advance_all(planned.sampled, sampled, now)
+        for group, expansions in zip(planned.searched, expanded, strict=True):
+            self._search(group, expansions, now)
+        self._release()
         return self._take_events()
 
     def fail_running(self, error_id: str, now: float) -> tuple[TokenEvent, ...]:
-        """Ends every sequence that holds a slot, because a step failed and their K/V is in doubt.
+        """Ends every request that holds a slot, because a step failed and their K/V is in doubt.
 
         Each gets an `EngineFailed` of its own under the one id: an error is raised once, in one request's stream.
         """
-        for sequence in self._slots:
-            if sequence.request.request_id in self._live:
-                self._fail(sequence, EngineFailed(error_id), now)
-        self._slots = SlotTable(self._limits.max_batch_size)
-        self._moves.clear()
+        self._planned = None
+        for group in self._ledger.fail():
+            if group.request_id in self._live:
+                if group in self._waiting:
+                    self._waiting.remove(group)
+                self._fail(group, EngineFailed(error_id), now)
+        self._changed = {}
         return self._take_events()
 
     @property
     def running_ids(self) -> tuple[str, ...]:
         """The requests that hold a slot."""
-        return tuple(sequence.request.request_id for sequence in self._slots)
+        return tuple(group.request_id for group in self._ledger.running)
+
+    @property
+    def waiting_ids(self) -> tuple[str, ...]:
+        """The requests that wait for one, in the order of their turns."""
+        return tuple(group.request_id for group in self._waiting)
 
     def check_invariants(self) -> None:
-        """Asserts what holds between steps: every live sequence is in one place, and every resident one has K/V.
+        """Asserts what holds between steps: every live request is in one place, and every resident one has K/V.
 
         Raises:
             AssertionError: saying what broke.
         """
-        self._slots.check_invariants()
-        homes = [*self._waiting.values(), *self._slots]
+        self._ledger.check_invariants()
+        homes = [*self._waiting, *self._ledger.running]
         if len(homes) != len(self._live) or set(homes) != set(self._live.values()):
-            raise AssertionError(f"{len(self._live)} live sequences, {len(homes)} in the queue and in slots")
-        for slot, sequence in enumerate(self._slots):
-            if not 0 < sequence.num_computed_tokens < sequence.num_tokens < sequence.max_num_tokens:
+            raise AssertionError(f"{len(self._live)} live requests, {len(homes)} in the queue and in slots")
+        for slot, sequence in enumerate(self._ledger.slots):
+            if not 0 < sequence.num_computed_tokens < sequence.num_tokens < sequence.group.max_num_tokens:
                 raise AssertionError(f"slot {slot}: {sequence.num_computed_tokens} of {sequence.num_tokens} computed")
-        if any(sequence.num_computed_tokens for sequence in self._waiting.values()):
-            raise AssertionError("a waiting sequence has K/V")
+        if any(bool(group.num_computed_tokens) != bool(group.handles) for group in self._waiting):
+            raise AssertionError("a waiting request has K/V that are not saved")
 
-    def _new_sequence(self, request: GenerationRequest) -> Sequence:
-        self._check(request)
+    def _new_group(self, request: GenerationRequest) -> SequenceGroup:
         prompt, prefix, stopping = request.prompt_token_ids, request.target_prefix_token_ids, request.stopping
-        decoder_prompt = prefix if self._model.is_encoder_decoder else prompt
         given = (self._model.decoder_start_id, *prefix) if self._model.is_encoder_decoder else prompt
-        # Nothing comes after the last token of a prompt that is only scored.
-        token_ids = list(given if stopping.max_tokens else given[:-1])
-        return Sequence(
+        eos_ids = frozenset() if stopping.ignore_eos else self._model.eos_ids
+        max_num_tokens = min(self._model.context, len(given) + stopping.max_tokens)
+        beam_search = request.beam_search
+        group = SequenceGroup(
             request=request,
-            token_ids=token_ids,
+            order=next(self._orders),
             source_token_ids=prompt if self._model.is_encoder_decoder else (),
             prompt_token_ids=given,
-            max_num_tokens=min(self._model.context, len(given) + stopping.max_tokens),
-            eos_ids=frozenset() if stopping.ignore_eos else self._model.eos_ids,
-            seed=self._draw_seed() if request.sampling.seed is None else request.sampling.seed,
+            max_num_tokens=max_num_tokens,
+            eos_ids=eos_ids,
+            is_forked=request.beam_search is not None or request.sampling.n == 1,
+            beams=None
+            if beam_search is None
+            else BeamSearch(
+                beam_search,
+                eos_ids=eos_ids,
+                stop_token_ids=stopping.stop_token_ids,
+                max_tokens=max_num_tokens - len(given),
+            ),
+        )
+        seed = self._draw_seed() if request.sampling.seed is None else request.sampling.seed
+        num_sequences = 1 if beam_search is not None else request.sampling.n
+        group.sequences += [self._new_sequence(group, index, seed) for index in range(num_sequences)]
+        return group
+
+    def _new_sequence(self, group: SequenceGroup, index: int, seed: int) -> Sequence:
+        request, given = group.request, group.prompt_token_ids
+        prefix, stopping = request.target_prefix_token_ids, request.stopping
+        seen = prefix if self._model.is_encoder_decoder else given
+        return Sequence(
+            group=group,
+            index=index,
+            # Nothing comes after the last token of a prompt that is only scored.
+            token_ids=list(given if group.generates else given[:-1]),
+            seed=seed,
             text=TextStream(
                 self._decode, stopping.stop, include_stop=stopping.include_stop_in_output, prefix_token_ids=prefix
             )
             if stopping.stop
             else None,
-            rules=make_rules(request.sampling, stopping, self._model.eos_ids, decoder_prompt),
+            rules=make_rules(request.sampling, stopping, self._model.eos_ids, seen)
+            if request.beam_search is None
+            else make_beam_rules(request.beam_search, stopping, self._model.eos_ids, seen),
         )
 
     def _check(self, request: GenerationRequest) -> None:
@@ -287,96 +349,215 @@ class Scheduler:
         if scoring is not None and not 1 <= scoring.start <= most:
             raise InvalidRequest("scoring.start", scoring.start, f"must be from 1 to {most}")
 
+    def _check_size(self, group: SequenceGroup) -> None:
+        """Refuses a request that could not run even alone."""
+        num_rows = group.request.num_rows
+        field = "sampling.n" if group.beams is None else "beam_search.beam_size"
+        if num_rows > self._limits.max_batch_size:
+            limit = f"must be at most {self._limits.max_batch_size}, the sequences that run at once"
+            raise InvalidRequest(field, num_rows, limit)
+        if (needed := self._ledger.worst_case(group)) > self._budget.num_tokens:
+            limit = f"needs K/V of {needed} tokens with this prompt and max_tokens, there are {self._budget.num_tokens}"
+            raise InvalidRequest(field, num_rows, limit)
+
     def _reap(self, now: float) -> None:
-        """Ends expired and aborted sequences, wherever they are.
+        """Ends expired and aborted requests, wherever they are.
 
         An expired one is told so even if it was aborted: a transport's deadline cancels the call at the same moment.
         """
-        num_live = len(self._live)
-        for sequence in self._deadlines.take_expired(now):
-            self._leave(sequence, FinishReason.DEADLINE, now)
+        for group in self._deadlines.take_expired(now):
+            self._finish_early(group, FinishReason.DEADLINE, now)
         for request_id in self._aborted:
             if request_id in self._live:
-                self._leave(self._live[request_id], FinishReason.CANCELLED, now)
+                self._finish_early(self._live[request_id], FinishReason.CANCELLED, now)
         self._aborted.clear()
-        if len(self._live) < num_live:
-            self._release(
-                slot for slot, sequence in enumerate(self._slots) if sequence.request.request_id not in self._live
-            )
+        self._release()
 
-    def _leave(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """Ends a sequence between two tokens, with the text that was held back."""
-        request_id = sequence.request.request_id
-        self._waiting.pop(request_id, None)
+    def _preempt_for(self, head: SequenceGroup | None) -> None:
+        """Takes the places of less urgent requests for the one that waits first, if that lets it start."""
+        if head is None:
+            return
+        lesser = [group for group in self._ledger.running if group.request.priority < head.request.priority]
+        lesser.sort(key=lambda group: group.rank, reverse=True)
+        # Whoever is in the middle of its prompt has all the prefill budget.
+        victims = [group for group in lesser if group.is_in_prompt]
+        for group in lesser:
+            if self._ledger.fits(head, victims):
+                break
+            if group not in victims:
+                victims.append(group)
+        if not self._ledger.fits(head, victims):
+            return
+        for group in victims:
+            self._ledger.preempt(group)
+            self._waiting.add(group)
+            self._num_preemptions += 1
+
+    def _note_computed(self, batch: ScheduledBatch) -> None:
+        """Counts what a batch has computed, and keeps what later requests may want."""
+        slots = self._ledger.slots
+        for slot, row in enumerate(batch.decode):
+            if not row.is_padding:
+                slots[slot].num_computed_tokens += 1
+        for chunk in batch.prefills:
+            slots[chunk.slot].num_computed_tokens += len(chunk.token_ids)
+            self._ledger.keep_chunk(chunk.slot, chunk.start, len(chunk.token_ids))
+        for encoded in batch.encodes:
+            for source in encoded.rows:
+                for slot in source.slots:
+                    slots[slot].group.has_source = True
+                self._ledger.keep_source(source.slots[0])
+
+    def _advance_all(self, sequences: Iterable[Sequence], sampled: Collection[SampledToken | None], now: float) -> None:
+        """Appends every sampled token, and gives outputs that shared a row until now their own."""
+        leaders: dict[SequenceGroup, Sequence] = {}
+        for sequence, result in zip(sequences, sampled, strict=True):
+            if not sequence.group.is_forked:
+                leaders.setdefault(sequence.group, sequence)
+            self._advance(sequence, result, now)
+        for group, leader in leaders.items():
+            group.is_forked = True
+            if group.sequences:
+                self._ledger.fork(leader, group.sequences)
+
+    def _search(self, group: SequenceGroup, expansions: tuple[Expansion, ...] | None, now: float) -> None:
+        """Extends a request's beams, or ends it."""
+        if group.beams is None or group.request_id not in self._live:
+            return
+        if expansions is None:
+            self._fail(group, report_failure(f"request {group.request_id}: its logits are not finite"), now)
+            return
+        extensions = group.beams.advance(expansions)
+        if not extensions:
+            self._tell_hypotheses(group, group.beams.hypotheses(), now)
+            return
+        parents, beams = group.sequences, []
+        births: list[tuple[Sequence, Sequence]] = []
+        for extension in extensions:
+            parent = parents[extension.parent]
+            if parent in beams:
+                beams.append(parent.fork())
+                births.append((beams[-1], parent))
+            else:
+                beams.append(parent)
+        self._ledger.rearrange(births, [parent for parent in parents if parent not in beams])
+        for beam, extension in zip(beams, extensions, strict=True):
+            beam.extend(extension.token_id)
+        if len(beams) < len(parents):
+            self._changed[group] = None
+        group.sequences = beams
+
+    def _tell_hypotheses(self, group: SequenceGroup, hypotheses: Iterable[Hypothesis], now: float) -> None:
+        """Tells of a search that is over, token by token."""
+        group.first_token_time = now
+        for index, hypothesis in enumerate(hypotheses):
+            events = [
+                TokenEvent(
+                    request_id=group.request_id,
+                    output_index=index,
+                    token_id=token_id,
+                    logprobs=None if group.request.logprobs is None else logprobs,
+                )
+                for token_id, logprobs in zip(hypothesis.token_ids, hypothesis.logprobs, strict=True)
+            ]
+            # Where the rules leave nothing to choose at all, there is not even one token.
+            last = events.pop() if events else TokenEvent(request_id=group.request_id, output_index=index)
+            self._events += events
+            self._events.append(
+                dataclasses.replace(
+                    last,
+                    is_mute=group.is_mute(hypothesis.finish_reason),
+                    finish_reason=hypothesis.finish_reason,
+                    matched_stop=hypothesis.matched_stop,
+                    score=hypothesis.score,
+                )
+            )
+        self._end(group, now)
+
+    def _finish_early(self, group: SequenceGroup, reason: FinishReason, now: float) -> None:
+        """Ends a request between two tokens, each output with the text that was held back."""
+        if group in self._waiting:
+            self._waiting.remove(group)
+            self._ledger.forget(group)
+        request_id = group.request_id
         try:
-            text = sequence.flush_text()
+            if group.beams is None:
+                ends = [(sequence.index, sequence.flush_text()) for sequence in group.sequences]
+            else:
+                ends = [(index, None) for index in range(group.request.num_outputs)]
         except Exception as cause:  # a decoder's own: nobody else is concerned
-            self._fail(sequence, report_failure(f"request {request_id}: no text could be made", cause), now)
-        else:
-            self._end(sequence, TokenEvent(request_id=request_id, text=text, finish_reason=reason), now)
+            self._fail(group, report_failure(f"request {request_id}: no text could be made", cause), now)
+            return
+        for index, text in ends:
+            self._events.append(TokenEvent(request_id=request_id, output_index=index, text=text, finish_reason=reason))
+        self._end(group, now)
 
     def _tell_scores(
-        self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...] | None, now: float, *, is_end: bool
-    ) -> bool:
-        """Tells of a prompt's scores; whether the sequence is over, with them or before them."""
-        request_id = sequence.request.request_id
-        if request_id not in self._live:
-            return True
+        self, group: SequenceGroup, logprobs: tuple[TokenLogprobs, ...] | None, now: float, *, is_end: bool
+    ) -> None:
+        """Tells of a prompt's scores, and ends a request that wanted nothing else."""
+        if group.request_id not in self._live:
+            return
         if logprobs is None:
-            self._fail(sequence, report_failure(f"request {request_id}: its logits are not finite"), now)
-            return True
-        event = TokenEvent(request_id=request_id, prompt_logprobs=logprobs)
+            self._fail(group, report_failure(f"request {group.request_id}: its logits are not finite"), now)
+            return
+        reason = FinishReason.LENGTH if is_end else None
+        self._events.append(TokenEvent(request_id=group.request_id, prompt_logprobs=logprobs, finish_reason=reason))
         if is_end:
-            self._end(sequence, dataclasses.replace(event, finish_reason=FinishReason.LENGTH), now)
-        else:
-            self._events.append(event)
-        return is_end
+            self._end(group, now)
 
-    def _advance(self, sequence: Sequence, result: SampledToken | None, now: float) -> bool:
-        """Appends a sampled token and tells of it; whether the sequence is over."""
-        request_id = sequence.request.request_id
+    def _advance(self, sequence: Sequence, result: SampledToken | None, now: float) -> None:
+        """Appends a sampled token and tells of it."""
+        group = sequence.group
+        request_id = group.request_id
+        if request_id not in self._live:
+            return
         if result is None:
-            self._fail(sequence, report_failure(f"request {request_id}: its logits are not finite"), now)
-            return True
+            self._fail(group, report_failure(f"request {request_id}: its logits are not finite"), now)
+            return
         try:
             appended = sequence.append(result.token_id, now)
         except Exception as cause:  # a decoder's own: the neighbours' K/V and tokens are sound
-            self._fail(sequence, report_failure(f"request {request_id}: no text could be made", cause), now)
-            return True
-        event = TokenEvent(
-            request_id=request_id,
-            token_id=result.token_id,
-            is_mute=appended.is_mute,
-            text=appended.text,
-            logprobs=result.logprobs,
-            finish_reason=appended.finish_reason,
-            matched_stop=appended.matched_stop,
+            self._fail(group, report_failure(f"request {request_id}: no text could be made", cause), now)
+            return
+        self._events.append(
+            TokenEvent(
+                request_id=request_id,
+                output_index=sequence.index,
+                token_id=result.token_id,
+                is_mute=appended.is_mute,
+                text=appended.text,
+                logprobs=result.logprobs,
+                finish_reason=appended.finish_reason,
+                matched_stop=appended.matched_stop,
+            )
         )
-        if not event.is_terminal:
-            self._events.append(event)
-            return False
-        self._end(sequence, event, now)
-        return True
+        if appended.finish_reason is None:
+            return
+        group.sequences.remove(sequence)
+        self._changed[group] = None
+        if not group.sequences:
+            self._end(group, now)
 
-    def _fail(self, sequence: Sequence, error: EngineFailed, now: float) -> None:
-        self._end(sequence, TokenEvent(request_id=sequence.request.request_id, error=error), now)
+    def _fail(self, group: SequenceGroup, error: EngineFailed, now: float) -> None:
+        self._events.append(TokenEvent(request_id=group.request_id, error=error))
+        self._end(group, now)
 
-    def _end(self, sequence: Sequence, event: TokenEvent, now: float) -> None:
-        """Makes `event` the sequence's terminal one; its slot is still its own."""
-        del self._live[sequence.request.request_id]
-        self._deadlines.discard(sequence)
-        self._events.append(dataclasses.replace(event, timings=sequence.timings(now)))
+    def _end(self, group: SequenceGroup, now: float) -> None:
+        """Makes the last event the request's terminal one; `_release` takes its rows."""
+        del self._live[group.request_id]
+        self._deadlines.discard(group)
+        self._changed[group] = None
+        group.sequences = []
+        self._events[-1] = dataclasses.replace(
+            self._events[-1], timings=group.timings(now), num_cached_tokens=group.num_cached_tokens
+        )
 
-    def _release(self, slots: Iterable[int]) -> None:
-        """Frees slots and notes the moves; nobody who stays moves twice, for K/V may be megabytes."""
-        freed = deque(sorted(slots))
-        while freed:
-            is_last = freed[-1] == len(self._slots) - 1
-            if move := self._slots.remove(freed.pop() if is_last else freed.popleft()):
-                moved = self._slots[move.target]
-                self._moves.append(
-                    KVCopy(move.source, move.target, moved.num_computed_tokens, len(moved.source_token_ids))
-                )
+    def _release(self) -> None:
+        """Frees the rows of all that ended since the last time."""
+        if self._changed:
+            self._ledger.release(self._changed)
+            self._changed = {}
 
     def _take_events(self) -> tuple[TokenEvent, ...]:
         events, self._events = tuple(self._events), []

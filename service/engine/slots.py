@@ -30,6 +30,7 @@ class SlotTable(Generic[Owner]):
             raise ValueError(f"capacity is {capacity}, must be at least 1")
         self.capacity = capacity
         self._owners: list[Owner] = []
+        self._places: dict[Owner, int] = {}
 
     def __len__(self) -> int:
         return len(self._owners)
@@ -41,6 +42,14 @@ class SlotTable(Generic[Owner]):
         """Owners in slot order."""
         return iter(self._owners)
 
+    def slot_of(self, owner: Owner) -> int:
+        """Where an owner sits.
+
+        Raises:
+            KeyError: when it has no slot.
+        """
+        return self._places[owner]
+
     @property
     def num_free(self) -> int:
         """How many more owners fit."""
@@ -51,11 +60,23 @@ class SlotTable(Generic[Owner]):
 
         Raises:
             IndexError: when the table is full.
+            ValueError: when it has one.
         """
         if not self.num_free:
             raise IndexError(f"all {self.capacity} slots are taken")
+        self._seat(owner, len(self._owners))
         self._owners.append(owner)
         return len(self._owners) - 1
+
+    def replace(self, slot: int, owner: Owner) -> None:
+        """Gives a taken slot, and what is in it, to another owner.
+
+        Raises:
+            ValueError: when that has one.
+        """
+        self._seat(owner, slot)
+        del self._places[self._owners[slot]]
+        self._owners[slot] = owner
 
     def remove(self, slot: int) -> Move | None:
         """Frees `slot`; the move that keeps the table dense, None when the last row left.
@@ -65,10 +86,12 @@ class SlotTable(Generic[Owner]):
         """
         if not 0 <= slot < len(self._owners):
             raise IndexError(f"slot {slot} is free, {len(self._owners)} are taken")
+        del self._places[self._owners[slot]]
         last = self._owners.pop()
         if slot == len(self._owners):
             return None
         self._owners[slot] = last
+        self._places[last] = slot
         return Move(source=len(self._owners), target=slot)
 
     def check_invariants(self) -> None:
@@ -81,3 +104,10 @@ class SlotTable(Generic[Owner]):
             raise AssertionError(f"{len(self._owners)} slots taken of {self.capacity}")
         if len(set(self._owners)) != len(self._owners):
             raise AssertionError(f"an owner holds two slots: {self._owners}")
+        if self._places != {owner: slot for slot, owner in enumerate(self._owners)}:
+            raise AssertionError(f"owners are not where they are looked for: {self._places}")
+
+    def _seat(self, owner: Owner, slot: int) -> None:
+        if owner in self._places:
+            raise ValueError(f"{owner} has slot {self._places[owner]} already")
+        self._places[owner] = slot

@@ -23,8 +23,8 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How the next token is chosen; names and defaults are vLLM's. `temperature` 0 is greedy, `top_k` 0 is off.
 
-    `seed` None lets the engine draw one; the same seed gives the same tokens in any company. `n` outputs are drawn, each
-    by itself: output i is the same whatever `n` is. `logit_bias` is pairs of token id and bias, each id once; no
+    `seed` None lets the engine draw one; the same seed gives the same tokens in any company. `n` outputs are drawn,
+    each by itself: output i is the same whatever `n` is. `logit_bias` is pairs of token id and bias, each id once; no
     `allowed_token_ids` allow all. What each rule does: `service.engine.logits`.
     """
 

@@ -1,4 +1,4 @@
-"""Deadlines come up in their order, those of sequences that are over not at all, and nothing piles up."""
+"""Deadlines come up in their order, those of requests that are over not at all, and nothing piles up."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engine.deadlines import Deadlines
-from service.engine.sequence import Sequence
+from service.engine.sequence import SequenceGroup
 from tests.fakes import request
 
 
-def sequence(deadline: float | None) -> Sequence:
-    return Sequence(
+def group(deadline: float | None) -> SequenceGroup:
+    return SequenceGroup(
         request=request(deadline=deadline),
-        token_ids=[5],
+        order=0,
         source_token_ids=(),
         prompt_token_ids=(5,),
         max_num_tokens=9,
         eos_ids=frozenset(),
-        seed=0,
-        text=None,
-        rules=None,
+        beams=None,
     )
 
 
@@ -32,25 +30,25 @@ def test_deadlines_expire_in_order_and_once_unless_discarded(
     members: list[tuple[int | None, bool]], times: list[int]
 ) -> None:
     deadlines = Deadlines()
-    kept: list[Sequence] = []
+    kept: list[SequenceGroup] = []
     for deadline, is_over in members:
-        one = sequence(deadline)
+        one = group(deadline)
         deadlines.add(one)
         if is_over:
             deadlines.discard(one)
         elif deadline is not None:
             kept.append(one)
     kept.sort(key=lambda one: one.request.deadline or 0)
-    taken: list[Sequence] = []
+    taken: list[SequenceGroup] = []
     for now in times:
         taken += deadlines.take_expired(now)
         assert taken == [one for one in kept if (one.request.deadline or 0) <= now]
 
 
-def test_deadlines_of_sequences_that_are_over_do_not_pile_up() -> None:
+def test_deadlines_of_requests_that_are_over_do_not_pile_up() -> None:
     deadlines = Deadlines()
     for _ in range(10_000):
-        one = sequence(1e9)
+        one = group(1e9)
         deadlines.add(one)
         deadlines.discard(one)
     assert len(deadlines._heap) < 100

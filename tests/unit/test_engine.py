@@ -496,8 +496,8 @@ def test_engine_text_that_cannot_be_flushed_fails_the_request_that_leaves_and_no
     engine = fake_engine()
     engine.add_request(request("a", stopping=StoppingParams(stop=("never",))))
     engine.add_request(request("b", max_tokens=5))
-    (sequence, _) = engine._scheduler._waiting.values()
-    sequence.text = Broken(letters, ("never",))
+    (group, _) = engine._scheduler._waiting
+    group.sequences[0].text = Broken(letters, ("never",))
     outputs = [engine.step()]
     engine.abort("a")
     outputs += drain(engine)
@@ -528,7 +528,8 @@ def test_engine_stats_count_work_and_padding() -> None:
     engine.add_request(request("a", range(3, 8)))
     stats = engine.step().stats
     assert (stats.num_rows, stats.num_tokens, stats.num_padding_tokens) == (1, 5 + 1, 16 - 5)
-    assert (stats.num_running, stats.num_waiting, stats.kv_usage_ratio) == (1, 0, 0.25)
+    # Spoken for are the padded source, the start token and four to generate, of four slots with two contexts each.
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage_ratio) == (1, 0, (16 + 1 + 4) / (4 * 2 * CONTEXT))
     assert stats.run_seconds == 1.0
 
 

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from service.engine.batch import KVCopy, ScheduledBatch
+from service.engine.batch import BeamRow, KVCopy, KVFree, SampleRow, ScheduledBatch
+from service.engine.beam import BeamSearch
 from service.engine.engine import Engine, LastRun
+from service.engine.kv_ledger import KVBudget
 from service.engine.plan import Pieces
 from service.engine.sampler import SampledToken, Sampler, compute_logprobs
 from service.engine.scheduler import EngineLimits, Scheduler
-from service.engine.types import FinishReason, GenerationRequest, PromptScoring, TokenEvent, TokenLogprobs
-from service.errors import EngineFailed, StartupError
-from tests.fakes import CONTEXT, FakeRunner, fake_model, letters, noise, request
+from service.engine.types import (
+    BeamSearchParams,
+    FinishReason,
+    GenerationRequest,
+    PromptScoring,
+    SamplingParams,
+    StoppingParams,
+    TokenEvent,
+    TokenLogprobs,
+)
+from service.errors import EngineFailed, InvalidRequest, StartupError
+from tests.fakes import CONTEXT, EOS, GREEDY, FakeRunner, fake_model, letters, noise, request
 
 LIMITS = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=16)
 
@@ -66,7 +79,7 @@ def test_schedule_puts_a_remainder_of_one_token_into_the_batched_run() -> None:
 def test_schedule_prefill_budget_goes_to_the_oldest_and_nobody_overtakes() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", range(3, 26)))  # 8 + 8 + 7
-    scheduler.add(request("b", range(3, 18)))  # 8 + 7
+    scheduler.add(request("b", range(4, 19)))  # 8 + 7
     scheduler.add(request("c", range(3, 5)))
     assert chunks_of(step(scheduler)) == [(0, 0, 8), (0, 8, 8)]
     assert chunks_of(step(scheduler)) == [(0, 16, 7), (1, 0, 8)]
@@ -89,7 +102,10 @@ def test_schedule_rows_in_the_middle_of_their_prompt_pad_the_batched_run_where_t
     scheduler.abort("x")
     scheduler.add(request("y", [5]))
     batch = step(scheduler)
-    assert batch.moves == (KVCopy(source=1, target=0, num_tokens=16, num_source_tokens=0),)
+    assert batch.kv_operations[-2:] == (
+        KVCopy(source=1, target=0, num_tokens=16, num_source_tokens=0),
+        KVFree(slot=1),
+    )
     assert chunks_of(batch) == [(0, 16, 8), (0, 24, 8)]
     batch = step(scheduler)
     assert [(row.position, row.is_padding) for row in batch.decode] == [(32, True), (0, False)]
@@ -112,9 +128,9 @@ def test_schedule_encodes_sources_of_one_padded_length_together_and_decodes_them
     for name, length in {"a": 3, "b": 17, "c": 16}.items():
         scheduler.add(request(name, range(3, 3 + length)))
     batch = step(scheduler)
-    assert [(group.padded_length, [row.slot for row in group.rows]) for group in batch.encodes] == [
-        (16, [0, 2]),
-        (32, [1]),
+    assert [(group.padded_length, [row.slots for row in group.rows]) for group in batch.encodes] == [
+        (16, [(0,), (2,)]),
+        (32, [(1,)]),
     ]
     assert [row.source_length for row in batch.decode] == [3, 17, 16]
     assert len(batch.samples) == 3
@@ -129,11 +145,11 @@ def test_schedule_pads_sources_no_further_than_the_context() -> None:
 
 def test_schedule_a_source_longer_than_the_budget_still_runs_but_alone() -> None:
     scheduler = make_scheduler(encoder_decoder=True)
-    for name in "ab":
-        scheduler.add(request(name, range(3, 43)))
+    scheduler.add(request("a", range(3, 43)))
+    scheduler.add(request("b", range(4, 44)))
     assert [group.padded_length for group in step(scheduler).encodes] == [48]
     assert scheduler.num_waiting == 1
-    assert [row.slot for group in step(scheduler).encodes for row in group.rows] == [1]
+    assert [row.slots for group in step(scheduler).encodes for row in group.rows] == [(1,)]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8))
@@ -146,9 +162,10 @@ def test_schedule_rows_that_outlive_those_that_end_together_move_at_most_once(en
     num_left = ends.count(False)
     batch = step(scheduler)
     survivors = [slot for slot, is_end in enumerate(ends) if not is_end]
-    assert [move.target for move in batch.moves] == [slot for slot in range(num_left) if slot not in survivors]
-    assert sorted(move.source for move in batch.moves) == [slot for slot in survivors if slot >= num_left]
-    assert all(move.num_tokens == 2 for move in batch.moves)
+    moves = [operation for operation in batch.kv_operations if isinstance(operation, KVCopy)]
+    assert [move.target for move in moves] == [slot for slot in range(num_left) if slot not in survivors]
+    assert sorted(move.source for move in moves) == [slot for slot in survivors if slot >= num_left]
+    assert all(move.num_tokens == 2 for move in moves)
     assert [row.position for row in batch.decode] == [2] * num_left
 
 
@@ -231,6 +248,11 @@ def test_schedule_first_token_comes_within_the_promised_number_of_steps(
         assert first[str(index)] <= pieces_ahead
 
 
+BUDGET = KVBudget(num_tokens=2 * 2 * CONTEXT + 24, page_tokens=4)
+"""Two requests of either family at their longest, and a little: less than four slots could hold."""
+SAMPLED = SamplingParams(temperature=1.5, seed=7)
+
+
 class Life(RuleBasedStateMachine):
     """Requests come, go, expire and fail in any order; the model of them is a dict from id to what must come next."""
 
@@ -242,10 +264,12 @@ class Life(RuleBasedStateMachine):
         self.fails = False
         self.was_run = False
         self.runner = FakeRunner(LIMITS.max_batch_size, before_run=self.on_batch)
-        self.scheduler = make_scheduler(encoder_decoder=self.encoder_decoder)
+        model = fake_model(encoder_decoder=self.encoder_decoder)
+        self.scheduler = Scheduler(LIMITS, model, letters, BUDGET)
         self.engine = Engine(self.scheduler, self.runner, Sampler(), LastRun(), lambda: self.now)
         self.requests: dict[str, GenerationRequest] = {}
-        self.tokens: dict[str, list[int]] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], FinishReason] = {}
         self.scores: dict[str, list[TokenLogprobs]] = {}
         self.terminal: Counter[str] = Counter()
         self.doomed: set[str] = set()
@@ -254,13 +278,12 @@ class Life(RuleBasedStateMachine):
         """What every batch must satisfy, whatever led to it."""
         busy = [slot for slot, row in enumerate(batch.decode) if not row.is_padding]
         busy += sorted({chunk.slot for chunk in batch.prefills})
-        assert sorted(busy) == list(range(self.scheduler.num_running)), "every resident row is fed, and fed once"
+        assert sorted(busy) == list(range(self.scheduler.num_rows)), "every resident row is fed, and fed once"
         costs = [group.padded_length for group in batch.encodes for _ in group.rows]
         costs += [len(chunk.token_ids) for chunk in batch.prefills]
         assert sum(costs) <= LIMITS.max_prefill_tokens or len(costs) == 1
         assert all(chunk.start % LIMITS.prefill_chunk == 0 for chunk in batch.prefills)
         assert all(len(chunk.token_ids) <= LIMITS.prefill_chunk for chunk in batch.prefills)
-        assert all(move.num_tokens < CONTEXT for move in batch.moves)
         assert sum(chunk.num_scored for chunk in batch.prefills) <= LIMITS.max_prefill_tokens
         if self.fails:
             raise RuntimeError("the runner fails")
@@ -268,29 +291,60 @@ class Life(RuleBasedStateMachine):
 
     @rule(
         length=st.integers(1, CONTEXT - 1),
+        kind=st.integers(0, 2),
         max_tokens=st.integers(0, 12),
         lifetime=st.none() | st.integers(1, 6),
         prefix_length=st.integers(0, 5),
         is_scored=st.booleans(),
+        num_rows=st.integers(1, 3),
+        is_search=st.booleans(),
+        priority=st.integers(-1, 1),
     )
-    def add(self, length: int, max_tokens: int, lifetime: int | None, prefix_length: int, is_scored: bool) -> None:
+    def add(
+        self,
+        length: int,
+        kind: int,
+        max_tokens: int,
+        lifetime: int | None,
+        prefix_length: int,
+        is_scored: bool,
+        num_rows: int,
+        is_search: bool,
+        priority: int,
+    ) -> None:
         name = f"r{len(self.requests)}"
-        prompt = [3 + (length + len(self.requests) * i) % 29 for i in range(length)]
+        # Prompts of one kind begin alike.
+        prompt = [3 + (length + kind * i if self.encoder_decoder else kind * i) % 29 for i in range(length)]
         deadline = None if lifetime is None else self.now + lifetime
         prefix = range(4, 4 + prefix_length) if self.encoder_decoder else ()
         num_given = 1 + prefix_length if self.encoder_decoder else length
-        self.requests[name] = request(
+        one = request(
             name,
             prompt,
             # Without a token that could be scored there must be one to generate.
-            max_tokens=max_tokens if is_scored and num_given > 1 else max(max_tokens, 1),
+            max_tokens=max_tokens if is_scored and num_given > 1 and num_rows == 1 else max(max_tokens, 1),
+            sampling=GREEDY if is_search or num_rows == 1 else dataclasses.replace(SAMPLED, n=num_rows),
+            beam_search=BeamSearchParams(beam_size=num_rows, num_hypotheses=1 + num_rows // 2) if is_search else None,
             deadline=deadline,
             target_prefix=prefix,
             scoring=PromptScoring() if is_scored else None,
+            priority=priority,
         )
-        self.tokens[name] = []
+        if one.beam_search is not None and not one.stopping.max_tokens:
+            one = dataclasses.replace(one, stopping=StoppingParams(max_tokens=1))
+        source, given = self.given(one)
+        row = BUDGET.pages(min(CONTEXT, len(given) + one.stopping.max_tokens)) + BUDGET.pages(
+            -(-len(source) // 16) * 16
+        )
+        if one.num_rows * row > BUDGET.num_tokens:
+            with pytest.raises(InvalidRequest, match=r"(sampling\.n|beam_search\.beam_size)"):
+                self.engine.add_request(one)
+            return
+        self.requests[name] = one
         self.scores[name] = []
-        self.engine.add_request(self.requests[name])
+        for index in range(one.num_outputs):
+            self.tokens[name, index] = []
+        self.engine.add_request(one)
 
     @rule(data=st.data())
     @precondition(lambda self: self.requests)
@@ -312,7 +366,7 @@ class Life(RuleBasedStateMachine):
         running = self.engine.num_running
         self.observe()
         self.fails = False
-        assert self.engine.num_running == 0, f"of {running} rows some survived a failed step"
+        assert self.engine.num_running == 0, f"of {running} requests some survived a failed step"
 
     def observe(self) -> None:
         expired = {
@@ -321,36 +375,78 @@ class Life(RuleBasedStateMachine):
             if not self.terminal[name] and one.deadline is not None and one.deadline <= self.now
         }
         self.was_run = False
+        before = set(self.scheduler.running_ids)
         output = self.engine.step()
         assert self.was_run or self.fails, "the runner refused the batch"
+        if not self.fails:
+            assert self.runner.num_held_tokens(BUDGET) <= BUDGET.num_tokens
         for event in output.events:
-            name = event.request_id
-            assert not self.terminal[name], "an event after the terminal one"
-            assert event.error is None or self.fails, "the batch was refused while it ran"
-            self.terminal[name] += event.is_terminal
-            self.scores[name] += event.prompt_logprobs
-            if event.finish_reason is FinishReason.LENGTH:
-                assert self.scores[name] == self.expected_scores(name)
-            if event.token_id is not None:
-                assert name not in expired | self.doomed
-                assert event.token_id == self.expected(name)
-                self.tokens[name].append(event.token_id)
+            self.take(event, expired)
         assert all(self.terminal[name] == 1 for name in expired | self.doomed), "they leave at the next step boundary"
         self.doomed.clear()
         waiting, running = output.stats.num_waiting, output.stats.num_running
         assert waiting + running == sum(not self.terminal[name] for name in self.requests)
+        ranks = {name: (-self.requests[name].priority, int(name[1:])) for name in self.requests}
+        started = set(self.scheduler.running_ids) - before
+        assert all(ranks[name] < ranks[other] for name in started for other in self.scheduler.waiting_ids), "overtaken"
 
-    def given(self, name: str) -> tuple[tuple[int, ...], list[int]]:
-        prompt, prefix = self.requests[name].prompt_token_ids, self.requests[name].target_prefix_token_ids
+    def take(self, event: TokenEvent, expired: set[str]) -> None:
+        name, output = event.request_id, (event.request_id, event.output_index)
+        one = self.requests[name]
+        assert not self.terminal[name], "an event after the terminal one"
+        assert event.error is None or self.fails, "the batch was refused while it ran"
+        assert output not in self.reasons, "an event after an output's last one"
+        assert event.num_cached_tokens <= one.num_prompt_tokens
+        self.terminal[name] += event.is_terminal
+        self.scores[name] += event.prompt_logprobs
+        if event.token_id is not None:
+            assert name not in expired | self.doomed
+            if one.beam_search is None:
+                assert event.token_id == self.expected(one, event.output_index)
+            self.tokens[output].append(event.token_id)
+        if event.finish_reason is not None:
+            self.reasons[output] = event.finish_reason
+        if event.finish_reason is FinishReason.LENGTH:
+            assert self.scores[name] == self.expected_scores(one)
+        if event.is_terminal and event.error is None:
+            assert all((name, index) in self.reasons for index in range(one.num_outputs)), "an output without an end"
+            if one.beam_search is not None and event.finish_reason is FinishReason.LENGTH:
+                self.check_search(one)
+
+    def given(self, one: GenerationRequest) -> tuple[tuple[int, ...], list[int]]:
+        prompt, prefix = one.prompt_token_ids, one.target_prefix_token_ids
         return (prompt, [1, *prefix]) if self.encoder_decoder else ((), list(prompt))
 
-    def expected(self, name: str) -> int:
-        source, tokens = self.given(name)
-        return int(noise(source, tokens + self.tokens[name]).argmax())
+    def expected(self, one: GenerationRequest, index: int) -> int:
+        source, given = self.given(one)
+        tokens = given + self.tokens[one.request_id, index]
+        row = noise(source, tokens)
+        if one.sampling.n == 1:
+            return int(row.argmax())
+        sample = SampleRow(0, index, len(tokens), one.sampling, 7, None)
+        (sampled,) = Sampler().sample(row[np.newaxis], [sample])
+        assert sampled is not None
+        return sampled.token_id
 
-    def expected_scores(self, name: str) -> list[TokenLogprobs]:
-        source, tokens = self.given(name)
-        if self.requests[name].scoring is None:
+    def check_search(self, one: GenerationRequest) -> None:
+        """The same search, by itself."""
+        assert one.beam_search is not None
+        source, given = self.given(one)
+        max_tokens = min(CONTEXT - len(given), one.stopping.max_tokens)
+        search = BeamSearch(one.beam_search, max_tokens, frozenset({EOS}), frozenset())
+        beams = [given]
+        while not search.is_over:
+            logits = np.stack([noise(source, beam) for beam in beams])
+            row = BeamRow(tuple(range(len(beams))), search.num_candidates, (None,) * len(beams), None)
+            (expansions,) = Sampler().expand(logits, [row])
+            assert expansions is not None
+            beams = [[*beams[each.parent], each.token_id] for each in search.advance(expansions)]
+        for index, hypothesis in enumerate(search.hypotheses()):
+            assert tuple(self.tokens[one.request_id, index]) == hypothesis.token_ids
+
+    def expected_scores(self, one: GenerationRequest) -> list[TokenLogprobs]:
+        source, tokens = self.given(one)
+        if one.scoring is None:
             return []
         return [compute_logprobs(noise(source, tokens[:at]), tokens[at], 0) for at in range(1, len(tokens))]
 

@@ -51,12 +51,26 @@ def test_slots_need_a_capacity() -> None:
         SlotTable(0)
 
 
-def test_slots_an_owner_with_two_rows_is_found() -> None:
+def test_slots_an_owner_with_a_row_gets_no_second_one() -> None:
+    table: SlotTable[str] = SlotTable(3)
+    table.append("a")
+    table.append("b")
+    with pytest.raises(ValueError, match="a has slot 0"):
+        table.append("a")
+    with pytest.raises(ValueError, match="a has slot 0"):
+        table.replace(1, "a")
+    table.check_invariants()
+    assert list(table) == ["a", "b"]
+
+
+def test_slots_a_replaced_owner_leaves_its_row_to_the_next() -> None:
     table: SlotTable[str] = SlotTable(2)
     table.append("a")
-    table.append("a")
-    with pytest.raises(AssertionError, match="two slots"):
-        table.check_invariants()
+    table.replace(0, "b")
+    table.check_invariants()
+    assert table.slot_of("b") == 0
+    with pytest.raises(KeyError):
+        table.slot_of("a")
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 7)), max_size=60))
@@ -73,3 +87,4 @@ def test_slots_contents_that_follow_the_moves_stay_with_their_owner(actions: lis
                 contents[move.target] = contents[move.source]
         table.check_invariants()
         assert [contents[row] for row in range(len(table))] == list(table)
+        assert [table.slot_of(owner) for owner in table] == list(range(len(table)))

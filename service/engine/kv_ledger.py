@@ -1,0 +1,323 @@
+"""Where K/V are, and whose: rows, one budget for all that lives and all that is kept, and what has to be copied for it.
+
+    budget = reserved by requests that run (their longest possible end, for each of their rows)
+           + kept of requests that were preempted (what they had computed)
+           + kept for later requests: the prefix cache, which gives way to the other two
+
+A request is admitted only if its worst case fits, so that nobody who runs is ever ended for want of memory. Preempting
+cannot get more out of a CPU's memory than that: what is saved lies in the memory that was to be won. It takes places
+from requests for more urgent ones, and is undone bit for bit.
+
+Everything is decided here in plain ints and written down as operations, in an order in which they can be carried out
+one by one. Knows no tensors and no queue.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from service.engine.batch import KVCopy, KVDrop, KVFree, KVOperation, KVRestore, KVRetain, KVSave
+from service.engine.plan import Pieces
+from service.engine.prefix_cache import KeptPiece, PrefixCache, TokenIds
+from service.engine.sequence import Sequence, SequenceGroup
+from service.engine.slots import SlotTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVBudget:
+    """How many tokens' K/V there may be; a row's are counted in whole pages of `page_tokens`."""
+
+    num_tokens: int
+    page_tokens: int = 1
+
+    def pages(self, num_tokens: int) -> int:
+        """Tokens that a row of `num_tokens` takes."""
+        return -(-num_tokens // self.page_tokens) * self.page_tokens
+
+
+class KVLedger:
+    """Rows, reservations and kept copies.
+
+    Args:
+        num_slots: rows that there are.
+        budget: tokens that there may be.
+        pieces: how prompts are cut, and so how they are kept.
+    """
+
+    def __init__(self, num_slots: int, budget: KVBudget, pieces: Pieces) -> None:
+        self._slots: SlotTable[Sequence] = SlotTable(num_slots)
+        self._budget = budget
+        self._pieces = pieces
+        self._cache = PrefixCache()
+        self._num_rows: dict[SequenceGroup, int] = {}
+        self._num_saved: dict[SequenceGroup, int] = {}
+        self._num_reserved_rows = 0
+        self._num_reserved_tokens = 0
+        self._handles = itertools.count(1)
+        self._operations: list[KVOperation] = []
+        self._in_flight: tuple[KVOperation, ...] = ()
+
+    @property
+    def slots(self) -> SlotTable[Sequence]:
+        """Which row is whose; changed here alone."""
+        return self._slots
+
+    @property
+    def running(self) -> Collection[SequenceGroup]:
+        """The requests that hold rows."""
+        return self._num_rows.keys()
+
+    @property
+    def usage_ratio(self) -> float:
+        """Share of the budget that running and preempted requests take; the prefix cache gives way, so it is free."""
+        return self._num_live_tokens / self._budget.num_tokens
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Tokens that the prefix cache holds."""
+        return self._cache.num_tokens
+
+    def worst_case(self, group: SequenceGroup) -> int:
+        """Tokens to be reserved for all rows of a request."""
+        return _num_rows(group) * self._row_tokens(group)
+
+    def fits(self, group: SequenceGroup, without: Collection[SequenceGroup] = ()) -> bool:
+        """Whether a request could be admitted, were those of `without` preempted first."""
+        num_rows = self._slots.capacity - self._num_reserved_rows + sum(self._num_rows[each] for each in without)
+        num_tokens = self._budget.num_tokens - self._num_live_tokens + self._num_saved.get(group, 0)
+        num_tokens += sum(self._num_rows[each] * self._row_tokens(each) - self._saved_tokens(each) for each in without)
+        return _num_rows(group) <= num_rows and self.worst_case(group) <= num_tokens
+
+    def num_tokens_at_hand(self, group: SequenceGroup) -> int:
+        """Tokens of a waiting request's prompt, or of its source, whose K/V are kept."""
+        return sum(len(piece.token_ids) for piece in self._at_hand(group))
+
+    def admit(self, group: SequenceGroup) -> list[int]:
+        """Gives a request that fits its rows, with all of its K/V that are at hand; the slots, by row."""
+        for piece in self._at_hand(group)[-1:]:
+            self._cache.use(piece)
+        self._num_saved.pop(group, None)
+        self._reserve(group, _num_rows(group))
+        self._make_room(0)
+        slots = [self._slots.append(sequence) for sequence in group.rows]
+        if group.handles:
+            for handle, slot in zip(group.handles, slots, strict=True):
+                self._operations += [KVRestore(handle, slot), KVDrop(handle)]
+            group.handles = ()
+            return slots
+        leader = group.rows[0]
+        for piece in self._at_hand(group):
+            self._operations.append(KVRestore(piece.handle, slots[0]))
+            group.num_cached_tokens += len(piece.token_ids)
+            if group.source_token_ids:
+                group.has_source = True
+            else:
+                leader.num_computed_tokens += len(piece.token_ids)
+                group.kept = piece
+        return slots
+
+    def fork(self, leader: Sequence, heirs: Collection[Sequence]) -> None:
+        """Gives each of the heirs a row with the leader's K/V; the leader's own row to the first, if it is not one."""
+        source = self._slots.slot_of(leader)
+        others = deque(heir for heir in heirs if heir is not leader)
+        for heir in others:
+            heir.num_computed_tokens = leader.num_computed_tokens
+        if others and leader not in heirs:
+            self._slots.replace(source, others.popleft())
+        for heir in others:
+            self._copy(source, self._slots.append(heir), heir)
+
+    def rearrange(self, births: Iterable[tuple[Sequence, Sequence]], dead: Iterable[Sequence]) -> None:
+        """Gives each child its parent's K/V, in the row of one of the dead where there is one.
+
+        Children have not been extended yet, and parents live on.
+        """
+        left = list(dead)
+        for child, parent in births:
+            source = self._slots.slot_of(parent)
+            if not left:
+                self._copy(source, self._slots.append(child), child)
+                continue
+            # What both begin with has the same K/V, wherever it was computed; and so has their source.
+            last = left.pop()
+            target, start = self._slots.slot_of(last), last.num_tokens_shared_with(parent)
+            self._slots.replace(target, child)
+            if start < parent.num_computed_tokens:
+                self._operations.append(KVCopy(source, target, parent.num_computed_tokens, 0, start))
+
+    def release(self, groups: Collection[SequenceGroup]) -> None:
+        """Frees the rows of requests whose sequences have left them; nobody who stays moves twice.
+
+        A request with no `sequences` is over, and one with fewer than before needs no more than these.
+        """
+        self._free(
+            slot
+            for slot, sequence in enumerate(self._slots)
+            if sequence.group in groups and sequence not in sequence.group.rows
+        )
+        for group in groups:
+            if group in self._num_rows:
+                self._reserve(group, _num_rows(group) if group.sequences else 0)
+
+    def preempt(self, group: SequenceGroup) -> None:
+        """Saves the rows of a running request and takes them away."""
+        self._num_saved[group] = self._saved_tokens(group)
+        handles = []
+        for sequence in group.rows:
+            handles.append(handle := next(self._handles))
+            slot = self._slots.slot_of(sequence)
+            self._operations.append(KVSave(slot, handle, sequence.num_computed_tokens, len(group.source_token_ids)))
+        group.handles = tuple(handles)
+        self._free([self._slots.slot_of(sequence) for sequence in group.rows])
+        self._reserve(group, 0)
+
+    def forget(self, group: SequenceGroup) -> None:
+        """Drops what is saved of a request that will not come back."""
+        self._operations += map(KVDrop, group.handles)
+        group.handles = ()
+        self._num_saved.pop(group, None)
+
+    def keep_chunk(self, slot: int, start: int, num_tokens: int) -> None:
+        """Keeps a chunk that a prefill has just computed, if it is a whole one, all before it is kept, and it fits."""
+        sequence = self._slots[slot]
+        group = sequence.group
+        if num_tokens < self._pieces.chunk or (start > 0 and (group.kept is None or group.kept not in self._cache)):
+            return
+        token_ids = tuple(sequence.token_ids[start : start + num_tokens])
+        parent = group.kept if start else None
+        if (piece := self._keep(token_ids, parent)) is not None:
+            self._operations.append(KVSave(slot, piece.handle, start + num_tokens, 0, start))
+        group.kept = self._cache.get(parent, token_ids)
+
+    def keep_source(self, slot: int) -> None:
+        """Keeps a source that has just been encoded, if it fits."""
+        token_ids = self._slots[slot].group.source_token_ids
+        if (piece := self._keep(token_ids, None)) is not None:
+            self._operations.append(KVSave(slot, piece.handle, 0, len(token_ids)))
+
+    def take_operations(self) -> tuple[KVOperation, ...]:
+        """What is to be carried out before the next run, in this order."""
+        self._in_flight, self._operations = tuple(self._operations), []
+        return self._in_flight
+
+    def fail(self) -> list[SequenceGroup]:
+        """A run failed, so that no row is to be trusted: empties all rows and the cache; whose K/V are lost.
+
+        Lost, too, is who was to be saved in that run. What others saved before is sound.
+        """
+        unsaved = {operation.handle for operation in self._in_flight if isinstance(operation, KVSave)}
+        lost = [*self._num_rows, *(group for group in self._num_saved if unsaved.intersection(group.handles))]
+        for group in lost:
+            self._num_saved.pop(group, None)
+            group.handles = ()
+        num_slots = self._slots.capacity
+        self._slots = SlotTable(num_slots)
+        self._cache = PrefixCache()
+        self._num_rows.clear()
+        self._num_reserved_rows = self._num_reserved_tokens = 0
+        kept = frozenset(handle for group in self._num_saved for handle in group.handles)
+        self._operations = [KVRetain(kept), *map(KVFree, range(num_slots))]
+        self._in_flight = ()
+        return lost
+
+    def check_invariants(self) -> None:
+        """Asserts that nothing is owned twice, lost or beyond the budget.
+
+        Raises:
+            AssertionError: saying what broke.
+        """
+        self._slots.check_invariants()
+        self._cache.check_invariants()
+        owners = {sequence for group in self._num_rows for sequence in group.rows}
+        if owners != set(self._slots):
+            raise AssertionError("rows are held by other sequences than those of running requests")
+        if any(len(group.rows) > num_rows for group, num_rows in self._num_rows.items()):
+            raise AssertionError("a request holds more rows than it reserved")
+        if self._num_reserved_rows != sum(self._num_rows.values()) or self._num_reserved_rows > self._slots.capacity:
+            raise AssertionError(f"{self._num_reserved_rows} rows reserved of {self._slots.capacity}")
+        reserved = sum(num_rows * self._row_tokens(group) for group, num_rows in self._num_rows.items())
+        if self._num_reserved_tokens != reserved:
+            raise AssertionError(f"{self._num_reserved_tokens} tokens counted as reserved, {reserved} are")
+        if self._num_live_tokens + self._cache.num_tokens > self._budget.num_tokens:
+            raise AssertionError(f"beyond the budget of {self._budget.num_tokens} tokens")
+        if any(bool(group.handles) != (group in self._num_saved) for group in (*self._num_rows, *self._num_saved)):
+            raise AssertionError("a request runs and is saved, or neither")
+
+    @property
+    def _num_live_tokens(self) -> int:
+        return self._num_reserved_tokens + sum(self._num_saved.values())
+
+    def _row_tokens(self, group: SequenceGroup) -> int:
+        source = self._pieces.padded_source_length(len(group.source_token_ids))
+        return self._budget.pages(group.max_num_tokens) + self._budget.pages(source)
+
+    def _saved_tokens(self, group: SequenceGroup) -> int:
+        row = self._budget.pages(group.num_computed_tokens) + self._budget.pages(len(group.source_token_ids))
+        return len(group.rows) * row
+
+    def _free(self, slots: Iterable[int]) -> None:
+        num_before = len(self._slots)
+        freed = deque(sorted(slots))
+        while freed:
+            is_last = freed[-1] == len(self._slots) - 1
+            if move := self._slots.remove(freed.pop() if is_last else freed.popleft()):
+                self._copy(move.source, move.target, self._slots[move.target])
+        self._operations += map(KVFree, range(len(self._slots), num_before))
+
+    def _reserve(self, group: SequenceGroup, num_rows: int) -> None:
+        change = num_rows - self._num_rows.get(group, 0)
+        self._num_reserved_rows += change
+        self._num_reserved_tokens += change * self._row_tokens(group)
+        if num_rows:
+            self._num_rows[group] = num_rows
+        else:
+            del self._num_rows[group]
+
+    def _make_room(self, num_tokens: int) -> bool:
+        """Drops kept pieces until `num_tokens` more fit; False, and nothing is dropped, if they cannot."""
+        room = self._budget.num_tokens - self._num_live_tokens - num_tokens
+        if room < 0:
+            return False
+        while self._cache.num_tokens > room:
+            self._operations.append(KVDrop(self._cache.take_oldest().handle))
+        return True
+
+    def _keep(self, token_ids: TokenIds, parent: KeptPiece | None) -> KeptPiece | None:
+        """A new piece to be filled, unless it is kept already or has no room."""
+        if (found := self._cache.get(parent, token_ids)) is not None:
+            self._cache.use(found)
+            return None
+        if parent is not None:
+            self._cache.use(parent)
+        num_tokens = self._budget.pages(len(token_ids))
+        if not self._make_room(num_tokens) or (parent is not None and parent not in self._cache):
+            return None
+        piece = KeptPiece(next(self._handles), token_ids, num_tokens, parent)
+        self._cache.add(piece)
+        return piece
+
+    def _at_hand(self, group: SequenceGroup) -> list[KeptPiece]:
+        return [] if group.handles else self._cache.find(self._pieces_of(group))
+
+    def _pieces_of(self, group: SequenceGroup) -> Iterator[TokenIds]:
+        """What may be found of a request: its source, or the chunks of its prompt whose logits nobody wants."""
+        if group.source_token_ids:
+            yield group.source_token_ids
+            return
+        leader, scoring = group.sequences[0], group.request.scoring
+        end = leader.num_tokens - 1 if scoring is None else min(leader.num_tokens - 1, scoring.start - 1)
+        chunk = self._pieces.chunk
+        for start in range(0, end - chunk + 1, chunk):
+            yield tuple(leader.token_ids[start : start + chunk])
+
+    def _copy(self, source: int, target: int, owner: Sequence) -> None:
+        copy = KVCopy(source, target, owner.num_computed_tokens, len(owner.group.source_token_ids))
+        self._operations.append(copy)
+
+
+def _num_rows(group: SequenceGroup) -> int:
+    """Rows that a request may come to hold from now on."""
+    return group.request.num_rows if group.beams is not None else len(group.sequences)
