@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from service.engine.batch import SampleRow
-from service.engine.logits import LogitsRules, TokenCounts, make_rules
+from service.engine.logits import LogitsRules, TokenHistory, make_rules
 from service.engine.sampler import SampledToken, Sampler, compute_logprobs
 from service.engine.types import SamplingParams, StoppingParams
 
@@ -81,7 +81,7 @@ def test_rules_give_what_their_definitions_give(
 
 @given(st.lists(TOKENS), st.lists(TOKENS, max_size=60))
 def test_counts_are_those_of_a_counter(prompt: list[int], output: list[int]) -> None:
-    counts = TokenCounts(prompt)
+    counts = TokenHistory(prompt)
     for token_id in output:
         counts.add(token_id)
     assert counts.token_ids.tolist() == list(dict.fromkeys([*prompt, *output]))
@@ -90,7 +90,7 @@ def test_counts_are_those_of_a_counter(prompt: list[int], output: list[int]) -> 
 
 
 def test_counts_outgrow_any_capacity() -> None:
-    counts = TokenCounts(range(100, 150))
+    counts = TokenHistory(range(100, 150))
     for token_id in [*range(1000), *range(1000)]:
         counts.add(token_id)
     assert dict(zip(counts.token_ids.tolist(), counts.counts.tolist(), strict=True)) == dict.fromkeys(range(1000), 2.0)
@@ -124,7 +124,7 @@ def test_rules_keep_extreme_logits_finite_and_the_row_alive(temperature: float) 
         assert rules is not None
         assert np.isfinite(rules.apply(row)).all()
         params = dataclasses.replace(sampling, temperature=temperature)
-        (result,) = Sampler().sample(row[np.newaxis], [SampleRow(0, 3, params, 1, None, rules)])
+        (result,) = Sampler().sample(row[np.newaxis], [SampleRow(0, 0, 3, params, 1, None, rules)])
         assert result == SampledToken(0, None)
 
 
@@ -168,7 +168,7 @@ def test_tokens_are_drawn_from_the_distribution_that_the_rules_leave(
 ) -> None:
     prompt, output = [1, 1, 3, 6], [4, 4, 4, 1, 9]
     rules = rules_after(sampling, stopping, prompt, output)
-    samples = [SampleRow(0, position, sampling, 11, None, rules) for position in range(4000)]
+    samples = [SampleRow(0, 0, position, sampling, 11, None, rules) for position in range(4000)]
     drawn = [each.token_id for each in Sampler().sample(CHI_SQUARE_ROW[np.newaxis], samples) if each is not None]
     counts = np.bincount(drawn, minlength=VOCAB_SIZE)
     assert counts.sum() == len(samples)
@@ -180,7 +180,7 @@ def test_greedy_takes_the_best_of_what_the_rules_leave() -> None:
     row = np.array([[5.0, 4.0, 3.0, 2.0]], np.float32)
     rules = make_rules(SamplingParams(logit_bias=((3, 1.5),), allowed_token_ids=(2, 3)), StoppingParams(), (), ())
     params = SamplingParams(temperature=0.0)
-    assert Sampler().sample(row, [SampleRow(0, 1, params, 0, None, rules)]) == (SampledToken(3, None),)
+    assert Sampler().sample(row, [SampleRow(0, 0, 1, params, 0, None, rules)]) == (SampledToken(3, None),)
 
 
 def test_filters_work_on_what_the_rules_leave() -> None:
@@ -189,7 +189,7 @@ def test_filters_work_on_what_the_rules_leave() -> None:
     for top_k, possible in {2: {2, 3}, 4: {2, 3, 4}}.items():
         params = SamplingParams(top_k=top_k, allowed_token_ids=(2, 3, 4))
         rules = make_rules(params, StoppingParams(), (), ())
-        results = [Sampler().sample(row, [SampleRow(0, at, params, 3, None, rules)])[0] for at in range(100)]
+        results = [Sampler().sample(row, [SampleRow(0, 0, at, params, 3, None, rules)])[0] for at in range(100)]
         assert {result.token_id for result in results if result is not None} == possible
 
 
@@ -197,11 +197,11 @@ def test_logprobs_do_not_feel_the_rules() -> None:
     row = np.array([[5.0, 4.0, 3.0, 2.0]], np.float32)
     params = SamplingParams(temperature=0.0, repetition_penalty=2.0, allowed_token_ids=(2, 3))
     rules = make_rules(params, StoppingParams(), (), [2])
-    (result,) = Sampler().sample(row, [SampleRow(0, 1, params, 0, 2, rules)])
+    (result,) = Sampler().sample(row, [SampleRow(0, 0, 1, params, 0, 2, rules)])
     assert result == SampledToken(3, compute_logprobs(row[0], 3, 2))
 
 
 def test_row_that_is_not_finite_fails_whatever_its_rules() -> None:
     row = np.array([[np.nan, 1.0, np.inf]], np.float32)
     rules = make_rules(SamplingParams(allowed_token_ids=(1,)), StoppingParams(), (), ())
-    assert Sampler().sample(row, [SampleRow(0, 1, SamplingParams(), 0, None, rules)]) == (None,)
+    assert Sampler().sample(row, [SampleRow(0, 0, 1, SamplingParams(), 0, None, rules)]) == (None,)

@@ -34,7 +34,7 @@ PARAMS = st.builds(
 
 
 def row_of(slot: int, position: int = 9, seed: int = 1, logprobs: int | None = None, **params: float) -> SampleRow:
-    return SampleRow(slot, position, SamplingParams(**params), seed, logprobs)  # type: ignore[arg-type]
+    return SampleRow(slot, 0, position, SamplingParams(**params), seed, logprobs)  # type: ignore[arg-type]
 
 
 def truncated_weights(row: Float32, params: SamplingParams) -> Float32:
@@ -45,9 +45,9 @@ def truncated_weights(row: Float32, params: SamplingParams) -> Float32:
     return weights
 
 
-def fresh_draw(seed: int, position: int) -> float:
-    """The definition of a draw."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
+def fresh_draw(seed: int, position: int, output_index: int = 0) -> float:
+    """The definition of a draw: a stream of its own, 128 bits of key, for each seed and output."""
+    return float(np.random.Generator(np.random.Philox(key=seed + (output_index << 64), counter=position)).random())
 
 
 def softmax(values: list[float]) -> list[float]:
@@ -97,7 +97,7 @@ def test_sampler_filters_leave_what_their_definition_leaves(row: Float32, params
 def test_sampler_draws_a_token_that_survived_and_has_weight(
     row: Float32, params: SamplingParams, seed: int, position: int
 ) -> None:
-    (result,) = Sampler().sample(row[np.newaxis], [SampleRow(0, position, params, seed, None)])
+    (result,) = Sampler().sample(row[np.newaxis], [SampleRow(0, 0, position, params, seed, None)])
     assert isinstance(result, SampledToken)
     assert truncated_weights(row, params)[result.token_id] > 0
 
@@ -121,23 +121,28 @@ def test_sampler_never_draws_what_has_no_weight() -> None:
     assert {result.token_id for result in results if isinstance(result, SampledToken)} == {3, 300}
 
 
-def test_sampler_uniform_draws_differ_by_position_and_by_seed() -> None:
-    draws = {Draws().uniform(seed, position) for seed in (0, 1, 2**64 - 1) for position in range(100)}
-    assert len(draws) == 300
+def test_sampler_uniform_draws_differ_by_position_by_seed_and_by_output() -> None:
+    draws = {
+        Draws().uniform(seed, output_index, position)
+        for seed in (0, 1, 2**64 - 1)
+        for output_index in (0, 1, 2, 1000)
+        for position in range(100)
+    }
+    assert len(draws) == 1200
     assert all(0 <= draw < 1 for draw in draws)
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40)), max_size=20))
-def test_sampler_uniform_draws_are_those_of_a_fresh_generator(keys: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 1000), st.integers(0, 2**40)), max_size=20))
+def test_sampler_uniform_draws_are_those_of_a_fresh_generator(keys: list[tuple[int, int, int]]) -> None:
     """Bit for bit, whatever was drawn before."""
     draws = Draws()
-    for seed, position in [(0, 0), (2**64 - 1, 0), *keys]:
-        assert draws.uniform(seed, position) == fresh_draw(seed, position)
+    for seed, output_index, position in [(0, 0, 0), (2**64 - 1, 0, 0), *keys]:
+        assert draws.uniform(seed, output_index, position) == fresh_draw(seed, position, output_index)
 
 
 def test_sampler_greedy_takes_the_lowest_id_on_ties() -> None:
     logits = np.array([[1, 3, 3, 0], [5, 5, 5, 5]], np.float32)
-    results = Sampler().sample(logits, [SampleRow(slot, 1, GREEDY, 0, None) for slot in (0, 1)])
+    results = Sampler().sample(logits, [SampleRow(slot, 0, 1, GREEDY, 0, None) for slot in (0, 1)])
     assert [result.token_id for result in results if isinstance(result, SampledToken)] == [1, 0]
 
 
@@ -183,7 +188,7 @@ def test_sampler_results_do_not_depend_on_company_slot_or_order(logits: Float32,
 def test_sampler_looks_only_at_the_rows_it_is_asked_for() -> None:
     logits = np.full((4, 3), np.nan, np.float32)
     logits[2] = [0, 9, 1]
-    assert Sampler().sample(logits, [SampleRow(2, 1, GREEDY, 0, None)]) == (SampledToken(1, None),)
+    assert Sampler().sample(logits, [SampleRow(2, 0, 1, GREEDY, 0, None)]) == (SampledToken(1, None),)
     assert Sampler().sample(logits, []) == ()
 
 
