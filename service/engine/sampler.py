@@ -33,6 +33,7 @@ Int64 = npt.NDArray[np.int64]
 # Below this sampling is greedy, as in vLLM: float32 could not hold the scaled logits.
 _MIN_TEMPERATURE = 1e-5
 _BLOCK = 256
+_FOLDS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +194,10 @@ def _expand_beams(logits: Float32, beams: BeamRow) -> tuple[Expansion, ...] | No
 def _expand(row: Float32, rules: LogitsRules | None, num_candidates: int, num_top: int | None) -> Expansion:
     chosen_from = row if rules is None else rules.apply(row)
     normalizer = _compute_normalizer(row)
-    token_ids = _find_top(chosen_from, num_candidates)
+    token_ids = _rank_highest(chosen_from, num_candidates)
     # What is masked comes last, if at all.
     token_ids = token_ids[: int((chosen_from[token_ids] > -np.inf).sum())]
-    top = _find_top(row, num_top or 0)
+    top = _rank_highest(row, num_top or 0)
     return Expansion(
         token_ids,
         row[token_ids].astype(np.float64) - normalizer,
@@ -223,34 +224,30 @@ def truncate(row: Float32, params: SamplingParams, highest: np.float32) -> Candi
         params: temperature 1e-5 or more.
         highest: the row's maximum.
     """
+    token_ids = _find_highest(row, params.top_k) if 0 < params.top_k < len(row) else None
     # Shifted before it is scaled, so that the best token's value is 0 and whatever overflows is as unlikely as it gets.
-    scaled: Float32 = row - highest
+    scaled: Float32 = (row if token_ids is None else row[token_ids]) - highest
     if params.temperature != 1:
         scaled /= params.temperature
-    threshold = math.log(params.min_p) if params.min_p > 0 else -math.inf
-    if 0 < params.top_k < len(scaled):
-        threshold = max(threshold, float(np.partition(scaled, -params.top_k)[-params.top_k]))
-    token_ids = None
-    if threshold > -math.inf:
+    if params.min_p > 0:
         # Before the exponential, of which few are needed then.
-        token_ids = (scaled >= threshold).nonzero()[0]
-        scaled = scaled[token_ids]
+        kept = (scaled >= math.log(params.min_p)).nonzero()[0]
+        token_ids = kept if token_ids is None else token_ids[kept]
+        scaled = scaled[kept]
     candidates = Candidates(token_ids, np.exp(scaled, out=scaled))
-    if params.top_p < 1:
-        weights = candidates.weights
-        candidates = candidates.keep((weights >= _nucleus_threshold(weights, params.top_p)).nonzero()[0])
-    return candidates
+    return candidates if params.top_p >= 1 else _keep_nucleus(candidates, params.top_p)
 
 
-def _nucleus_threshold(weights: Float32, top_p: float) -> float:
-    """The least weight in the smallest set of tokens that holds `top_p` of the mass (Holtzman et al., 2020)."""
-    total = float(weights.sum(dtype=np.float64))
+def _keep_nucleus(candidates: Candidates, top_p: float) -> Candidates:
+    """The smallest set of tokens that holds `top_p` of the mass (Holtzman et al., 2020), and those that tie with it."""
+    total = float(candidates.weights.sum(dtype=np.float64))
     # The tokens below this share hold less than 1 - top_p together, so that none of them is needed; leaving them out
     # of the sort makes a peaked distribution over a large vocabulary cheap.
-    candidates = weights[(weights >= (1 - top_p) * total / len(weights)).nonzero()[0]]
-    candidates.sort()
-    descending = candidates[::-1]
-    return float(descending[_locate(descending, _running_totals(descending), top_p * total, "left")])
+    least = (1 - top_p) * total / len(candidates.weights)
+    candidates = candidates.keep((candidates.weights >= least).nonzero()[0])
+    descending = np.sort(candidates.weights)[::-1]
+    last = _locate(descending, _running_totals(descending), top_p * total, "left")
+    return candidates.keep((candidates.weights >= descending[last]).nonzero()[0])
 
 
 def _invert(weights: Float32, draw: float) -> int:
@@ -277,7 +274,7 @@ def _locate(weights: Float32, totals: Float64, target: float, side: Literal["lef
 def compute_logprobs(row: Float32, token_id: int, num_top: int) -> TokenLogprobs:
     """Natural-log probabilities of raw logits `[V] float32`: the token's and the `num_top` best, ties by lower id."""
     normalizer = _compute_normalizer(row)
-    top = _find_top(row, num_top)
+    top = _rank_highest(row, num_top)
     return TokenLogprobs(
         logprob=float(row[token_id]) - normalizer,
         top_token_ids=tuple(top.tolist()),
@@ -289,13 +286,31 @@ def _compute_normalizer(row: Float32) -> float:
     """The logarithm of the sum of exponentials."""
     highest = row.max()
     with np.errstate(over="ignore"):
-        return float(highest) + math.log(float(np.exp(row - highest).sum(dtype=np.float64)))
+        weights = row - highest
+    np.exp(weights, out=weights)
+    return float(highest) + math.log(float(weights.sum(dtype=np.float64)))
 
 
-def _find_top(row: Float32, count: int) -> Int64:
-    """The `count` highest, or all if there are fewer, the highest first, ties by lower id."""
+def _rank_highest(row: Float32, count: int) -> Int64:
+    """The places of the `count` highest values, or of all if there are fewer: the highest first, ties by lower place."""
     count = min(count, len(row))
     if not count:
         return np.empty(0, np.int64)
-    candidates = np.flatnonzero(row >= np.partition(row, -count)[-count])
-    return candidates[np.argsort(-row[candidates], kind="stable")[:count]]
+    places = _find_highest(row, count)
+    return places[np.argsort(-row[places], kind="stable")[:count]]
+
+
+def _find_highest(row: Float32, count: int) -> Int64:
+    """The places of the `count` highest values (at least 1, at most all) and of those that tie with the last, ascending.
+
+    Selecting among all values would cost more than all the rest of sampling. So the row is folded into columns: the
+    `count` columns with the highest maxima hold that many values that are no lower than the last of those maxima, and
+    whatever is lower cannot be among the highest. Few others are left to select from.
+    """
+    places = None
+    if count < (width := len(row) // _FOLDS):
+        maxima = row[: width * _FOLDS].reshape(_FOLDS, width).max(axis=0)
+        places = (row >= np.partition(maxima, width - count)[width - count]).nonzero()[0]
+    values = row if places is None else row[places]
+    kept: Int64 = (values >= np.partition(values, len(values) - count)[len(values) - count]).nonzero()[0]
+    return kept if places is None else places[kept]
