@@ -292,7 +292,7 @@ def _compute_normalizer(row: Float32) -> float:
 
 
 def _rank_highest(row: Float32, count: int) -> Int64:
-    """The places of the `count` highest values, or of all if there are fewer: the highest first, ties by lower place."""
+    """The places of the `count` highest values, or of all if there are fewer: highest first, ties by lower place."""
     count = min(count, len(row))
     if not count:
         return np.empty(0, np.int64)
@@ -301,7 +301,7 @@ def _rank_highest(row: Float32, count: int) -> Int64:
 
 
 def _find_highest(row: Float32, count: int) -> Int64:
-    """The places of the `count` highest values (at least 1, at most all) and of those that tie with the last, ascending.
+    """The places of the `count` highest values (1 to all of them) and of those that tie with the last, ascending.
 
     Selecting among all values would cost more than all the rest of sampling. So the row is folded into columns: the
     `count` columns with the highest maxima hold that many values that are no lower than the last of those maxima, and

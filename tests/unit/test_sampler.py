@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from service.engine.batch import SampleRow
-from service.engine.sampler import Draws, SampledToken, Sampler, compute_logprobs, truncate
-from service.engine.types import SamplingParams
+from service.engine.batch import BeamRow, SampleRow
+from service.engine.logits import make_beam_rules
+from service.engine.sampler import Draws, Expansion, SampledToken, Sampler, compute_logprobs, truncate
+from service.engine.types import BeamSearchParams, SamplingParams, StoppingParams
 
 Float32 = npt.NDArray[np.float32]
 LEAST_WEIGHT = float(np.finfo(np.float32).smallest_subnormal)
@@ -211,6 +212,104 @@ def test_logprobs_are_raw_and_ranked_with_ties_by_lower_id(row: Float32, num_top
     ranked = sorted(range(len(row)), key=lambda i: (-row[i], i))[:num_top]
     assert list(result.top_token_ids) == ranked
     assert list(result.top_logprobs) == pytest.approx([expected[i] for i in ranked], abs=1e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [63, 64, 1000, 4099])
+@pytest.mark.parametrize("num_levels", [2, 40, 10**6])
+def test_highest_of_a_long_row_are_those_of_a_sort(vocab_size: int, num_levels: int) -> None:
+    """However few levels there are to tie on, and wherever the row is folded."""
+    rng = np.random.default_rng([vocab_size, num_levels])
+    row = rng.integers(-num_levels, num_levels, vocab_size).astype(np.float32) / np.float32(num_levels)
+    ranked = sorted(range(vocab_size), key=lambda i: (-row[i], i))
+    for count in (1, 2, 30, 31, 62, vocab_size // 33, vocab_size - 1, vocab_size):
+        assert list(compute_logprobs(row, 0, count).top_token_ids) == ranked[:count]
+        least = row[ranked[count - 1]]
+        kept = np.flatnonzero(truncated_weights(row, SamplingParams(top_k=count)))
+        assert kept.tolist() == [i for i in range(vocab_size) if row[i] >= least]
+
+
+def beams_of(logits: Float32, num_candidates: int, num_top: int | None = None) -> BeamRow:
+    return BeamRow(tuple(range(len(logits))), num_candidates, (None,) * len(logits), num_top)
+
+
+def as_lists(expansion: Expansion) -> tuple[list[int], list[float], tuple[int, ...], tuple[float, ...]]:
+    return (
+        expansion.token_ids.tolist(),
+        expansion.logprobs.tolist(),
+        expansion.top_token_ids,
+        expansion.top_logprobs,
+    )
+
+
+@given(ROWS, st.integers(1, 45), st.integers(0, 5))
+def test_expansion_is_the_most_probable_continuations(row: Float32, num_candidates: int, num_top: int) -> None:
+    ((expansion,),) = Sampler().expand(row[np.newaxis], [beams_of(row[np.newaxis], num_candidates, num_top)])  # type: ignore[misc]
+    expected = [math.log(share) for share in softmax(row.tolist())]
+    ranked = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    assert expansion.token_ids.tolist() == ranked[:num_candidates]
+    assert expansion.logprobs.dtype == np.float64
+    np.testing.assert_allclose(expansion.logprobs, [expected[i] for i in ranked[:num_candidates]], atol=1e-6)
+    for index, token_id in enumerate(ranked[:num_candidates]):
+        assert expansion.describe(index) == compute_logprobs(row, token_id, num_top)
+
+
+def test_expansion_leaves_out_what_is_masked_and_renormalises_nothing() -> None:
+    row = np.array([[3.0, 2.0, 1.0, 0.0]], np.float32)
+    rules = make_beam_rules(BeamSearchParams(beam_size=3, no_repeat_ngram_size=1), StoppingParams(), (), [0, 2])
+    nothing = make_beam_rules(BeamSearchParams(beam_size=3, no_repeat_ngram_size=1), StoppingParams(), (), range(4))
+    (results,) = Sampler().expand(row, [BeamRow((0, 0, 0), 3, (None, rules, nothing), None)])
+    assert results is not None
+    free, ruled, empty = results
+    assert free.token_ids.tolist() == [0, 1, 2]
+    assert ruled.token_ids.tolist() == [1, 3]
+    assert ruled.logprobs[0] == free.logprobs[1]
+    assert ruled.top_token_ids == ()
+    assert len(empty.token_ids) == len(empty.logprobs) == 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_expansion_of_a_non_finite_row_fails_with_its_request_alone(bad: float) -> None:
+    logits = np.array([[1, 2, 3], [1, bad, 3], [3, 2, 1]], np.float32)
+    good = BeamRow((2, 0), 2, (None, None), None)
+    assert [each is None for each in Sampler().expand(logits, [BeamRow((0, 1), 2, (None, None), None), good])] == [
+        True,
+        False,
+    ]
+    assert Sampler().expand(logits, []) == ()
+
+
+@given(
+    key=st.integers(0, 99),
+    vocab_size=st.sampled_from([33, 257, 2050]),
+    order=st.permutations(range(6)),
+    sizes=st.lists(st.integers(1, 3), min_size=2, max_size=4).filter(lambda sizes: sum(sizes) <= 6),
+)
+def test_expansion_does_not_depend_on_company_slot_or_order(
+    key: int, vocab_size: int, order: list[int], sizes: list[int]
+) -> None:
+    """Bit for bit."""
+    logits = np.random.default_rng(key).standard_normal((6, vocab_size), dtype=np.float32) * 4
+    alone = []
+    for row in logits:
+        ((expansion,),) = Sampler().expand(row[np.newaxis], [beams_of(row[np.newaxis], 7, 3)])  # type: ignore[misc]
+        alone.append(as_lists(expansion))
+    # Row order[s] lies in slot s, and the slots are shared out among groups.
+    ends = np.cumsum(sizes)
+    groups = [tuple(range(end - size, end)) for end, size in zip(ends.tolist(), sizes, strict=True)]
+    crowded = Sampler().expand(logits[order], [BeamRow(slots, 7, (None,) * len(slots), 3) for slots in groups])
+    for slots, expansions in zip(groups, crowded, strict=True):
+        assert expansions is not None
+        assert [as_lists(each) for each in expansions] == [alone[order[slot]] for slot in slots]
+
+
+def test_outputs_are_the_same_whatever_their_number() -> None:
+    """Several outputs of one row: each by draws of its own, the first as if it were alone."""
+    logits = np.zeros((1, 1000), np.float32)
+    rows = [SampleRow(0, i, 7, SamplingParams(n=8), 5, None) for i in range(8)]
+    together = Sampler().sample(logits, rows)
+    assert [Sampler().sample(logits, [row])[0] for row in rows] == list(together)
+    assert together[0] == Sampler().sample(logits, [row_of(0, 7, seed=5)])[0]
+    assert len({result.token_id for result in together if result is not None}) > 4
 
 
 def test_logprobs_do_not_feel_temperature_or_truncation() -> None:
