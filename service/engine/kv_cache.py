@@ -1,20 +1,23 @@
-"""Keys and values of the sequences that hold a slot.
+"""Keys and values of the sequences that hold a slot, and copies of them that are kept.
 
 `KVCache` is what every backend promises, `SlotKV` the backend of the CPU graph: for each layer one buffer over all
 slots, bound to the graph as past and as present, so that a step writes in place and the active rows are a prefix
-view. Changed by the runner alone. Knows no sequences: rows are slots, lengths come with the call.
+view. Changed by the runner alone. Knows no sequences and no budget: rows are slots, lengths come with the operation,
+and what is kept, for whom and how long is the scheduler's business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
 from model.config import ModelConfig
-from service.engine.batch import KVCopy
+from service.engine.batch import KVCopy, KVDrop, KVFree, KVOperation, KVRestore, KVSave
+from service.engine.pages import Pages
 from service.errors import StartupError
 
 Float32 = npt.NDArray[np.float32]
@@ -29,24 +32,42 @@ class KVCache(Protocol):
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory set aside, used or not."""
+        """Memory set aside for rows, used or not."""
 
-    def move(self, move: KVCopy) -> None:
-        """Copies the valid part of one row over another; the rest of the target is undefined afterwards."""
+    @property
+    def stored_bytes(self) -> int:
+        """Memory of the copies that are kept, which is besides."""
 
-    def write_cross(self, slots: Sequence[int], tensors: Sequence[Float32]) -> None:
+    def apply(self, operation: KVOperation) -> None:
+        """Carries out one operation (`service.engine.batch`).
+
+        Raises:
+            KeyError: when nothing is kept under a handle that is restored or dropped.
+            ValueError: when something is kept already under the handle of a copy to be kept.
+        """
+
+    def write_cross(self, slots: Sequence[Sequence[int]], tensors: Sequence[Float32]) -> None:
         """Stores encoded sources.
 
         Args:
-            slots: which row each source belongs to.
+            slots: which rows each source belongs to.
             tensors: for each layer K then V, `[len(slots), kv_heads, source, head_dim] float32`.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A part of a row: self positions from `start` on, `[tensors, kv_heads, length, head_dim]`, and cross positions."""
+
+    start: int
+    own: Float32
+    cross: Float32
 
 
 class SlotKV:
     """K/V of a fixed number of rows, each with room for a whole context.
 
-    Memory is reserved at once and touched as it is used: a row that nobody has filled costs address space only.
+    Memory is reserved at once and touched as it is used, by the page: what nobody has filled costs address space only.
 
     Args:
         config: the model's sizes.
@@ -65,8 +86,10 @@ class SlotKV:
         num_tensors = 2 * config.num_layers
         row = (config.num_kv_heads, config.context, config.head_dim)
         cross_row = (config.num_kv_heads, config.source_context, config.head_dim)
-        self._own = np.zeros((num_tensors, num_slots, *row), np.float32)
-        self._cross = np.zeros((num_tensors if config.is_encoder_decoder else 0, num_slots, *cross_row), np.float32)
+        self._own_pages = Pages((num_tensors, num_slots, *row), np.float32)
+        self._cross_pages = Pages((num_tensors if config.is_encoder_decoder else 0, num_slots, *cross_row), np.float32)
+        self._own, self._cross = self._own_pages.array, self._cross_pages.array
+        self._kept: dict[int, _Kept] = {}
 
     @property
     def num_slots(self) -> int:
@@ -75,8 +98,13 @@ class SlotKV:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory set aside, used or not."""
+        """Memory set aside for rows, used or not."""
         return self._own.nbytes + self._cross.nbytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Memory of the copies that are kept, which is besides."""
+        return sum(kept.own.nbytes + kept.cross.nbytes for kept in self._kept.values())
 
     @property
     def own(self) -> tuple[Float32, ...]:
@@ -88,13 +116,55 @@ class SlotKV:
         """For each layer K then V of the sources: `[slots, kv_heads, source_context, head_dim] float32`, live."""
         return tuple(self._cross)
 
-    def move(self, move: KVCopy) -> None:
-        """Copies the valid part of one row over another, all layers at once."""
-        own, cross = slice(move.num_tokens), slice(move.num_source_tokens)
-        self._own[:, move.target, :, own] = self._own[:, move.source, :, own]
-        self._cross[:, move.target, :, cross] = self._cross[:, move.source, :, cross]
+    def apply(self, operation: KVOperation) -> None:
+        """Carries out one operation, on all layers; see `KVCache.apply`."""
+        match operation:
+            case KVCopy():
+                self._copy(operation)
+            case KVSave():
+                self._save(operation)
+            case KVRestore():
+                kept = self._kept[operation.handle]
+                _write(self._own, operation.slot, kept.start, kept.own)
+                _write(self._cross, operation.slot, 0, kept.cross)
+            case KVDrop():
+                del self._kept[operation.handle]
+            case KVFree():
+                for pages in (self._own_pages, self._cross_pages):
+                    for rows in pages.array:
+                        pages.release(rows[operation.slot])
+            case _:
+                assert_never(operation)
 
-    def write_cross(self, slots: Sequence[int], tensors: Sequence[Float32]) -> None:
+    def write_cross(self, slots: Sequence[Sequence[int]], tensors: Sequence[Float32]) -> None:
         """Stores encoded sources, padding included: it is never attended to."""
         for buffer, tensor in zip(self._cross, tensors, strict=True):
-            buffer[list(slots), :, : tensor.shape[2]] = tensor
+            for source, rows in zip(tensor, slots, strict=True):
+                buffer[list(rows), :, : tensor.shape[2]] = source
+
+    def _copy(self, copy: KVCopy) -> None:
+        own, cross = slice(copy.start, copy.num_tokens), slice(copy.num_source_tokens)
+        # One tensor at a time: over all of them NumPy cannot tell that rows do not overlap, and copies twice.
+        for rows in self._own:
+            rows[copy.target, :, own] = rows[copy.source, :, own]
+        for rows in self._cross:
+            rows[copy.target, :, cross] = rows[copy.source, :, cross]
+
+    def _save(self, save: KVSave) -> None:
+        if save.handle in self._kept:
+            raise ValueError(f"handle {save.handle} is in use")
+        own = _compact(self._own, save.slot, save.start, save.num_tokens)
+        cross = _compact(self._cross, save.slot, 0, save.num_source_tokens)
+        self._kept[save.handle] = _Kept(save.start, own, cross)
+
+
+def _compact(buffers: Float32, slot: int, start: int, stop: int) -> Float32:
+    """A copy of positions `[start, stop)` of a row, all tensors, in memory of its own."""
+    num_tensors, _, num_heads, _, head_dim = buffers.shape
+    kept = Pages((num_tensors, num_heads, stop - start, head_dim), buffers.dtype).array
+    kept[:] = buffers[:, slot, :, start:stop]
+    return kept
+
+
+def _write(buffers: Float32, slot: int, start: int, kept: Float32) -> None:
+    buffers[:, slot, :, start : start + kept.shape[2]] = kept

@@ -46,19 +46,19 @@ class _Replay:
 
     def run(self, logits: dict[Feed, Float32]) -> None:
         """Feeds every step and files the logits of each of its feeds."""
-        moves: tuple[KVCopy, ...] = ()
+        copies: tuple[KVCopy, ...] = ()
         for step in self._case.steps:
             feeds = [feed for feed in step if feed.row in self._group]
             if not feeds:
                 continue
-            output = self._runner.run(self._batch(feeds, moves))
+            output = self._runner.run(self._batch(feeds, copies))
             slots = {row: slot for slot, row in enumerate(self._slots)}
             for feed in feeds:
                 logits[feed] = output[slots[feed.row]].copy()
                 self._num_computed[feed.row] += feed.count
-            moves = tuple(self._release())
+            copies = tuple(self._release())
 
-    def _batch(self, feeds: Sequence[Feed], moves: tuple[KVCopy, ...]) -> ScheduledBatch:
+    def _batch(self, feeds: Sequence[Feed], copies: tuple[KVCopy, ...]) -> ScheduledBatch:
         joining = [(self._slots.append(feed.row), feed.row) for feed in feeds if feed.start == 0]
         sources = [
             EncodeRow((slot,), tuple(self._case.sources[row].tolist())) for slot, row in joining if self._case.sources
@@ -66,7 +66,7 @@ class _Replay:
         slots = {row: slot for slot, row in enumerate(self._slots)}
         decoding = {slots[feed.row] for feed in feeds if feed.count == 1}
         return ScheduledBatch(
-            kv_operations=moves,
+            kv_operations=copies,
             encodes=self._pieces.group_sources(sources),
             decode=tuple(
                 self._decode_row(self._slots[slot], is_padding=slot not in decoding)
@@ -89,12 +89,12 @@ class _Replay:
 
     def _release(self) -> list[KVCopy]:
         """Frees the slots of rows that have fed all their tokens, the highest first."""
-        moves = []
+        copies = []
         for slot in reversed(range(len(self._slots))):
             row = self._slots[slot]
             if self._num_computed[row] < len(self._case.sequences[row]):
                 continue
             if move := self._slots.remove(slot):
                 moved = self._slots[move.target]
-                moves.append(KVCopy(move.source, move.target, self._num_computed[moved], self._source_length(moved)))
-        return moves
+                copies.append(KVCopy(move.source, move.target, self._num_computed[moved], self._source_length(moved)))
+        return copies

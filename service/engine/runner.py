@@ -86,8 +86,8 @@ class OrtRunner:
 
     def run(self, batch: ScheduledBatch) -> Float32:
         """Runs one step; see `Runner.run`."""
-        for move in batch.moves:
-            self.kv.move(move)
+        for operation in batch.kv_operations:
+            self.kv.apply(operation)
         for group in batch.encodes:
             self._encode(group)
         if batch.decode:
@@ -111,7 +111,7 @@ class OrtRunner:
             ids[: len(row.token_ids)] = row.token_ids
         source_lengths = np.array([len(row.token_ids) for row in group.rows], np.int32)
         tensors = self._encoder.run({"source_ids": source_ids, "source_lengths": source_lengths})
-        self.kv.write_cross([row.slot for row in group.rows], tensors)
+        self.kv.write_cross([row.slots for row in group.rows], tensors)
 
     def _decode(self, rows: Sequence[DecodeRow]) -> None:
         """One token for each of the slots `0 … n-1`."""

@@ -1,12 +1,14 @@
-"""What every `KVCache` promises, whatever it is made of: rows keep their valid part through any moves.
+"""What every `KVCache` promises, whatever it is made of: rows and kept copies hold their bits through any operations.
 
 A backend joins by adding a `Backend` to `BACKENDS`: how to make one, and how a graph would write and read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.config import Architecture, ModelConfig
-from service.engine.batch import KVCopy
+from service.engine.batch import KVCopy, KVDrop, KVFree, KVOperation, KVRestore, KVSave
 from service.engine.kv_cache import KVCache, SlotKV
 from service.errors import StartupError
 
 Float32 = npt.NDArray[np.float32]
 
 NUM_SLOTS = 4
-CONTEXT = 6
-SOURCE_CONTEXT = 5
+NUM_HANDLES = 3
+# Rows of several pages whose borders are not pages' borders.
+CONTEXT = 600
+SOURCE_CONTEXT = 500
 DECODER_ONLY = ModelConfig(
     architecture=Architecture.DECODER_ONLY,
     vocab_size=8,
@@ -45,17 +49,18 @@ ENCODER_DECODER = ModelConfig(
     num_heads=2,
     d_ff=8,
 )
+STATM = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A cache and the graph's side of it: `write` stores a value at one position of a row in every layer, K and V;
-    `read` and `read_cross` give a row's first positions as `[2 * layers, kv_heads, length, head_dim]`."""
+    """A cache and the graph's side of it: `write` stores values `[2 * layers, kv_heads, length, head_dim]` at a row's
+    positions from `start` on; `read` and `read_cross` give those of `[start, stop)`."""
 
     make: Callable[[ModelConfig, int], KVCache]
-    write: Callable[[KVCache, int, int, float], None]
-    read: Callable[[KVCache, int, int], Float32]
-    read_cross: Callable[[KVCache, int, int], Float32]
+    write: Callable[[KVCache, int, int, Float32], None]
+    read: Callable[[KVCache, int, int, int], Float32]
+    read_cross: Callable[[KVCache, int, int, int], Float32]
 
 
 def slot_kv(cache: KVCache) -> SlotKV:
@@ -63,25 +68,131 @@ def slot_kv(cache: KVCache) -> SlotKV:
     return cache
 
 
-def slot_write(cache: KVCache, slot: int, position: int, value: float) -> None:
-    for buffer in slot_kv(cache).own:
-        buffer[slot, :, position] = value
+def slot_write(cache: KVCache, slot: int, start: int, values: Float32) -> None:
+    for buffer, tensor in zip(slot_kv(cache).own, values, strict=True):
+        buffer[slot, :, start : start + tensor.shape[1]] = tensor
+
+
+def slot_read(buffers: Sequence[Float32], slot: int, start: int, stop: int) -> Float32:
+    return np.stack([buffer[slot, :, start:stop] for buffer in buffers])
 
 
 SLOT_KV = Backend(
     make=lambda config, num_slots: SlotKV(config, num_slots, None),
     write=slot_write,
-    read=lambda cache, slot, length: np.stack([buffer[slot, :, :length] for buffer in slot_kv(cache).own]),
-    read_cross=lambda cache, slot, length: np.stack([buffer[slot, :, :length] for buffer in slot_kv(cache).cross]),
+    read=lambda cache, slot, start, stop: slot_read(slot_kv(cache).own, slot, start, stop),
+    read_cross=lambda cache, slot, start, stop: slot_read(slot_kv(cache).cross, slot, start, stop),
 )
 BACKENDS = pytest.mark.parametrize("backend", [SLOT_KV], ids=["slot"])
 FAMILIES = pytest.mark.parametrize("config", [DECODER_ONLY, ENCODER_DECODER], ids=lambda c: c.architecture)
 
 
-def sources(config: ModelConfig, count: int, length: int, seed: int = 0) -> list[Float32]:
-    shape = (count, config.num_kv_heads, length, config.head_dim)
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal(shape, np.float32) for _ in range(2 * config.num_layers)]
+def values_of(config: ModelConfig, stamps: npt.NDArray[np.int64]) -> Float32:
+    """`[2 * layers, kv_heads, len(stamps), head_dim]`: bits of all kinds, NaN too, that no two places share."""
+    shape = (2 * config.num_layers, config.num_kv_heads, 1, config.head_dim)
+    places = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
+    bits = (stamps[:, np.newaxis] * 997 + places) * 2654435761
+    return (bits % 2**32).astype(np.uint32).view(np.float32)
+
+
+class PlainModel:
+    """Rows and kept copies as a stamp for each position, -1 where nothing is promised."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self.own = np.full((NUM_SLOTS, config.context), -1, np.int64)
+        self.cross = np.full((NUM_SLOTS, config.source_context), -1, np.int64)
+        self.kept: dict[int, tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+
+    def apply(self, operation: KVOperation) -> type[Exception] | None:
+        """What the operation does; the error that it must raise instead."""
+        match operation:
+            case KVCopy(source, target, num_tokens, num_source_tokens, start):
+                self.own[target, start:num_tokens] = self.own[source, start:num_tokens]
+                self.cross[target, :num_source_tokens] = self.cross[source, :num_source_tokens]
+                self.own[target, num_tokens:] = -1
+            case KVSave(slot, handle, num_tokens, num_source_tokens, start):
+                if handle in self.kept:
+                    return ValueError
+                cross = self.cross[slot, :num_source_tokens].copy()
+                self.kept[handle] = (start, self.own[slot, start:num_tokens].copy(), cross)
+            case KVRestore(handle, slot):
+                if handle not in self.kept:
+                    return KeyError
+                start, own, cross = self.kept[handle]
+                self.own[slot, start : start + len(own)] = own
+                self.cross[slot, : len(cross)] = cross
+            case KVDrop(handle):
+                return None if self.kept.pop(handle, None) else KeyError
+            case KVFree(slot):
+                self.own[slot] = self.cross[slot] = -1
+        return None
+
+    @property
+    def stored_bytes(self) -> int:
+        positions = sum(len(own) + len(cross) for _, own, cross in self.kept.values())
+        return positions * self._config.kv_bytes_per_token
+
+    def check(self, backend: Backend, cache: KVCache) -> None:
+        assert cache.stored_bytes == self.stored_bytes
+        for slot in range(NUM_SLOTS):
+            for stamps, read in ((self.own[slot], backend.read), (self.cross[slot], backend.read_cross)):
+                known = stamps >= 0
+                if known.any():
+                    actual = read(cache, slot, 0, len(stamps))[:, :, known]
+                    assert actual.tobytes() == values_of(self._config, stamps[known]).tobytes(), f"slot {slot}"
+
+
+SLOTS = st.integers(0, NUM_SLOTS - 1)
+HANDLES = st.integers(0, NUM_HANDLES - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A graph writes positions `[start, stop)` of a row."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Sources come from the encoder, all of one length, each for rows of its own."""
+
+    slots: tuple[tuple[int, ...], ...]
+    length: int
+
+
+@st.composite
+def spans(draw: st.DrawFn, capacity: int) -> tuple[int, int]:
+    """Ordered positions; borders that pages might share, or that are none, come often."""
+    ends = st.one_of(st.integers(0, capacity), st.sampled_from([0, 1, 64, 256, capacity - 1, capacity]))
+    first, second = sorted((draw(ends), draw(ends)))
+    return first, second
+
+
+@st.composite
+def operations(draw: st.DrawFn, *, has_source: bool) -> KVOperation | Write | Encode:
+    start, stop = draw(spans(CONTEXT))
+    num_source = draw(spans(SOURCE_CONTEXT))[1] if has_source else 0
+    slot, handle = draw(SLOTS), draw(HANDLES)
+    kinds: list[KVOperation | Write | Encode] = [
+        Write(slot, start, stop),
+        Write(slot, 0, stop),
+        KVSave(slot, handle, stop, num_source, start),
+        KVRestore(handle, slot),
+        KVDrop(handle),
+        KVFree(slot),
+    ]
+    target = draw(SLOTS)
+    if target != slot:
+        kinds.append(KVCopy(slot, target, stop, num_source, draw(st.sampled_from([0, start]))))
+    if num_source:
+        order = draw(st.permutations(range(NUM_SLOTS)))
+        cut, end = draw(st.integers(1, 2)), draw(st.integers(3, NUM_SLOTS))
+        kinds.append(Encode((tuple(order[:cut]), tuple(order[cut:end])), num_source))
+    return draw(st.sampled_from(kinds))
 
 
 @BACKENDS
@@ -91,74 +202,129 @@ def test_kv_cache_reports_the_bytes_it_reserves(backend: Backend, config: ModelC
     positions = config.context + (config.source_context if config.is_encoder_decoder else 0)
     assert cache.num_slots == NUM_SLOTS
     assert cache.reserved_bytes == NUM_SLOTS * positions * config.kv_bytes_per_token
+    assert cache.stored_bytes == 0
 
 
 @BACKENDS
 @FAMILIES
-@given(
-    actions=st.lists(
-        st.one_of(
-            st.tuples(st.just("write"), st.integers(0, NUM_SLOTS - 1), st.just(0)),
-            st.tuples(st.just("move"), st.integers(0, NUM_SLOTS - 1), st.integers(0, NUM_SLOTS - 1)),
-        ),
-        max_size=30,
-    )
-)
-def test_kv_cache_rows_keep_their_valid_part_through_writes_and_moves(
-    backend: Backend, config: ModelConfig, actions: list[tuple[str, int, int]]
+@given(data=st.data())
+def test_kv_cache_holds_its_bits_through_any_operations(
+    backend: Backend, config: ModelConfig, data: st.DataObject
 ) -> None:
+    """Rows and kept copies against a plain model; operations on handles that are not there fail and change nothing."""
     cache = backend.make(config, NUM_SLOTS)
-    rows: list[list[float]] = [[] for _ in range(NUM_SLOTS)]
-    for number, (kind, first, second) in enumerate(actions, start=1):
-        if kind == "write" and len(rows[first]) < CONTEXT:
-            backend.write(cache, first, len(rows[first]), float(number))
-            rows[first].append(float(number))
-        elif kind == "move" and first != second:
-            cache.move(KVCopy(source=first, target=second, num_tokens=len(rows[first]), num_source_tokens=0))
-            rows[second] = list(rows[first])
-        for slot, row in enumerate(rows):
-            kept = backend.read(cache, slot, len(row))
-            assert (kept == np.array(row, np.float32)[:, np.newaxis]).all()
+    model = PlainModel(config)
+    next_stamp = 0
+    for operation in data.draw(st.lists(operations(has_source=config.is_encoder_decoder), max_size=20)):
+        match operation:
+            case Write(slot, start, stop):
+                stamps = np.arange(next_stamp, next_stamp + stop - start)
+                next_stamp += len(stamps)
+                backend.write(cache, slot, start, values_of(config, stamps))
+                model.own[slot, start:stop] = stamps
+            case Encode(slots, length):
+                rows = [next_stamp + np.arange(length) + index * length for index in range(len(slots))]
+                next_stamp += len(rows) * length
+                tensors = np.stack([values_of(config, row) for row in rows], axis=1)
+                cache.write_cross(slots, list(tensors))
+                for row, targets in zip(rows, slots, strict=True):
+                    model.cross[list(targets), :length] = row
+            case _:
+                if error := model.apply(operation):
+                    with pytest.raises(error):
+                        cache.apply(operation)
+                else:
+                    cache.apply(operation)
+        model.check(backend, cache)
 
 
 @BACKENDS
-def test_kv_cache_sources_go_to_their_slots_and_nowhere_else(backend: Backend) -> None:
-    cache = backend.make(ENCODER_DECODER, NUM_SLOTS)
-    tensors = sources(ENCODER_DECODER, count=2, length=4)
-    cache.write_cross([3, 1], tensors)
-    for row, slot in enumerate([3, 1]):
-        np.testing.assert_array_equal(backend.read_cross(cache, slot, 4), np.stack([t[row] for t in tensors]))
-    for slot in (0, 2):
-        assert not backend.read_cross(cache, slot, SOURCE_CONTEXT).any()
-
-
-@BACKENDS
-def test_kv_cache_sources_move_with_their_row(backend: Backend) -> None:
-    cache = backend.make(ENCODER_DECODER, NUM_SLOTS)
-    moved, overwritten = sources(ENCODER_DECODER, 1, 3), sources(ENCODER_DECODER, 1, 5, seed=1)
-    cache.write_cross([2], moved)
-    cache.write_cross([0], overwritten)
-    backend.write(cache, 2, 0, 7.0)
-    cache.move(KVCopy(source=2, target=0, num_tokens=1, num_source_tokens=3))
-    for slot in (0, 2):
-        np.testing.assert_array_equal(backend.read_cross(cache, slot, 3), np.stack([tensor[0] for tensor in moved]))
-        assert (backend.read(cache, slot, 1) == 7.0).all()
-
-
-@BACKENDS
-def test_kv_cache_a_shorter_source_takes_the_place_of_a_longer_one(backend: Backend) -> None:
-    cache = backend.make(ENCODER_DECODER, NUM_SLOTS)
-    cache.write_cross([0], sources(ENCODER_DECODER, 1, 5))
-    second = sources(ENCODER_DECODER, 1, 2, seed=1)
-    cache.write_cross([0], second)
-    np.testing.assert_array_equal(backend.read_cross(cache, 0, 2), np.stack([tensor[0] for tensor in second]))
+def test_kv_cache_says_which_handle_is_wrong(backend: Backend) -> None:
+    """A scheduler that miscounts must not go on as if nothing were."""
+    cache = backend.make(DECODER_ONLY, NUM_SLOTS)
+    cache.apply(KVSave(slot=0, handle=7, num_tokens=3, num_source_tokens=0))
+    with pytest.raises(ValueError, match="handle 7"):
+        cache.apply(KVSave(slot=1, handle=7, num_tokens=3, num_source_tokens=0))
+    cache.apply(KVDrop(7))
+    for operation in (KVDrop(7), KVRestore(handle=7, slot=0)):
+        with pytest.raises(KeyError, match="7"):
+            cache.apply(operation)
 
 
 @BACKENDS
 def test_kv_cache_refuses_sources_with_a_layer_missing(backend: Backend) -> None:
     cache = backend.make(ENCODER_DECODER, NUM_SLOTS)
+    tensors = list(values_of(ENCODER_DECODER, np.arange(2))[:, np.newaxis])
     with pytest.raises(ValueError, match="zip"):
-        cache.write_cross([0], sources(ENCODER_DECODER, 1, 2)[:-1])
+        cache.write_cross([(0,)], tensors[:-1])
+
+
+# 1 MiB for each row of each of sixteen tensors.
+LARGE = ModelConfig(
+    architecture=Architecture.DECODER_ONLY,
+    vocab_size=8,
+    context=4096,
+    d_model=64,
+    num_layers=8,
+    num_heads=1,
+    d_ff=8,
+)
+ROW_BYTES = LARGE.context * LARGE.kv_bytes_per_token
+on_linux = pytest.mark.skipif(not STATM.exists(), reason="the system does not tell a process its memory")
+
+
+def resident_bytes() -> int:
+    return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
+
+
+def fill(backend: Backend, cache: KVCache, slot: int, length: int, value: float) -> None:
+    shape = (2 * LARGE.num_layers, LARGE.num_kv_heads, length, LARGE.head_dim)
+    backend.write(cache, slot, 0, np.broadcast_to(np.float32(value), shape))
+
+
+@on_linux
+@BACKENDS
+def test_kv_cache_memory_is_what_was_touched(backend: Backend) -> None:
+    cache = backend.make(LARGE, NUM_SLOTS)
+    empty = resident_bytes()
+    fill(backend, cache, 1, 64, 1.0)
+    assert resident_bytes() - empty < ROW_BYTES / 8
+    fill(backend, cache, 1, LARGE.context, 1.0)
+    assert resident_bytes() - empty > ROW_BYTES * 0.9
+
+
+@on_linux
+@BACKENDS
+def test_kv_cache_memory_of_a_freed_row_goes_back_and_no_other(backend: Backend) -> None:
+    cache = backend.make(LARGE, NUM_SLOTS)
+    for slot in range(NUM_SLOTS):
+        fill(backend, cache, slot, LARGE.context, slot + 1.0)
+    full = resident_bytes()
+    cache.apply(KVFree(2))
+    assert full - resident_bytes() > ROW_BYTES * 0.9
+    for slot in (0, 1, 3):
+        assert (backend.read(cache, slot, 0, LARGE.context) == slot + 1).all()
+    fill(backend, cache, 2, LARGE.context, 9.0)
+    assert (backend.read(cache, 2, 0, LARGE.context) == 9).all()
+
+
+@on_linux
+@BACKENDS
+def test_kv_cache_memory_of_dropped_copies_goes_back_in_any_order(backend: Backend) -> None:
+    """Also when others of all sizes were kept in between: there is no heap that they could leave holes in."""
+    cache = backend.make(LARGE, NUM_SLOTS)
+    fill(backend, cache, 0, LARGE.context, 1.0)
+    before = resident_bytes()
+    for handle in range(32):
+        cache.apply(KVSave(0, handle, num_tokens=128 * (1 + handle % 4) + 128, num_source_tokens=0, start=128))
+    for handle in range(0, 32, 2):
+        cache.apply(KVDrop(handle))
+    kept = cache.stored_bytes
+    assert kept == 16 * 128 * 3 * LARGE.kv_bytes_per_token
+    assert abs(resident_bytes() - before - kept) < 0.1 * kept
+    for handle in range(1, 32, 2):
+        cache.apply(KVDrop(handle))
+    assert resident_bytes() - before < 0.1 * kept
 
 
 @FAMILIES
