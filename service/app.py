@@ -73,6 +73,9 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
     models = load_models(config.models)
     engines = build_engines(config.models, models, config)
+    for model in models:
+        budget = model.kv_memory_bytes(config.max_batch_size, config.kv_memory)
+        _LOGGER.info("%s has %d bytes (%.1f MiB) for keys and values", model.name, budget, budget / (1 << 20))
     return asyncio.run(run(App(config, models, engines), announce))
 
 
@@ -188,7 +191,7 @@ class App:
         """A gRPC server belongs to the event loop that runs when it is made, so it cannot be made any earlier."""
         generator = Generator(self._engine, self._models, self._prompts)
         return GrpcServer(
-            GenerationServicer(generator, self._models, self._config.limits, self._texts),
+            GenerationServicer(generator, self._models, self._config.request_limits, self._texts),
             ModelServicer(self._models, self._verifier.verify, self._config),
             [self._calls],
             self._config.max_message_bytes,

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from service.engine.failure import report_failure
-from service.engine.types import GenerationRequest, RequestTimings, StepOutput, TokenEvent
+from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, TokenEvent
 from service.engine_thread import EngineThread, Result, StepEngine
 from service.errors import EngineFailed, InvalidRequest, NotServing, RequestCancelled, RequestError
 from service.lane import Lane
@@ -27,6 +27,15 @@ from service.metrics import Metrics, ModelMetrics, RequestRecord
 
 # A client far behind gets many tokens in a message, but not so many that no message holds them.
 _MAX_EVENTS_TAKEN = 128
+
+
+@dataclass(slots=True, eq=False)
+class _Tokens:
+    """One output's tokens so far: how many were told, when the first was, and when the last."""
+
+    first_time: float
+    last_time: float
+    count: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +47,27 @@ class _Stream:
     request: GenerationRequest | None = None
     events: list[TokenEvent] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    num_tokens: int = 0
-    last_token_time: float | None = None
+    tokens: dict[int, _Tokens] = field(default_factory=dict)
+    last_reason: FinishReason | None = None
+
+    @property
+    def tells_as_it_happens(self) -> bool:
+        """Whether a token is told when it is chosen: those of beam search come all at once, when that is over."""
+        return self.request is not None and self.request.beam_search is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens told, over all outputs."""
+        return sum(tokens.count for tokens in self.tokens.values())
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Mean time of the tokens after each output's first; None where there are none, or time tells nothing."""
+        outputs = self.tokens.values()
+        count = sum(tokens.count - 1 for tokens in outputs)
+        if not count or not self.tells_as_it_happens:
+            return None
+        return sum(tokens.last_time - tokens.first_time for tokens in outputs) / count
 
     def push(self, event: TokenEvent) -> None:
         self.events.append(event)
@@ -50,7 +78,10 @@ class _Stream:
         await self.arrived.wait()
         events = tuple(self.events[:_MAX_EVENTS_TAKEN])
         del self.events[:_MAX_EVENTS_TAKEN]
-        if not self.events:
+        if self.events:
+            # Beams end with a great many tokens at once: others must not wait until all of them are text.
+            await asyncio.sleep(0)
+        else:
             self.arrived.clear()
         return events
 
@@ -79,9 +110,10 @@ class Admission:
         self._engine._submit(self._stream, request)
 
     async def events(self) -> AsyncGenerator[tuple[TokenEvent, ...], None]:
-        """Yields whatever events wait, one or more at a time, the last with a finish reason.
+        """Yields whatever events wait, one or more at a time; the terminal event is the last.
 
-        A consumer that is behind finds several events in one batch.
+        A consumer that is behind finds several events in one batch. Those of one output are in order; those of several
+        come as the engine told them.
 
         Raises:
             RequestError: when the engine refused or failed the request; the events before that were yielded.
@@ -240,9 +272,11 @@ class AsyncEngine:
             if stream is None:
                 continue
             if event.token_id is not None:
-                _time_token(metrics, stream, now)
+                _time_token(metrics, stream, event.output_index, now)
             elif event.prompt_logprobs and event.is_terminal and stream.request is not None:
                 metrics.prompt_scored(stream.request.num_prompt_tokens)
+            if event.finish_reason is not None:
+                stream.last_reason = event.finish_reason
             stream.push(event)
             if event.is_terminal:
                 self._finish(stream, event)
@@ -286,7 +320,7 @@ class AsyncEngine:
         self._finish(stream, event)
 
     def _finish(self, stream: _Stream, event: TokenEvent) -> None:
-        """A request got its last event: gives its place back, then counts it."""
+        """A request got its last event: gives its place back, then counts it by how its last output ended."""
         timings = event.timings
         service_seconds = None
         if timings is not None and timings.scheduled_time is not None:
@@ -296,11 +330,12 @@ class AsyncEngine:
         if timings is None or stream.request is None:
             return
         record = RequestRecord(
-            outcome=str(event.finish_reason) if event.error is None else _outcome(event.error),
+            outcome=str(stream.last_reason) if event.error is None else _outcome(event.error),
             timings=timings,
             num_prompt_tokens=stream.request.num_prompt_tokens,
+            num_cached_tokens=event.num_cached_tokens,
             num_generated_tokens=stream.num_tokens,
-            last_token_time=stream.last_token_time,
+            seconds_per_token=stream.seconds_per_token,
         )
         error_id = event.error.error_id if isinstance(event.error, EngineFailed) else None
         self._lanes[stream.model].ended(record, stream.request_id, error_id)
@@ -314,13 +349,17 @@ class AsyncEngine:
             self._idle.set()
 
 
-def _time_token(metrics: ModelMetrics, stream: _Stream, now: float) -> None:
-    if stream.last_token_time is not None:
-        metrics.next_token(now - stream.last_token_time)
-    elif stream.request is not None:
+def _time_token(metrics: ModelMetrics, stream: _Stream, output_index: int, now: float) -> None:
+    tokens = stream.tokens.get(output_index)
+    if tokens is not None:
+        if stream.tells_as_it_happens:
+            metrics.next_token(now - tokens.last_time)
+        tokens.count += 1
+        tokens.last_time = now
+        return
+    if not stream.tokens and stream.request is not None:
         metrics.first_token(stream.request.num_prompt_tokens, now - stream.request.arrival_time)
-    stream.num_tokens += 1
-    stream.last_token_time = now
+    stream.tokens[output_index] = _Tokens(now, now)
 
 
 def _outcome(error: BaseException | None) -> str:

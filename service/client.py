@@ -1,8 +1,12 @@
-"""A small client for people: asks a server once and prints the text. Uses the wire contract alone."""
+"""A small client for people: asks a server once and prints the text. Uses the wire contract alone.
+
+Several answers are printed one after the other, each with its number.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from typing import TextIO
 
 import grpc
@@ -21,17 +25,24 @@ def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -
     request = pb.GenerateRequest(
         model=config.model,
         text=config.text,
-        sampling=pb.SamplingParams(temperature=config.temperature, seed=config.seed),
+        # With beams, what is not said must not be set either: the two exclude each other.
+        sampling=pb.SamplingParams(
+            temperature=config.temperature, seed=config.seed, n=None if config.beam_size else config.n
+        ),
         stopping=pb.StoppingParams(max_tokens=config.max_tokens),
     )
+    if config.beam_size:
+        request.beam_search.CopyFrom(pb.BeamSearchParams(beam_size=config.beam_size, num_hypotheses=config.n))
+    is_numbered = (config.n or 1) > 1
     try:
         with grpc.insecure_channel(config.target) as channel:
             stub = GenerationServiceStub(channel)
             if config.stream:
-                is_complete = _print_stream(stub, request, config.timeout_seconds, out)
+                is_complete = _print_stream(stub, request, config.timeout_seconds, out, is_numbered=is_numbered)
             else:
                 response = stub.Generate(request, timeout=config.timeout_seconds)
-                out.write("".join(output.text for output in response.outputs) + "\n")
+                for output in response.outputs:
+                    _print_answer(out, output.index, output.text, is_numbered=is_numbered)
                 is_complete = True
     except grpc.RpcError as error:
         err.write(f"{error.code().name}: {error.details()}\n")
@@ -46,15 +57,35 @@ def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -
 
 
 def _print_stream(
-    stub: GenerationServiceStub, request: pb.GenerateRequest, timeout_seconds: float | None, out: TextIO
+    stub: GenerationServiceStub,
+    request: pb.GenerateRequest,
+    timeout_seconds: float | None,
+    out: TextIO,
+    *,
+    is_numbered: bool,
 ) -> bool:
-    """Prints a stream as it comes; whether it came to its end, which its summary is."""
+    """Prints a stream as it comes; whether it came to its end, which its summary is.
+
+    Of several answers, which grow together, each is printed when it is whole.
+    """
     # The two requests have the same fields and numbers, and so the same bytes.
     streamed = pb.GenerateStreamRequest.FromString(request.SerializeToString())
     is_complete = False
+    texts: defaultdict[int, str] = defaultdict(str)
     for event in stub.GenerateStream(streamed, timeout=timeout_seconds):
-        out.write(event.delta.text)
+        if not is_numbered:
+            out.write(event.delta.text)
+        elif event.HasField("finished"):
+            index = event.finished.output_index
+            _print_answer(out, index, texts.pop(index, ""), is_numbered=True)
+        else:
+            texts[event.delta.output_index] += event.delta.text
         out.flush()
         is_complete = event.HasField("summary")
-    out.write("\n")
+    if not is_numbered:
+        out.write("\n")
     return is_complete
+
+
+def _print_answer(out: TextIO, index: int, text: str, *, is_numbered: bool) -> None:
+    out.write(f"[{index}] {text}\n" if is_numbered else f"{text}\n")

@@ -72,6 +72,17 @@ def _integer(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+_UNITS = {"": 1, **{f"{prefix}iB": 1 << (10 * power) for power, prefix in enumerate("KMGT", start=1)}}
+
+
+def _num_bytes(text: str) -> int:
+    number = text.rstrip("BKMGTi")
+    unit = _UNITS.get(text[len(number) :])
+    if unit is None or not number.isascii() or not number.isdigit() or not 0 < int(number) * unit < 1 << 63:
+        raise ValueError("must be a number of bytes above 0, plain or with KiB, MiB, GiB or TiB, as in 2GiB")
+    return int(number) * unit
+
+
 def _number(low: float, high: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
@@ -101,6 +112,12 @@ class RequestLimits:
     max_stop_string_length: Annotated[int, Option("longest stop text in characters", _integer(1, 65536))] = 256
     max_stop_token_ids: Annotated[int, Option("most stop token ids per request", _integer(0, 65536))] = 64
     max_logit_bias: Annotated[int, Option("most entries of sampling.logit_bias", _integer(0, 65536))] = 300
+    max_outputs: Annotated[
+        int, Option("most outputs per request, in sampling.n; cut to max_batch_size", _integer(1, 1024))
+    ] = 16
+    max_beam_size: Annotated[int, Option("largest beam_search.beam_size; cut to max_batch_size", _integer(1, 1024))] = (
+        16
+    )
     max_logprobs: Annotated[int, Option("most alternatives per token in response.logprobs", _integer(0, 1000))] = 20
     max_request_id_length: Annotated[int, Option("longest request_id in characters", _integer(32, 4096))] = 128
     max_tokenize_bytes: Annotated[int, Option("longest text of Tokenize in bytes", _integer(1, 1 << 30))] = 256 << 10
@@ -119,6 +136,10 @@ class ServeConfig:
     max_batch_size: Annotated[int, Option("sequences that run at once, per model", _integer(1, 1024))] = 32
     max_queue_size: Annotated[int, Option("requests that may wait besides, per model", _integer(0, 1_000_000))] = 256
     prefill_chunk: Annotated[int, Option("prompt tokens computed per step", _integer(1, 65536))] = 256
+    kv_memory: Annotated[
+        int | None,
+        Option("bytes of keys and values per model, as in 2GiB; default: all sequences at full length", _num_bytes),
+    ] = None
     threads: Annotated[int | None, Option("threads per graph; default: one per physical core", _integer(1, 1024))] = (
         None
     )
@@ -133,6 +154,13 @@ class ServeConfig:
     log_level: Annotated[LogLevel, Option("least severe message logged", _log_level)] = LogLevel.INFO
     limits: RequestLimits = field(default_factory=RequestLimits)
 
+    @property
+    def request_limits(self) -> RequestLimits:
+        """`limits`, with the outputs and beams of one request cut to what runs at once: they run together."""
+        most = self.max_batch_size
+        outputs, beams = min(self.limits.max_outputs, most), min(self.limits.max_beam_size, most)
+        return dataclasses.replace(self.limits, max_outputs=outputs, max_beam_size=beams)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskConfig:
@@ -145,6 +173,8 @@ class AskConfig:
     max_tokens: Annotated[int | None, Option("tokens to generate at most", _integer(1, 2**31 - 1))] = None
     temperature: Annotated[float | None, Option("0 is greedy", _number(0, 1000))] = None
     seed: Annotated[int | None, Option("same seed, same answer", _integer(0, 2**64 - 1))] = None
+    n: Annotated[int | None, Option("answers to print", _integer(1, 1024))] = None
+    beam_size: Annotated[int | None, Option("search with so many beams instead of drawing", _integer(1, 1024))] = None
     timeout_seconds: Annotated[float | None, Option("give up after this long", _number(0.001, 86400))] = None
 
 

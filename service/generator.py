@@ -1,4 +1,4 @@
-"""One request's way, free of any transport: a call in; accepted, pieces of text and an outcome out, or scores.
+"""One request's way, free of any transport: a call in; accepted, pieces of its outputs and an outcome out, or scores.
 
     resolve the model ─> take a place ─> tokenise ─> run ─> detokenise
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from service.async_engine import AsyncEngine
 from service.engine.text import Decode, TextStream
 from service.engine.types import (
+    BeamSearchParams,
     FinishReason,
     GenerationRequest,
     PromptScoring,
@@ -45,8 +46,10 @@ class GenerateCall:
     target_prefix: str
     sampling: SamplingParams
     stopping: StoppingParams
+    beam_search: BeamSearchParams | None
     logprobs: int | None
     prompt_logprobs: int | None
+    priority: int
     timeout_seconds: float | None
 
 
@@ -67,22 +70,41 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What became ready since the last piece. `logprobs` has an entry per token where the request asked for them."""
+    """What became ready of one output since its last piece.
 
+    `logprobs` has an entry per token where the request asked for them.
+    """
+
+    output_index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How the request ended. Comes last."""
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One output is over, after its pieces. `score` is a beam search's."""
 
+    output_index: int
     finish_reason: FinishReason
     matched_stop: str | int | None
+    score: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The request is over with all its outputs, whose tokens are summed. Comes last."""
+
     num_prompt_tokens: int
+    num_cached_tokens: int
     num_generated_tokens: int
     timings: RequestTimings
+
+
+Part = Accepted | PromptScores | Piece | Finished | Outcome
+
+# How an output ends that nobody wants any more: the call ends with an error.
+_UNWANTED = frozenset({FinishReason.DEADLINE, FinishReason.CANCELLED})
 
 
 class Generator:
@@ -99,10 +121,11 @@ class Generator:
         self._models = models
         self._executor = executor
 
-    async def run(
-        self, call: GenerateCall, time_remaining: float | None
-    ) -> AsyncGenerator[Accepted | PromptScores | Piece | Outcome, None]:
-        """One `Accepted`, any number of `PromptScores` and `Piece`, one `Outcome`; leaving early aborts the request.
+    async def run(self, call: GenerateCall, time_remaining: float | None) -> AsyncGenerator[Part, None]:
+        """One `Accepted`, any `PromptScores`, the outputs' `Piece` and `Finished`, one `Outcome`.
+
+        Pieces of several outputs alternate; each output has one `Finished`, behind its last piece. Leaving early aborts
+        the request.
 
         `time_remaining` is the transport's own deadline in seconds from now; the call's timeout counts if it is less.
 
@@ -117,16 +140,12 @@ class Generator:
             # Before `Accepted` is told: a client that is slow to read it must not be late in the queue.
             place.submit(request)
             yield Accepted(request.request_id, request.model)
-            output = _Output(request, model.output_tokenizer.decode)
+            outputs = _Outputs(request, model.output_tokenizer.decode)
             async with aclosing(place.events()) as batches:
                 async for events in batches:
-                    for event in events:
-                        if event.prompt_logprobs:
-                            yield PromptScores(event.prompt_logprobs)
-                    piece = output.take(events)
-                    if piece.text or piece.token_ids:
-                        yield piece
-            yield output.outcome()
+                    for part in outputs.take(events):
+                        yield part
+            yield outputs.outcome()
 
     async def score(self, call: ScoreCall, time_remaining: float | None) -> Score:
         """How probable a given text is. It waits for its turn as `run` does; cancelling it frees what it holds.
@@ -151,13 +170,13 @@ class Generator:
                 arrival_time=arrival,
             )
             place.submit(request)
-            logprobs: list[float] = []
-            last = None
+            told: list[TokenEvent] = []
             async with aclosing(place.events()) as batches:
                 async for events in batches:
-                    logprobs += [each.logprob for event in events for each in event.prompt_logprobs]
-                    last = events[-1]
-            _require_complete(request.request_id, last, f"{len(logprobs)} scores")
+                    told += events
+            logprobs = [each.logprob for event in told for each in event.prompt_logprobs]
+            reasons = [event.finish_reason for event in told if event.finish_reason is not None]
+            _require_complete(request.request_id, reasons, f"{len(logprobs)} scores")
             return Score(task.scored_token_ids, tuple(logprobs), task.num_bytes)
 
     def refused(self, model_name: str, error: RequestError) -> None:
@@ -189,8 +208,10 @@ class Generator:
             target_prefix_token_ids=prefix_token_ids,
             sampling=call.sampling,
             stopping=call.stopping,
+            beam_search=call.beam_search,
             logprobs=call.logprobs,
             scoring=None if call.prompt_logprobs is None else PromptScoring(num_top=call.prompt_logprobs),
+            priority=call.priority,
             deadline=arrival + min(seconds) if seconds else None,
             arrival_time=arrival,
         )
@@ -202,36 +223,50 @@ def _encode(model: ServedModel, call: GenerateCall) -> tuple[tuple[int, ...], tu
     return model.encode_prompt(call.prompt), model.encode_target_prefix(call.target_prefix)
 
 
-def _require_complete(
-    request_id: str, last: TokenEvent | None, progress: str
-) -> tuple[TokenEvent, FinishReason, RequestTimings]:
-    """The last event and what it must have, unless the request came to no good end."""
-    if last is None or last.finish_reason is None or last.timings is None:
-        raise ValueError(f"request {request_id} ended without a terminal event")
-    if last.finish_reason is FinishReason.DEADLINE:
+def _require_complete(request_id: str, reasons: Collection[FinishReason | None], progress: str) -> None:
+    """Refuses an end that is not the end of every output.
+
+    Args:
+        request_id: whose.
+        reasons: why each output ended, None for one that did not.
+        progress: how far it came, for the message.
+
+    Raises:
+        DeadlineExceeded: when its time was up.
+        RequestCancelled: when it was aborted.
+    """
+    if not reasons or None in reasons:
+        raise ValueError(f"request {request_id} ended before its outputs did: {', '.join(map(str, reasons))}")
+    if FinishReason.DEADLINE in reasons:
         raise DeadlineExceeded(f"the deadline passed after {progress}")
-    if last.finish_reason is FinishReason.CANCELLED:
+    if FinishReason.CANCELLED in reasons:
         raise RequestCancelled("the request was cancelled")
-    return last, last.finish_reason, last.timings
 
 
-class _Output:
-    """A request's events, turned into pieces."""
+class _Outputs:
+    """A request's events, turned into the parts of its outputs."""
 
     def __init__(self, request: GenerationRequest, decode: Decode) -> None:
         self._request = request
-        self._text = TextStream(decode, prefix_token_ids=request.target_prefix_token_ids)
-        self._engine_makes_text = bool(request.stopping.stop)
-        self._num_tokens = 0
+        self._outputs = [_Output(request, index, decode) for index in range(request.num_outputs)]
         self._last: TokenEvent | None = None
 
-    def take(self, events: Sequence[TokenEvent]) -> Piece:
-        """What a batch of events brings."""
-        text = "".join(event.text or "" if self._engine_makes_text else self._decode(event) for event in events)
-        token_ids = tuple(event.token_id for event in events if event.token_id is not None)
-        self._num_tokens += len(token_ids)
+    def take(self, events: Sequence[TokenEvent]) -> Iterator[PromptScores | Piece | Finished]:
+        """What a batch of events brings: one piece at most for each output, however many tokens of it there are."""
         self._last = events[-1]
-        return Piece(text, token_ids, tuple(event.logprobs for event in events if event.logprobs is not None))
+        by_output: dict[int, list[TokenEvent]] = {}
+        for event in events:
+            if event.prompt_logprobs:
+                yield PromptScores(event.prompt_logprobs)
+            by_output.setdefault(event.output_index, []).append(event)
+        for index, own in by_output.items():
+            output = self._outputs[index]
+            piece = output.take(own)
+            if piece.text or piece.token_ids:
+                yield piece
+            reason = own[-1].finish_reason
+            if reason is not None and reason not in _UNWANTED:
+                yield Finished(index, reason, own[-1].matched_stop, own[-1].score)
 
     def outcome(self) -> Outcome:
         """How it ended, after the last event.
@@ -240,15 +275,38 @@ class _Output:
             DeadlineExceeded: when its time was up.
             RequestCancelled: when it was aborted.
         """
-        last, reason, timings = _require_complete(self._request.request_id, self._last, f"{self._num_tokens} tokens")
+        num_tokens = sum(output.num_tokens for output in self._outputs)
+        reasons = [output.finish_reason for output in self._outputs]
+        _require_complete(self._request.request_id, reasons, f"{num_tokens} tokens")
+        if self._last is None or self._last.timings is None:
+            raise ValueError(f"request {self._request.request_id} ended without a terminal event")
         return Outcome(
-            finish_reason=reason,
-            matched_stop=last.matched_stop,
             num_prompt_tokens=self._request.num_prompt_tokens,
-            num_generated_tokens=self._num_tokens,
-            timings=timings,
+            num_cached_tokens=self._last.num_cached_tokens,
+            num_generated_tokens=num_tokens,
+            timings=self._last.timings,
         )
+
+
+class _Output:
+    """One output as it grows."""
+
+    def __init__(self, request: GenerationRequest, index: int, decode: Decode) -> None:
+        self._index = index
+        self._text = TextStream(decode, prefix_token_ids=request.target_prefix_token_ids)
+        self._engine_makes_text = bool(request.stopping.stop)
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+
+    def take(self, events: Sequence[TokenEvent]) -> Piece:
+        """What its next events bring, in order."""
+        text = "".join(event.text or "" if self._engine_makes_text else self._decode(event) for event in events)
+        token_ids = tuple(event.token_id for event in events if event.token_id is not None)
+        logprobs = tuple(event.logprobs for event in events if event.logprobs is not None)
+        self.num_tokens += len(token_ids)
+        self.finish_reason = events[-1].finish_reason or self.finish_reason
+        return Piece(self._index, text, token_ids, logprobs)
 
     def _decode(self, event: TokenEvent) -> str:
         text = "" if event.token_id is None or event.is_mute else self._text.push(event.token_id)
-        return text + self._text.flush() if event.is_terminal else text
+        return text if event.finish_reason is None else text + self._text.flush()

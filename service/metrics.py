@@ -37,13 +37,18 @@ BATCH_BUCKETS = geometric_buckets(1, 2, 1024)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request that is over, as the metrics see it. `outcome` is a finish reason or an error's label."""
+    """One request that is over, as the metrics see it. `outcome` is a finish reason or an error's label.
+
+    Generated tokens are those of all its outputs; `seconds_per_token` is their mean time after each output's first,
+    None where that means nothing.
+    """
 
     outcome: str
     timings: RequestTimings
     num_prompt_tokens: int
+    num_cached_tokens: int
     num_generated_tokens: int
-    last_token_time: float | None
+    seconds_per_token: float | None
 
 
 class Metrics:
@@ -60,15 +65,21 @@ class Metrics:
             return make(Histogram, name, meaning, _MODEL, buckets=buckets)
 
         ProcessCollector(registry=registry)
-        self.running = make(Gauge, "num_requests_running", "Requests that hold a slot.", _MODEL)
-        self.waiting = make(Gauge, "num_requests_waiting", "Requests that wait for a slot.", _MODEL)
+        self.running = make(Gauge, "num_requests_running", "Requests that run.", _MODEL)
+        self.waiting = make(Gauge, "num_requests_waiting", "Requests that wait for their place.", _MODEL)
         self.kv_usage = make(Gauge, "kv_cache_usage_ratio", "Share of the key-value cache in use, 0 to 1.", _MODEL)
         self.parity = make(
             Gauge, "parity_max_abs_error", "Largest logit difference from PyTorch in the golden cases.", _MODEL
         )
-        self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens computed.", _MODEL)
-        self.generation_tokens = make(Counter, "generation_tokens", "Tokens generated.", _MODEL)
+        self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens taken in, cached ones included.", _MODEL)
+        self.cached_prompt_tokens = make(
+            Counter, "cached_prompt_tokens", "Prompt tokens whose keys and values were at hand.", _MODEL
+        )
+        self.generation_tokens = make(Counter, "generation_tokens", "Tokens generated and told.", _MODEL)
         self.padding_tokens = make(Counter, "padding_tokens", "Tokens computed in vain, as padding.", _MODEL)
+        self.preemptions = make(
+            Counter, "preemptions", "Times that a request lost its place to more urgent ones.", _MODEL
+        )
         self.requests = make(
             Counter, "requests", "Requests that ended or were refused, by reason or error.", _MODEL, "finish_reason"
         )
@@ -77,7 +88,9 @@ class Metrics:
         )
         self.first_token = seconds("time_to_first_token_seconds", "From arrival to the first token.")
         self.inter_token = seconds("inter_token_latency_seconds", "Between two tokens of one output.")
-        self.per_token = seconds("time_per_output_token_seconds", "Mean time per token after the first, per request.")
+        self.per_token = seconds(
+            "time_per_output_token_seconds", "Mean time per token after an output's first, per request."
+        )
         self.end_to_end = seconds("e2e_request_latency_seconds", "From arrival to the end.")
         self.queue = seconds("request_queue_time_seconds", "From arrival to being scheduled.")
         self.prefill = seconds("request_prefill_time_seconds", "From being scheduled to the first token.")
@@ -104,8 +117,10 @@ class ModelMetrics:
         self._waiting = metrics.waiting.labels(model)
         self._kv_usage = metrics.kv_usage.labels(model)
         self._prompt_tokens = metrics.prompt_tokens.labels(model)
+        self._cached_prompt_tokens = metrics.cached_prompt_tokens.labels(model)
         self._generation_tokens = metrics.generation_tokens.labels(model)
         self._padding_tokens = metrics.padding_tokens.labels(model)
+        self._preemptions = metrics.preemptions.labels(model)
         self._first_token = metrics.first_token.labels(model)
         self._inter_token = metrics.inter_token.labels(model)
         self._per_token = metrics.per_token.labels(model)
@@ -128,6 +143,7 @@ class ModelMetrics:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.kv_usage_ratio)
+        self._preemptions.inc(stats.num_preemptions)
         if stats.num_tokens:
             self._step_batch.observe(stats.num_rows)
             self._step_tokens.observe(stats.num_tokens)
@@ -136,7 +152,7 @@ class ModelMetrics:
             self._host.observe(stats.host_seconds)
 
     def tokens_generated(self, count: int) -> None:
-        """A step generated so many tokens, over all requests."""
+        """A step told so many tokens, over all requests."""
         self._generation_tokens.inc(count)
 
     def prompt_scored(self, num_prompt_tokens: int) -> None:
@@ -149,7 +165,7 @@ class ModelMetrics:
         self._first_token.observe(seconds)
 
     def next_token(self, seconds: float) -> None:
-        """A request got another token, `seconds` after the one before."""
+        """An output got another token, `seconds` after the one before."""
         self._inter_token.observe(seconds)
 
     def request_refused(self, outcome: str) -> None:
@@ -161,6 +177,7 @@ class ModelMetrics:
         timings = record.timings
         self._requests.labels(self._model, record.outcome).inc()
         self._end_to_end.observe(timings.finished_time - timings.arrival_time)
+        self._cached_prompt_tokens.inc(record.num_cached_tokens)
         self._request_prompt.observe(record.num_prompt_tokens)
         self._request_generation.observe(record.num_generated_tokens)
         if timings.scheduled_time is None:
@@ -170,6 +187,5 @@ class ModelMetrics:
             return
         self._prefill.observe(timings.first_token_time - timings.scheduled_time)
         self._decode.observe(timings.finished_time - timings.first_token_time)
-        if record.last_token_time is not None and record.num_generated_tokens > 1:
-            elapsed = record.last_token_time - timings.first_token_time
-            self._per_token.observe(max(elapsed, 0.0) / (record.num_generated_tokens - 1))
+        if record.seconds_per_token is not None:
+            self._per_token.observe(record.seconds_per_token)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from model.artifact import Manifest
+from model.cost import kv_bytes
 from model.golden import CaseResult, GoldenCase
 from model.tokenizer import Tokenizer
 from service.engine.types import SamplingParams, StoppingParams
@@ -74,6 +75,12 @@ class ServedModel:
         """Number of ids a prompt may hold."""
         config = self.manifest.config
         return config.source_vocab_size if config.is_encoder_decoder else config.vocab_size
+
+    def kv_memory_bytes(self, max_batch_size: int, kv_memory: int | None) -> int:
+        """The key-value budget of its engine: what the operator gave, else room for every sequence at full length."""
+        config = self.manifest.config
+        source_context = config.source_context if config.is_encoder_decoder else 0
+        return max_batch_size * kv_bytes(config, config.context, source_context) if kv_memory is None else kv_memory
 
     def encode_prompt(self, prompt: str | tuple[int, ...], max_tokens: int | None = None) -> tuple[int, ...]:
         """Token ids of a prompt; text may take milliseconds, so call this off the event loop.

@@ -1,8 +1,8 @@
 """Protobuf to values and back: requests validated field by field, answers put together. No protobuf goes further in.
 
 An invalid field is named by its full path, with its value and its limit. What a later version will offer is refused by
-name rather than ignored: a client must not believe in a beam that nobody searched. Knows the operator's limits but no
-model; what depends on one (token ids, lengths in tokens) is `service.models`' to check.
+name rather than ignored: a client must not believe in a template that nobody rendered. Knows the operator's limits but
+no model; what depends on one (token ids, lengths in tokens) is `service.models`' to check.
 """
 
 from __future__ import annotations
@@ -14,9 +14,16 @@ from typing import Any, Literal
 
 from proto.onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
-from service.engine.types import FinishReason, RequestTimings, SamplingParams, StoppingParams, TokenLogprobs
+from service.engine.types import (
+    BeamSearchParams,
+    FinishReason,
+    RequestTimings,
+    SamplingParams,
+    StoppingParams,
+    TokenLogprobs,
+)
 from service.errors import InvalidRequest, UnsupportedFeature
-from service.generator import GenerateCall
+from service.generator import GenerateCall, Outcome
 from service.scoring import Score, ScoreCall
 
 FINISH_REASONS: Mapping[FinishReason, pb.FinishReason.ValueType] = {
@@ -30,6 +37,9 @@ FINISH_REASONS: Mapping[FinishReason, pb.FinishReason.ValueType] = {
 _DEFAULT_MAX_TOKENS = 256
 # As in OpenAI's API; vLLM cuts what is beyond, which a client would never know.
 _MAX_BIAS = 100.0
+# Peers take any number; beyond these a power of a length, or a product with a beam size, may be none.
+_MAX_LENGTH_PENALTY = 10.0
+_MAX_PATIENCE = 1000.0
 
 
 def decode_generate(
@@ -43,8 +53,8 @@ def decode_generate(
         InvalidRequest: naming the first field beyond its limit.
         UnsupportedFeature: naming the first field that asks for what is not offered.
     """
-    _check_unsupported(message)
     _refuse_unsupported(message)
+    beam_search = _beam_search(message, limits) if message.HasField("beam_search") else None
     return GenerateCall(
         request_id=_request_id(message.request_id, limits) or draw_id(),
         model=message.model,
@@ -52,8 +62,10 @@ def decode_generate(
         target_prefix=message.target_prefix,
         sampling=_sampling(message.sampling, limits),
         stopping=_stopping(message.stopping, limits),
+        beam_search=beam_search,
         logprobs=_logprobs(message.response, "logprobs", limits),
         prompt_logprobs=_logprobs(message.response, "prompt_logprobs", limits),
+        priority=message.priority,
         timeout_seconds=_timeout(message),
     )
 
@@ -76,21 +88,10 @@ def decode_score(message: pb.ScoreRequest, draw_id: Callable[[], str] = lambda: 
     return ScoreCall(request_id=draw_id(), model=message.model, prompt=_prompt(message), target=target)
 
 
-def _check_unsupported(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> None:
-    """A bad value is the client's mistake even in a field that is not offered, and the more useful answer."""
-    beams, number = message.beam_search, _given(message.sampling, "n", 1)
-    _require("sampling.n", number, "must be at least 1", valid=number >= 1)
-    if message.HasField("beam_search"):
-        _require("beam_search.beam_size", beams.beam_size, "must be at least 1", valid=beams.beam_size >= 1)
-
-
 def _refuse_unsupported(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> None:
     asked = {
         "prompt.chat": message.HasField("chat"),
-        "beam_search": message.HasField("beam_search"),
-        "priority": message.priority != 0,
         "partial_on_deadline": message.partial_on_deadline,
-        "sampling.n": _given(message.sampling, "n", 1) > 1,
         "response.cost": message.response.cost,
     }
     for field, is_asked in asked.items():
@@ -131,6 +132,8 @@ def _sampling(message: pb.SamplingParams, limits: RequestLimits) -> SamplingPara
     for name in ("presence_penalty", "frequency_penalty"):
         penalty = getattr(message, name)
         _require(f"sampling.{name}", penalty, "must be from -2 to 2", valid=-2 <= penalty <= 2)
+    num_outputs, most = _given(message, "n", 1), limits.max_outputs
+    _require("sampling.n", num_outputs, f"must be from 1 to {most}", valid=1 <= num_outputs <= most)
     _require_count("sampling.logit_bias", message.logit_bias, limits.max_logit_bias)
     for token_id, bias in message.logit_bias.items():
         limit = f"must be from {-_MAX_BIAS:g} to {_MAX_BIAS:g}"
@@ -144,8 +147,38 @@ def _sampling(message: pb.SamplingParams, limits: RequestLimits) -> SamplingPara
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         seed=_given(message, "seed", None),
+        n=num_outputs,
         logit_bias=tuple(sorted(message.logit_bias.items())),
         allowed_token_ids=tuple(message.allowed_token_ids),
+    )
+
+
+def _beam_search(message: pb.GenerateRequest | pb.GenerateStreamRequest, limits: RequestLimits) -> BeamSearchParams:
+    asked = message.beam_search
+    for field, value in message.sampling.ListFields():
+        _require(f"sampling.{field.name}", value, "must not be set with beam_search", valid=False)
+    # A text that matches ends an output for good, and a beam's past may still become another's.
+    limit = "must be empty with beam_search"
+    _require("stopping.stop", list(message.stopping.stop), limit, valid=not message.stopping.stop)
+    size, most = asked.beam_size, limits.max_beam_size
+    _require("beam_search.beam_size", size, f"must be from 1 to {most}", valid=1 <= size <= most)
+    number = _given(asked, "num_hypotheses", 1)
+    limit = f"must be from 1 to beam_search.beam_size, which is {size}"
+    _require("beam_search.num_hypotheses", number, limit, valid=1 <= number <= size)
+    penalty, most_penalty = _given(asked, "length_penalty", 1.0), _MAX_LENGTH_PENALTY
+    limit = f"must be from {-most_penalty:g} to {most_penalty:g}"
+    _require("beam_search.length_penalty", penalty, limit, valid=-most_penalty <= penalty <= most_penalty)
+    patience, most_patience = _given(asked, "patience", 1.0), _MAX_PATIENCE
+    limit = f"must be above 0 and at most {most_patience:g}"
+    _require("beam_search.patience", patience, limit, valid=0 < patience <= most_patience)
+    ngram = asked.no_repeat_ngram_size
+    _require("beam_search.no_repeat_ngram_size", ngram, "must be at least 0 (0 is off)", valid=ngram >= 0)
+    return BeamSearchParams(
+        beam_size=size,
+        num_hypotheses=number,
+        length_penalty=penalty,
+        patience=patience,
+        no_repeat_ngram_size=ngram,
     )
 
 
@@ -246,6 +279,10 @@ def encode_timings(timings: RequestTimings) -> pb.Timings:
     return message
 
 
-def encode_usage(num_prompt_tokens: int, num_generated_tokens: int) -> pb.Usage:
-    """Tokens used; nothing is cached between requests."""
-    return pb.Usage(prompt_tokens=num_prompt_tokens, generated_tokens=num_generated_tokens)
+def encode_usage(outcome: Outcome) -> pb.Usage:
+    """Tokens used."""
+    return pb.Usage(
+        prompt_tokens=outcome.num_prompt_tokens,
+        cached_tokens=outcome.num_cached_tokens,
+        generated_tokens=outcome.num_generated_tokens,
+    )

@@ -6,6 +6,7 @@ The unary call is the stream, put together. Errors pass through; the interceptor
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
 from contextlib import aclosing
@@ -18,7 +19,7 @@ from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer
 from service.config import RequestLimits
 from service.errors import InvalidRequest, RequestError, UnsupportedFeature
-from service.generator import Accepted, GenerateCall, Generator, Outcome, Piece, PromptScores
+from service.generator import Accepted, Finished, GenerateCall, Generator, Outcome, Part, Piece, PromptScores
 from service.models import Models, ServedModel, check_ids
 from service.transport import codec
 
@@ -46,9 +47,8 @@ class GenerationServicer(GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """Collects the stream into one answer."""
         response = pb.GenerateResponse()
-        output = response.outputs.add()
         # Joined once: a message's text cannot be appended to, only replaced.
-        texts: list[str] = []
+        texts: defaultdict[int, list[str]] = defaultdict(list)
         async with aclosing(self._generator.run(self._decode(request), context.time_remaining())) as parts:
             async for part in parts:
                 match part:
@@ -56,14 +56,17 @@ class GenerationServicer(GenerationServiceServicer):
                         response.request_id, response.model = part.request_id, part.model
                     case PromptScores():
                         response.prompt_logprobs.extend(map(codec.encode_logprobs, part.logprobs))
-                    case Piece():
-                        texts.append(part.text)
+                    case Piece(index):
+                        output = _output(response, index)
+                        texts[index].append(part.text)
                         output.token_ids.extend(part.token_ids)
                         output.logprobs.extend(map(codec.encode_logprobs, part.logprobs))
+                    case Finished(index):
+                        _finish(_output(response, index), part)
                     case Outcome():
-                        output.text = "".join(texts)
-                        _finish(output, part)
-                        response.usage.CopyFrom(codec.encode_usage(part.num_prompt_tokens, part.num_generated_tokens))
+                        for output in response.outputs:
+                            output.text = "".join(texts[output.index])
+                        response.usage.CopyFrom(codec.encode_usage(part))
                         response.timings.CopyFrom(codec.encode_timings(part.timings))
         return response
 
@@ -73,8 +76,7 @@ class GenerationServicer(GenerationServiceServicer):
         """Sends each part as it comes; a client that is behind gets several tokens in one message."""
         async with aclosing(self._generator.run(self._decode(request), context.time_remaining())) as parts:
             async for part in parts:
-                for event in _events(part):
-                    yield event
+                yield _event(part)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Splits a text as `Generate` would, or bare."""
@@ -133,32 +135,41 @@ def _detokenize(tokenizer: Tokenizer, request: pb.DetokenizeRequest, max_tokens:
     return pb.DetokenizeResponse(text=tokenizer.decode(token_ids))
 
 
-def _events(part: Accepted | PromptScores | Piece | Outcome) -> tuple[pb.GenerateStreamResponse, ...]:
+def _output(response: pb.GenerateResponse, index: int) -> pb.GenerationOutput:
+    """The output at `index`, and all before it: any of them may be the first that is heard of."""
+    while len(response.outputs) <= index:
+        response.outputs.add(index=len(response.outputs))
+    return response.outputs[index]
+
+
+def _event(part: Part) -> pb.GenerateStreamResponse:
     """A part as the stream tells it."""
     message = pb.GenerateStreamResponse
+    event = message()
     match part:
         case Accepted():
-            return (message(accepted=message.Accepted(request_id=part.request_id, model=part.model)),)
+            event.accepted.CopyFrom(message.Accepted(request_id=part.request_id, model=part.model))
         case PromptScores():
-            logprobs = map(codec.encode_logprobs, part.logprobs)
-            return (message(prompt=message.Prompt(logprobs=logprobs)),)
+            event.prompt.logprobs.extend(map(codec.encode_logprobs, part.logprobs))
         case Piece():
-            logprobs = map(codec.encode_logprobs, part.logprobs)
-            return (message(delta=message.Delta(text=part.text, token_ids=part.token_ids, logprobs=logprobs)),)
+            event.delta.output_index, event.delta.text = part.output_index, part.text
+            event.delta.token_ids.extend(part.token_ids)
+            event.delta.logprobs.extend(map(codec.encode_logprobs, part.logprobs))
+        case Finished():
+            event.finished.output_index = part.output_index
+            _finish(event.finished, part)
         case Outcome():
-            finished = message.Finished()
-            _finish(finished, part)
-            summary = message.Summary(
-                usage=codec.encode_usage(part.num_prompt_tokens, part.num_generated_tokens),
-                timings=codec.encode_timings(part.timings),
-            )
-            return message(finished=finished), message(summary=summary)
+            event.summary.usage.CopyFrom(codec.encode_usage(part))
+            event.summary.timings.CopyFrom(codec.encode_timings(part.timings))
+    return event
 
 
-def _finish(message: pb.GenerationOutput | pb.GenerateStreamResponse.Finished, outcome: Outcome) -> None:
-    message.finish_reason = codec.FINISH_REASONS[outcome.finish_reason]
-    if (matched := codec.encode_matched_stop(outcome.matched_stop)) is not None:
+def _finish(message: pb.GenerationOutput | pb.GenerateStreamResponse.Finished, end: Finished) -> None:
+    message.finish_reason = codec.FINISH_REASONS[end.finish_reason]
+    if (matched := codec.encode_matched_stop(end.matched_stop)) is not None:
         message.matched_stop.CopyFrom(matched)
+    if end.score is not None:
+        message.score = end.score
 
 
 def _tokenizer(model: ServedModel, side: pb.TextSide.ValueType, default: pb.TextSide.ValueType) -> Tokenizer:

@@ -108,7 +108,7 @@ def _architecture(model: ServedModel) -> pb.ModelArchitecture:
 
 
 def _limits(model: ServedModel, config: ServeConfig) -> pb.ModelLimits:
-    limits = config.limits
+    limits = config.request_limits
     return pb.ModelLimits(
         max_prompt_tokens=model.max_prompt_tokens,
         max_generated_tokens=limits.max_generated_tokens,
@@ -124,6 +124,9 @@ def _limits(model: ServedModel, config: ServeConfig) -> pb.ModelLimits:
         max_message_bytes=config.max_message_bytes,
         max_tokenize_bytes=limits.max_tokenize_bytes,
         max_detokenize_tokens=limits.max_detokenize_tokens,
+        max_outputs=limits.max_outputs,
+        max_beam_size=limits.max_beam_size,
+        kv_memory_bytes=model.kv_memory_bytes(config.max_batch_size, config.kv_memory),
     )
 
 
@@ -134,6 +137,9 @@ def describe_capabilities(*, is_encoder_decoder: bool) -> pb.ModelCapabilities:
         sampling=True,
         logprobs=True,
         stop_strings=True,
+        beam_search=True,
+        multiple_outputs=True,
+        priority=True,
         penalties=True,
         logit_control=True,
         min_tokens=True,

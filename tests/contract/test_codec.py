@@ -9,9 +9,16 @@ import pytest
 
 from proto.onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
-from service.engine.types import FinishReason, RequestTimings, SamplingParams, StoppingParams, TokenLogprobs
+from service.engine.types import (
+    BeamSearchParams,
+    FinishReason,
+    RequestTimings,
+    SamplingParams,
+    StoppingParams,
+    TokenLogprobs,
+)
 from service.errors import InvalidRequest, UnsupportedFeature
-from service.generator import GenerateCall
+from service.generator import GenerateCall, Outcome
 from service.scoring import Score, ScoreCall
 from service.transport import codec
 from service.transport.model_service import describe_capabilities
@@ -22,10 +29,7 @@ ONE_TOKEN = pb.TokenIds(ids=[7])
 # Field that is refused, the message that asks for it, and the capability that says so.
 UNSUPPORTED: dict[str, tuple[pb.GenerateRequest, str]] = {
     "prompt.chat": (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])), "chat"),
-    "beam_search": (pb.GenerateRequest(text="a", beam_search=pb.BeamSearchParams(beam_size=2)), "beam_search"),
-    "priority": (pb.GenerateRequest(text="a", priority=-1), "priority"),
     "partial_on_deadline": (pb.GenerateRequest(text="a", partial_on_deadline=True), "partial_on_deadline"),
-    "sampling.n": (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=2)), "multiple_outputs"),
     "response.cost": (pb.GenerateRequest(text="a", response=pb.ResponseOptions(cost=True)), "cost"),
 }
 
@@ -49,12 +53,15 @@ def test_request_that_says_nothing_but_its_prompt_gets_the_documented_defaults()
             presence_penalty=0.0,
             frequency_penalty=0.0,
             seed=None,
+            n=1,
             logit_bias=(),
             allowed_token_ids=(),
         ),
         stopping=StoppingParams(max_tokens=256, min_tokens=0),
+        beam_search=None,
         logprobs=None,
         prompt_logprobs=None,
+        priority=0,
         timeout_seconds=None,
     )
 
@@ -74,7 +81,7 @@ def test_every_offered_field_is_read() -> None:
             presence_penalty=-2.0,
             frequency_penalty=2.0,
             seed=2**64 - 1,
-            n=1,
+            n=3,
             logit_bias={9: -100.0, 3: 100.0},
             allowed_token_ids=[9, 3, 9],
         ),
@@ -87,6 +94,7 @@ def test_every_offered_field_is_read() -> None:
             include_stop_in_output=True,
         ),
         response=pb.ResponseOptions(logprobs=5, prompt_logprobs=3),
+        priority=-(2**31),
         timeout_seconds=2.5,
     )
     assert decode(message) == GenerateCall(
@@ -103,6 +111,7 @@ def test_every_offered_field_is_read() -> None:
             presence_penalty=-2.0,
             frequency_penalty=2.0,
             seed=2**64 - 1,
+            n=3,
             logit_bias=((3, 100.0), (9, -100.0)),
             allowed_token_ids=(9, 3, 9),
         ),
@@ -114,10 +123,108 @@ def test_every_offered_field_is_read() -> None:
             ignore_eos=True,
             include_stop_in_output=True,
         ),
+        beam_search=None,
         logprobs=5,
         prompt_logprobs=3,
+        priority=-(2**31),
         timeout_seconds=2.5,
     )
+
+
+def test_beam_search_that_says_nothing_but_its_size_gets_the_documented_defaults() -> None:
+    call = decode(pb.GenerateRequest(text="a", beam_search=pb.BeamSearchParams(beam_size=2)))
+    assert call.beam_search == BeamSearchParams(
+        beam_size=2, num_hypotheses=1, length_penalty=1.0, patience=1.0, no_repeat_ngram_size=0
+    )
+    assert call.sampling == SamplingParams()
+
+
+def test_every_field_of_beam_search_is_read() -> None:
+    beam_search = pb.BeamSearchParams(
+        beam_size=16, num_hypotheses=16, length_penalty=-10.0, patience=1000.0, no_repeat_ngram_size=3
+    )
+    # Set, and empty: nothing in it was said.
+    message = pb.GenerateRequest(text="a", beam_search=beam_search, sampling=pb.SamplingParams())
+    assert decode(message).beam_search == BeamSearchParams(
+        beam_size=16, num_hypotheses=16, length_penalty=-10.0, patience=1000.0, no_repeat_ngram_size=3
+    )
+
+
+def test_length_penalty_zero_that_was_said_is_not_an_absent_value() -> None:
+    beam_search = pb.BeamSearchParams(beam_size=2, length_penalty=0.0)
+    call = decode(pb.GenerateRequest(text="a", beam_search=beam_search))
+    assert call.beam_search is not None
+    assert call.beam_search.length_penalty == 0.0
+
+
+def test_beams_may_be_stopped_by_tokens_and_lengths() -> None:
+    stopping = pb.StoppingParams(max_tokens=7, min_tokens=2, stop_token_ids=[8], ignore_eos=True)
+    message = pb.GenerateRequest(text="a", beam_search=pb.BeamSearchParams(beam_size=2), stopping=stopping)
+    expected = StoppingParams(max_tokens=7, min_tokens=2, stop_token_ids=frozenset({8}), ignore_eos=True)
+    assert decode(message).stopping == expected
+
+
+@pytest.mark.parametrize(
+    ("beam_search", "expected"),
+    [
+        ({}, "beam_size: must be from 1 to 16, got 0"),
+        ({"beam_size": -1}, "beam_size: must be from 1 to 16, got -1"),
+        ({"beam_size": 17}, "beam_size: must be from 1 to 16, got 17"),
+        ({"num_hypotheses": 0}, "num_hypotheses: must be from 1 to beam_search.beam_size, which is 4, got 0"),
+        ({"num_hypotheses": 5}, "num_hypotheses: must be from 1 to beam_search.beam_size, which is 4, got 5"),
+        ({"length_penalty": math.nan}, "length_penalty: must be from -10 to 10, got nan"),
+        ({"length_penalty": math.inf}, "length_penalty: must be from -10 to 10, got inf"),
+        ({"length_penalty": -10.5}, "length_penalty: must be from -10 to 10, got -10.5"),
+        ({"patience": 0.0}, "patience: must be above 0 and at most 1000, got 0.0"),
+        ({"patience": math.nan}, "patience: must be above 0 and at most 1000, got nan"),
+        ({"patience": 1e308}, "patience: must be above 0 and at most 1000, got 1e+308"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: must be at least 0 (0 is off), got -1"),
+    ],
+)
+def test_beam_search_beyond_its_limits_is_refused_by_its_path(beam_search: dict[str, Any], expected: str) -> None:
+    fields = {"beam_size": 4, **beam_search} if beam_search else {}
+    with pytest.raises(InvalidRequest) as refusal:
+        decode(pb.GenerateRequest(text="a", beam_search=pb.BeamSearchParams(**fields)))
+    assert str(refusal.value) == f"beam_search.{expected}"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        (pb.SamplingParams(temperature=1.0), "sampling.temperature"),
+        (pb.SamplingParams(n=1), "sampling.n"),
+        (pb.SamplingParams(top_k=5), "sampling.top_k"),
+        (pb.SamplingParams(repetition_penalty=1.0), "sampling.repetition_penalty"),
+        (pb.SamplingParams(logit_bias={3: 1.0}), "sampling.logit_bias"),
+        (pb.SamplingParams(allowed_token_ids=[3]), "sampling.allowed_token_ids"),
+    ],
+)
+def test_beam_search_excludes_every_field_of_sampling(sampling: pb.SamplingParams, field: str) -> None:
+    beam_search = pb.BeamSearchParams(beam_size=2)
+    with pytest.raises(InvalidRequest) as refusal:
+        decode(pb.GenerateRequest(text="a", beam_search=beam_search, sampling=sampling))
+    assert refusal.value.field == field
+    assert refusal.value.limit == "must not be set with beam_search"
+
+
+def test_beam_search_excludes_stop_texts() -> None:
+    stopping, beam_search = pb.StoppingParams(stop=["x"]), pb.BeamSearchParams(beam_size=2)
+    with pytest.raises(InvalidRequest, match=r"^stopping\.stop: must be empty with beam_search, got \['x'\]$"):
+        decode(pb.GenerateRequest(text="a", beam_search=beam_search, stopping=stopping))
+
+
+@pytest.mark.parametrize("number", [-1, 0, 17])
+def test_number_of_outputs_is_within_the_operators_limit(number: int) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^sampling\.n: must be from 1 to 16, got {number}$"):
+        decode(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=number)))
+
+
+def test_outputs_and_beams_are_bound_by_the_operators_limits() -> None:
+    limits = RequestLimits(max_outputs=2, max_beam_size=3)
+    with pytest.raises(InvalidRequest, match=r"^sampling\.n: must be from 1 to 2, got 3"):
+        decode(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=3)), limits)
+    with pytest.raises(InvalidRequest, match=r"^beam_search\.beam_size: must be from 1 to 3, got 4"):
+        decode(pb.GenerateRequest(text="a", beam_search=pb.BeamSearchParams(beam_size=4)), limits)
 
 
 @pytest.mark.parametrize(
@@ -152,18 +259,6 @@ def test_feature_of_a_later_version_is_refused_by_the_name_of_its_field(field: s
         decode(message)
     assert refusal.value.field == field
     assert str(refusal.value).startswith(f"{field}: ")
-
-
-@pytest.mark.parametrize(
-    ("message", "field"),
-    [
-        (pb.GenerateRequest(beam_search=pb.BeamSearchParams()), "beam_search.beam_size"),
-    ],
-)
-def test_bad_value_is_invalid_even_where_the_field_is_not_offered(message: pb.GenerateRequest, field: str) -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        decode(message)
-    assert refusal.value.field == field
 
 
 @pytest.mark.parametrize(
@@ -284,6 +379,12 @@ def test_logprobs_pair_ids_with_values_best_first() -> None:
     message = codec.encode_logprobs(TokenLogprobs(-0.5, (9, 4), (-0.25, -0.5)))
     assert message.logprob == -0.5
     assert [(top.token_id, top.logprob) for top in message.top] == [(9, -0.25), (4, -0.5)]
+
+
+def test_usage_tells_what_was_cached() -> None:
+    timings = RequestTimings(arrival_time=0.0, scheduled_time=0.0, first_token_time=0.0, finished_time=0.0)
+    outcome = Outcome(num_prompt_tokens=7, num_cached_tokens=4, num_generated_tokens=9, timings=timings)
+    assert codec.encode_usage(outcome) == pb.Usage(prompt_tokens=7, cached_tokens=4, generated_tokens=9)
 
 
 def test_matched_stop_is_text_or_token_or_nothing() -> None:

@@ -39,7 +39,8 @@ def test_every_flag_has_an_environment_twin() -> None:
         "max_batch_size": "4", "max_queue_size": "0", "prefill_chunk": "16", "threads": "3", "log_level": "DEBUG",
         "drain_grace_seconds": "1.5", "max_message_bytes": "2048", "max_generated_tokens": "5", "max_stop_strings": "6",
         "max_stop_string_length": "7", "max_stop_token_ids": "8", "max_logprobs": "9", "max_request_id_length": "64",
-        "max_tokenize_bytes": "10", "max_detokenize_tokens": "11", "max_logit_bias": "12",
+        "max_tokenize_bytes": "10", "max_detokenize_tokens": "11", "max_logit_bias": "12", "max_outputs": "13",
+        "max_beam_size": "14", "kv_memory": "2GiB",
     }  # fmt: skip
     assert set(given) == set(options(ServeConfig)) | set(options(RequestLimits))
     switches = {"metrics": "--no-metrics", "spin": "--no-spin"}
@@ -60,6 +61,7 @@ def test_every_flag_has_an_environment_twin() -> None:
         max_batch_size=4,
         max_queue_size=0,
         prefill_chunk=16,
+        kv_memory=2 << 30,
         threads=3,
         spin=False,
         drain_grace_seconds=1.5,
@@ -75,8 +77,34 @@ def test_every_flag_has_an_environment_twin() -> None:
             max_tokenize_bytes=10,
             max_detokenize_tokens=11,
             max_logit_bias=12,
+            max_outputs=13,
+            max_beam_size=14,
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("1", 1), ("65536", 65536), ("3KiB", 3072), ("512MiB", 512 << 20), ("1TiB", 1 << 40)]
+)
+def test_memory_is_told_in_bytes_or_binary_units(text: str, num_bytes: int) -> None:
+    assert serve("--kv-memory", text).kv_memory == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "0GiB", "2GB", "2gib", "2G", "2 GiB", "GiB", "1.5GiB", "two", "²MiB", "10000000TiB", "2GiBGiB"]
+)
+def test_memory_that_is_no_amount_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(StartupError) as refusal:
+        serve("--kv-memory", text)
+    wanted = "must be a number of bytes above 0, plain or with KiB, MiB, GiB or TiB, as in 2GiB"
+    assert refusal.value.problems == (f"--kv-memory is {text!r}, {wanted}",)
+
+
+def test_outputs_and_beams_of_a_request_are_cut_to_what_runs_at_once() -> None:
+    small, large = serve("--max-batch-size", "4"), serve("--max-outputs", "20", "--max-beam-size", "2")
+    assert (small.request_limits.max_outputs, small.request_limits.max_beam_size) == (4, 4)
+    assert (large.request_limits.max_outputs, large.request_limits.max_beam_size) == (20, 2)
+    assert small.request_limits.max_logprobs == small.limits.max_logprobs
 
 
 def test_flag_wins_over_its_twin() -> None:
@@ -131,5 +159,8 @@ def test_ask_refuses_text_that_no_message_can_carry() -> None:
 
 def test_ask_leaves_to_the_server_what_is_not_said() -> None:
     assert parse(["ask", "m", "hello"], {}) == AskConfig(model="m", text="hello")
-    asked = parse(["ask", "m", "hello", "--stream", "--seed", "0", "--temperature", "0"], {"ONWARD_TARGET": "h:1"})
-    assert asked == AskConfig(model="m", text="hello", target="h:1", stream=True, seed=0, temperature=0.0)
+    flags = ("--stream", "--seed", "0", "--temperature", "0", "--n", "3", "--beam-size", "4")
+    asked = parse(["ask", "m", "hello", *flags], {"ONWARD_TARGET": "h:1"})
+    assert asked == AskConfig(
+        model="m", text="hello", target="h:1", stream=True, seed=0, temperature=0.0, n=3, beam_size=4
+    )

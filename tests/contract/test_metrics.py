@@ -11,7 +11,15 @@ from service.engine.types import RequestTimings, StepStats
 from service.metrics import TIME_BUCKETS, Metrics, RequestRecord
 
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio", "parity_max_abs_error"}
-COUNTERS = {"prompt_tokens", "generation_tokens", "padding_tokens", "requests", "grpc_server_handled"}
+COUNTERS = {
+    "prompt_tokens",
+    "cached_prompt_tokens",
+    "generation_tokens",
+    "padding_tokens",
+    "preemptions",
+    "requests",
+    "grpc_server_handled",
+}
 SECONDS = {
     "time_to_first_token_seconds",
     "inter_token_latency_seconds",
@@ -83,8 +91,9 @@ def record(*, scheduled: float | None = 2.0, first: float | None = 5.0, tokens: 
         outcome="stop",
         timings=RequestTimings(arrival_time=1.0, scheduled_time=scheduled, first_token_time=first, finished_time=9.0),
         num_prompt_tokens=11,
+        num_cached_tokens=6,
         num_generated_tokens=tokens,
-        last_token_time=8.0 if tokens else None,
+        seconds_per_token=1.5 if tokens > 1 else None,
     )
 
 
@@ -95,7 +104,8 @@ def test_finished_request_is_observed_phase_by_phase(registry: CollectorRegistry
     assert value(registry, "request_queue_time_seconds_sum") == 1.0
     assert value(registry, "request_prefill_time_seconds_sum") == 3.0
     assert value(registry, "request_decode_time_seconds_sum") == 4.0
-    assert value(registry, "time_per_output_token_seconds_sum") == 1.0
+    assert value(registry, "time_per_output_token_seconds_sum") == 1.5
+    assert value(registry, "cached_prompt_tokens_total") == 6
     assert value(registry, "request_prompt_tokens_sum") == 11
     assert value(registry, "request_generation_tokens_sum") == 4
 
@@ -119,6 +129,7 @@ def step(num_tokens: int) -> StepStats:
         num_padding_tokens=3,
         run_seconds=0.5,
         host_seconds=0.25,
+        num_preemptions=2,
         num_running=2,
         num_waiting=1,
         kv_usage_ratio=0.75,
@@ -131,6 +142,7 @@ def test_step_sets_gauges_and_counts_work_and_waste(registry: CollectorRegistry)
     assert value(registry, "num_requests_waiting") == 1
     assert value(registry, "kv_cache_usage_ratio") == 0.75
     assert value(registry, "padding_tokens_total") == 3
+    assert value(registry, "preemptions_total") == 2
     assert value(registry, "step_batch_size_sum") == 2
     assert value(registry, "step_tokens_sum") == 10
     assert value(registry, "engine_host_seconds_sum") == 0.25

@@ -375,7 +375,13 @@ async def test_request_is_queued_before_it_is_accepted() -> None:
 async def test_refusals_are_counted_once_under_their_errors_label() -> None:
     gate = Gate()
     async with running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=0) as server:
-        for fields in ({"text": ""}, {"max_tokens": 0}, {"text": "a" * 64}, {"priority": 1}, {"model": "nobody"}):
+        for fields in (
+            {"text": ""},
+            {"max_tokens": 0},
+            {"text": "a" * 64},
+            {"partial_on_deadline": True},
+            {"model": "nobody"},
+        ):
             await status_of(server.stream(**fields))
         with gate.closed():
             held = [await read_accepted(server.stream(max_tokens=2)) for _ in range(SLOTS)]

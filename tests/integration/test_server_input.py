@@ -100,7 +100,36 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], grpc.StatusCode, str, str]] = {
         "sampling.min_p",
         "from 0 to 1",
     ),
-    "n 0": ({"sampling": pb.SamplingParams(n=0)}, grpc.StatusCode.INVALID_ARGUMENT, "sampling.n", "at least 1, got 0"),
+    "n 0": (
+        {"sampling": pb.SamplingParams(n=0)},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "sampling.n",
+        f"from 1 to {SLOTS}, got 0",
+    ),
+    "more outputs than slots": (
+        {"sampling": pb.SamplingParams(n=SLOTS + 1)},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "sampling.n",
+        f"from 1 to {SLOTS}, got {SLOTS + 1}",
+    ),
+    "no beams": (
+        {"sampling": None, "beam_search": pb.BeamSearchParams()},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "beam_search.beam_size",
+        f"from 1 to {SLOTS}, got 0",
+    ),
+    "beams beside sampling": (
+        {"sampling": pb.SamplingParams(temperature=0.0), "beam_search": pb.BeamSearchParams(beam_size=2)},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "sampling.temperature",
+        "must not be set with beam_search, got 0.0",
+    ),
+    "beams with stop texts": (
+        {"sampling": None, "beam_search": pb.BeamSearchParams(beam_size=2), "stop": ["a"]},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "stopping.stop",
+        "must be empty with beam_search, got ['a']",
+    ),
     "max_tokens 0": ({"max_tokens": 0}, grpc.StatusCode.INVALID_ARGUMENT, "stopping.max_tokens", "got 0"),
     "negative max_tokens": ({"max_tokens": -3}, grpc.StatusCode.INVALID_ARGUMENT, "stopping.max_tokens", "got -3"),
     "absurd max_tokens": (

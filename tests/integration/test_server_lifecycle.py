@@ -160,7 +160,8 @@ async def test_models_are_listed_and_described() -> None:
     assert (described.architecture.context, described.limits.max_prompt_tokens) == (48, 47)
     assert described.limits.max_batch_size == SLOTS
     assert described.capabilities.streaming
-    assert not described.capabilities.beam_search
+    assert described.capabilities.beam_search
+    assert not described.capabilities.chat
     assert described.parity.passed
     assert described.parity.num_cases == 1
     assert (described.device, described.precision) == ("cpu", "fp32")

@@ -247,7 +247,9 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """Same seed, same request: same tokens, in any company. Default: the server draws one."""
     n: _builtins.int
-    """Number of outputs. Default 1. Limit: at least 1, at most configured."""
+    """Number of outputs, each drawn by itself: output i is the same whatever `n` is. Default 1. Limit: at least 1, at most
+    configured.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of these token ids. Default: none. Limit: configured number, ids below the vocabulary's size,
@@ -357,7 +359,10 @@ Global___StoppingParams: _TypeAlias = StoppingParams  # noqa: Y015
 
 @_typing.final
 class BeamSearchParams(_message.Message):
-    """Beam search, in place of sampling. A stream's deltas then come at the end."""
+    """Beam search, in place of sampling: nothing is drawn, and no field of `sampling` may be set. Nor may `stopping.stop`: it is
+    looked for in text that only grows, and what a beam has said may be taken back. The outputs are hypotheses, best first,
+    known when the search is over; a stream's deltas come then.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -371,9 +376,11 @@ class BeamSearchParams(_message.Message):
     num_hypotheses: _builtins.int
     """Hypotheses returned. Default 1. Limit: at least 1, at most `beam_size`."""
     length_penalty: _builtins.float
-    """Exponent of the length that divides a score. Default 1.0."""
+    """Exponent of the length that divides a score. Default 1.0. Limit: from -10 to 10."""
     patience: _builtins.float
-    """Search goes on until `beam_size` times this many hypotheses have ended. Default 1.0. Limit: above 0."""
+    """Search goes on until `beam_size` times this many hypotheses have ended. Default 1.0. Limit: above 0, at
+    most 1000.
+    """
     no_repeat_ngram_size: _builtins.int
     """No token n-gram of this size occurs twice. Default 0, which is off. Limit: at least 0."""
     def __init__(
@@ -476,7 +483,7 @@ class GenerateRequest(_message.Message):
     none. Limit: two tokens fewer than the context, else OUT_OF_RANGE; INVALID_ARGUMENT for a decoder-only model.
     """
     priority: _builtins.int
-    """Higher goes first. Default 0."""
+    """Higher goes first, and may take the place of a lower one that runs, which goes on later. Default 0."""
     timeout_seconds: _builtins.float
     """Seconds from arrival to the deadline, for proxies that hide the call's own; the earlier one counts. Default: none.
     Limit: finite, above 0.
@@ -495,7 +502,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
-        """How tokens are chosen. Default: its fields' defaults. Excludes `beam_search`."""
+        """How tokens are chosen. Default: its fields' defaults. Limit: no field set with `beam_search`."""
 
     @_builtins.property
     def stopping(self) -> Global___StoppingParams:
@@ -689,7 +696,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt, special ones included, and of `target_prefix`."""
     cached_tokens: _builtins.int
-    """Of these, tokens whose keys and values were already at hand."""
+    """Of these, tokens whose keys and values were already at hand: computed for requests before."""
     generated_tokens: _builtins.int
     """Tokens generated, over all outputs."""
     def __init__(
@@ -1030,17 +1037,20 @@ class GenerateStreamResponse(_message.Message):
 
     @_typing.final
     class Finished(_message.Message):
-        """One output is over. Once per output, after its deltas."""
+        """One output is over. Once per output, after its deltas; those of other outputs may still come."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
         OUTPUT_INDEX_FIELD_NUMBER: _builtins.int
         FINISH_REASON_FIELD_NUMBER: _builtins.int
         MATCHED_STOP_FIELD_NUMBER: _builtins.int
+        SCORE_FIELD_NUMBER: _builtins.int
         output_index: _builtins.int
         """Position among the request's outputs, from 0."""
         finish_reason: Global___FinishReason.ValueType
         """Why it ended."""
+        score: _builtins.float
+        """See `GenerationOutput.score`."""
         @_builtins.property
         def matched_stop(self) -> Global___MatchedStop:
             """What matched, if the reason is FINISH_REASON_STOP."""
@@ -1051,12 +1061,15 @@ class GenerateStreamResponse(_message.Message):
             output_index: _builtins.int = ...,
             finish_reason: Global___FinishReason.ValueType = ...,
             matched_stop: Global___MatchedStop | None = ...,
+            score: _builtins.float | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop"]  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "matched_stop", b"matched_stop", "score", b"score"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "matched_stop", b"matched_stop", "output_index", b"output_index"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "matched_stop", b"matched_stop", "output_index", b"output_index", "score", b"score"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+        _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+        _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
     @_typing.final
     class Summary(_message.Message):

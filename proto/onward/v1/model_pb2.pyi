@@ -177,6 +177,9 @@ class ModelLimits(_message.Message):
     MAX_DETOKENIZE_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     MAX_TARGET_PREFIX_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUTS_FIELD_NUMBER: _builtins.int
+    MAX_BEAM_SIZE_FIELD_NUMBER: _builtins.int
+    KV_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     max_prompt_tokens: _builtins.int
     """Longest prompt or source, in tokens."""
     max_generated_tokens: _builtins.int
@@ -205,6 +208,12 @@ class ModelLimits(_message.Message):
     """Most entries of `sampling.logit_bias`."""
     max_target_prefix_tokens: _builtins.int
     """Longest `target_prefix`, in tokens. 0 for a decoder-only model."""
+    max_outputs: _builtins.int
+    """Largest `sampling.n`."""
+    max_beam_size: _builtins.int
+    """Largest `beam_search.beam_size`."""
+    kv_memory_bytes: _builtins.int
+    """Keys and values that all requests together may hold, in bytes."""
     def __init__(
         self,
         *,
@@ -222,10 +231,13 @@ class ModelLimits(_message.Message):
         max_detokenize_tokens: _builtins.int = ...,
         max_logit_bias: _builtins.int = ...,
         max_target_prefix_tokens: _builtins.int = ...,
+        max_outputs: _builtins.int = ...,
+        max_beam_size: _builtins.int = ...,
+        kv_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_batch_size", b"max_batch_size", "max_detokenize_tokens", b"max_detokenize_tokens", "max_generated_tokens", b"max_generated_tokens", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_request_id_length", b"max_request_id_length", "max_stop_string_length", b"max_stop_string_length", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids", "max_target_prefix_tokens", b"max_target_prefix_tokens", "max_tokenize_bytes", b"max_tokenize_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_memory_bytes", b"kv_memory_bytes", "max_batch_size", b"max_batch_size", "max_beam_size", b"max_beam_size", "max_detokenize_tokens", b"max_detokenize_tokens", "max_generated_tokens", b"max_generated_tokens", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_outputs", b"max_outputs", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_request_id_length", b"max_request_id_length", "max_stop_string_length", b"max_stop_string_length", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids", "max_target_prefix_tokens", b"max_target_prefix_tokens", "max_tokenize_bytes", b"max_tokenize_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

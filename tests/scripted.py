@@ -1,0 +1,106 @@
+"""An engine that tells what it is told to: events step by step, with no scheduler behind them.
+
+What stands between the engine and a client can be tested with it on streams of events that a real engine gives rarely,
+or in an order that nobody can foretell.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from model.golden import CaseResult, GoldenCase, Tolerance
+from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, StepStats, TokenEvent
+
+Steps = Sequence[Sequence[TokenEvent]]
+
+
+def token(
+    token_id: int | None, output_index: int = 0, reason: FinishReason | None = None, score: float | None = None
+) -> TokenEvent:
+    """An output's next event, with a token or without; the engine fills in whose it is."""
+    return TokenEvent(request_id="", output_index=output_index, token_id=token_id, finish_reason=reason, score=score)
+
+
+class ScriptedEngine:
+    """A `StepEngine` whose requests get the events that `script` has for them, one step's worth in each step.
+
+    The last event is made the terminal one. Aborting a request ends its outputs that have not ended.
+
+    Args:
+        script: a request to its events, step by step.
+        before_step: called before every step; may block.
+        num_cached_tokens: what every terminal event tells.
+        num_preemptions: what every step tells.
+    """
+
+    def __init__(
+        self,
+        script: Callable[[GenerationRequest], Steps],
+        *,
+        before_step: Callable[[], object] = lambda: None,
+        num_cached_tokens: int = 0,
+        num_preemptions: int = 0,
+    ) -> None:
+        self.requests: list[GenerationRequest] = []
+        self._script = script
+        self._before_step = before_step
+        self._num_cached_tokens = num_cached_tokens
+        self._num_preemptions = num_preemptions
+        self._pending: dict[str, tuple[GenerationRequest, deque[Sequence[TokenEvent]]]] = {}
+        self._ended: dict[str, set[int]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a script is not at its end."""
+        return bool(self._pending)
+
+    def add_request(self, request: GenerationRequest) -> None:
+        """Begins the request's script."""
+        self.requests.append(request)
+        self._pending[request.request_id] = (request, deque(self._script(request)))
+        self._ended[request.request_id] = set()
+
+    def abort(self, request_id: str) -> None:
+        """Puts an end of every output in the place of what is left."""
+        if request_id in self._pending:
+            request, _ = self._pending[request_id]
+            left = sorted(set(range(request.num_outputs)) - self._ended[request_id])
+            cancelled = [token(None, index, FinishReason.CANCELLED) for index in left]
+            self._pending[request_id] = (request, deque([cancelled]))
+
+    def step(self) -> StepOutput:
+        """The next events of every request."""
+        self._before_step()
+        told: list[TokenEvent] = []
+        for request_id, (request, steps) in list(self._pending.items()):
+            events = [replace(event, request_id=request_id) for event in steps.popleft()]
+            self._ended[request_id] |= {event.output_index for event in events if event.finish_reason is not None}
+            if not steps:
+                timings = RequestTimings(
+                    arrival_time=request.arrival_time,
+                    scheduled_time=request.arrival_time,
+                    first_token_time=request.arrival_time,
+                    finished_time=time.monotonic(),
+                )
+                events[-1] = replace(events[-1], timings=timings, num_cached_tokens=self._num_cached_tokens)
+                del self._pending[request_id]
+            told += events
+        stats = StepStats(
+            num_rows=len(told),
+            num_tokens=len(told),
+            num_padding_tokens=0,
+            run_seconds=0.0,
+            host_seconds=None,
+            num_preemptions=self._num_preemptions,
+            num_running=len(self._pending),
+            num_waiting=0,
+            kv_usage_ratio=0.0,
+        )
+        return StepOutput(tuple(told), stats)
+
+    def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> Sequence[CaseResult]:
+        """Nothing to replay on."""
+        raise NotImplementedError
