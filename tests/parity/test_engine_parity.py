@@ -19,7 +19,18 @@ from model import artifact, golden, reference
 from model.artifact import Precision
 from model.config import Architecture, ModelConfig
 from model.tokenizer import Tokenizer
-from service.engine.batch import ScheduledBatch
+from service.engine.batch import (
+    DecodeRow,
+    EncodeRow,
+    KVCopy,
+    KVDrop,
+    KVFree,
+    KVOperation,
+    KVRestore,
+    KVSave,
+    PrefillChunk,
+    ScheduledBatch,
+)
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_runner, model_shape
 from service.engine.runner import Runner
@@ -140,6 +151,7 @@ def engines_are_released() -> Iterator[None]:
     yield
     served.cache_clear()
     alone.cache_clear()
+    walked_alone.cache_clear()
 
 
 def make_request(config: ModelConfig, number: int, length: int, **sampling: float) -> GenerationRequest:
@@ -385,6 +397,203 @@ def test_law_of_company_holds_over_whatever_was_in_the_slots_before(variant: str
     outputs = run(host.engine(), [(0, request) for request in pool(host.config)], {})
     assert {name: tokens_of(outputs, name) for name in tokens} == tokens
     assert host.recorder.logits == logits
+
+
+class Walk:
+    """One row taken through the runner by hand, piece by piece, from slot to slot; the other slots decode beside it.
+
+    Whatever a row leaves behind is NaN. Nobody promises its company anything: it may well be NaN itself.
+    """
+
+    NUM_SLOTS = 4
+
+    def __init__(self, host: Served, tokens: Sequence[int], num_prompt: int, source: Sequence[int]) -> None:
+        self._host = host
+        self._tokens = tuple(tokens)
+        self._num_prompt = num_prompt
+        self._source = tuple(source)
+        self._pieces = Scheduler(host.limits, model_shape(host.manifest), host.decode).pieces
+        self._positions = [0] * self.NUM_SLOTS
+        self._next_handle = 0
+        self.slot = 0
+        self.logits: list[bytes] = []
+
+    @property
+    def num_computed(self) -> int:
+        return self._positions[self.slot]
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_computed == len(self._tokens)
+
+    def start(self, slot: int, encoded_for: Sequence[int] = ()) -> None:
+        """Takes a slot over stale K/V; `encoded_for` are slots that its source is encoded for at once."""
+        self.slot = slot
+        for stale in range(self.NUM_SLOTS):
+            self.spoil(stale)
+        if self._source and encoded_for:
+            rows = [EncodeRow(tuple(encoded_for), self._source)]
+            self.apply(encodes=rows)
+
+    def apply(self, *operations: KVOperation, encodes: Sequence[EncodeRow] = ()) -> None:
+        self._host.recorder.run(ScheduledBatch(kv_operations=operations, encodes=self._pieces.group_sources(encodes)))
+
+    def spoil(self, slot: int, start: int = 0) -> None:
+        for buffer in self._host.kv.own:
+            buffer[slot, :, start:] = np.nan
+        for buffer in self._host.kv.cross:
+            buffer[slot] = np.nan
+        self._positions[slot] = start
+
+    def swap_out_and_in(self, target: int) -> None:
+        """Preempted: saved, its slot given away, and restored into another."""
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        length = self.num_computed
+        self.apply(KVSave(self.slot, handle, length, len(self._source)), KVFree(self.slot))
+        self.spoil(self.slot)
+        self.spoil(target)
+        self.apply(KVRestore(handle, target), KVDrop(handle))
+        self.slot, self._positions[target] = target, length
+
+    def fork(self, target: int, start: int = 0) -> None:
+        """Goes on in a copy; the original becomes company, and goes another way. `start` are tokens shared already."""
+        length = self.num_computed
+        self.apply(KVCopy(self.slot, target, length, 0 if start else len(self._source), start))
+        self.slot, self._positions[target] = target, length
+
+    def restore(self, handles: Sequence[int], length: int) -> None:
+        """Begins with what others have computed and kept."""
+        self.apply(*(KVRestore(handle, self.slot) for handle in handles))
+        self._positions[self.slot] = length
+
+    def advance(self, num_rows: int) -> None:
+        """Feeds the next piece as a scheduler would, beside as many rows as fit."""
+        start = self.num_computed
+        stop = min(start + 1, len(self._tokens))
+        if start < self._num_prompt:
+            stop = min((start // self._pieces.chunk + 1) * self._pieces.chunk, self._num_prompt)
+        piece = self._tokens[start:stop]
+        rows = [
+            DecodeRow(self._tokens[0] + slot, min(position, len(self._tokens)), len(self._source), slot == self.slot)
+            for slot, position in enumerate(self._positions[: max(num_rows, self.slot + 1)])
+        ]
+        prefills: tuple[PrefillChunk, ...] = ()
+        if len(piece) > 1:
+            rows = [] if num_rows == 0 else rows
+            rows = [dataclasses.replace(row, token_id=piece[0]) if row.is_padding else row for row in rows]
+            prefills = (PrefillChunk(self.slot, start, piece),)
+        else:
+            rows[self.slot] = DecodeRow(piece[0], start, len(self._source), is_padding=False)
+        output = self._host.recorder.run(ScheduledBatch(decode=tuple(rows), prefills=prefills))
+        for slot in range(len(rows)):
+            self._positions[slot] = min(self._positions[slot] + 1, self._host.config.context - 1)
+        self._positions[self.slot] = stop
+        self.logits.append(output[self.slot].tobytes())
+
+
+@cache
+def walked_alone(variant: str, number: int, num_prompt: int) -> list[bytes]:
+    """The bits of a row's logits after each of its pieces, by itself in the first slot."""
+    host = served(variant)
+    tokens, source = sequence_of(host.config, number, num_prompt)
+    walk = Walk(host, tokens, num_prompt, source)
+    walk.start(0, encoded_for=[0])
+    while not walk.is_over:
+        walk.advance(0)
+    assert all(np.isfinite(np.frombuffer(bits, np.float32)).all() for bits in walk.logits)
+    return walk.logits
+
+
+def sequence_of(config: ModelConfig, number: int, num_prompt: int) -> tuple[list[int], list[int]]:
+    """Random tokens, six more than the prompt, and a random source for an encoder-decoder."""
+    rng = np.random.default_rng(number)
+    tokens = rng.integers(0, config.vocab_size - Walk.NUM_SLOTS, num_prompt + 6).tolist()
+    if not config.is_encoder_decoder:
+        return tokens, []
+    return tokens, rng.integers(0, config.source_vocab_size, 1 + number * 13 % config.source_context).tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_law_of_company_holds_for_rows_that_are_saved_restored_and_forked_at_any_time(
+    variant: str, data: st.DataObject
+) -> None:
+    """Preempted, moved, copied whole or in part, in the middle of the prompt or later: the same bits as undisturbed."""
+    host = served(variant)
+    num_prompt = 1 if host.config.is_encoder_decoder else data.draw(st.sampled_from([1, 16, 33, 40]), "prompt")
+    number = data.draw(st.integers(0, 2), "number")
+    tokens, source = sequence_of(host.config, number, num_prompt)
+    expected = walked_alone(variant, number, num_prompt)
+    walk = Walk(host, tokens, num_prompt, source)
+    walk.start(data.draw(st.integers(0, 3), "slot"), encoded_for=range(Walk.NUM_SLOTS))
+    origin: tuple[int, int] | None = None
+    while not walk.is_over:
+        target = (walk.slot + data.draw(st.integers(1, 3), "to")) % Walk.NUM_SLOTS
+        match data.draw(st.sampled_from(["stay", "swap", "fork", "return"]), "event"):
+            case "swap":
+                walk.swap_out_and_in(target)
+                origin = None
+            case "fork":
+                origin = walk.slot, walk.num_computed
+                walk.spoil(target)
+                walk.fork(target)
+            case "return" if origin:
+                # As beams do: what both have in common need not be copied.
+                walk.fork(*origin)
+                origin = None
+        walk.advance(data.draw(st.integers(0, Walk.NUM_SLOTS), "rows"))
+    assert walk.logits == expected
+
+
+@pytest.mark.parametrize("variant", [name for name, (family, _) in VARIANTS.items() if family == DECODER_ONLY])
+def test_law_of_company_holds_for_prefixes_that_another_request_computed(variant: str) -> None:
+    """Whole chunks, each kept by itself, from a row in another slot, of another length and in company."""
+    host = served(variant)
+    chunk = host.limits.prefill_chunk
+    tokens, _ = sequence_of(host.config, 1, 61)
+    others, _ = sequence_of(host.config, 2, 61)
+    first = Walk(host, tokens[: 3 * chunk] + others[: chunk // 2], 3 * chunk + chunk // 2, ())
+    first.start(2)
+    while not first.is_over:
+        first.advance(4)
+    keeping = [KVSave(2, handle, chunk * (handle + 1), 0, chunk * handle) for handle in range(3)]
+    first.apply(*keeping)
+    expected = walked_alone(variant, 1, 61)
+    for num_chunks in (1, 2, 3):
+        for slot in range(Walk.NUM_SLOTS):
+            walk = Walk(host, tokens, 61, ())
+            walk.start(slot)
+            walk.restore(range(num_chunks), num_chunks * chunk)
+            while not walk.is_over:
+                walk.advance(slot)
+            assert walk.logits == expected[num_chunks:]
+    first.apply(*(KVDrop(save.handle) for save in keeping))
+    assert host.kv.stored_bytes == 0
+
+
+@pytest.mark.parametrize("variant", [name for name, (family, _) in VARIANTS.items() if family == ENCODER_DECODER])
+def test_law_of_company_holds_for_sources_that_another_request_encoded(variant: str) -> None:
+    """Encoded for several rows at once, or kept from an earlier one: the same bits as a source of one's own."""
+    host = served(variant)
+    for number in range(3):
+        tokens, source = sequence_of(host.config, number, 1)
+        expected = walked_alone(variant, number, 1)
+        for slot in range(Walk.NUM_SLOTS):
+            walk = Walk(host, tokens, 1, source)
+            walk.start(slot, encoded_for=range(Walk.NUM_SLOTS))
+            while not walk.is_over:
+                walk.advance(4)
+            assert walk.logits == expected
+            walk = Walk(host, tokens, 1, source)
+            walk.start(slot, encoded_for=[(slot + 1) % Walk.NUM_SLOTS])
+            walk.apply(KVSave((slot + 1) % Walk.NUM_SLOTS, 0, 0, len(source)))
+            walk.spoil((slot + 1) % Walk.NUM_SLOTS)
+            walk.restore([0], 0)
+            while not walk.is_over:
+                walk.advance(4)
+            assert walk.logits == expected
+            walk.apply(KVDrop(0))
 
 
 @FAMILIES
