@@ -49,6 +49,7 @@ def build_engines(folder: Path, models: Iterable[ServedModel], config: ServeConf
         max_batch_size=config.max_batch_size,
         prefill_chunk=config.prefill_chunk,
         max_prefill_tokens=config.prefill_chunk,
+        kv_memory_bytes=config.kv_memory,
     )
     last_run = LastRun()
     options = SessionOptions(intra_op_threads=config.threads or 0, allow_spinning=config.spin)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from model.artifact import Manifest
-from model.cost import kv_bytes
 from model.golden import CaseResult, GoldenCase
 from model.tokenizer import Tokenizer
+from service.engine.kv_memory import plan_kv_memory
 from service.engine.types import SamplingParams, StoppingParams
 from service.errors import InvalidRequest, NotServing, PromptTooLong, UnknownModel
 
@@ -78,9 +78,7 @@ class ServedModel:
 
     def kv_memory_bytes(self, max_batch_size: int, kv_memory: int | None) -> int:
         """The key-value budget of its engine: what the operator gave, else room for every sequence at full length."""
-        config = self.manifest.config
-        source_context = config.source_context if config.is_encoder_decoder else 0
-        return max_batch_size * kv_bytes(config, config.context, source_context) if kv_memory is None else kv_memory
+        return plan_kv_memory(self.manifest, max_batch_size, kv_memory).num_bytes
 
     def encode_prompt(self, prompt: str | tuple[int, ...], max_tokens: int | None = None) -> tuple[int, ...]:
         """Token ids of a prompt; text may take milliseconds, so call this off the event loop.

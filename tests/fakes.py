@@ -157,11 +157,11 @@ class FakeRunner:
                 wanted.append(self._logits[chunk.slot].copy())
         return np.concatenate([self._logits, wanted]) if wanted else self._logits
 
-    def num_held_tokens(self, budget: KVBudget) -> int:
-        """Tokens whose K/V a real runner would hold memory for, in rows and in copies."""
+    def num_held_bytes(self, budget: KVBudget) -> int:
+        """Bytes that a real runner would hold, in rows and in copies."""
         rows = [*zip(self._tokens, self._sources, strict=True)]
         rows += [(tokens, source) for _, tokens, source in self.kept.values()]
-        return sum(budget.pages(len(tokens)) + budget.pages(len(source)) for tokens, source in rows)
+        return sum(budget.row_bytes(len(tokens), len(source)) for tokens, source in rows)
 
     def _apply(self, operation: KVOperation) -> None:
         match operation:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 
-import numpy as np
-
 from model.artifact import DECODER, ENCODER, Manifest
-from model.config import ModelConfig
 from service.engine.engine import Engine, LastRun
 from service.engine.kv_cache import SlotKV
-from service.engine.kv_ledger import KVBudget
-from service.engine.memory import memory_limit
+from service.engine.kv_memory import check_memory, plan_kv_memory
 from service.engine.runner import OrtRunner
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, ModelShape, Scheduler
@@ -39,8 +34,8 @@ def build_engine(
     Raises:
         StartupError: when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
     """
-    budget = kv_budget(folder, manifest.config, limits)
     runner = build_runner(folder, manifest, limits, options)
+    budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
     return Engine(Scheduler(limits, model_shape(manifest), decode, budget), runner, Sampler(), last_run)
 
 
@@ -55,31 +50,13 @@ def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options
     # The decoder of an encoder-decoder computes no chunks.
     max_prefill_tokens = limits.max_prefill_tokens if encoder is None else 0
     try:
-        kv = SlotKV(manifest.config, limits.max_batch_size, memory_limit())
-        return OrtRunner(manifest.config, kv, decoder, encoder, max_prefill_tokens, memory_limit())
-    except (MemoryError, StartupError) as error:
+        budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
+        check_memory(manifest, budget, limits.max_batch_size, max_prefill_tokens)
+        kv = SlotKV(manifest.config, limits.max_batch_size)
+        return OrtRunner(manifest.config, kv, decoder, encoder, max_prefill_tokens)
+    except (MemoryError, OSError, StartupError) as error:
         sizes = f"max_batch_size {limits.max_batch_size}, prefill_chunk {limits.prefill_chunk}"
         raise StartupError([f"{folder}: {sizes}: {error}"]) from error
-
-
-def kv_budget(folder: Path, config: ModelConfig, limits: EngineLimits) -> KVBudget:
-    """How many tokens' K/V a model may have: what `kv_memory_bytes` holds, a whole context for each slot if None.
-
-    Raises:
-        StartupError: when not even one sequence of full length has room.
-    """
-    # A head's positions lie one after the other in a row, and the system gives memory by pages.
-    page_tokens = max(1, mmap.PAGESIZE // (config.head_dim * np.dtype(np.float32).itemsize))
-    pages = KVBudget(num_tokens=0, page_tokens=page_tokens).pages
-    row = pages(config.context) + (pages(config.source_context) if config.is_encoder_decoder else 0)
-    if limits.kv_memory_bytes is None:
-        return KVBudget(num_tokens=limits.max_batch_size * row, page_tokens=page_tokens)
-    num_tokens = limits.kv_memory_bytes // config.kv_bytes_per_token
-    if num_tokens < row:
-        least = row * config.kv_bytes_per_token
-        given = f"kv_memory is {limits.kv_memory_bytes} bytes"
-        raise StartupError([f"{folder}: {given}, must be at least {least}: one sequence of full length"])
-    return KVBudget(num_tokens=num_tokens, page_tokens=page_tokens)
 
 
 def model_shape(manifest: Manifest) -> ModelShape:

@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from model.config import ModelConfig
-from service.engine.batch import KVCopy, KVDrop, KVFree, KVOperation, KVRestore, KVSave
+from service.engine.batch import KVCopy, KVDrop, KVFree, KVOperation, KVRestore, KVRetain, KVSave
 from service.engine.pages import Pages
-from service.errors import StartupError
 
 Float32 = npt.NDArray[np.float32]
 
@@ -72,17 +71,12 @@ class SlotKV:
     Args:
         config: the model's sizes.
         num_slots: how many rows.
-        memory_limit: bytes that there are, None where that is not known.
 
     Raises:
-        StartupError: when all rows together need more.
+        OSError: when there is not even so much address space.
     """
 
-    def __init__(self, config: ModelConfig, num_slots: int, memory_limit: int | None) -> None:
-        positions = config.context + (config.source_context if config.is_encoder_decoder else 0)
-        needed = num_slots * positions * config.kv_bytes_per_token
-        if memory_limit is not None and needed > memory_limit:
-            raise StartupError([f"K/V of {num_slots} slots needs {needed} bytes, there are {memory_limit}"])
+    def __init__(self, config: ModelConfig, num_slots: int) -> None:
         num_tensors = 2 * config.num_layers
         row = (config.num_kv_heads, config.context, config.head_dim)
         cross_row = (config.num_kv_heads, config.source_context, config.head_dim)
@@ -133,6 +127,8 @@ class SlotKV:
                 for pages in (self._own_pages, self._cross_pages):
                     for rows in pages.array:
                         pages.release(rows[operation.slot])
+            case KVRetain():
+                self._kept = {handle: kept for handle, kept in self._kept.items() if handle in operation.handles}
             case _:
                 assert_never(operation)
 

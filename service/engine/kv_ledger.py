@@ -28,14 +28,22 @@ from service.engine.slots import SlotTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVBudget:
-    """How many tokens' K/V there may be; a row's are counted in whole pages of `page_tokens`."""
+    """How many bytes all K/V may take, and what a row takes: whole pages, as memory is given by the page.
 
-    num_tokens: int
+    A token of the decoder takes `token_bytes`, one of a source `source_token_bytes`; so many of each share a page.
+    """
+
+    num_bytes: int
+    token_bytes: int = 1
+    source_token_bytes: int = 1
     page_tokens: int = 1
+    source_page_tokens: int = 1
 
-    def pages(self, num_tokens: int) -> int:
-        """Tokens that a row of `num_tokens` takes."""
-        return -(-num_tokens // self.page_tokens) * self.page_tokens
+    def row_bytes(self, num_tokens: int, num_source_tokens: int) -> int:
+        """Bytes of a row, or of a copy of one, with these lengths."""
+        own = -(-num_tokens // self.page_tokens) * self.page_tokens * self.token_bytes
+        source = -(-num_source_tokens // self.source_page_tokens) * self.source_page_tokens * self.source_token_bytes
+        return own + source
 
 
 class KVLedger:
@@ -43,7 +51,7 @@ class KVLedger:
 
     Args:
         num_slots: rows that there are.
-        budget: tokens that there may be.
+        budget: bytes that there may be.
         pieces: how prompts are cut, and so how they are kept.
     """
 
@@ -55,7 +63,7 @@ class KVLedger:
         self._num_rows: dict[SequenceGroup, int] = {}
         self._num_saved: dict[SequenceGroup, int] = {}
         self._num_reserved_rows = 0
-        self._num_reserved_tokens = 0
+        self._num_reserved_bytes = 0
         self._handles = itertools.count(1)
         self._operations: list[KVOperation] = []
         self._in_flight: tuple[KVOperation, ...] = ()
@@ -73,23 +81,23 @@ class KVLedger:
     @property
     def usage_ratio(self) -> float:
         """Share of the budget that running and preempted requests take; the prefix cache gives way, so it is free."""
-        return self._num_live_tokens / self._budget.num_tokens
+        return self._num_live_bytes / self._budget.num_bytes
 
     @property
-    def num_kept_tokens(self) -> int:
-        """Tokens that the prefix cache holds."""
-        return self._cache.num_tokens
+    def num_kept_bytes(self) -> int:
+        """Bytes that the prefix cache holds."""
+        return self._cache.num_bytes
 
     def worst_case(self, group: SequenceGroup) -> int:
-        """Tokens to be reserved for all rows of a request."""
-        return _num_rows(group) * self._row_tokens(group)
+        """Bytes to be reserved for all rows of a request."""
+        return _num_rows(group) * self._row_bytes(group)
 
     def fits(self, group: SequenceGroup, without: Collection[SequenceGroup] = ()) -> bool:
         """Whether a request could be admitted, were those of `without` preempted first."""
         num_rows = self._slots.capacity - self._num_reserved_rows + sum(self._num_rows[each] for each in without)
-        num_tokens = self._budget.num_tokens - self._num_live_tokens + self._num_saved.get(group, 0)
-        num_tokens += sum(self._num_rows[each] * self._row_tokens(each) - self._saved_tokens(each) for each in without)
-        return _num_rows(group) <= num_rows and self.worst_case(group) <= num_tokens
+        num_bytes = self._budget.num_bytes - self._num_live_bytes + self._num_saved.get(group, 0)
+        num_bytes += sum(self._num_rows[each] * self._row_bytes(each) - self._saved_bytes(each) for each in without)
+        return _num_rows(group) <= num_rows and self.worst_case(group) <= num_bytes
 
     def num_tokens_at_hand(self, group: SequenceGroup) -> int:
         """Tokens of a waiting request's prompt, or of its source, whose K/V are kept."""
@@ -164,7 +172,7 @@ class KVLedger:
 
     def preempt(self, group: SequenceGroup) -> None:
         """Saves the rows of a running request and takes them away."""
-        self._num_saved[group] = self._saved_tokens(group)
+        self._num_saved[group] = self._saved_bytes(group)
         handles = []
         for sequence in group.rows:
             handles.append(handle := next(self._handles))
@@ -188,14 +196,14 @@ class KVLedger:
             return
         token_ids = tuple(sequence.token_ids[start : start + num_tokens])
         parent = group.kept if start else None
-        if (piece := self._keep(token_ids, parent)) is not None:
+        if (piece := self._keep(token_ids, parent, self._budget.row_bytes(num_tokens, 0))) is not None:
             self._operations.append(KVSave(slot, piece.handle, start + num_tokens, 0, start))
         group.kept = self._cache.get(parent, token_ids)
 
     def keep_source(self, slot: int) -> None:
         """Keeps a source that has just been encoded, if it fits."""
         token_ids = self._slots[slot].group.source_token_ids
-        if (piece := self._keep(token_ids, None)) is not None:
+        if (piece := self._keep(token_ids, None, self._budget.row_bytes(0, len(token_ids)))) is not None:
             self._operations.append(KVSave(slot, piece.handle, 0, len(token_ids)))
 
     def take_operations(self) -> tuple[KVOperation, ...]:
@@ -217,7 +225,7 @@ class KVLedger:
         self._slots = SlotTable(num_slots)
         self._cache = PrefixCache()
         self._num_rows.clear()
-        self._num_reserved_rows = self._num_reserved_tokens = 0
+        self._num_reserved_rows = self._num_reserved_bytes = 0
         kept = frozenset(handle for group in self._num_saved for handle in group.handles)
         self._operations = [KVRetain(kept), *map(KVFree, range(num_slots))]
         self._in_flight = ()
@@ -238,25 +246,24 @@ class KVLedger:
             raise AssertionError("a request holds more rows than it reserved")
         if self._num_reserved_rows != sum(self._num_rows.values()) or self._num_reserved_rows > self._slots.capacity:
             raise AssertionError(f"{self._num_reserved_rows} rows reserved of {self._slots.capacity}")
-        reserved = sum(num_rows * self._row_tokens(group) for group, num_rows in self._num_rows.items())
-        if self._num_reserved_tokens != reserved:
-            raise AssertionError(f"{self._num_reserved_tokens} tokens counted as reserved, {reserved} are")
-        if self._num_live_tokens + self._cache.num_tokens > self._budget.num_tokens:
-            raise AssertionError(f"beyond the budget of {self._budget.num_tokens} tokens")
+        reserved = sum(num_rows * self._row_bytes(group) for group, num_rows in self._num_rows.items())
+        if self._num_reserved_bytes != reserved:
+            raise AssertionError(f"{self._num_reserved_bytes} bytes counted as reserved, {reserved} are")
+        if self._num_live_bytes + self._cache.num_bytes > self._budget.num_bytes:
+            raise AssertionError(f"beyond the budget of {self._budget.num_bytes} bytes")
         if any(bool(group.handles) != (group in self._num_saved) for group in (*self._num_rows, *self._num_saved)):
             raise AssertionError("a request runs and is saved, or neither")
 
     @property
-    def _num_live_tokens(self) -> int:
-        return self._num_reserved_tokens + sum(self._num_saved.values())
+    def _num_live_bytes(self) -> int:
+        return self._num_reserved_bytes + sum(self._num_saved.values())
 
-    def _row_tokens(self, group: SequenceGroup) -> int:
+    def _row_bytes(self, group: SequenceGroup) -> int:
         source = self._pieces.padded_source_length(len(group.source_token_ids))
-        return self._budget.pages(group.max_num_tokens) + self._budget.pages(source)
+        return self._budget.row_bytes(group.max_num_tokens, source)
 
-    def _saved_tokens(self, group: SequenceGroup) -> int:
-        row = self._budget.pages(group.num_computed_tokens) + self._budget.pages(len(group.source_token_ids))
-        return len(group.rows) * row
+    def _saved_bytes(self, group: SequenceGroup) -> int:
+        return len(group.rows) * self._budget.row_bytes(group.num_computed_tokens, len(group.source_token_ids))
 
     def _free(self, slots: Iterable[int]) -> None:
         num_before = len(self._slots)
@@ -270,32 +277,31 @@ class KVLedger:
     def _reserve(self, group: SequenceGroup, num_rows: int) -> None:
         change = num_rows - self._num_rows.get(group, 0)
         self._num_reserved_rows += change
-        self._num_reserved_tokens += change * self._row_tokens(group)
+        self._num_reserved_bytes += change * self._row_bytes(group)
         if num_rows:
             self._num_rows[group] = num_rows
         else:
             del self._num_rows[group]
 
-    def _make_room(self, num_tokens: int) -> bool:
-        """Drops kept pieces until `num_tokens` more fit; False, and nothing is dropped, if they cannot."""
-        room = self._budget.num_tokens - self._num_live_tokens - num_tokens
+    def _make_room(self, num_bytes: int) -> bool:
+        """Drops kept pieces until `num_bytes` more fit; False, and nothing is dropped, if they cannot."""
+        room = self._budget.num_bytes - self._num_live_bytes - num_bytes
         if room < 0:
             return False
-        while self._cache.num_tokens > room:
+        while self._cache.num_bytes > room:
             self._operations.append(KVDrop(self._cache.take_oldest().handle))
         return True
 
-    def _keep(self, token_ids: TokenIds, parent: KeptPiece | None) -> KeptPiece | None:
+    def _keep(self, token_ids: TokenIds, parent: KeptPiece | None, num_bytes: int) -> KeptPiece | None:
         """A new piece to be filled, unless it is kept already or has no room."""
         if (found := self._cache.get(parent, token_ids)) is not None:
             self._cache.use(found)
             return None
         if parent is not None:
             self._cache.use(parent)
-        num_tokens = self._budget.pages(len(token_ids))
-        if not self._make_room(num_tokens) or (parent is not None and parent not in self._cache):
+        if not self._make_room(num_bytes) or (parent is not None and parent not in self._cache):
             return None
-        piece = KeptPiece(next(self._handles), token_ids, num_tokens, parent)
+        piece = KeptPiece(next(self._handles), token_ids, num_bytes, parent)
         self._cache.add(piece)
         return piece
 

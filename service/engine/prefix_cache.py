@@ -16,11 +16,11 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptPiece:
-    """One piece under its handle; `num_tokens` is what it takes of the budget. `parent` is the piece before it."""
+    """One piece under its handle; `num_bytes` is what it takes of the budget. `parent` is the piece before it."""
 
     handle: int
     token_ids: TokenIds
-    num_tokens: int
+    num_bytes: int
     parent: KeptPiece | None
 
     @property
@@ -37,7 +37,7 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self._pieces: OrderedDict[tuple[int | None, TokenIds], KeptPiece] = OrderedDict()
-        self._num_tokens = 0
+        self._num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -46,9 +46,9 @@ class PrefixCache:
         return self._pieces.get(piece.key) is piece
 
     @property
-    def num_tokens(self) -> int:
+    def num_bytes(self) -> int:
         """What all pieces take of the budget."""
-        return self._num_tokens
+        return self._num_bytes
 
     def get(self, parent: KeptPiece | None, token_ids: TokenIds) -> KeptPiece | None:
         """The piece that says this right after `parent`, None if it is not kept; uses nothing."""
@@ -79,7 +79,7 @@ class PrefixCache:
         if piece.key in self._pieces or (piece.parent is not None and piece.parent not in self):
             raise ValueError(f"piece {piece.handle} has no place")
         self._pieces[piece.key] = piece
-        self._num_tokens += piece.num_tokens
+        self._num_bytes += piece.num_bytes
         self.use(piece)
 
     def take_oldest(self) -> KeptPiece:
@@ -89,7 +89,7 @@ class PrefixCache:
             KeyError: when nothing is kept.
         """
         _, piece = self._pieces.popitem(last=False)
-        self._num_tokens -= piece.num_tokens
+        self._num_bytes -= piece.num_bytes
         return piece
 
     def check_invariants(self) -> None:
@@ -102,7 +102,7 @@ class PrefixCache:
         for piece, age in ages.items():
             if piece.parent is not None and ages.get(piece.parent, -1) < age:
                 raise AssertionError(f"piece {piece.handle} stays while what precedes it goes")
-        if self._num_tokens != sum(piece.num_tokens for piece in ages):
-            raise AssertionError(f"{self._num_tokens} tokens counted")
+        if self._num_bytes != sum(piece.num_bytes for piece in ages):
+            raise AssertionError(f"{self._num_bytes} bytes counted")
         if len({piece.handle for piece in ages}) != len(ages):
             raise AssertionError("two pieces under one handle")

@@ -17,7 +17,6 @@ from model.config import ModelConfig, Positions
 from service.engine.batch import DecodeRow, EncodeGroup, PrefillChunk, ScheduledBatch
 from service.engine.kv_cache import SlotKV
 from service.engine.session import Array, Binding, GraphSession
-from service.errors import StartupError
 
 Float32 = npt.NDArray[np.float32]
 
@@ -48,10 +47,6 @@ class OrtRunner:
         encoder: the encoder graph of an encoder-decoder, None for a decoder-only model.
         max_prefill_tokens: how many tokens of chunks a batch has at most. Room for the logits of all of them is
             reserved, and like that of K/V touched only as it is used.
-        memory_limit: bytes that there are, None where that is not known.
-
-    Raises:
-        StartupError: when logits and K/V together need more: a client that asks for scores could end the process.
     """
 
     def __init__(
@@ -61,7 +56,6 @@ class OrtRunner:
         decoder: GraphSession,
         encoder: GraphSession | None,
         max_prefill_tokens: int = 0,
-        memory_limit: int | None = None,
     ) -> None:
         self.kv = kv
         self._decoder = decoder
@@ -69,10 +63,6 @@ class OrtRunner:
         self._has_position_ids = config.positions is not Positions.ROTARY
         slots = kv.num_slots
         num_logits = slots + max_prefill_tokens
-        needed = num_logits * config.vocab_size * np.dtype(np.float32).itemsize
-        if memory_limit is not None and kv.reserved_bytes + needed > memory_limit:
-            rest = memory_limit - kv.reserved_bytes
-            raise StartupError([f"{num_logits} rows of logits need {needed} bytes, there are {rest} besides K/V"])
         self._logits = np.zeros((num_logits, config.vocab_size), np.float32)
         self._input_ids = np.zeros((slots, 1), np.int64)
         self._position_ids = np.zeros((slots, 1), np.int64)

@@ -100,7 +100,7 @@ class Scheduler:
         limits: how much runs at once.
         model: what the model dictates.
         decode: ids to text, for requests with stop strings.
-        kv_budget: tokens whose K/V there may be; None for a whole context in each slot.
+        kv_budget: what K/V may take; None for a whole context in each slot.
         draw_seed: a fresh uint64 for each request that brings no seed.
     """
 
@@ -122,7 +122,7 @@ class Scheduler:
             source_context=model.source_context or 0,
         )
         whole = limits.max_batch_size * (model.context + (model.source_context or 0))
-        self._budget = kv_budget or KVBudget(num_tokens=whole)
+        self._budget = kv_budget or KVBudget(num_bytes=whole)
         self._ledger = KVLedger(limits.max_batch_size, self._budget, self.pieces)
         self._orders = itertools.count()
         self._waiting = WaitingQueue()
@@ -356,8 +356,8 @@ class Scheduler:
         if num_rows > self._limits.max_batch_size:
             limit = f"must be at most {self._limits.max_batch_size}, the sequences that run at once"
             raise InvalidRequest(field, num_rows, limit)
-        if (needed := self._ledger.worst_case(group)) > self._budget.num_tokens:
-            limit = f"needs K/V of {needed} tokens with this prompt and max_tokens, there are {self._budget.num_tokens}"
+        if (needed := self._ledger.worst_case(group)) > self._budget.num_bytes:
+            limit = f"needs {needed} bytes of K/V with this prompt and max_tokens, there are {self._budget.num_bytes}"
             raise InvalidRequest(field, num_rows, limit)
 
     def _reap(self, now: float) -> None:

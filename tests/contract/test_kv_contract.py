@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from model.config import Architecture, ModelConfig
 from service.engine.batch import KVCopy, KVDrop, KVFree, KVOperation, KVRestore, KVSave
 from service.engine.kv_cache import KVCache, SlotKV
-from service.errors import StartupError
 
 Float32 = npt.NDArray[np.float32]
 
@@ -78,7 +77,7 @@ def slot_read(buffers: Sequence[Float32], slot: int, start: int, stop: int) -> F
 
 
 SLOT_KV = Backend(
-    make=lambda config, num_slots: SlotKV(config, num_slots, None),
+    make=SlotKV,
     write=slot_write,
     read=lambda cache, slot, start, stop: slot_read(slot_kv(cache).own, slot, start, stop),
     read_cross=lambda cache, slot, start, stop: slot_read(slot_kv(cache).cross, slot, start, stop),
@@ -333,12 +332,3 @@ def test_kv_cache_memory_of_dropped_copies_goes_back_in_any_order(backend: Backe
     for handle in range(1, 32, 2):
         cache.apply(KVDrop(handle))
     assert resident_bytes() - before < 0.1 * kept
-
-
-@FAMILIES
-def test_slot_kv_refuses_to_reserve_more_than_there_is(config: ModelConfig) -> None:
-    """The kernel would not: it ends the process once the memory is touched."""
-    needed = SlotKV(config, NUM_SLOTS, None).reserved_bytes
-    assert SlotKV(config, NUM_SLOTS, needed).reserved_bytes == needed
-    with pytest.raises(StartupError, match=f"{NUM_SLOTS} slots needs {needed} bytes, there are {needed - 1}"):
-        SlotKV(config, NUM_SLOTS, needed - 1)

@@ -24,7 +24,7 @@ def test_prefix_cache_finds_pieces_only_below_what_precedes_them() -> None:
     assert cache.find([(1, 2), (5, 6), (7, 8)]) == [first, below]
     assert cache.find([(3, 4), (5, 6)]) == [other]
     assert cache.find([(5, 6)]) == []
-    assert cache.num_tokens == 6
+    assert cache.num_bytes == 6
 
 
 def test_prefix_cache_gives_up_the_least_recently_used_and_never_what_others_need() -> None:
@@ -36,7 +36,7 @@ def test_prefix_cache_gives_up_the_least_recently_used_and_never_what_others_nee
         cache.add(each)
     cache.use(leaves[0])
     assert [cache.take_oldest() for _ in range(len(cache))] == [leaves[1], other, leaves[0], root]
-    assert cache.num_tokens == 0
+    assert cache.num_bytes == 0
     with pytest.raises(KeyError):
         cache.take_oldest()
 

@@ -248,7 +248,7 @@ def test_schedule_first_token_comes_within_the_promised_number_of_steps(
         assert first[str(index)] <= pieces_ahead
 
 
-BUDGET = KVBudget(num_tokens=2 * 2 * CONTEXT + 24, page_tokens=4)
+BUDGET = KVBudget(num_bytes=3 * (2 * 2 * CONTEXT + 24), token_bytes=3, source_token_bytes=3, page_tokens=4)
 """Two requests of either family at their longest, and a little: less than four slots could hold."""
 SAMPLED = SamplingParams(temperature=1.5, seed=7)
 
@@ -333,10 +333,9 @@ class Life(RuleBasedStateMachine):
         if one.beam_search is not None and not one.stopping.max_tokens:
             one = dataclasses.replace(one, stopping=StoppingParams(max_tokens=1))
         source, given = self.given(one)
-        row = BUDGET.pages(min(CONTEXT, len(given) + one.stopping.max_tokens)) + BUDGET.pages(
-            -(-len(source) // 16) * 16
-        )
-        if one.num_rows * row > BUDGET.num_tokens:
+        longest = min(CONTEXT, len(given) + one.stopping.max_tokens)
+        padded = -(-len(source) // LIMITS.source_padding) * LIMITS.source_padding
+        if one.num_rows * BUDGET.row_bytes(longest, padded) > BUDGET.num_bytes:
             with pytest.raises(InvalidRequest, match=r"(sampling\.n|beam_search\.beam_size)"):
                 self.engine.add_request(one)
             return
@@ -379,7 +378,7 @@ class Life(RuleBasedStateMachine):
         output = self.engine.step()
         assert self.was_run or self.fails, "the runner refused the batch"
         if not self.fails:
-            assert self.runner.num_held_tokens(BUDGET) <= BUDGET.num_tokens
+            assert self.runner.num_held_bytes(BUDGET) <= BUDGET.num_bytes
         for event in output.events:
             self.take(event, expired)
         assert all(self.terminal[name] == 1 for name in expired | self.doomed), "they leave at the next step boundary"

@@ -1,0 +1,65 @@
+"""How much memory a model's K/V may take: from the model's sizes and the operator's wish to one budget for the engine.
+
+Knows sizes; neither tensors nor who uses them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+
+import numpy as np
+
+from model.artifact import Manifest
+from service.engine.kv_ledger import KVBudget
+from service.engine.memory import memory_limit
+from service.errors import StartupError
+
+_FLOAT_BYTES = np.dtype(np.float32).itemsize
+
+
+def plan_kv_memory(manifest: Manifest, num_slots: int, kv_memory_bytes: int | None) -> KVBudget:
+    """The budget of an artefact's K/V: `kv_memory_bytes`, or what all slots at full length take if that is None."""
+    config = manifest.config
+    # A head's positions lie one after the other, and memory is given by the page.
+    budget = KVBudget(
+        num_bytes=0,
+        token_bytes=config.kv_bytes_per_token,
+        source_token_bytes=config.kv_bytes_per_token,
+        page_tokens=max(1, mmap.PAGESIZE // (config.head_dim * _FLOAT_BYTES)),
+        source_page_tokens=max(1, mmap.PAGESIZE // (config.head_dim * _FLOAT_BYTES)),
+    )
+    whole = num_slots * _row(manifest, budget)
+    return dataclasses.replace(budget, num_bytes=whole if kv_memory_bytes is None else kv_memory_bytes)
+
+
+def check_memory(manifest: Manifest, budget: KVBudget, num_slots: int, max_prefill_tokens: int) -> None:
+    """Refuses limits that this machine cannot keep: the kernel would not, and end the process once memory is touched.
+
+    Args:
+        manifest: the artefact's.
+        budget: what `plan_kv_memory` made of the operator's wish.
+        num_slots: rows, each with its logits.
+        max_prefill_tokens: rows of logits that may be wanted besides.
+
+    Raises:
+        StartupError: when K/V have no room for one sequence of full length, or K/V and logits together exceed memory.
+    """
+    limit = memory_limit()
+    if budget.num_bytes < (least := _row(manifest, budget)):
+        given = f"kv_memory is {budget.num_bytes} bytes"
+        raise StartupError([f"{given}, must be at least {least}, for one sequence of full length"])
+    if limit is None:
+        return
+    if budget.num_bytes > limit:
+        raise StartupError([f"K/V of {num_slots} slots needs {budget.num_bytes} bytes, there are {limit}"])
+    num_logits = num_slots + max_prefill_tokens
+    needed, rest = num_logits * manifest.config.vocab_size * _FLOAT_BYTES, limit - budget.num_bytes
+    if needed > rest:
+        raise StartupError([f"{num_logits} rows of logits need {needed} bytes, there are {rest} besides K/V"])
+
+
+def _row(manifest: Manifest, budget: KVBudget) -> int:
+    """Bytes of one sequence of full length."""
+    config = manifest.config
+    return budget.row_bytes(config.context, config.source_context if config.is_encoder_decoder else 0)
