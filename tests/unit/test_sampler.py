@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from service.engine.batch import BeamRow, SampleRow
-from service.engine.logits import make_beam_rules
+from service.engine.logits import make_beam_rules, make_rules
 from service.engine.sampler import Draws, Expansion, SampledToken, Sampler, compute_logprobs, truncate
 from service.engine.types import BeamSearchParams, SamplingParams, StoppingParams
 
@@ -155,6 +155,16 @@ def test_sampler_vanishing_temperature_is_greedy_and_quiet() -> None:
         assert result.token_id == 3
         assert result.logprobs is not None
         assert result.logprobs.logprob == 0.0
+
+
+def test_sampler_any_temperature_leaves_masked_tokens_masked() -> None:
+    """Beyond float32's range, too."""
+    for temperature in (1e30, 1e38, 1e39, 1e300):
+        params = SamplingParams(temperature=temperature, allowed_token_ids=(1, 2))
+        rules = make_rules(params, StoppingParams(), (), ())
+        rows = [SampleRow(0, 0, position, params, 1, None, rules) for position in range(40)]
+        results = Sampler().sample(np.array([[9.0, 5.0, -5.0, 9.0]], np.float32), rows)
+        assert {result.token_id for result in results if result is not None} == {1, 2}
 
 
 @given(
