@@ -46,7 +46,7 @@ class _Stream:
     model: str
     request: GenerationRequest | None = None
     events: list[TokenEvent] = field(default_factory=list)
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    waiter: asyncio.Future[None] | None = None
     tokens: dict[int, _Tokens] = field(default_factory=dict)
     last_reason: FinishReason | None = None
 
@@ -71,18 +71,20 @@ class _Stream:
 
     def push(self, event: TokenEvent) -> None:
         self.events.append(event)
-        self.arrived.set()
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
     async def take(self) -> tuple[TokenEvent, ...]:
-        """The oldest events that wait, at least one."""
-        await self.arrived.wait()
+        """The oldest events that wait, at least one; for one consumer."""
+        if not self.events:
+            # One future a wait: an `asyncio.Event` makes that, and keeps a queue of its own besides, for every token.
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
         events = tuple(self.events[:_MAX_EVENTS_TAKEN])
         del self.events[:_MAX_EVENTS_TAKEN]
         if self.events:
             # Beams end with a great many tokens at once: others must not wait until all of them are text.
             await asyncio.sleep(0)
-        else:
-            self.arrived.clear()
         return events
 
 

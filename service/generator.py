@@ -260,13 +260,12 @@ class _Outputs:
                 yield PromptScores(event.prompt_logprobs)
             by_output.setdefault(event.output_index, []).append(event)
         for index, own in by_output.items():
-            output = self._outputs[index]
-            piece = output.take(own)
+            piece = self._outputs[index].take(own)
             if piece.text or piece.token_ids:
                 yield piece
-            reason = own[-1].finish_reason
-            if reason is not None and reason not in _UNWANTED:
-                yield Finished(index, reason, own[-1].matched_stop, own[-1].score)
+            last = own[-1]
+            if last.finish_reason is not None and last.finish_reason not in _UNWANTED:
+                yield Finished(index, last.finish_reason, last.matched_stop, last.score)
 
     def outcome(self) -> Outcome:
         """How it ended, after the last event.

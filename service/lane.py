@@ -21,12 +21,12 @@ _MAX_RETRY_SECONDS = 60.0
 
 
 class Lane:
-    """The places of one model: `max_batch_size` requests run, `max_queue_size` wait besides.
+    """The places of one model: `max_batch_size` requests run, fewer if some have several outputs, the others wait.
 
     Args:
         model: its name.
         max_batch_size: slots of its engine.
-        max_queue_size: requests that may wait besides.
+        max_queue_size: requests that may be there besides as many as there are slots.
         metrics: where its steps and requests are counted.
     """
 

@@ -451,3 +451,97 @@ async def test_tokenize_and_detokenize_are_bounded() -> None:
     assert text.code() is ids.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert text.details() == "text: must have at most 5 bytes, got 6"
     assert ids.details() == "token_ids: must have at most 2 entries, got 3"
+
+
+async def test_each_of_several_outputs_is_what_it_is_among_fewer() -> None:
+    fields: dict[str, Any] = {"max_tokens": 8}
+    async with running() as server:
+        answers = [
+            await server.generation.Generate(
+                generate_request(sampling=pb.SamplingParams(temperature=1.0, seed=7, n=count), **fields)
+            )
+            for count in (1, 2, SLOTS)
+        ]
+    texts = [[output.text for output in answer.outputs] for answer in answers]
+    assert [len(each) for each in texts] == [1, 2, SLOTS]
+    assert texts[0] == texts[1][:1]
+    assert texts[1] == texts[2][:2]
+    assert len(set(texts[2])) > 1, "drawn, each by itself"
+    assert [answer.usage.generated_tokens for answer in answers] == [8, 16, 8 * SLOTS]
+
+
+async def test_stream_of_several_outputs_is_the_unary_answer_in_pieces() -> None:
+    fields: dict[str, Any] = {
+        "sampling": pb.SamplingParams(temperature=1.0, seed=3, n=3),
+        "response": pb.ResponseOptions(logprobs=1),
+        "max_tokens": 10,
+    }
+    async with running() as server:
+        answer = await server.generation.Generate(generate_request(**fields))
+        events = await read(server.stream(**fields))
+        assert await server.until_ended(2) == {"length": 2}
+        assert server.metric("inter_token_latency_seconds_count", model_name=MODEL) == 2 * 3 * 9
+        assert server.metric("prompt_tokens_total", model_name=MODEL) == 2 * len(PROMPT)
+    assert kinds(events)[0] == "accepted"
+    assert kinds(events)[-1] == "summary"
+    for output in answer.outputs:
+        deltas = [event.delta for event in events if event.HasField("delta")]
+        own = [delta for delta in deltas if delta.output_index == output.index]
+        assert "".join(delta.text for delta in own) == output.text
+        assert [token for delta in own for token in delta.token_ids] == list(output.token_ids)
+        assert [each for delta in own for each in delta.logprobs] == list(output.logprobs)
+    assert events[-1].summary.usage.generated_tokens == 30
+
+
+@pytest.mark.parametrize("encoder_decoder", [False, True])
+async def test_hypotheses_are_ranked_by_score_and_tell_their_logprobs(encoder_decoder: bool) -> None:
+    fields: dict[str, Any] = {
+        "sampling": None,
+        "beam_search": pb.BeamSearchParams(beam_size=SLOTS, num_hypotheses=3, length_penalty=1.0),
+        "response": pb.ResponseOptions(logprobs=0),
+        "max_tokens": 5,
+    }
+    async with running([served_model(encoder_decoder=encoder_decoder)]) as server:
+        answer = await server.generation.Generate(generate_request(**fields))
+        events = await read(server.stream(**fields))
+        assert server.metric("inter_token_latency_seconds_count", model_name=MODEL) == 0
+    scores = [output.score for output in answer.outputs]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+    for output in answer.outputs:
+        total = sum(each.logprob for each in output.logprobs)
+        assert output.score == pytest.approx(total / len(output.token_ids), rel=1e-5)
+    ends = [event.finished for event in events if event.HasField("finished")]
+    assert [(end.output_index, end.score) for end in ends] == list(enumerate(scores))
+
+
+async def test_higher_priority_goes_before_those_that_came_earlier() -> None:
+    gate = Gate()
+    order: list[str] = []
+
+    async def ask(name: str, priority: int) -> None:
+        await server.generation.Generate(generate_request(request_id=name, priority=priority, max_tokens=4))
+        order.append(name)
+
+    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        with gate.closed():
+            held = [await read_accepted(server.stream(max_tokens=8)) for _ in range(SLOTS)]
+            late = [asyncio.create_task(ask(name, priority)) for name, priority in (("low", -1), ("high", 1))]
+            await eventually(lambda: server.app._engine.num_streams == SLOTS + 2)
+        await asyncio.gather(*late, *(read(call) for call in held))
+        assert await server.until_ended(SLOTS + 2) == {"length": SLOTS + 2}
+    assert order == ["high", "low"]
+
+
+async def test_prompt_that_was_computed_before_is_told_as_cached() -> None:
+    # Three chunks of eight tokens, and a rest.
+    text = "abcdefghijklmnopqrstuvwxyz"
+    async with running() as server:
+        first, second = [await server.generation.Generate(generate_request(text, max_tokens=3)) for _ in range(2)]
+        await server.until_ended(2)
+        cached = second.usage.cached_tokens
+        assert server.metric("cached_prompt_tokens_total", model_name=MODEL) == cached
+    assert first.usage.cached_tokens == 0
+    assert 0 < cached < second.usage.prompt_tokens
+    assert cached % 8 == 0
+    assert second.outputs == first.outputs

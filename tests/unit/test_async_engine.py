@@ -15,11 +15,12 @@ from prometheus_client import CollectorRegistry
 
 from service.async_engine import AsyncEngine
 from service.engine.batch import ScheduledBatch
-from service.engine.engine import Engine
-from service.engine.types import FinishReason, GenerationRequest, TokenEvent
+from service.engine.types import FinishReason, GenerationRequest, SamplingParams, TokenEvent
+from service.engine_thread import StepEngine
 from service.errors import EngineFailed, InvalidRequest, NotServing, Overloaded
 from service.metrics import Metrics
 from tests.fakes import Death, FakeRunner, Gate, expected_tokens, fake_engine, request
+from tests.scripted import ScriptedEngine, token
 
 MODEL = "fake"
 SLOTS, QUEUE = 4, 2
@@ -37,7 +38,7 @@ def gate() -> Iterator[Gate]:
 
 @asynccontextmanager
 async def started(
-    runner: FakeRunner | None = None, registry: CollectorRegistry | None = None, **engines: Engine
+    runner: FakeRunner | None = None, registry: CollectorRegistry | None = None, **engines: StepEngine
 ) -> AsyncIterator[AsyncEngine]:
     engines = engines or {MODEL: fake_engine(runner, context=ENDLESS + 1)}
     metrics = Metrics(registry or CollectorRegistry())
@@ -156,6 +157,43 @@ async def test_request_that_breaks_the_engine_fails_alone(caplog: pytest.LogCapt
             await run(engine, replace(request("a"), stopping=None))  # type: ignore[arg-type]
         assert await run(engine, request("b"))
     assert failure.value.error_id in caplog.text
+
+
+async def test_request_of_several_outputs_is_over_with_the_last_and_counted_as_that_ended() -> None:
+    registry = CollectorRegistry()
+    # The end of the request may come by itself, after those of its outputs.
+    story = [[token(5, 0), token(5, 1, FinishReason.LENGTH)], [token(6, 0, FinishReason.STOP)], [token(None)]]
+    asked = request("a", sampling=SamplingParams(n=2))
+    async with started(registry=registry, **{MODEL: ScriptedEngine(lambda _: story)}) as engine:
+        batches = await run(engine, asked)
+    told = [event for events in batches for event in events]
+    assert [event.output_index for event in told] == [0, 1, 0, 0]
+    assert [event.is_terminal for event in told] == [False, False, False, True]
+    labels = {"model_name": MODEL}
+    assert registry.get_sample_value("onward_requests_total", {**labels, "finish_reason": "stop"}) == 1
+    assert registry.get_sample_value("onward_inter_token_latency_seconds_count", labels) == 1
+    assert registry.get_sample_value("onward_request_generation_tokens_sum", labels) == 3
+
+
+async def test_others_are_heard_between_the_parts_of_a_burst() -> None:
+    story = [[*(token(5, 0) for _ in range(1000)), token(6, 0, FinishReason.LENGTH)]]
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with started(**{MODEL: ScriptedEngine(lambda _: story)}) as engine:
+        with engine.admit(MODEL, "a") as place:
+            place.submit(request("a"))
+            await engine.wait_idle()
+            task = asyncio.create_task(other())
+            batches = [events async for events in place.events()]
+            task.cancel()
+    assert tokens(batches) == [5] * 1000 + [6]
+    assert turns >= len(batches) - 2 > 0
 
 
 async def test_call_waits_until_the_engine_is_idle_and_requests_wait_behind_it(gate: Gate) -> None:
