@@ -152,7 +152,7 @@ def _event(part: Part) -> pb.GenerateStreamResponse:
         case PromptScores():
             event.prompt.logprobs.extend(map(codec.encode_logprobs, part.logprobs))
         case Piece():
-            # Field by field: what there is one of for every token costs less than half of nested constructors so.
+            # Field by field, at less than half the price of nested constructors: there is one for every token.
             delta = event.delta
             delta.output_index, delta.text = part.output_index, part.text
             delta.token_ids.extend(part.token_ids)

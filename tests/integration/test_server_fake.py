@@ -517,20 +517,27 @@ async def test_hypotheses_are_ranked_by_score_and_tell_their_logprobs(encoder_de
 
 async def test_higher_priority_goes_before_those_that_came_earlier() -> None:
     gate = Gate()
-    order: list[str] = []
+    runner = FakeRunner(SLOTS, before_run=gate)
 
-    async def ask(name: str, priority: int) -> None:
-        await server.generation.Generate(generate_request(request_id=name, priority=priority, max_tokens=4))
-        order.append(name)
+    def first_batch(text: str) -> int:
+        """The step in which a prompt was begun."""
+        prompt = (1, *spell(text))
+        return next(
+            index
+            for index, batch in enumerate(runner.batches)
+            if any(chunk.token_ids == prompt[: len(chunk.token_ids)] for chunk in batch.prefills)
+        )
 
-    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
+    async with running(runner=runner) as server:
         with gate.closed():
-            held = [await read_accepted(server.stream(max_tokens=8)) for _ in range(SLOTS)]
-            late = [asyncio.create_task(ask(name, priority)) for name, priority in (("low", -1), ("high", 1))]
-            await eventually(lambda: server.app._engine.num_streams == SLOTS + 2)
-        await asyncio.gather(*late, *(read(call) for call in held))
-        assert await server.until_ended(SLOTS + 2) == {"length": SLOTS + 2}
-    assert order == ["high", "low"]
+            # Accepted is what the engine has: the order of these calls is the order in which they came.
+            calls = [await read_accepted(server.stream(max_tokens=8)) for _ in range(SLOTS)]
+            for text, priority in (("low", -1), ("same", 0), ("high", 1)):
+                calls.append(await read_accepted(server.stream(text, priority=priority, max_tokens=4)))
+        for call in calls:
+            assert kinds(await read(call))[-1] == "summary"
+        assert await server.until_ended(SLOTS + 3) == {"length": SLOTS + 3}
+    assert first_batch("high") < first_batch("same") <= first_batch("low")
 
 
 async def test_prompt_that_was_computed_before_is_told_as_cached() -> None:

@@ -359,9 +359,9 @@ Global___StoppingParams: _TypeAlias = StoppingParams  # noqa: Y015
 
 @_typing.final
 class BeamSearchParams(_message.Message):
-    """Beam search, in place of sampling: nothing is drawn, and no field of `sampling` may be set. Nor may `stopping.stop`: it is
-    looked for in text that only grows, and what a beam has said may be taken back. The outputs are hypotheses, best first,
-    known when the search is over; a stream's deltas come then.
+    """Beam search, in place of sampling: nothing is drawn, and no field of `sampling` may be set. Nor may `stopping.stop`: it
+    is looked for in text that only grows, and what a beam has said may be taken back. The outputs are hypotheses, best
+    first, known when the search is over; a stream's deltas come then.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
