@@ -25,7 +25,7 @@ import numpy.typing as npt
 from model import artifact, checkpoint, evaluate
 from model.artifact import DECODER, TARGET_TOKENIZER, TOKENIZER, Manifest
 from model.checkpoint import Checkpoint
-from model.config import ModelConfig, Positions
+from model.config import Positions
 from model.data import dates, stdlib
 from model.data.batches import Pair
 from model.data.config import DataSource
@@ -114,7 +114,7 @@ def bits_per_byte(folder: Path, manifest: Manifest, texts: Sequence[str], option
     for ids in encode_documents(tokenizer, texts):
         for inputs, labels in evaluate.windows([BOS_ID, *ids.tolist()], context, context // 2):
             positions = np.flatnonzero(np.array(labels) >= 0)
-            logits = session.run(_feeds(manifest.config, inputs, positions))[0].astype(np.float64)
+            logits = session.run(_feeds(manifest, inputs, positions))[0].astype(np.float64)
             peaks = logits.max(axis=-1, keepdims=True)
             logprobs = logits - peaks - np.log(np.exp(logits - peaks).sum(axis=-1, keepdims=True))
             nats -= float(logprobs[np.arange(len(positions)), np.array(labels)[positions]].sum())
@@ -194,10 +194,10 @@ def _matching(folder: Path, source: Checkpoint) -> Manifest:
 
 
 def _feeds(
-    config: ModelConfig, inputs: Sequence[int], positions: npt.NDArray[np.int64]
+    manifest: Manifest, inputs: Sequence[int], positions: npt.NDArray[np.int64]
 ) -> dict[str, npt.NDArray[np.generic]]:
     """A whole window at once, from an empty cache; logits of these positions."""
-    length = len(inputs)
+    config, length = manifest.config, len(inputs)
     feeds: dict[str, npt.NDArray[np.generic]] = {
         "input_ids": np.array([inputs], np.int64),
         "seqlens_k": np.array([length - 1], np.int32),
@@ -206,7 +206,7 @@ def _feeds(
     }
     if config.positions is not Positions.ROTARY:
         feeds["position_ids"] = np.arange(length, dtype=np.int64)[None]
-    empty = np.zeros((1, config.num_kv_heads, length, config.head_dim), np.float32)
+    empty = np.zeros((1, config.num_kv_heads, length, config.head_dim), manifest.kv_cache.precision.dtype)
     return feeds | {f"past_{part}_{layer}": empty for layer in range(config.num_layers) for part in ("key", "value")}
 
 

@@ -1,6 +1,6 @@
 """The exporter's command line.
 
-    python -m export CHECKPOINT --out DIR [--device cpu] [--precision fp32|int8|int4]
+    python -m export CHECKPOINT --out DIR [--device cpu] [--precision fp32|int8|int4] [--kv-cache fp32|int8]
     python -m export verify ARTEFACT
 
 Progress goes to stderr; stdout holds the parity table and, as its last line, one JSON object. Exit status: 0 proven,
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from export.verify import ParityReport, Verdict, draw, finite, verify
-from model.artifact import ArtifactError, Device, Precision
+from model.artifact import ArtifactError, Device, KVPrecision, Precision
 
 EXIT_PROVEN = 0
 EXIT_FAILED = 1
@@ -52,6 +52,14 @@ def _export_parser() -> argparse.ArgumentParser:
         default=Precision.FP32,
         help="what products with weights are computed in (default: fp32)",
     )
+    parser.add_argument(
+        "--kv-cache",
+        type=KVPrecision,
+        choices=list(KVPrecision),
+        default=KVPrecision.FP32,
+        help="what keys and values are stored in; int8 takes a quarter of the memory and lets long batches decode "
+        "faster, but slows prompts down; decoder-only models (default: fp32)",
+    )
     return parser
 
 
@@ -77,7 +85,7 @@ def _export(options: argparse.Namespace) -> int:
         with _progress() as on_stage:
             on_stage("checkpoint")
             source = checkpoint.load(options.checkpoint)
-            report = export(source, options.out, options.device, options.precision, on_stage)
+            report = export(source, options.out, options.device, options.precision, on_stage, options.kv_cache)
         num_bytes = sum(path.stat().st_size for path in options.out.iterdir())
     except OSError as error:  # a folder that cannot be made, a disk that is full
         return _finish(result | {"problems": [str(error)]}, EXIT_REFUSED)
@@ -111,6 +119,7 @@ def _summary(report: ParityReport) -> dict[str, Any]:
         print(warning, file=sys.stderr)
     return {
         "precision": report.precision,
+        "kv_precision": report.kv_precision,
         "verdict": report.verdict,
         "min_agreement": report.min_agreement,
         "max_abs_error": finite(report.max_abs_error),

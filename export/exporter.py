@@ -4,8 +4,8 @@ Everything is made in a folder beside the target, flushed to the disk and moved 
 reader meets a whole artefact or none, and one that fails its proof never appears. What an export that was killed leaves
 behind, the next one to the same place clears away.
 
-A graph of lower precision is a rewritten float32 graph, which is held to float32's tolerance first: so what its own,
-wider tolerance gives room to is rounding and nothing else.
+A graph of lower precision is a rewritten float32 graph, and one with K/V of lower precision too. Each is held to its
+tolerance before it is rewritten: so what the next, wider tolerance gives room to is rounding and nothing else.
 """
 
 from __future__ import annotations
@@ -25,13 +25,23 @@ from pathlib import Path
 import onnx
 import torch
 
-from export import quantize
-from export.emit import emit
+from export import quantize, quantize_kv
+from export.emit import emit, read_signature
 from export.golden_cases import make_cases
 from export.graphs import OPSET, DecoderGraph, EncoderGraph, unsupported
 from export.verify import ParityReport, Verdict, replay, runtime_versions
 from model import artifact, golden
-from model.artifact import CPU_PRECISIONS, DECODER, ENCODER, Device, GraphSpec, Manifest, Precision
+from model.artifact import (
+    CPU_PRECISIONS,
+    DECODER,
+    ENCODER,
+    Device,
+    GraphSpec,
+    KVFormat,
+    KVPrecision,
+    Manifest,
+    Precision,
+)
 from model.checkpoint import Checkpoint
 from model.golden import GoldenCase
 from model.tokenizer import Tokenizer, TokenizerError
@@ -55,8 +65,9 @@ class ParityError(Exception):
     def __init__(self, report: ParityReport) -> None:
         self.report = report
         failed = [case.name for case in report.cases if not case.passed]
+        arithmetic = f"{report.precision} over {report.kv_precision} K/V"
         super().__init__(
-            f"parity in {report.precision} failed in {len(failed)} of {len(report.cases)} cases: {', '.join(failed)}"
+            f"parity in {arithmetic} failed in {len(failed)} of {len(report.cases)} cases: {', '.join(failed)}"
         )
 
 
@@ -66,6 +77,7 @@ def export(
     device: Device,
     precision: Precision,
     on_stage: Callable[[str], None],
+    kv_precision: KVPrecision = KVPrecision.FP32,
 ) -> ParityReport:
     """Writes the artefact folder `out`, replacing an artefact that is there already.
 
@@ -75,6 +87,7 @@ def export(
         device: the provider to build for.
         precision: the arithmetic of products with weights.
         on_stage: told what is being done, before it is done.
+        kv_precision: how the decoder's own K/V is stored.
 
     Raises:
         Refused: when the device, the precision, the model or the folder is not one that can be exported to or from.
@@ -84,6 +97,7 @@ def export(
     """
     config = checkpoint.config
     problems = [*_check_target(device, precision), *unsupported(config), *quantize.unsupported(config, precision)]
+    problems += quantize_kv.unsupported(config) if kv_precision is KVPrecision.INT8 else []
     problems += [*_check_tokenizers(checkpoint), *_check_folder(out)]
     if problems:
         raise Refused(problems)
@@ -94,6 +108,9 @@ def export(
         _copy_tokenizers(checkpoint, folder)
         draft = _draft(checkpoint, device, _write_graphs(checkpoint, folder, on_stage))
         report = _prove(folder, draft, cases, on_stage)
+        if kv_precision is not draft.kv_cache.precision:
+            draft = _quantize_kv(folder, draft, kv_precision, on_stage)
+            report = _prove(folder, draft, cases, on_stage)
         if precision is not draft.precision:
             draft = _quantize(folder, draft, precision, on_stage)
             report = _prove(folder, draft, cases, on_stage)
@@ -170,6 +187,16 @@ def _quantize(folder: Path, draft: Manifest, precision: Precision, on_stage: Cal
         on_stage(f"{name} graph in {precision}")
         quantize.quantize_file(folder / graph.file, precision)
     return dataclasses.replace(draft, precision=precision)
+
+
+def _quantize_kv(folder: Path, draft: Manifest, kv_precision: KVPrecision, on_stage: Callable[[str], None]) -> Manifest:
+    """Rewrites the float32 decoder in `folder` to keep its K/V in fewer bits; the draft of what it is then."""
+    path = folder / draft.graphs[DECODER].file
+    on_stage(f"calibrating {kv_precision} K/V")
+    scales, calibration = quantize_kv.calibrate(path, draft.config)
+    quantize_kv.quantize_kv_file(path, scales)
+    graphs = {**draft.graphs, DECODER: read_signature(path)}
+    return dataclasses.replace(draft, graphs=graphs, kv_cache=KVFormat(kv_precision, calibration))
 
 
 def _prove(

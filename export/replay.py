@@ -23,7 +23,7 @@ from model.golden import Float32, GoldenCase, Step
 PROVIDER = "CPUExecutionProvider"
 
 _SOURCE_MULTIPLE = 16
-_ORT_DTYPES = {"tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(float)": "float32"}
+_ORT_DTYPES = {"tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(float)": "float32", "tensor(int8)": "int8"}
 
 Array = npt.NDArray[np.generic]
 
@@ -36,7 +36,7 @@ class ReplayError(Exception):
 class _Row:
     """One row's buffers by decoder input name, `[1, Hkv, capacity, D]`, and its source's length in tokens."""
 
-    buffers: Mapping[str, Float32]
+    buffers: Mapping[str, Array]
     source_length: int
 
 
@@ -49,6 +49,7 @@ class Replayer:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._config = manifest.config
+        self._kv_dtype = np.dtype(manifest.kv_cache.precision.dtype)
         self._decoder = _open(folder, manifest.graphs[DECODER])
         self._encoder = _open(folder, manifest.graphs[ENCODER]) if self._config.is_encoder_decoder else None
 
@@ -70,11 +71,11 @@ class Replayer:
         cross = self._encode(case.sources) or [{} for _ in case.sequences]
         lengths = [len(source) for source in case.sources] or [0] * len(case.sequences)
         return [
-            _Row({name: np.zeros(shape, np.float32) for name in names} | memory, length)
+            _Row({name: np.zeros(shape, self._kv_dtype) for name in names} | memory, length)
             for memory, length in zip(cross, lengths, strict=True)
         ]
 
-    def _encode(self, sources: Sequence[npt.NDArray[np.int64]]) -> list[dict[str, Float32]]:
+    def _encode(self, sources: Sequence[npt.NDArray[np.int64]]) -> list[dict[str, Array]]:
         """Each source's cross-attention K/V, in rows of one width; sources of equal padded length share a batch."""
         if self._encoder is None:
             return []
@@ -83,7 +84,7 @@ class Replayer:
         for row, source in enumerate(sources):
             batches[min(-(-len(source) // _SOURCE_MULTIPLE) * _SOURCE_MULTIPLE, limit)].append(row)
         names = [output.name for output in self._encoder.get_outputs()]
-        encoded: list[dict[str, Float32]] = [{} for _ in sources]
+        encoded: list[dict[str, Array]] = [{} for _ in sources]
         for padded, rows in batches.items():
             source_ids = np.full((len(rows), padded), self._config.pad_id, np.int64)
             for index, row in enumerate(rows):
@@ -119,7 +120,7 @@ class Replayer:
                 row.buffers[name][0] = values[index]
         return logits
 
-    def _run_in_place(self, inputs: Mapping[str, Array], buffers: Mapping[str, Float32]) -> Float32:
+    def _run_in_place(self, inputs: Mapping[str, Array], buffers: Mapping[str, Array]) -> Float32:
         """Binds every buffer as input and as the output that continues it."""
         binding = self._decoder.io_binding()
         binding.bind_output("logits")

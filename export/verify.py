@@ -22,8 +22,8 @@ from rich.table import Table
 
 from export.replay import PROVIDER, Replayer, ReplayError
 from model import artifact, golden
-from model.artifact import ArtifactError, Manifest, Precision
-from model.golden import TOLERANCES, CaseResult, GoldenCase
+from model.artifact import ArtifactError, KVPrecision, Manifest, Precision
+from model.golden import CaseResult, GoldenCase, Tolerance, tolerance_of
 
 
 class Verdict(StrEnum):
@@ -38,13 +38,14 @@ class Verdict(StrEnum):
 class ParityReport:
     """How an artefact's graphs compared with PyTorch in float32: parity.json.
 
-    What they are held to is their precision's (`model.golden.TOLERANCES`); each case says what that came to. The cases
-    reach `proven_context` of the decoder's `context` positions and `proven_source_context` of the encoder's
+    What they are held to is their precision's (`model.golden.tolerance_of`); each case says what that came to. The
+    cases reach `proven_context` of the decoder's `context` positions and `proven_source_context` of the encoder's
     `source_context`, which are both 0 for a decoder-only model.
     """
 
     provider: str
     precision: Precision
+    kv_precision: KVPrecision
     cases: tuple[CaseResult, ...]
     versions: Mapping[str, str]
     context: int
@@ -58,6 +59,11 @@ class ParityReport:
         if not self.cases:
             return Verdict.NOT_RUN
         return Verdict.PASSED if all(case.passed for case in self.cases) else Verdict.FAILED
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """What every case was held to."""
+        return tolerance_of(self.precision, self.kv_precision)
 
     @property
     def max_abs_error(self) -> float:
@@ -92,7 +98,8 @@ class ParityReport:
         report = {
             "provider": self.provider,
             "precision": self.precision,
-            "tolerance": asdict(TOLERANCES[self.precision]),
+            "kv_precision": self.kv_precision,
+            "tolerance": asdict(self.tolerance),
             "verdict": self.verdict,
             "max_abs_error": finite(self.max_abs_error),
             "min_agreement": self.min_agreement,
@@ -124,6 +131,8 @@ def replay(
         ArtifactError: when ONNX Runtime refuses a graph.
     """
     replayer = Replayer(folder, manifest)
+    kv_precision = manifest.kv_cache.precision
+    tolerance = tolerance_of(manifest.precision, kv_precision)
     results = []
     for case in cases:
         on_case(case.name)
@@ -132,10 +141,11 @@ def replay(
         except ReplayError as error:
             on_case(f"{case.name}: {error}")
             logits = np.empty((0, 0), np.float32)
-        results.append(golden.compare(case, logits, TOLERANCES[manifest.precision]))
+        results.append(golden.compare(case, logits, tolerance))
     return ParityReport(
         provider=PROVIDER,
         precision=manifest.precision,
+        kv_precision=kv_precision,
         cases=tuple(results),
         versions=runtime_versions(),
         context=manifest.config.context,
@@ -176,7 +186,7 @@ def draw(report: ParityReport) -> Table:
     """
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"parity of {report.precision} with PyTorch on {report.provider}",
+        title=f"parity of {report.precision} over {report.kv_precision} K/V with PyTorch on {report.provider}",
         title_justify="left",
     )
     table.add_column("case")

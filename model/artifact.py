@@ -56,7 +56,7 @@ class Device(StrEnum):
 
 
 class Precision(StrEnum):
-    """The arithmetic of the graph's matrix products with weights; attention, norms and K/V are float32 on a CPU.
+    """The arithmetic of the graph's matrix products with weights; attention and norms are float32 on a CPU.
 
     `int8` rounds weights and activations to eight bits, `int4` weights to four (`export.quantize` defines both). What
     an artefact's logits are held to depends on its precision: `model.golden.TOLERANCES`.
@@ -67,6 +67,22 @@ class Precision(StrEnum):
     INT4 = "int4"
     FP16 = "fp16"
     BF16 = "bf16"
+
+
+class KVPrecision(StrEnum):
+    """How a decoder's self-attention K/V is stored; what is computed from it stays float32.
+
+    `int8` has one scale for each channel of each head, fixed at export (`export.quantize_kv`). A source's K/V, which
+    an encoder-decoder keeps besides, is float32 always.
+    """
+
+    FP32 = "fp32"
+    INT8 = "int8"
+
+    @property
+    def dtype(self) -> str:
+        """The ONNX and NumPy name of what a buffer holds."""
+        return {KVPrecision.FP32: "float32", KVPrecision.INT8: "int8"}[self]
 
 
 CPU_PRECISIONS = (Precision.FP32, Precision.INT8, Precision.INT4)
@@ -99,12 +115,21 @@ class FileEntry:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """What K/V buffers hold; `calibration` says, for people, what the scales were taken from, if there are any."""
+
+    precision: KVPrecision = KVPrecision.FP32
+    calibration: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """All that a reader must know about an artefact before it opens anything else.
 
     `eos_ids` end a sequence; `pad_id` fills; `decoder_start_id` opens an encoder-decoder's output. `training` is the
-    checkpoint's run manifest and `versions` the software that exported, both for people.
+    checkpoint's run manifest and `versions` the software that exported, both for people. A manifest without `kv_cache`,
+    as all were written once, means float32.
     """
 
     config: ModelConfig
@@ -116,6 +141,7 @@ class Manifest:
     decoder_start_id: int
     graphs: Mapping[str, GraphSpec]
     files: Mapping[str, FileEntry]
+    kv_cache: KVFormat = KVFormat()
     training: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
@@ -124,6 +150,7 @@ class Manifest:
         """The text of manifest.json."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values["config"] = self.config.to_dict()
+        values["kv_cache"] = dataclasses.asdict(self.kv_cache)
         values["graphs"] = {name: dataclasses.asdict(spec) for name, spec in self.graphs.items()}
         values["files"] = {name: dataclasses.asdict(entry) for name, entry in sorted(self.files.items())}
         return json.dumps(values, indent=2, sort_keys=True) + "\n"
@@ -152,7 +179,7 @@ def _parse(text: str) -> tuple[dict[str, Any], list[str]]:
     version = values.get("format_version")
     if version != FORMAT_VERSION:
         return {}, [f"format_version is {version!r}, this version reads {FORMAT_VERSION}"]
-    problems = [f"missing field {name!r}" for name in sorted(_PARSERS.keys() - values.keys())]
+    problems = [f"missing field {name!r}" for name in sorted(_PARSERS.keys() - values.keys() - _OPTIONAL)]
     problems += [f"unknown field {name!r}" for name in sorted(values.keys() - _PARSERS.keys())]
     fields: dict[str, Any] = {}
     for name, parse in _PARSERS.items():
@@ -188,6 +215,11 @@ def _file_entries(values: Mapping[str, Any]) -> dict[str, FileEntry]:
     return {name: FileEntry(str(entry["sha256"]), _integer(entry["num_bytes"])) for name, entry in values.items()}
 
 
+def _kv_format(values: Mapping[str, Any]) -> KVFormat:
+    return KVFormat(KVPrecision(values["precision"]), str(values["calibration"]))
+
+
+_OPTIONAL = frozenset({"kv_cache"})
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "format_version": _integer,
     "config": ModelConfig.from_dict,
@@ -199,12 +231,15 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "decoder_start_id": _integer,
     "graphs": _graphs,
     "files": _file_entries,
+    "kv_cache": _kv_format,
     "training": dict,
     "versions": dict,
 }
 
 
-def decoder_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+def decoder_signature(
+    config: ModelConfig, kv_precision: KVPrecision = KVPrecision.FP32
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Inputs and outputs that a CPU decoder graph must have, in order.
 
     `seqlens_k` is each row's past length plus its new tokens minus one; `total_sequence_length` the largest such
@@ -227,8 +262,8 @@ def decoder_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tupl
     outputs = [TensorSpec("logits", "float32", ("num_logits", config.vocab_size))]
     for layer in range(config.num_layers):
         for part in ("key", "value"):
-            inputs.append(TensorSpec(f"past_{part}_{layer}", "float32", kv))
-            outputs.append(TensorSpec(f"present_{part}_{layer}", "float32", kv))
+            inputs.append(TensorSpec(f"past_{part}_{layer}", kv_precision.dtype, kv))
+            outputs.append(TensorSpec(f"present_{part}_{layer}", kv_precision.dtype, kv))
     if config.is_encoder_decoder:
         inputs.append(TensorSpec("source_lengths", "int32", ("batch",)))
         for layer in range(config.num_layers):
@@ -362,7 +397,7 @@ def _check_tokens(manifest: Manifest) -> list[str]:
 def _check_signatures(manifest: Manifest) -> list[str]:
     if manifest.device is not Device.CPU:
         return []  # the signatures known here are the CPU's
-    expected = {DECODER: decoder_signature(manifest.config)}
+    expected = {DECODER: decoder_signature(manifest.config, manifest.kv_cache.precision)}
     if manifest.config.is_encoder_decoder:
         expected[ENCODER] = encoder_signature(manifest.config)
     problems = [f"graphs lists unknown {name!r}" for name in sorted(manifest.graphs.keys() - expected.keys())]

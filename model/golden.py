@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from model.artifact import Precision
+from model.artifact import KVPrecision, Precision
 from model.config import ModelConfig
 
 Float32 = npt.NDArray[np.float32]
@@ -54,6 +54,22 @@ at most in int8 and 0.7 in int4, twelve layers of random weights, which dampen n
 nothing to do with the golden ones are off by four and more. How much a model loses is not for these cases to say, whose
 tokens are random: that is measured on held-out data (`benchmarks.quality`).
 """
+
+
+KV_TOLERANCES: Mapping[KVPrecision, Tolerance] = {
+    KVPrecision.FP32: Tolerance(),
+    KVPrecision.INT8: Tolerance(relative=0.4),
+}
+"""What rounding keys and values adds to that.
+
+TODO figures
+"""
+
+
+def tolerance_of(precision: Precision, kv_precision: KVPrecision) -> Tolerance:
+    """What graphs of this precision over K/V of that one are held to: both roundings may go the same way."""
+    own, kv = TOLERANCES[precision], KV_TOLERANCES[kv_precision]
+    return Tolerance(own.absolute + kv.absolute, own.relative + kv.relative)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from model.golden import TOLERANCES
+from model.golden import tolerance_of
 from service.async_engine import AsyncEngine
 from service.engine_thread import StepEngine
 from service.metrics import Metrics
@@ -73,7 +73,13 @@ class Verifier:
         model = self._models.resolve(name)
 
         def replay(engine: StepEngine) -> Parity:
-            return Parity(tuple(engine.verify_golden(model.golden_cases, TOLERANCES[model.manifest.precision])))
+            return Parity(
+                tuple(
+                    engine.verify_golden(
+                        model.golden_cases, tolerance_of(model.manifest.precision, model.manifest.kv_cache.precision)
+                    )
+                )
+            )
 
         parity = await self._engine.call(name, replay, _MAX_WAIT_SECONDS)
         self._models.verified(name, parity)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from model import artifact
-from model.artifact import TOKENIZER, Device, Precision
+from model.artifact import TOKENIZER, Device, KVPrecision, Precision
 from model.config import Architecture, ModelConfig
 
 if TYPE_CHECKING:
@@ -74,9 +74,14 @@ def tiny_config(family: str, **overrides: Any) -> ModelConfig:
     return ModelConfig(**{"architecture": Architecture(family), **_TINY, **encoder, **overrides})
 
 
-def tiny_artifact(family: str, precision: Precision = Precision.FP32, **overrides: Any) -> Path:
+def tiny_artifact(
+    family: str,
+    precision: Precision = Precision.FP32,
+    kv_precision: KVPrecision = KVPrecision.FP32,
+    **overrides: Any,
+) -> Path:
     """An artefact folder of `tiny_config`; equal arguments give the same folder, which tests must not write to."""
-    return _export(tiny_config(family, **overrides), precision)
+    return _export(tiny_config(family, **overrides), precision, kv_precision)
 
 
 def tiny_checkpoint(folder: Path, config: ModelConfig, seed: int = 0) -> Path:
@@ -129,13 +134,13 @@ def rehash(folder: Path) -> None:
 
 
 @cache
-def _export(config: ModelConfig, precision: Precision) -> Path:
+def _export(config: ModelConfig, precision: Precision, kv_precision: KVPrecision) -> Path:
     from export.exporter import export
     from model import checkpoint
 
     root = Path(tempfile.mkdtemp(dir=_root()))
     source = checkpoint.load(tiny_checkpoint(root / "checkpoint", config))
-    export(source, root / config.architecture, Device.CPU, precision, lambda _: None)
+    export(source, root / config.architecture, Device.CPU, precision, lambda _: None, kv_precision)
     return root / config.architecture
 
 

@@ -52,7 +52,7 @@ def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options
     try:
         budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
         check_memory(manifest, budget, limits.max_batch_size, max_prefill_tokens)
-        kv = SlotKV(manifest.config, limits.max_batch_size)
+        kv = SlotKV(manifest.config, limits.max_batch_size, manifest.kv_cache.precision.dtype)
         return OrtRunner(manifest.config, kv, decoder, encoder, max_prefill_tokens)
     except (MemoryError, OSError, StartupError) as error:
         sizes = f"max_batch_size {limits.max_batch_size}, prefill_chunk {limits.prefill_chunk}"

@@ -20,6 +20,7 @@ from service.engine.batch import KVCopy, KVDrop, KVFree, KVOperation, KVRestore,
 from service.engine.pages import Pages
 
 Float32 = npt.NDArray[np.float32]
+Buffers = npt.NDArray[np.float32 | np.int8]
 
 
 class KVCache(Protocol):
@@ -59,7 +60,7 @@ class _Kept:
     """A part of a row: self positions from `start` on, `[tensors, kv_heads, length, head_dim]`, and cross positions."""
 
     start: int
-    own: Float32
+    own: Buffers
     cross: Float32
 
 
@@ -71,18 +72,20 @@ class SlotKV:
     Args:
         config: the model's sizes.
         num_slots: how many rows.
+        dtype: of what each row holds of its own, "float32" or "int8"; sources are float32.
 
     Raises:
         OSError: when there is not even so much address space.
     """
 
-    def __init__(self, config: ModelConfig, num_slots: int) -> None:
+    def __init__(self, config: ModelConfig, num_slots: int, dtype: str = "float32") -> None:
         num_tensors = 2 * config.num_layers
         row = (config.num_kv_heads, config.context, config.head_dim)
         cross_row = (config.num_kv_heads, config.source_context, config.head_dim)
-        self._own_pages = Pages((num_tensors, num_slots, *row), np.float32)
+        self._own_pages = Pages((num_tensors, num_slots, *row), dtype)
         self._cross_pages = Pages((num_tensors if config.is_encoder_decoder else 0, num_slots, *cross_row), np.float32)
-        self._own, self._cross = self._own_pages.array, self._cross_pages.array
+        self._own: Buffers = self._own_pages.array
+        self._cross: Float32 = self._cross_pages.array
         self._kept: dict[int, _Kept] = {}
 
     @property
@@ -101,8 +104,8 @@ class SlotKV:
         return sum(kept.own.nbytes + kept.cross.nbytes for kept in self._kept.values())
 
     @property
-    def own(self) -> tuple[Float32, ...]:
-        """For each layer K then V of self-attention: `[slots, kv_heads, context, head_dim] float32`, live."""
+    def own(self) -> tuple[Buffers, ...]:
+        """For each layer K then V of self-attention: `[slots, kv_heads, context, head_dim]`, live."""
         return tuple(self._own)
 
     @property
@@ -154,7 +157,7 @@ class SlotKV:
         self._kept[save.handle] = _Kept(save.start, own, cross)
 
 
-def _compact(buffers: Float32, slot: int, start: int, stop: int) -> Float32:
+def _compact(buffers: Buffers, slot: int, start: int, stop: int) -> Buffers:
     """A copy of positions `[start, stop)` of a row, all tensors, in memory of its own."""
     num_tensors, _, num_heads, _, head_dim = buffers.shape
     kept = Pages((num_tensors, num_heads, stop - start, head_dim), buffers.dtype).array
@@ -162,5 +165,5 @@ def _compact(buffers: Float32, slot: int, start: int, stop: int) -> Float32:
     return kept
 
 
-def _write(buffers: Float32, slot: int, start: int, kept: Float32) -> None:
+def _write(buffers: Buffers, slot: int, start: int, kept: Buffers) -> None:
     buffers[:, slot, :, start : start + kept.shape[2]] = kept

@@ -21,12 +21,13 @@ _FLOAT_BYTES = np.dtype(np.float32).itemsize
 def plan_kv_memory(manifest: Manifest, num_slots: int, kv_memory_bytes: int | None) -> KVBudget:
     """The budget of an artefact's K/V: `kv_memory_bytes`, or what all slots at full length take if that is None."""
     config = manifest.config
+    itemsize = np.dtype(manifest.kv_cache.precision.dtype).itemsize
     # A head's positions lie one after the other, and memory is given by the page.
     budget = KVBudget(
         num_bytes=0,
-        token_bytes=config.kv_bytes_per_token,
+        token_bytes=config.kv_bytes_per_token * itemsize // _FLOAT_BYTES,
         source_token_bytes=config.kv_bytes_per_token,
-        page_tokens=max(1, mmap.PAGESIZE // (config.head_dim * _FLOAT_BYTES)),
+        page_tokens=max(1, mmap.PAGESIZE // (config.head_dim * itemsize)),
         source_page_tokens=max(1, mmap.PAGESIZE // (config.head_dim * _FLOAT_BYTES)),
     )
     whole = num_slots * _row(manifest, budget)

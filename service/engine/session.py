@@ -19,7 +19,7 @@ from service.errors import OnwardError, StartupError
 
 Array = npt.NDArray[Any]
 
-_DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
+_DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(int8)": "int8"}
 # Everything below "error" is advice about graph optimisation.
 _LOG_ERRORS = 3
 

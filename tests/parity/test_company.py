@@ -4,7 +4,8 @@ The graphs run as a server runs them, rows as a prefix of shared buffers bound i
 is NaN here, so a kernel that reads it cannot hide. Sizes are chosen to be awkward for vectorised kernels: odd
 vocabularies, inner widths and buffers, few heads, and widths beside the round ones.
 
-Fewer bits keep the law too, as each row is rounded by itself. In int4 widths are multiples of 16.
+Fewer bits keep the law too, as each row is rounded by itself. In int4 widths are multiples of 16. K/V in eight bits has
+no NaN: there it is random, loud or silent, what lies beyond a row's length.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,12 @@ import pytest
 from export.emit import emit
 from export.graphs import DecoderGraph, EncoderGraph
 from export.quantize import quantize_file
-from model.artifact import DECODER, ENCODER, Precision
+from export.quantize_kv import calibrate, quantize_kv_file
+from model.artifact import DECODER, ENCODER, KVPrecision, Precision
 from model.config import AttentionScore, ModelConfig
 from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_config
 
-Buffers = dict[str, npt.NDArray[np.float32]]
+Buffers = dict[str, npt.NDArray[Any]]
 
 NUM_ROWS = 8
 CONTEXT = 79
@@ -67,6 +70,7 @@ SHAPES: list[Shape] = [
 
 
 FP32, INT8, INT4 = Precision.FP32, Precision.INT8, Precision.INT4
+KV_FP32, KV_INT8 = KVPrecision.FP32, KVPrecision.INT8
 
 
 by_decoder = pytest.mark.parametrize(
@@ -105,7 +109,10 @@ def _config(family: str, shape: Shape | None) -> ModelConfig:
 
 
 def _session(
-    config: ModelConfig, graph: type[DecoderGraph | EncoderGraph], precision: Precision
+    config: ModelConfig,
+    graph: type[DecoderGraph | EncoderGraph],
+    precision: Precision,
+    kv_precision: KVPrecision = KV_FP32,
 ) -> ort.InferenceSession:
     name = DECODER if graph is DecoderGraph else ENCODER
     with tempfile.TemporaryDirectory() as folder:
@@ -116,6 +123,8 @@ def _session(
                 shutil.copy(file, folder)
         else:
             emit(graph(random_model(config)), path)
+        if kv_precision is KV_INT8:
+            quantize_kv_file(path, calibrate(path, config)[0])
         if precision is not FP32:
             quantize_file(path, precision)
         return _open(path)
@@ -128,17 +137,20 @@ def _open(path: Path) -> ort.InferenceSession:
 
 
 @cache
-def _decoder(family: str, shape: Shape | None, precision: Precision = FP32) -> Decoder:
-    return Decoder(_config(family, shape), precision)
+def _decoder(
+    family: str, shape: Shape | None, precision: Precision = FP32, kv_precision: KVPrecision = KV_FP32
+) -> Decoder:
+    return Decoder(_config(family, shape), precision, kv_precision)
 
 
 class Decoder:
     """A decoder graph and `NUM_ROWS` sequences somewhere in their middle, ragged."""
 
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+    def __init__(self, config: ModelConfig, precision: Precision, kv_precision: KVPrecision) -> None:
         rng = np.random.default_rng(0)
         self.config = config
-        self.session = _session(config, DecoderGraph, precision)
+        self.kv_precision = kv_precision
+        self.session = _session(config, DecoderGraph, precision, kv_precision)
         self.tokens = rng.integers(0, config.vocab_size, NUM_ROWS)
         self.past = rng.integers(0, CONTEXT - 1, NUM_ROWS)
         self.past[:2] = (0, CONTEXT - 1)
@@ -188,17 +200,20 @@ class Decoder:
         self.session.run_with_iobinding(binding)
         return binding.get_outputs()[0].numpy()
 
-    def empty_buffers(self, num_rows: int) -> Buffers:
+    def empty_buffers(self, num_rows: int, stale: int = 127) -> Buffers:
+        """What rows hold that nobody has filled: NaN, or `stale` where there is none."""
         shape = (num_rows, self.config.num_kv_heads, CONTEXT, self.config.head_dim)
+        if self.kv_precision is KV_INT8:
+            return {name: np.full(shape, stale, np.int8) for name in self._names("past")}
         return {name: np.full(shape, np.nan, np.float32) for name in self._names("past")}
 
     def _names(self, kind: str) -> list[str]:
         return [f"{kind}_{part}_{layer}" for layer in range(self.config.num_layers) for part in ("key", "value")]
 
-    def _random(
-        self, rng: np.random.Generator, capacity: int, lengths: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.float32]:
+    def _random(self, rng: np.random.Generator, capacity: int, lengths: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         shape = (NUM_ROWS, self.config.num_kv_heads, capacity, self.config.head_dim)
+        if self.kv_precision is KV_INT8:
+            return rng.integers(-128, 128, shape, np.int8)
         values = rng.standard_normal(shape, dtype=np.float32)
         for row, length in enumerate(lengths):
             values[row, :, length:] = np.nan
@@ -244,6 +259,52 @@ def test_prefill_has_the_same_bits_in_any_slot(shape: Shape | None, precision: P
         second = decoder.run(ids[:, 32:], start + 32, view, 61, [slot])
         answers.add(first.tobytes() + second.tobytes() + b"".join(values.tobytes() for values in view.values()))
     assert len(answers) == 1
+
+
+BY_KV_SHAPE = pytest.mark.parametrize(
+    ("shape", "precision"),
+    [*((shape, FP32) for shape in SHAPES[:3]), *((shape, INT8) for shape in SHAPES[:3]), (SHAPES[1], INT4)],
+    ids=lambda value: value if isinstance(value, str) else _name(value),
+)
+
+
+@BY_KV_SHAPE
+def test_decoded_row_over_int8_kv_has_the_same_bits_alone_and_among_up_to_33(
+    shape: Shape, precision: Precision
+) -> None:
+    decoder = _decoder("decoder-only", shape, precision, KV_INT8)
+    alone = [decoder.decode([row]) for row in range(NUM_ROWS)]
+    rng = np.random.default_rng(3)
+    companies = [*COMPANIES, *(rng.integers(0, NUM_ROWS, size).tolist() for size in (2, 7, 16, 17, 31, 32, 33))]
+    for company in companies:
+        logits, buffers = decoder.decode(company)
+        for index, row in enumerate(company):
+            assert logits[index].tobytes() == alone[row][0][0].tobytes(), f"row {row} among {list(company)}"
+            for name, values in buffers.items():
+                assert values[index].tobytes() == alone[row][1][name][0].tobytes(), f"{name} of row {row}"
+    for row in range(NUM_ROWS):
+        loud = {name: values[[row]] for name, values in decoder.buffers.items()}
+        for values in loud.values():
+            values[:, :, decoder.past[row] :] = 127
+        again = decoder.run(decoder.tokens[[row], None], decoder.past[[row]], loud, CONTEXT, [row])
+        assert again.tobytes() == alone[row][0].tobytes(), "what lies beyond a row's length is nobody's business"
+
+
+@BY_KV_SHAPE
+def test_prefill_over_int8_kv_has_the_same_bits_in_any_slot_and_in_any_chunks(
+    shape: Shape, precision: Precision
+) -> None:
+    decoder = _decoder("decoder-only", shape, precision, KV_INT8)
+    length = 61
+    ids = np.random.default_rng(1).integers(0, decoder.config.vocab_size, (1, length))
+    whole: set[bytes] = set()
+    for slot, bounds in enumerate([(0, 61), (0, 32, 61), (0, 16, 32, 48, 61), (0, 59, 61), (0, 2, 61)]):
+        slots = decoder.empty_buffers(NUM_ROWS, stale=(-128, 127)[slot % 2])
+        view = {name: values[slot : slot + 1] for name, values in slots.items()}
+        for start, end in pairwise(bounds):
+            logits = decoder.run(ids[:, start:end], np.array([start]), view, end, [slot])
+        whole.add(logits.tobytes() + b"".join(values[:, :, :length].tobytes() for values in view.values()))
+    assert len(whole) == 1
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], ADDITIVE_SHAPE], ids=_name)
