@@ -179,7 +179,8 @@ def _parse(text: str) -> tuple[dict[str, Any], list[str]]:
     version = values.get("format_version")
     if version != FORMAT_VERSION:
         return {}, [f"format_version is {version!r}, this version reads {FORMAT_VERSION}"]
-    problems = [f"missing field {name!r}" for name in sorted(_PARSERS.keys() - values.keys() - _OPTIONAL)]
+    values = _DEFAULTS | values
+    problems = [f"missing field {name!r}" for name in sorted(_PARSERS.keys() - values.keys())]
     problems += [f"unknown field {name!r}" for name in sorted(values.keys() - _PARSERS.keys())]
     fields: dict[str, Any] = {}
     for name, parse in _PARSERS.items():
@@ -219,7 +220,7 @@ def _kv_format(values: Mapping[str, Any]) -> KVFormat:
     return KVFormat(KVPrecision(values["precision"]), str(values["calibration"]))
 
 
-_OPTIONAL = frozenset({"kv_cache"})
+_DEFAULTS = {"kv_cache": dataclasses.asdict(KVFormat())}
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "format_version": _integer,
     "config": ModelConfig.from_dict,

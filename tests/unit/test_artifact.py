@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import artifact
-from model.artifact import ArtifactError, Device, FileEntry, GraphSpec, Manifest, Precision, TensorSpec
+from model.artifact import (
+    ArtifactError,
+    Device,
+    FileEntry,
+    GraphSpec,
+    KVFormat,
+    KVPrecision,
+    Manifest,
+    Precision,
+    TensorSpec,
+)
 from model.config import ModelConfig
 
 CONFIGS = {
@@ -101,6 +111,38 @@ def test_a_whole_artefact_loads_as_written(folder: Path) -> None:
 def test_a_manifest_survives_json(folder: Path) -> None:
     manifest = artifact.read_manifest(folder)
     assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_a_manifest_without_kv_cache_means_float32(decoder_folder: Path) -> None:
+    path = decoder_folder / artifact.MANIFEST
+    values = json.loads(path.read_text(encoding="utf-8"))
+    assert values.pop("kv_cache") == {"precision": "fp32", "calibration": ""}
+    path.write_text(json.dumps(values), encoding="utf-8")
+    assert artifact.load(decoder_folder).kv_cache == KVFormat(KVPrecision.FP32)
+
+
+def test_kv_in_eight_bits_is_a_matter_of_the_decoders_signature(decoder_folder: Path) -> None:
+    rewrite(decoder_folder, lambda manifest: dataclasses.replace(manifest, kv_cache=KVFormat(KVPrecision.INT8, "none")))
+    problems = problems_of(decoder_folder)
+    assert any(problem.startswith("decoder inputs lacks past_key_0 int8[") for problem in problems)
+    assert any(problem.startswith("decoder outputs has unexpected present_value_0 float32[") for problem in problems)
+
+    def change(manifest: Manifest) -> Manifest:
+        signature = artifact.decoder_signature(manifest.config, KVPrecision.INT8)
+        return dataclasses.replace(manifest, graphs={artifact.DECODER: GraphSpec("decoder.onnx", *signature)})
+
+    rewrite(decoder_folder, change)
+    manifest = artifact.load(decoder_folder)
+    assert manifest.kv_cache == KVFormat(KVPrecision.INT8, "none")
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+@pytest.mark.parametrize("value", [None, "int8", {"precision": "int2", "calibration": ""}, {"precision": "int8"}])
+def test_a_malformed_kv_cache_is_refused_by_name(decoder_folder: Path, value: object) -> None:
+    path = decoder_folder / artifact.MANIFEST
+    values = json.loads(path.read_text(encoding="utf-8")) | {"kv_cache": value}
+    path.write_text(json.dumps(values), encoding="utf-8")
+    assert any("kv_cache is malformed" in problem for problem in problems_of(decoder_folder))
 
 
 def test_a_checksum_is_sha256_over_the_whole_file(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import golden
-from model.artifact import CPU_PRECISIONS, Precision
+from model.artifact import CPU_PRECISIONS, KVPrecision, Precision
 from model.config import ModelConfig
-from model.golden import TOLERANCES, Feed, GoldenCase, Tolerance
+from model.golden import KV_TOLERANCES, TOLERANCES, Feed, GoldenCase, Tolerance, tolerance_of
 
 RNG = np.random.default_rng(0)
 FP32 = TOLERANCES[Precision.FP32]
@@ -84,6 +84,15 @@ def test_a_relative_tolerance_is_of_the_spread_of_the_golden_logits() -> None:
 def test_every_precision_that_is_served_has_a_tolerance_and_no_other_has() -> None:
     assert TOLERANCES.keys() == set(CPU_PRECISIONS)
     assert all(tolerance.absolute + tolerance.relative > 0 for tolerance in TOLERANCES.values())
+
+
+def test_tolerance_of_kv_comes_on_top_of_the_precisions_and_float32_adds_nothing() -> None:
+    assert KV_TOLERANCES.keys() == set(KVPrecision)
+    for precision, own in TOLERANCES.items():
+        assert tolerance_of(precision, KVPrecision.FP32) == own
+        both = tolerance_of(precision, KVPrecision.INT8)
+        assert both.absolute == own.absolute + KV_TOLERANCES[KVPrecision.INT8].absolute
+        assert both.relative == own.relative + KV_TOLERANCES[KVPrecision.INT8].relative > own.relative
 
 
 def test_one_loud_token_does_not_loosen_its_neighbours() -> None:
