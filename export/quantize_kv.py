@@ -121,7 +121,7 @@ def _compute(
     tokens: npt.NDArray[np.int64],
     rng: np.random.Generator | None,
 ) -> dict[str, Float32]:
-    """K/V of rows of tokens, one step at a time.
+    """K/V of rows of tokens.
 
     Args:
         session: the decoder in float32.
@@ -134,24 +134,23 @@ def _compute(
     """
     rows, length = tokens.shape
     names = [f"{part}_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
-    outputs = ["logits", *(f"present_{name}" for name in names)]
     shape = (rows, config.num_kv_heads, length, config.head_dim)
     cache: dict[str, Float32] = {name: np.zeros(shape, np.float32) for name in names}
-    fed = tokens[:, :1]
-    for position in range(length):
+    fed, start = tokens if rng is None else tokens[:, :1], 0
+    while start < length:
+        end = start + fed.shape[1]
         inputs: dict[str, npt.NDArray[np.generic]] = {
             "input_ids": fed,
-            "seqlens_k": np.full(rows, position, np.int32),
-            "total_sequence_length": np.array(position + 1, np.int32),
-            "logits_indices": np.arange(rows, dtype=np.int64),
+            "seqlens_k": np.full(rows, end - 1, np.int32),
+            "total_sequence_length": np.array(end, np.int32),
+            "logits_indices": np.arange(1, rows + 1) * fed.shape[1] - 1,
         }
         if config.positions is not Positions.ROTARY:
-            inputs["position_ids"] = np.full((rows, 1), position)
-        logits, *values = session.run(outputs, inputs | {f"past_{name}": cache[name] for name in names})
-        cache = dict(zip(names, values, strict=True))
-        if rng is None:
-            fed = tokens[:, position + 1 : position + 2]
-        else:  # the largest of logits with Gumbel noise is a sample
+            inputs["position_ids"] = np.tile(np.arange(start, end), (rows, 1))
+        inputs |= {f"past_{name}": values for name, values in cache.items()}
+        logits, *present = session.run(["logits", *(f"present_{name}" for name in names)], inputs)
+        cache, start = dict(zip(names, present, strict=True)), end
+        if rng is not None:  # the largest of logits with Gumbel noise is a sample
             fed = (logits + rng.gumbel(size=logits.shape)).argmax(axis=-1)[:, None]
     return cache
 

@@ -58,12 +58,9 @@ tokens are random: that is measured on held-out data (`benchmarks.quality`).
 
 KV_TOLERANCES: Mapping[KVPrecision, Tolerance] = {
     KVPrecision.FP32: Tolerance(),
-    KVPrecision.INT8: Tolerance(relative=0.4),
+    KVPrecision.INT8: Tolerance(relative=0.3),
 }
-"""What rounding keys and values adds to that.
-
-TODO figures
-"""
+"""What rounding keys and values adds: a trained model comes to 0.03, twelve layers of random weights to 0.15."""
 
 
 def tolerance_of(precision: Precision, kv_precision: KVPrecision) -> Tolerance:
