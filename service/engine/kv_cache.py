@@ -61,7 +61,7 @@ class _Kept:
 
     start: int
     own: Buffers
-    cross: Float32
+    cross: Buffers
 
 
 class SlotKV:

@@ -332,3 +332,25 @@ def test_kv_cache_memory_of_dropped_copies_goes_back_in_any_order(backend: Backe
     for handle in range(1, 32, 2):
         cache.apply(KVDrop(handle))
     assert resident_bytes() - before < 0.1 * kept
+
+
+@FAMILIES
+def test_slot_kv_in_eight_bits_takes_a_quarter_for_what_is_its_own(config: ModelConfig) -> None:
+    cache, whole = SlotKV(config, NUM_SLOTS, "int8"), SlotKV(config, NUM_SLOTS)
+    assert {buffer.dtype for buffer in cache.own} == {np.dtype(np.int8)}
+    assert {buffer.dtype for buffer in cache.cross} <= {np.dtype(np.float32)}
+    own, cross = (sum(buffer.nbytes for buffer in buffers) for buffers in (whole.own, whole.cross))
+    assert cache.reserved_bytes == own // 4 + cross
+
+
+@FAMILIES
+def test_slot_kv_in_eight_bits_keeps_and_restores_what_rows_hold(config: ModelConfig) -> None:
+    cache = SlotKV(config, NUM_SLOTS, "int8")
+    for layer, buffer in enumerate(cache.own):
+        buffer[1] = np.arange(buffer[1].size, dtype=np.int64).reshape(buffer[1].shape) % 251 - 125 + layer % 2
+    wanted = [buffer[1, :, 2:5].copy() for buffer in cache.own]
+    cache.apply(KVSave(1, 7, num_tokens=5, num_source_tokens=0, start=2))
+    cache.apply(KVFree(1))
+    cache.apply(KVRestore(7, 0))
+    for buffer, values in zip(cache.own, wanted, strict=True):
+        np.testing.assert_array_equal(buffer[0, :, 2:5], values)
