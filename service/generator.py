@@ -275,7 +275,9 @@ class _Outputs:
             RequestCancelled: when it was aborted.
         """
         num_tokens = sum(output.num_tokens for output in self._outputs)
-        reasons = [output.finish_reason for output in self._outputs]
+        # A search may find fewer hypotheses than it was asked for: then nothing was ever told of the others.
+        told = [output for output in self._outputs if not self._request.beam_search or output.is_told]
+        reasons = [output.finish_reason for output in told]
         _require_complete(self._request.request_id, reasons, f"{num_tokens} tokens")
         if self._last is None or self._last.timings is None:
             raise ValueError(f"request {self._request.request_id} ended without a terminal event")
@@ -296,6 +298,11 @@ class _Output:
         self._engine_makes_text = bool(request.stopping.stop)
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
+
+    @property
+    def is_told(self) -> bool:
+        """Whether anything was heard of it."""
+        return self.num_tokens > 0 or self.finish_reason is not None
 
     def take(self, events: Sequence[TokenEvent]) -> Piece:
         """What its next events bring, in order."""

@@ -251,5 +251,6 @@ async def test_memory_for_keys_and_values_is_told(encoder_decoder: bool) -> None
     for changes in ({}, {"kv_memory": 12345}):
         async with running([model], {MODEL: ScriptedEngine(lambda _: SAMPLES)}, trust=True, **changes) as server:
             budgets.append((await server.models.GetModel(model_pb2.GetModelRequest())).limits.kv_memory_bytes)
-    # Keys and values of one layer and 8 float32 each, for the output and, where there is one, the source.
-    assert budgets == [SLOTS * 48 * (2 if encoder_decoder else 1) * 2 * 8 * 4, 12345]
+    # Keys and values of one layer and 8 float32 each, for the output and, where there is one, the source; in pages, of
+    # which one holds 128 tokens.
+    assert budgets == [SLOTS * 128 * (2 if encoder_decoder else 1) * 2 * 8 * 4, 12345]

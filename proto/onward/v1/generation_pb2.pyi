@@ -374,7 +374,9 @@ class BeamSearchParams(_message.Message):
     beam_size: _builtins.int
     """Hypotheses kept at each step. Limit: at least 1, at most configured."""
     num_hypotheses: _builtins.int
-    """Hypotheses returned. Default 1. Limit: at least 1, at most `beam_size`."""
+    """Hypotheses returned; fewer where rules and vocabulary allow no more. Default 1. Limit: at least 1, at most
+    `beam_size`.
+    """
     length_penalty: _builtins.float
     """Exponent of the length that divides a score. Default 1.0. Limit: from -10 to 10."""
     patience: _builtins.float
