@@ -27,6 +27,8 @@ import numpy as np
 from service.engine.sampler import Expansion
 from service.engine.types import BeamSearchParams, FinishReason, TokenLogprobs
 
+_MAX_LOG = 700.0
+
 
 @dataclass(frozen=True, slots=True)
 class Extension:
@@ -61,7 +63,7 @@ class BeamSearch:
     """One request's search: a single empty beam at first.
 
     Args:
-        params: `max_tokens ** length_penalty` must be a finite number above 0.
+        params: a `length_penalty` is cut to what double precision can hold of the powers of `max_tokens`.
         max_tokens: how long an output may be, at least 1: what the request asks for or the context has left.
         eos_ids: tokens that end an output; none where they are to be ignored.
         stop_token_ids: further tokens that do, by the request's wish.
@@ -74,6 +76,8 @@ class BeamSearch:
         self._max_tokens = max_tokens
         self._eos_ids = eos_ids
         self._stop_token_ids = stop_token_ids
+        limit = _MAX_LOG / max(math.log(max_tokens), 1.0)
+        self._length_penalty = min(max(params.length_penalty, -limit), limit)
         self._beams = [_Beam()]
         self._length = 0
         self._hypotheses: list[Hypothesis] = []
@@ -160,7 +164,7 @@ class BeamSearch:
         self._hypotheses.append(Hypothesis(beam.token_ids, beam.logprobs, score, reason, matched_stop))
 
     def _score(self, total: float, length: int) -> float:
-        return total / math.pow(max(length, 1), self._params.length_penalty)
+        return total / math.pow(max(length, 1), self._length_penalty)
 
     def _is_decided(self, beams: Sequence[_Beam]) -> bool:
         params, num_finished = self._params, len(self._hypotheses)

@@ -128,9 +128,9 @@ class Sampler:
         rows = _select(logits, [sample.slot for sample in samples])
         best = rows.argmax(axis=1)
         # Extremes carry a NaN or an infinity out of any row, at a fraction of the cost of looking at every value.
-        highest = rows[np.arange(len(rows)), best]
-        finite = np.isfinite(highest) & np.isfinite(rows.min(axis=1))
-        with np.errstate(over="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
+            highest = rows[np.arange(len(rows)), best]
+            finite = np.isfinite(highest) & np.isfinite(rows.min(axis=1))
             return tuple(
                 self._sample_row(row, sample, argmax, maximum) if is_finite else None
                 for row, sample, argmax, maximum, is_finite in zip(

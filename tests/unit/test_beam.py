@@ -338,6 +338,16 @@ def test_end_of_the_context_finishes_the_best_whatever_they_are() -> None:
     assert found == [((3,), FinishReason.LENGTH), ((0,), FinishReason.END_OF_SEQUENCE)]
 
 
+@pytest.mark.parametrize("length_penalty", [1e300, -1e300, 200.0, -200.0])
+@pytest.mark.parametrize("max_tokens", [1, 2, 100_000])
+def test_search_survives_any_length_penalty(length_penalty: float, max_tokens: int) -> None:
+    beams = search_of(2, num_hypotheses=2, length_penalty=length_penalty, patience=1e300, max_tokens=max_tokens)
+    for _ in range(min(max_tokens, 40)):
+        if not beams.is_over:
+            beams.advance([expansion((3, -1.0), (0, -1.5), (4, -2.0))] * beams.num_beams)
+    assert not any(math.isnan(each.score) for each in beams.hypotheses())
+
+
 def test_beam_that_nothing_may_follow_is_dropped_while_there_are_others() -> None:
     beams = search_of(2, max_tokens=2)
     beams.advance([expansion((3, -1.0), (4, -2.0))])
