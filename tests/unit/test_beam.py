@@ -287,8 +287,8 @@ def test_many_ties_keep_their_order() -> None:
     beams = search_of(40)
     first = beams.advance([expansion(*((token_id, -1.0) for token_id in range(1, 41)))])
     assert [each.token_id for each in first] == list(range(1, 41))
-    second = beams.advance([expansion((1, -1.0), (2, -1.0)) for _ in first])
-    assert second == tuple(Extension(parent, token_id) for parent in range(20) for token_id in (1, 2))
+    second = beams.advance([expansion((1, -1.0), (2, -2.0)) for _ in first])
+    assert second == tuple(Extension(parent, 1) for parent in range(40))
 
 
 def test_hypotheses_with_equal_scores_stand_in_the_order_in_which_they_finished() -> None:
