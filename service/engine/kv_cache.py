@@ -82,8 +82,9 @@ class SlotKV:
         num_tensors = 2 * config.num_layers
         row = (config.num_kv_heads, config.context, config.head_dim)
         cross_row = (config.num_kv_heads, config.source_context, config.head_dim)
-        self._own_pages = Pages((num_tensors, num_slots, *row), dtype)
-        self._cross_pages = Pages((num_tensors if config.is_encoder_decoder else 0, num_slots, *cross_row), np.float32)
+        num_cross = num_tensors if config.is_encoder_decoder else 0
+        self._own_pages = Pages((num_tensors, num_slots, *row), dtype, is_sparse=True)
+        self._cross_pages = Pages((num_cross, num_slots, *cross_row), np.float32, is_sparse=True)
         self._own: Buffers = self._own_pages.array
         self._cross: Float32 = self._cross_pages.array
         self._kept: dict[int, _Kept] = {}
@@ -160,7 +161,7 @@ class SlotKV:
 def _compact(buffers: Buffers, slot: int, start: int, stop: int) -> Buffers:
     """A copy of positions `[start, stop)` of a row, all tensors, in memory of its own."""
     num_tensors, _, num_heads, _, head_dim = buffers.shape
-    kept = Pages((num_tensors, num_heads, stop - start, head_dim), buffers.dtype).array
+    kept = Pages((num_tensors, num_heads, stop - start, head_dim), buffers.dtype, is_sparse=False).array
     kept[:] = buffers[:, slot, :, start:stop]
     return kept
 

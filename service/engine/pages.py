@@ -1,8 +1,8 @@
 """Arrays in memory of their own, which goes back to the system when nobody wants it, whole or in part.
 
 What the C library hands out stays with the process as often as not, and NumPy asks for its large arrays in huge pages,
-of which one is taken whole for the first byte in it. Here memory is mapped by the page, so that what is touched is what
-is paid for. Knows Linux; elsewhere these are ordinary arrays, and nothing goes back before its time.
+of which one is taken whole for the first byte in it: a row of K/V with one token would cost what a full one does. Knows
+Linux; elsewhere these are ordinary arrays, and nothing goes back before its time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ _MIN_MAPPED_BYTES = 1 << 17
 
 
 class Pages:
-    """Zeros, as `array`; untouched they cost address space only.
+    """Zeros, as `array`; untouched they cost address space only. The memory goes back once all views are gone.
 
-    The memory goes back once `array` and all its views are gone.
+    Args:
+        shape: of the array.
+        dtype: of the array.
+        is_sparse: whether only parts will be written, or given back: memory comes in small pages then. In huge ones
+            it comes several times faster, but not less than 2 MB at a time.
 
     Raises:
-        OSError: when there is no room.
+        MemoryError: when the system refuses.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
-        self._mapping = _map(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, *, is_sparse: bool) -> None:
+        self._mapping = _map(int(np.prod(shape)) * np.dtype(dtype).itemsize, is_sparse=is_sparse)
         self.array: Array = (
             np.zeros(shape, dtype) if self._mapping is None else np.frombuffer(self._mapping, dtype).reshape(shape)
         )
@@ -47,10 +51,13 @@ class Pages:
             self._mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
-def _map(num_bytes: int) -> mmap.mmap | None:
+def _map(num_bytes: int, *, is_sparse: bool) -> mmap.mmap | None:
     if sys.platform != "linux" or num_bytes < _MIN_MAPPED_BYTES:
         return None
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes of memory: {error}") from error
     with suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_NOHUGEPAGE)
+        mapping.madvise(mmap.MADV_NOHUGEPAGE if is_sparse else mmap.MADV_HUGEPAGE)
     return mapping
