@@ -125,6 +125,7 @@ class FakeRunner:
         self._before_run = before_run
         self._tokens: list[list[int]] = [[] for _ in range(num_slots)]
         self._sources: list[tuple[int, ...]] = [() for _ in range(num_slots)]
+        self._touched: list[tuple[int, int]] = [(0, 0)] * num_slots
         # What is kept: where it starts, its tokens, its source.
         self.kept: dict[int, tuple[int, list[int], tuple[int, ...]]] = {}
         self._logits = np.full((num_slots, vocab_size), np.nan, np.float32)
@@ -137,6 +138,7 @@ class FakeRunner:
         self._logits[:] = np.nan
         for operation in batch.kv_operations:
             self._apply(operation)
+            self._touch()
         for group in batch.encodes:
             for encoded in group.rows:
                 assert 0 < len(encoded.token_ids) <= group.padded_length
@@ -146,6 +148,7 @@ class FakeRunner:
             assert row.source_length == 0 or row.source_length == len(self._sources[slot])
             self._feed(slot, row.position, (row.token_id,), row.source_length)
         wanted: list[Float32] = []
+        self._touch()
         for chunk in batch.prefills:
             assert len(chunk.token_ids) > 1
             assert 0 <= chunk.num_scored <= len(chunk.token_ids)
@@ -155,13 +158,18 @@ class FakeRunner:
             for index in range(first_scored, len(chunk.token_ids)):
                 self._feed(chunk.slot, chunk.start + index, chunk.token_ids[index : index + 1], 0)
                 wanted.append(self._logits[chunk.slot].copy())
+        self._touch()
         return np.concatenate([self._logits, wanted]) if wanted else self._logits
 
     def num_held_bytes(self, budget: KVBudget) -> int:
-        """Bytes that a real runner would hold, in rows and in copies."""
-        rows = [*zip(self._tokens, self._sources, strict=True)]
-        rows += [(tokens, source) for _, tokens, source in self.kept.values()]
-        return sum(budget.row_bytes(len(tokens), len(source)) for tokens, source in rows)
+        """Bytes that a real runner would hold: whatever was written to a row since it was freed, and the copies."""
+        kept = [(len(tokens), len(source)) for _, tokens, source in self.kept.values()]
+        return sum(budget.row_bytes(*lengths) for lengths in (*self._touched, *kept))
+
+    def _touch(self) -> None:
+        for slot, (tokens, source) in enumerate(zip(self._tokens, self._sources, strict=True)):
+            num_tokens, num_source_tokens = self._touched[slot]
+            self._touched[slot] = max(num_tokens, len(tokens)), max(num_source_tokens, len(source))
 
     def _apply(self, operation: KVOperation) -> None:
         match operation:
@@ -185,8 +193,7 @@ class FakeRunner:
             case KVDrop(handle):
                 del self.kept[handle]
             case KVFree(slot):
-                self._tokens[slot] = []
-                self._sources[slot] = ()
+                self._tokens[slot], self._sources[slot], self._touched[slot] = [], (), (0, 0)
             case KVRetain(handles):
                 self.kept = {handle: kept for handle, kept in self.kept.items() if handle in handles}
 

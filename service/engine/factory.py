@@ -54,7 +54,7 @@ def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options
         check_memory(manifest, budget, limits.max_batch_size, max_prefill_tokens)
         kv = SlotKV(manifest.config, limits.max_batch_size, manifest.kv_cache.precision.dtype)
         return OrtRunner(manifest.config, kv, decoder, encoder, max_prefill_tokens)
-    except (MemoryError, OSError, StartupError) as error:
+    except (MemoryError, StartupError) as error:
         sizes = f"max_batch_size {limits.max_batch_size}, prefill_chunk {limits.prefill_chunk}"
         raise StartupError([f"{folder}: {sizes}: {error}"]) from error
 

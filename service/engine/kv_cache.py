@@ -75,7 +75,7 @@ class SlotKV:
         dtype: of what each row holds of its own, "float32" or "int8"; sources are float32.
 
     Raises:
-        OSError: when there is not even so much address space.
+        MemoryError: when there is not even so much address space.
     """
 
     def __init__(self, config: ModelConfig, num_slots: int, dtype: str = "float32") -> None:

@@ -3,6 +3,7 @@
     budget = reserved by requests that run (their longest possible end, for each of their rows)
            + kept of requests that were preempted (what they had computed)
            + kept for later requests: the prefix cache, which gives way to the other two
+           + left in rows that nobody uses: freed when the rest wants it, as touching memory anew takes time
 
 A request is admitted only if its worst case fits, so that nobody who runs is ever ended for want of memory. Preempting
 cannot get more out of a CPU's memory than that: what is saved lies in the memory that was to be won. It takes places
@@ -65,7 +66,10 @@ class KVLedger:
         self._num_reserved_rows = 0
         self._num_reserved_bytes = 0
         self._handles = itertools.count(1)
-        self._operations: list[KVOperation] = []
+        # What a former scheduler kept is nobody's.
+        self._operations: list[KVOperation] = [KVRetain(frozenset())]
+        # Bytes of a row that have been written since it was last freed, by its owners up to the last one.
+        self._touched = [0] * num_slots
         self._in_flight: tuple[KVOperation, ...] = ()
 
     @property
@@ -109,8 +113,8 @@ class KVLedger:
             self._cache.use(piece)
         self._num_saved.pop(group, None)
         self._reserve(group, _num_rows(group))
+        slots = [self._append(sequence) for sequence in group.rows]
         self._make_room(0)
-        slots = [self._slots.append(sequence) for sequence in group.rows]
         if group.handles:
             for handle, slot in zip(group.handles, slots, strict=True):
                 self._operations += [KVRestore(handle, slot), KVDrop(handle)]
@@ -136,7 +140,7 @@ class KVLedger:
         if others and leader not in heirs:
             self._slots.replace(source, others.popleft())
         for heir in others:
-            self._copy(source, self._slots.append(heir), heir)
+            self._copy(source, self._append(heir), heir)
 
     def rearrange(self, births: Iterable[tuple[Sequence, Sequence]], dead: Iterable[Sequence]) -> None:
         """Gives each child its parent's K/V, in the row of one of the dead where there is one.
@@ -147,7 +151,7 @@ class KVLedger:
         for child, parent in births:
             source = self._slots.slot_of(parent)
             if not left:
-                self._copy(source, self._slots.append(child), child)
+                self._copy(source, self._append(child), child)
                 continue
             # What both begin with has the same K/V, wherever it was computed; and so has their source.
             last = left.pop()
@@ -181,6 +185,7 @@ class KVLedger:
         group.handles = tuple(handles)
         self._free([self._slots.slot_of(sequence) for sequence in group.rows])
         self._reserve(group, 0)
+        self._make_room(0)
 
     def forget(self, group: SequenceGroup) -> None:
         """Drops what is saved of a request that will not come back."""
@@ -226,6 +231,7 @@ class KVLedger:
         self._cache = PrefixCache()
         self._num_rows.clear()
         self._num_reserved_rows = self._num_reserved_bytes = 0
+        self._touched = [0] * num_slots
         kept = frozenset(handle for group in self._num_saved for handle in group.handles)
         self._operations = [KVRetain(kept), *map(KVFree, range(num_slots))]
         self._in_flight = ()
@@ -249,7 +255,7 @@ class KVLedger:
         reserved = sum(num_rows * self._row_bytes(group) for group, num_rows in self._num_rows.items())
         if self._num_reserved_bytes != reserved:
             raise AssertionError(f"{self._num_reserved_bytes} bytes counted as reserved, {reserved} are")
-        if self._num_live_bytes + self._cache.num_bytes > self._budget.num_bytes:
+        if self._num_live_bytes + self._num_spare_bytes > self._budget.num_bytes:
             raise AssertionError(f"beyond the budget of {self._budget.num_bytes} bytes")
         if any(bool(group.handles) != (group in self._num_saved) for group in (*self._num_rows, *self._num_saved)):
             raise AssertionError("a request runs and is saved, or neither")
@@ -265,14 +271,39 @@ class KVLedger:
     def _saved_bytes(self, group: SequenceGroup) -> int:
         return len(group.rows) * self._budget.row_bytes(group.num_computed_tokens, len(group.source_token_ids))
 
+    @property
+    def _num_spare_bytes(self) -> int:
+        """What may be had for the asking: the prefix cache, and what is left in rows that nobody uses."""
+        return self._cache.num_bytes + sum(self._touched[len(self._slots) :])
+
+    def _append(self, sequence: Sequence) -> int:
+        slot = self._slots.append(sequence)
+        self._trim(slot)
+        return slot
+
     def _free(self, slots: Iterable[int]) -> None:
-        num_before = len(self._slots)
         freed = deque(sorted(slots))
+        for slot in freed:
+            self._note_touched(slot)
         while freed:
-            is_last = freed[-1] == len(self._slots) - 1
-            if move := self._slots.remove(freed.pop() if is_last else freed.popleft()):
+            last = len(self._slots) - 1
+            self._note_touched(last)
+            if move := self._slots.remove(freed.pop() if freed[-1] == last else freed.popleft()):
+                self._trim(move.target)
                 self._copy(move.source, move.target, self._slots[move.target])
-        self._operations += map(KVFree, range(len(self._slots), num_before))
+
+    def _note_touched(self, slot: int) -> None:
+        """Takes note of what a row's owner has written: also where a padding row wrote, behind its last token."""
+        sequence = self._slots[slot]
+        source = self._pieces.padded_source_length(len(sequence.group.source_token_ids))
+        written = min(sequence.num_computed_tokens + 1, sequence.group.max_num_tokens)
+        self._touched[slot] = max(self._touched[slot], self._budget.row_bytes(written, source))
+
+    def _trim(self, slot: int) -> None:
+        """Frees a row that has more in it than its new owner has reserved."""
+        if self._touched[slot] > self._row_bytes(self._slots[slot].group):
+            self._operations.append(KVFree(slot))
+            self._touched[slot] = 0
 
     def _reserve(self, group: SequenceGroup, num_rows: int) -> None:
         change = num_rows - self._num_rows.get(group, 0)
@@ -284,10 +315,16 @@ class KVLedger:
             del self._num_rows[group]
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Drops kept pieces until `num_bytes` more fit; False, and nothing is dropped, if they cannot."""
+        """Frees unused rows, then drops kept pieces, until `num_bytes` more fit; does nothing if they cannot."""
         room = self._budget.num_bytes - self._num_live_bytes - num_bytes
         if room < 0:
             return False
+        for slot in range(len(self._slots), self._slots.capacity):
+            if self._num_spare_bytes <= room:
+                return True
+            if self._touched[slot]:
+                self._operations.append(KVFree(slot))
+                self._touched[slot] = 0
         while self._cache.num_bytes > room:
             self._operations.append(KVDrop(self._cache.take_oldest().handle))
         return True

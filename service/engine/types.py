@@ -149,9 +149,9 @@ class TokenEvent:
     `text` is set only where the engine detokenises (requests with stop strings); elsewhere the consumer does, and
     `is_mute` says that the token has no text: an end of sequence, or a stop token that is not to be included.
     Every output of a request that does not fail has one event with `finish_reason`, its last; with beam search that has
-    the hypothesis's `score`, and where fewer hypotheses exist than were asked for, nothing is told of the others. Exactly one event of a request is terminal, the last one: it has `timings`, and an `error`
-    where the request failed, which ends all its outputs at once. `num_cached_tokens` is told there, too: tokens given
-    whose K/V were at hand.
+    the hypothesis's `score`, and where fewer hypotheses exist than were asked for, nothing is told of the others.
+    Exactly one event of a request is terminal, the last one: it has `timings`, and an `error` where the request failed,
+    which ends all its outputs at once. `num_cached_tokens` is told there, too: tokens given whose K/V were at hand.
     """
 
     request_id: str

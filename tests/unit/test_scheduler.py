@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from service.engine.batch import BeamRow, KVCopy, KVFree, SampleRow, ScheduledBatch
+from service.engine.batch import BeamRow, KVCopy, SampleRow, ScheduledBatch
 from service.engine.beam import BeamSearch
 from service.engine.engine import Engine, LastRun
 from service.engine.kv_ledger import KVBudget
@@ -102,10 +102,7 @@ def test_schedule_rows_in_the_middle_of_their_prompt_pad_the_batched_run_where_t
     scheduler.abort("x")
     scheduler.add(request("y", [5]))
     batch = step(scheduler)
-    assert batch.kv_operations[-2:] == (
-        KVCopy(source=1, target=0, num_tokens=16, num_source_tokens=0),
-        KVFree(slot=1),
-    )
+    assert batch.kv_operations[-1:] == (KVCopy(source=1, target=0, num_tokens=16, num_source_tokens=0),)
     assert chunks_of(batch) == [(0, 16, 8), (0, 24, 8)]
     batch = step(scheduler)
     assert [(row.position, row.is_padding) for row in batch.decode] == [(32, True), (0, False)]
