@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks import quality
+from benchmarks import graphs, quality
 from export.__main__ import main
 from export.exporter import ParityError, export
 from export.quantize import LEAST_PEAK, quantize, quantize_blocks, quantize_columns, quantize_file, unsupported
@@ -431,6 +432,22 @@ def test_quality_refuses_what_cannot_be_compared(capsys: pytest.CaptureFixture[s
     assert "another model" in capsys.readouterr().err
     assert quality.main([source, str(folder)]) == 2
     assert "only stdlib and dates can be scored" in capsys.readouterr().err
+
+
+def test_steps_of_graphs_are_timed_side_by_side_and_the_environment_is_left_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(graphs.NO_FLASH, "0")
+    folders = [str(tiny_artifact("decoder-only", kv_precision=kv)) for kv in KVPrecision]
+    assert graphs.main([*folders, "--rounds", "1", "--prefill", "33:16", "--decode", "1:8", "3:90"]) == 0
+    found = _last_line(capsys)["milliseconds"]
+    assert found.keys() == {"prefill 33:16", "decode 1:8", "decode 3:90"}
+    for figures in found.values():
+        assert figures.keys() == {f"{folder} {kind}" for folder in folders for kind in ("flash", "plain")}
+        assert all(milliseconds > 0 for milliseconds in figures.values())
+    assert os.environ[graphs.NO_FLASH] == "0"
+    assert graphs.main([str(tiny_artifact("encoder-decoder"))]) == 2
+    assert "needs a decoder-only model with a context of 1024 or more" in capsys.readouterr().err
 
 
 def _last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

@@ -1,0 +1,168 @@
+"""How long one step of a decoder graph takes: artefacts side by side, with and without ONNX Runtime's flash attention.
+
+    python -m benchmarks.graphs ARTEFACT... [--threads N] [--rounds N] [--prefill TOKENS:CHUNK...]
+        [--decode ROWS:PAST...]
+
+Each system takes its turn in every round, in an order drawn anew, so that what else the machine does falls on all
+alike; the figure is the median of the rounds in milliseconds. With one thread it is the thread's own CPU time, which a
+busy machine disturbs least, with more the time on the clock. Decoder-only artefacts; K/V is random. Progress goes to
+stderr; the last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from model import artifact
+from model.artifact import DECODER, ArtifactError, Manifest
+from model.config import Positions
+from service.engine.session import Array, Binding, GraphSession, SessionOptions
+
+NO_FLASH = "ORT_GQA_DISABLE_FLASH_ATTENTION"
+"""What ONNX Runtime 1.31 reads when a session is created, and has no session option for."""
+
+_REPEATS = 4  # decoding steps are short
+Timed = Callable[[], float]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and prints; 0, or 2 when an artefact cannot be measured."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.graphs", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("artefacts", type=Path, nargs="+", metavar="ARTEFACT")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prefill", type=_pair, nargs="*", default=[(512, 256), (1024, 256)], metavar="TOKENS:CHUNK")
+    parser.add_argument("--decode", type=_pair, nargs="*", default=[(1, 128), (8, 128), (32, 128)], metavar="ROWS:PAST")
+    given = parser.parse_args(arguments)
+    rows = max((rows for rows, _ in given.decode), default=1)
+    capacity = max([past + 1 for _, past in given.decode] + [tokens for tokens, _ in given.prefill], default=1)
+    graphs: dict[str, Graph] = {}
+    try:
+        for folder in given.artefacts:
+            manifest = artifact.load(folder)
+            for flash in (True, False):
+                name = f"{folder} {'flash' if flash else 'plain'}"
+                graphs[name] = Graph(folder, manifest, given.threads, rows, capacity, flash=flash)
+    except (ArtifactError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    found = {}
+    for kind, cases in (("prefill", given.prefill), ("decode", given.decode)):
+        for first, second in cases:
+            runs = {name: getattr(graph, kind)(first, second) for name, graph in graphs.items()}
+            found[f"{kind} {first}:{second}"] = figures = measure(runs, given.rounds)
+            print(f"{kind} {first}:{second} {figures}", file=sys.stderr, flush=True)
+    print(json.dumps({"threads": given.threads, "rounds": given.rounds, "milliseconds": found}))
+    return 0
+
+
+def measure(runs: Mapping[str, Timed], rounds: int) -> dict[str, float]:
+    """Median milliseconds by name, after one turn that does not count."""
+    for run in runs.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names, order = list(runs), random.Random(0)  # noqa: S311 (not for secrets)
+    for _ in range(rounds):
+        order.shuffle(names)
+        for name in names:
+            times[name].append(runs[name]())
+    return {name: round(1e3 * statistics.median(seconds), 2) for name, seconds in times.items()}
+
+
+class Graph:
+    """One decoder, loaded, with buffers of its own.
+
+    Args:
+        folder: a decoder-only artefact.
+        manifest: its manifest.
+        threads: within an operator.
+        rows: how many sequences decode together at most.
+        capacity: how long one may be.
+        flash: whether attention may use ONNX Runtime's flash kernels.
+
+    Raises:
+        ValueError: when the model is an encoder-decoder, or its context is shorter than `capacity`.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, threads: int, rows: int, capacity: int, *, flash: bool
+    ) -> None:
+        config = manifest.config
+        if config.is_encoder_decoder or config.context < capacity:
+            raise ValueError(f"{folder}: needs a decoder-only model with a context of {capacity} or more")
+        with _flash_attention(flash):
+            options = SessionOptions(intra_op_threads=threads)
+            self._session = GraphSession(folder, manifest.graphs[DECODER], options)
+        self._config = config
+        self._clock = time.thread_time if threads == 1 else time.perf_counter
+        rng = np.random.default_rng(0)
+        shape = (rows, config.num_kv_heads, capacity, config.head_dim)
+        dtype = np.dtype(manifest.kv_cache.precision.dtype)
+        row = (rng.integers(-100, 100, shape[1:]) * (1 if dtype == np.int8 else 0.01)).astype(dtype)
+        names = [f"{part}_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
+        self._buffers = {name: np.tile(row, (rows, 1, 1, 1)) for name in names}
+        self._logits = np.zeros((rows, config.vocab_size), np.float32)
+
+    def prefill(self, tokens: int, chunk: int) -> Timed:
+        """A prompt of one sequence, in chunks."""
+        bounds = range(0, tokens, chunk)
+        bindings = [self._bind(1, start, min(chunk, tokens - start)) for start in bounds]
+        return lambda: self._time(bindings)
+
+    def decode(self, rows: int, past: int) -> Timed:
+        """One token for each of several sequences of equal length."""
+        bindings = [self._bind(rows, past, 1)] * _REPEATS
+        return lambda: self._time(bindings) / _REPEATS
+
+    def _time(self, bindings: Sequence[Binding]) -> float:
+        began = self._clock()
+        for binding in bindings:
+            binding.run()
+        return self._clock() - began
+
+    def _bind(self, rows: int, past: int, count: int) -> Binding:
+        ids = np.random.default_rng(past).integers(0, self._config.vocab_size, (rows, count))
+        inputs: dict[str, Array] = {
+            "input_ids": ids,
+            "seqlens_k": np.full(rows, past + count - 1, np.int32),
+            "total_sequence_length": np.array(past + count, np.int32),
+            "logits_indices": np.arange(1, rows + 1) * count - 1,
+        }
+        if self._config.positions is not Positions.ROTARY:
+            inputs["position_ids"] = np.tile(np.arange(past, past + count), (rows, 1))
+        outputs: dict[str, Array] = {"logits": self._logits[:rows]}
+        for name, buffer in self._buffers.items():
+            inputs[f"past_{name}"] = outputs[f"present_{name}"] = buffer[:rows]
+        return self._session.bind(inputs, outputs)
+
+
+@contextmanager
+def _flash_attention(allowed: bool) -> Iterator[None]:  # noqa: FBT001 (it has no other argument)
+    environ = os.environ  # noqa: TID251 — a library's own switch, not our configuration
+    before = environ.pop(NO_FLASH, None)
+    environ.update({} if allowed else {NO_FLASH: "1"})
+    try:
+        yield
+    finally:
+        environ.pop(NO_FLASH, None)
+        environ.update({} if before is None else {NO_FLASH: before})
+
+
+def _pair(text: str) -> tuple[int, int]:
+    first, _, second = text.partition(":")
+    return int(first), int(second)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
