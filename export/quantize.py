@@ -221,11 +221,11 @@ class _Graph:
 class _Int8:
     """Rewrites products to int8; rows that several of them read are rounded once.
 
-    Rows keep their shape throughout, whatever it is, and a row's own number multiplies from the side:
+    Rounding wants two dimensions, while everything else takes rows as they come and leaves them their shape:
 
-        peak = max(max |x|, tiny)               [..., 1]
-        bytes = round(x · (127 / peak)) + 128   [..., K]
-        y = peak · (column scale / 127) · Σ (bytes - 128) · weight
+        scale = max(max |x|, tiny) / 127        [..., 1]
+        bytes = round(x / scale) + 128          [..., K]
+        y = scale · column scale · Σ (bytes - 128) · weight
     """
 
     graph: _Graph
@@ -234,20 +234,20 @@ class _Int8:
     def __call__(self, product: _Product) -> Iterator[onnx.NodeProto]:
         if product.rows not in self.rounded:
             yield from self._round(product)
-        rows, peaks = self.rounded[product.rows]
+        rows, scales = self.rounded[product.rows]
         weight, column_scales = quantize_columns(product.weight)
         inputs = [
             rows,
             self.graph.store(f"{product.name}_int8", weight),
             # The operator has room for one scale of rows only: theirs follow.
             self.graph.store("int8.one", np.float32(1)),
-            self.graph.store(f"{product.name}_scale", column_scales / ROW_LIMIT),
+            self.graph.store(f"{product.name}_scale", column_scales),
             self.graph.store("int8.row_zero", ROW_ZERO),
         ]
         sums, output = f"{product.output}.column_scaled", product.output
         product_output = output if product.bias is None else f"{output}.unbiased"
         yield _node(product, "MatMulIntegerToFloat", inputs, sums, domain=CONTRIB)
-        yield _node(product, "Mul", [sums, peaks], product_output)
+        yield _node(product, "Mul", [sums, scales], product_output)
         if product.bias is not None:
             yield _node(product, "Add", [product_output, product.bias], output)
 
@@ -257,22 +257,25 @@ class _Int8:
         def node(kind: str, inputs: Sequence[str], purpose: str, **attributes: Any) -> onnx.NodeProto:
             return _node(product, kind, inputs, f"{x}.{purpose}", purpose, **attributes)
 
+        flat = store("int8.flat", np.array([-1], np.int64))
         # Of no rows at all, which a head may be asked for, ONNX Runtime takes no maximum along a last axis called -1.
-        last = ("int8.second_axis", 1) if product.is_flat else ("int8.last_axis", -1)
+        last = store("int8.second_axis", np.array([1], np.int64)) if product.is_flat else flat
         yield node("Abs", [x], "magnitudes")
-        yield node(
-            "ReduceMax", [f"{x}.magnitudes", store(last[0], np.array([last[1]], np.int64))], "highest", keepdims=1
-        )
-        yield node("Max", [f"{x}.highest", store("int8.least_peak", LEAST_PEAK)], "peaks")
-        yield node("Div", [store("int8.row_limit", ROW_LIMIT), f"{x}.peaks"], "steps_per_unit")
-        yield node("Mul", [x, f"{x}.steps_per_unit"], "steps")
-        # With scales of their own rows would need two dimensions here, and a zero point each.
-        yield node(
-            "QuantizeLinear",
-            [f"{x}.steps", store("int8.one", np.float32(1)), store("int8.row_zero", ROW_ZERO)],
-            "bytes",
-        )
-        self.rounded[x] = f"{x}.bytes", f"{x}.peaks"
+        yield node("ReduceMax", [f"{x}.magnitudes", last], "peaks", keepdims=1)
+        yield node("Max", [f"{x}.peaks", store("int8.least_peak", LEAST_PEAK)], "positive_peaks")
+        yield node("Mul", [f"{x}.positive_peaks", store("int8.row_step", 1 / ROW_LIMIT)], "scales")
+        yield node("Reshape", [f"{x}.scales", flat], "flat_scales")
+        yield node("Shape", [f"{x}.flat_scales"], "num_rows")
+        yield node("ConstantOfShape", [f"{x}.num_rows"], "zeros", value=numpy_helper.from_array(np.array([ROW_ZERO])))
+        self.rounded[x] = f"{x}.bytes", f"{x}.scales"
+        if product.is_flat:
+            yield node("QuantizeLinear", [x, f"{x}.flat_scales", f"{x}.zeros"], "bytes", axis=0)
+            return
+        width = store(f"int8.rows_of_{len(product.weight)}", np.array([-1, len(product.weight)], np.int64))
+        yield node("Reshape", [x, width], "rows")
+        yield node("QuantizeLinear", [f"{x}.rows", f"{x}.flat_scales", f"{x}.zeros"], "flat_bytes", axis=0)
+        yield node("Shape", [x], "shape")
+        yield node("Reshape", [f"{x}.flat_bytes", f"{x}.shape"], "bytes")
 
 
 @dataclass(slots=True)

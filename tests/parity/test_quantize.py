@@ -86,14 +86,14 @@ def test_int8_product_is_its_definition_to_the_bit(inner: int, outer: int, with_
     found = _run(quantize(_linear(weight, bias, rank), Precision.INT8), x)
     columns, column_scales = quantize_columns(weight)
     peaks = np.maximum(np.abs(x).max(axis=-1, keepdims=True), LEAST_PEAK)
-    rounded = np.rint(x * (np.float32(127) / peaks)).astype(np.int64)
+    scales = peaks * (np.float32(1) / np.float32(127))
+    rounded = np.rint(x / scales).astype(np.int64)
     assert np.abs(rounded).max() == 127
-    expected = (rounded @ columns.astype(np.int64)).astype(np.float32) * (column_scales / np.float32(127)) * peaks
+    expected = (rounded @ columns.astype(np.int64)).astype(np.float32) * column_scales * scales
     expected = expected if bias is None else expected + bias
     np.testing.assert_array_equal(found, expected)
     # And it is the product that was meant: each factor is off by half a step at most.
     magnitudes = np.abs(x).astype(np.float64)
-    scales = peaks / 127
     room = 0.5 * (scales * np.abs(weight).sum(axis=0) + magnitudes.sum(axis=-1, keepdims=True) * column_scales)
     room += 0.25 * inner * scales * column_scales
     exact = x.astype(np.float64) @ weight + (0 if bias is None else bias)
