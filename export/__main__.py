@@ -57,7 +57,7 @@ def _export_parser() -> argparse.ArgumentParser:
         type=KVPrecision,
         choices=list(KVPrecision),
         default=KVPrecision.FP32,
-        help="what keys and values are stored in; int8 takes a quarter of the memory and decodes a little faster, but a "
+        help="what keys and values are stored in; int8 takes a quarter of the memory and decodes a bit faster, but a "
         "prompt of 512 tokens takes 1.6 times as long; for decoder-only models (default: fp32)",
     )
     return parser
