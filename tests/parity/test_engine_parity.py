@@ -27,6 +27,7 @@ from service.engine.batch import (
     KVFree,
     KVOperation,
     KVRestore,
+    KVRetain,
     KVSave,
     PrefillChunk,
     ScheduledBatch,
@@ -134,6 +135,10 @@ class Served:
         self.recorder.logits = {}
         scheduler = Scheduler(self.limits, model_shape(self.manifest), self.decode)
         return Engine(scheduler, self.recorder, Sampler(), LastRun())
+
+    def forget_kept(self) -> None:
+        """Drops what engines before kept, as a new engine does: handles are free again."""
+        self.kv.apply(KVRetain(frozenset()))
 
 
 @cache
@@ -456,7 +461,8 @@ class Walk:
 
     def spoil(self, slot: int, start: int = 0) -> None:
         for buffer in self._host.kv.own:
-            buffer[slot, :, start:] = np.nan
+            # What has no NaN gets as loud a value as it has.
+            buffer[slot, :, start:] = np.nan if buffer.dtype.kind == "f" else -127
         for buffer in self._host.kv.cross:
             buffer[slot] = np.nan
         self._positions[slot] = start
@@ -537,6 +543,7 @@ def test_law_of_company_holds_for_rows_that_are_saved_restored_and_forked_at_any
 ) -> None:
     """Preempted, moved, copied whole or in part, in the middle of the prompt or later: the same bits as undisturbed."""
     host = served(variant)
+    host.forget_kept()
     num_prompt = 1 if host.config.is_encoder_decoder else data.draw(st.sampled_from([1, 16, 33, 40]), "prompt")
     number = data.draw(st.integers(0, 2), "number")
     tokens, source = sequence_of(host.config, number, num_prompt)
@@ -566,6 +573,7 @@ def test_law_of_company_holds_for_rows_that_are_saved_restored_and_forked_at_any
 def test_law_of_company_holds_for_prefixes_that_another_request_computed(variant: str) -> None:
     """Whole chunks, each kept by itself, from a row in another slot, of another length and in company."""
     host = served(variant)
+    host.forget_kept()
     chunk = host.limits.prefill_chunk
     tokens, _ = sequence_of(host.config, 1, 61)
     others, _ = sequence_of(host.config, 2, 61)
@@ -592,6 +600,7 @@ def test_law_of_company_holds_for_prefixes_that_another_request_computed(variant
 def test_law_of_company_holds_for_sources_that_another_request_encoded(variant: str) -> None:
     """Encoded for several rows at once, or kept from an earlier one: the same bits as a source of one's own."""
     host = served(variant)
+    host.forget_kept()
     for number in range(3):
         tokens, source = sequence_of(host.config, number, 1)
         expected = walked_alone(variant, number, 1)
