@@ -24,7 +24,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -39,6 +38,7 @@ from typing import Any, NoReturn
 from benchmarks import bench_report, hf_folder
 from benchmarks.bench_child import Child, SystemFailed, running
 from benchmarks.bench_systems import OURS, SYSTEMS, InstallError, SystemSpec, python_of
+from benchmarks.scenario import machine, make_checkpoint
 from model.config import ModelConfig
 from model.presets import resolve
 
@@ -477,11 +477,7 @@ def make_weights(source: str, build: Path, *, is_fresh: bool) -> Weights:
     digest = hashlib.sha256(json.dumps(recipe.model.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
     folder = build / "models" / f"{recipe.name}-{digest}"
     checkpoint, hugging_face = folder / "checkpoint", folder / recipe.name
-    if not (checkpoint / "run.json").exists():
-        command = [sys.executable, "-m", "model", "init", source, "--out", str(checkpoint), "--seed", "0"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"model init: {done.stderr.strip()}")
+    make_checkpoint(source, checkpoint)
     if not (hugging_face / "config.json").exists():
         hf_folder.write(checkpoint, hugging_face)
         is_fresh = True
@@ -505,16 +501,6 @@ def reference_agreement(weights: Mapping[str, Weights]) -> Agreement:
         return agreeing / positions
 
     return agreement
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {"processor": names[0] if names else platform.processor(), "cores": os.cpu_count()}
 
 
 def main() -> int:

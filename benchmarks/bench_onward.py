@@ -12,10 +12,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version as installed
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -78,6 +80,19 @@ class Onward:
         if self._stub is None:
             raise RuntimeError("not loaded")
         calls = [self._stub.Generate.future(_request(prompt, new)) for prompt in prompts]
+        return [list(call.result().outputs[0].token_ids) for call in calls]
+
+    def translate(
+        self, sources: Sequence[Sequence[int]], lengths: Sequence[int], _: Mapping[str, Any], in_flight: int
+    ) -> list[list[int]]:
+        """A call for each source, so many at a time; the server batches as it likes."""
+        if self._stub is None:
+            raise RuntimeError("not loaded")
+        gate, calls = threading.Semaphore(in_flight), []
+        for source, length in zip(sources, lengths, strict=True):
+            gate.acquire()
+            calls.append(self._stub.Generate.future(_request(source, length)))
+            calls[-1].add_done_callback(lambda _: gate.release())
         return [list(call.result().outputs[0].token_ids) for call in calls]
 
     def close(self) -> None:

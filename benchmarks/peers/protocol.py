@@ -3,6 +3,7 @@
     {"do": "prepare"}                                    → {"ok": true, "seconds"}      converts the weights, once
     {"do": "load"}                                       → {"ok": true, "seconds", "version"}
     {"do": "generate", "prompts": [[ids]], "new": n}     → {"ok": true, "seconds", "noise", "tokens": [[ids]]}
+    {"do": "translate", "sources": [[ids]], "lengths": [n], "batching": {…}, "in_flight": n}           → the same
     anything that fails                                  → {"ok": false, "error"}
 
 The end of stdin ends the program. The clock runs here, beside the call, so that no system pays for the protocol.
@@ -17,7 +18,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -62,6 +63,19 @@ class System(Protocol):
         ...
 
 
+class Translating(System, Protocol):
+    """A system of an encoder-decoder, which can also be asked as a stream of concurrent users would."""
+
+    def translate(
+        self, sources: Sequence[Sequence[int]], lengths: Sequence[int], batching: Mapping[str, Any], in_flight: int
+    ) -> list[list[int]]:
+        """A greedy output of its own length for each source, of which only `in_flight` are unanswered at a time.
+
+        `batching` is the system's own affair.
+        """
+        ...
+
+
 def parse(arguments: Sequence[str]) -> Options:
     """The command line that every system has."""
     parser = argparse.ArgumentParser(description="Answers the questions of benchmarks/peers/protocol.py on stdin.")
@@ -74,7 +88,7 @@ def parse(arguments: Sequence[str]) -> Options:
     return Options(**vars(parser.parse_args(arguments)))
 
 
-def main(make: Callable[[Options], System]) -> None:
+def main(make: Callable[[Options], System | Translating]) -> None:
     """Answers questions until stdin ends."""
     options = parse(sys.argv[1:])
     options.work.mkdir(parents=True, exist_ok=True)
@@ -93,7 +107,7 @@ def take_stdout() -> TextIO:
     return answers
 
 
-def serve(system: System, questions: TextIO, answers: TextIO) -> None:
+def serve(system: System | Translating, questions: TextIO, answers: TextIO) -> None:
     """Answers each line of `questions` with one line in `answers`."""
     for line in questions:
         try:
@@ -104,7 +118,7 @@ def serve(system: System, questions: TextIO, answers: TextIO) -> None:
         answers.flush()
 
 
-def _answer(system: System, question: dict[str, Any]) -> dict[str, Any]:
+def _answer(system: Any, question: dict[str, Any]) -> dict[str, Any]:
     match question["do"]:
         case "prepare":
             return {"seconds": _timed(system.prepare)[1]}
@@ -116,6 +130,13 @@ def _answer(system: System, question: dict[str, Any]) -> dict[str, Any]:
             tokens, seconds, noise = _timed(lambda: system.generate(prompts, new))
             if [len(row) for row in tokens] != [new] * len(prompts):
                 raise RuntimeError(f"asked for {len(prompts)} x {new} tokens, got {[len(row) for row in tokens]}")
+            return {"seconds": seconds, "noise": noise, "tokens": tokens}
+        case "translate":
+            sources, lengths = question["sources"], question["lengths"]
+            batching, in_flight = question["batching"], question["in_flight"]
+            tokens, seconds, noise = _timed(lambda: system.translate(sources, lengths, batching, in_flight))
+            if [len(row) for row in tokens] != lengths:
+                raise RuntimeError(f"asked for outputs of {lengths} tokens, got {[len(row) for row in tokens]}")
             return {"seconds": seconds, "noise": noise, "tokens": tokens}
         case other:
             raise ValueError(f"unknown question {other!r}")

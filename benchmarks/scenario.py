@@ -1,0 +1,165 @@
+"""What the scenarios share: a model with random weights behind a server of its own, streams with a clock, results.
+
+A scenario is a situation with a promise: `benchmarks.interference`, `benchmarks.prefix`, `benchmarks.translation`.
+Throughput beside peers is `benchmarks.bench`. Times are seconds on this process's clock, the client's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import time
+from asyncio import Event
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.bench_onward import export
+from benchmarks.peers.protocol import Options
+from proto.onward.v1 import generation_pb2 as pb
+from service.config import ServeConfig
+
+if TYPE_CHECKING:
+    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+BUILD = Path("build/bench")
+NUM_SPECIAL = 4
+"""Ids below are control tokens: prompts have none."""
+QUIET = ("--no-metrics", "--log-level", "warning")
+"""Flags for a server that only works."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A stream so far. `arrivals` has a time for each token: those of one message came at the same moment."""
+
+    sent: float
+    arrivals: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    """Tokens of the prompt that the server did not have to compute; known at the end."""
+
+    @property
+    def first_token_seconds(self) -> float:
+        """From the question to the first token."""
+        return self.arrivals[0] - self.sent
+
+    @property
+    def gaps(self) -> list[tuple[float, float]]:
+        """When each wait for a next token began and ended."""
+        return list(zip(self.arrivals, self.arrivals[1:], strict=False))
+
+
+async def follow(
+    stub: GenerationServiceAsyncStub,
+    prompt: Sequence[int],
+    new: int,
+    *,
+    seen: Callable[[Answer], None] = lambda _: None,
+    stop: Event | None = None,
+) -> Answer:
+    """Asks for so many greedy tokens and notes when each arrives.
+
+    Args:
+        stub: of a server with one model.
+        prompt: token ids.
+        new: how many to generate.
+        seen: called after every message.
+        stop: when set, the stream is given up at its next message.
+
+    Raises:
+        RuntimeError: when the stream ends without having been given up and without all its tokens.
+    """
+    request = pb.GenerateStreamRequest(
+        token_ids=pb.TokenIds(ids=prompt),
+        sampling=pb.SamplingParams(temperature=0.0),
+        stopping=pb.StoppingParams(max_tokens=new, ignore_eos=True),
+    )
+    answer = Answer(time.perf_counter())
+    call = stub.GenerateStream(request)
+    async for event in call:
+        answer.arrivals += [time.perf_counter()] * len(event.delta.token_ids)
+        if event.HasField("summary"):
+            answer.cached_tokens = event.summary.usage.cached_tokens
+        seen(answer)
+        if stop is not None and stop.is_set():
+            call.cancel()
+            return answer
+    if len(answer.arrivals) != new:
+        raise RuntimeError(f"asked for {new} tokens, got {len(answer.arrivals)}")
+    return answer
+
+
+def draw(source: random.Random, vocab_size: int, length: int) -> list[int]:
+    """A random prompt."""
+    return [source.randrange(NUM_SPECIAL, vocab_size) for _ in range(length)]
+
+
+def percentile(values: Collection[float], share: float) -> float:
+    """The smallest of the values that is not exceeded by this share of them."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def default_prefill_chunk() -> int:
+    """What the server takes where it is not told."""
+    default: Any = next(each.default for each in dataclasses.fields(ServeConfig) if each.name == "prefill_chunk")
+    return int(default)
+
+
+def make_checkpoint(source: str, folder: Path) -> None:
+    """A checkpoint with random weights from seed 0 of a preset or recipe file, unless the folder has one.
+
+    Raises:
+        RuntimeError: with what the trainer said.
+    """
+    if (folder / "run.json").exists():
+        return
+    command = [sys.executable, "-m", "model", "init", source, "--out", str(folder), "--seed", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"model init: {done.stderr.strip()}")
+
+
+def make_artefact(source: str, name: str, precision: str, *, build: Path, max_batch: int, threads: int) -> Options:
+    """Exports random weights for a scenario, anew each time: the exporter may have changed.
+
+    Raises:
+        RuntimeError: when the weights or the artefact cannot be made.
+    """
+    folder = build / "scenarios" / name
+    shutil.rmtree(folder / precision, ignore_errors=True)
+    make_checkpoint(source, folder / "checkpoint")
+    options = Options(folder / "checkpoint", folder, precision, threads, max_batch, context=0)
+    export(options)
+    return options
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {"processor": names[0] if names else platform.processor(), "cores": os.cpu_count()}
+
+
+def write(name: str, results: Mapping[str, Any], document: str, folder: Path, picture: str = "") -> None:
+    """Writes a scenario's results, document and picture into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(document, encoding="utf-8")
+    if picture:
+        (folder / f"{name}.svg").write_text(picture, encoding="utf-8")
+
+
+def milliseconds(seconds: float) -> str:
+    """For people."""
+    return f"{1e3 * seconds:.1f} ms"
