@@ -21,7 +21,6 @@ Every measurement is a line in `build/bench/journal.jsonl`, where `--resume` goe
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -38,7 +37,7 @@ from typing import Any, NoReturn
 from benchmarks import bench_report, hf_folder
 from benchmarks.bench_child import Child, SystemFailed, running
 from benchmarks.bench_systems import OURS, SYSTEMS, InstallError, SystemSpec, python_of
-from benchmarks.scenario import machine, make_checkpoint
+from benchmarks.scenario import digest, machine, make_checkpoint
 from model.config import ModelConfig
 from model.presets import resolve
 
@@ -474,8 +473,7 @@ def make_weights(source: str, build: Path, *, is_fresh: bool) -> Weights:
     """
     recipe = resolve(source)
     hf_folder.family(recipe.model)
-    digest = hashlib.sha256(json.dumps(recipe.model.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
-    folder = build / "models" / f"{recipe.name}-{digest}"
+    folder = build / "models" / f"{recipe.name}-{digest(recipe.model)}"
     checkpoint, hugging_face = folder / "checkpoint", folder / recipe.name
     make_checkpoint(source, checkpoint)
     if not (hugging_face / "config.json").exists():

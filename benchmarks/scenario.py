@@ -7,6 +7,7 @@ Throughput beside peers is `benchmarks.bench`. Times are seconds on this process
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.bench_onward import export
 from benchmarks.peers.protocol import Options
+from model.config import ModelConfig
 from proto.onward.v1 import generation_pb2 as pb
 from service.config import ServeConfig
 
@@ -125,6 +127,11 @@ def make_checkpoint(source: str, folder: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"model init: {done.stderr.strip()}")
+
+
+def digest(config: ModelConfig) -> str:
+    """Tells models apart: eight hexadecimal digits of what they are."""
+    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
 
 
 def make_artefact(source: str, name: str, precision: str, *, build: Path, max_batch: int, threads: int) -> Options:

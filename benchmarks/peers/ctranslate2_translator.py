@@ -1,7 +1,7 @@
 """CTranslate2's `Translator` on the very weights of one of our encoder-decoders, under requests that come one by one.
 
 The checkpoint is written as CTranslate2's own `TransformerSpec`, without a detour over somebody else's model classes:
-post-norm, LayerNorm, ReLU, biases, sinusoids given as a table, one embedding for source, target and head.
+post-norm, LayerNorm, ReLU, biases, sinusoids given as a table, embeddings and head each of its own.
 
 CTranslate2 has no continuous batching: what `translate_batch` is given runs until its last sentence has ended, and only
 sentences that ended leave. So a server around it must decide what goes into a call, and `Batching` says how this one
@@ -33,8 +33,7 @@ _PARTS = {
     "attention_score": "dot",
     "attention_bias": True,
     "mlp_bias": True,
-    "tie_embeddings": True,
-    "share_embeddings": True,
+    "tie_embeddings": False,
     "scale_embeddings": True,
 }
 
@@ -235,13 +234,12 @@ def make_spec(checkpoint: Path) -> Any:
     weights = read_safetensors(checkpoint / "model.safetensors")
     layers = config["num_encoder_layers"], config["num_layers"]
     spec = TransformerSpec.from_config(layers, config["num_heads"], pre_norm=False)
-    table = weights["embedding.tokens.weight"]
     for half, length in ((spec.encoder, config["source_context"]), (spec.decoder, config["context"])):
         half.scale_embeddings = True
         half.position_encodings.encodings = sinusoids(length, config["d_model"])
-    spec.encoder.embeddings[0].weight = table
-    spec.decoder.embeddings.weight = table
-    spec.decoder.projection.weight = table
+    spec.encoder.embeddings[0].weight = weights["encoder.embedding.tokens.weight"]
+    spec.decoder.embeddings.weight = weights["embedding.tokens.weight"]
+    spec.decoder.projection.weight = weights["head.weight"]
     for name, layer in [(f"encoder.layers.{number}", each) for number, each in enumerate(spec.encoder.layer)]:
         _set_layer(layer, weights, name)
     for name, layer in [(f"layers.{number}", each) for number, each in enumerate(spec.decoder.layer)]:

@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python's low-level functions: a sequence for each prompt, greedy by arg-max.
 
-For q8_0 its AMX path is switched off: in llama-cpp-python 0.3.36 it crashes on the first call. Keys and values are
-float16, its own default, flash attention on.
+On a processor with AMX its rearranged weights are switched off for q8_0: in llama-cpp-python 0.3.36 their AMX path
+crashes on the first call. Keys and values are float16, its own default, flash attention on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class LlamaCpp:
         llama_cpp.llama_backend_init()
         settings = llama_cpp.llama_model_default_params()
         settings.n_gpu_layers = 0
-        settings.use_extra_bufts = self._options.precision != "q8_0"
+        has_amx = b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info()
+        settings.use_extra_bufts = not (has_amx and self._options.precision == "q8_0")
         self._model = llama_cpp.llama_model_load_from_file(str(self._file).encode(), settings)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {self._file}")
