@@ -78,7 +78,6 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
     """Makes the model, serves it and measures."""
     options = scenario.make_artefact(
         settings.model,
-        settings.model,
         settings.precision,
         build=build,
         max_batch=settings.streams + 1,

@@ -134,13 +134,13 @@ def digest(config: ModelConfig) -> str:
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
 
 
-def make_artefact(source: str, name: str, precision: str, *, build: Path, max_batch: int, threads: int) -> Options:
+def make_artefact(source: str, precision: str, *, build: Path, max_batch: int, threads: int) -> Options:
     """Exports random weights for a scenario, anew each time: the exporter may have changed.
 
     Raises:
         RuntimeError: when the weights or the artefact cannot be made.
     """
-    folder = build / "scenarios" / name
+    folder = build / "scenarios" / Path(source).stem
     shutil.rmtree(folder / precision, ignore_errors=True)
     make_checkpoint(source, folder / "checkpoint")
     options = Options(folder / "checkpoint", folder, precision, threads, max_batch, context=0)

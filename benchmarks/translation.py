@@ -44,6 +44,8 @@ DOCS = Path("docs")
 LIMIT = 2.0
 """How many times CTranslate2's rate ours must be."""
 OURS, PEER = "onward", "ctranslate2"
+MODULES: Mapping[str, str] = {OURS: "benchmarks.bench_onward", PEER: "benchmarks.peers.ctranslate2_translator"}
+"""What speaks `benchmarks.peers.protocol`, by system."""
 MODEL: Mapping[str, Any] = {
     "architecture": "encoder-decoder",
     "vocab_size": 32000,
@@ -122,12 +124,16 @@ class Translation:
         settings: what to measure.
         build: where everything is kept: environments, weights, logs.
         python: the interpreter that has CTranslate2, or why there is none.
+        modules: what to start.
     """
 
-    def __init__(self, settings: Settings, build: Path, python: Path | InstallError) -> None:
+    def __init__(
+        self, settings: Settings, build: Path, python: Path | InstallError, modules: Mapping[str, str] = MODULES
+    ) -> None:
         self._settings = settings
         self._build = build
         self._python = python
+        self._modules = modules
         self._config = ModelConfig.from_dict(settings.model)
         self._folder = build / "scenarios" / NAME
 
@@ -233,19 +239,10 @@ class Translation:
         python = Path(sys.executable) if is_ours else self._python
         if isinstance(python, InstallError):
             raise python
-        module = "benchmarks.bench_onward" if is_ours else "benchmarks.peers.ctranslate2_translator"
         precision = contender.precision if is_ours else SYSTEMS[PEER].precisions[contender.precision]
         threads = str(self._settings.threads)
-        command = [
-            str(python),
-            "-m",
-            module,
-            "--folder",
-            str(self._checkpoint),
-            "--work",
-            str(self._work / contender.system),
-        ]
-        command += ["--precision", precision, "--threads", threads]
+        command = [str(python), "-m", self._modules[contender.system], "--folder", str(self._checkpoint)]
+        command += ["--work", str(self._work / contender.system), "--precision", precision, "--threads", threads]
         command += ["--max-batch", str(self._settings.in_flight), "--context", str(self._config.context)]
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **SYSTEMS[contender.system].environment}
         batching = contender.batching.replace(" ", "").replace(",", "-")

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.peers.protocol import Options, main
 
@@ -40,6 +41,12 @@ class FakePeer:
             return [[7]] * batch
         time.sleep(0.001 * new)
         return [[7] * new for _ in prompts]
+
+    def translate(self, sources: Sequence[Sequence[int]], lengths: Sequence[int], batching: Any, in_flight: int) -> Any:
+        time.sleep(1e-4 * sum(lengths))
+        if self._behaviour == "short":
+            return [[7]] * len(sources)
+        return [[7] * length for length in lengths]
 
     def close(self) -> None:
         with (self._options.work / "log").open("a") as log:

@@ -1,0 +1,291 @@
+"""The scenarios' arithmetic on given times, their conduct with tiny models and pretended peers; no time asserted."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import interference, prefix, scenario, translation
+from benchmarks.bench_onward import MODEL, Onward
+from benchmarks.bench_systems import InstallError
+from benchmarks.interference import Repeat
+from benchmarks.peers.ctranslate2_translator import Batching, CTranslate2Translator
+from benchmarks.peers.protocol import Options
+from benchmarks.scenario import Answer, percentile
+from benchmarks.translation import OFFLINE, OURS, PEER, Contender, Translation
+from tests.artifacts import tiny_artifact
+
+
+def tiny_options(tmp_path: Path, family: str, max_batch: int = 4) -> Options:
+    """As `scenario.make_artefact` gives them, of an artefact that is there already."""
+    place = tmp_path / "fp32" / MODEL
+    place.parent.mkdir()
+    place.symlink_to(tiny_artifact(family), target_is_directory=True)
+    return Options(tmp_path, tmp_path, "fp32", threads=1, max_batch=max_batch, context=0)
+
+
+def test_a_percentile_is_a_value_that_was_seen() -> None:
+    values = [float(value) for value in range(100, 0, -1)]
+    assert [percentile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
+    assert percentile([3.0], 0.01) == 3.0
+
+
+# What a long prompt does to others.
+
+
+def test_waits_are_before_or_during_by_whether_they_overlap_the_reading_of_the_prompt() -> None:
+    stream = Answer(0.0, [1.0, 2.0, 3.0, 5.0, 9.0, 10.0, 11.0])
+    repeat = interference.divide([stream], Answer(4.0, [9.5]), lead=1)
+    # From 3 to 5 the prompt came; from 9 to 10 its first token did; what came later belongs to neither.
+    assert repeat.before == (1.0,)
+    assert repeat.during == (2.0, 4.0, 1.0)
+    assert repeat.first_token_seconds == 5.5
+    assert repeat.timeline == ((-1.0, 1.0), (1.0, 2.0), (5.0, 4.0), (6.0, 1.0), (7.0, 1.0))
+    with pytest.raises(RuntimeError, match="ended before the long prompt came"):
+        interference.divide([Answer(0.0, [1.0, 2.0])], Answer(4.0, [9.5]), lead=0)
+
+
+@pytest.mark.parametrize(("slowest", "passed"), [(1.3, True), (1.5, False)])
+def test_the_promise_is_the_costliest_chunk_over_the_waits_of_all_repeats(slowest: float, passed: bool) -> None:
+    repeats = [Repeat((0.1,) * 10, (0.5, wait), 3.0, ()) for wait in (1.0, slowest)]
+    found = interference.judge(repeats, [[0.5, 1.0], [0.7, 1.6]])
+    assert found["chunk_seconds"] == {"mean": pytest.approx(0.95), "costliest": 1.3, "each": [0.6, 1.3]}
+    assert found["p99_rise_seconds"] == pytest.approx(slowest - 0.1)
+    assert found["passed"] is passed
+
+
+def test_a_long_prompt_is_measured_amid_streams_of_a_real_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = tiny_options(tmp_path, "decoder-only")
+    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: options)
+    settings = interference.Settings(
+        precision="fp32", streams=2, stream_prompt=4, long_prompt=80, lead=2, window=4, repeats=1, chunk=16
+    )
+    results = interference.measure(settings, tmp_path)
+    assert len(results["chunk_seconds"]["each"]) == 5
+    assert results["before"]["count"] >= 2
+    assert results["during"]["count"] >= 1
+    assert "tokens in chunks of 16" in interference.render(results)
+    assert "<svg" in interference.draw_picture(results)
+    json.dumps(results, allow_nan=False)
+
+
+# A shared prefix.
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_prompts_share_the_prefix_and_not_a_token_more(is_shared: bool) -> None:
+    settings = prefix.Settings(prefix=8, suffix_least=2, suffix_most=5, requests=10)
+    made = prefix.prompts(settings, 1000, random.Random(1), is_shared=is_shared)
+    assert len({tuple(prompt[:8]) for prompt in made}) == (1 if is_shared else 10)
+    assert len({prompt[8] for prompt in made}) == 10
+    assert {len(prompt) - 8 for prompt in made} <= {2, 3, 4, 5}
+
+
+def test_the_promise_is_kept_by_every_request_by_its_median_over_the_repeats() -> None:
+    def series(*seconds: float) -> list[tuple[float, int]]:
+        return [(each, 0 if index == 0 else 512) for index, each in enumerate(seconds)]
+
+    repeats = [series(1.0, 0.1, 0.2), series(1.0, 0.9, 0.25), series(1.1, 0.2, 0.1)]
+    found = prefix.judge({"sequential": repeats})
+    assert found["ways"]["sequential"]["seconds"] == [1.0, 0.2, 0.2]
+    assert found["ways"]["sequential"]["ratio"] == {"median": 0.2, "max": 0.2}
+    assert found["ways"]["sequential"]["cached_tokens"] == {"first": 0, "others_least": 512, "others_most": 512}
+    assert found["passed"]
+    assert not prefix.judge({"sequential": [series(1.0, 0.1, 0.3)]})["passed"]
+
+
+def test_a_prefix_is_measured_in_every_way_on_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = tiny_options(tmp_path, "decoder-only")
+    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: options)
+    settings = prefix.Settings(
+        precision="fp32", prefix=32, suffix_least=2, suffix_most=4, requests=4, in_flight=2, repeats=1
+    )
+    results = prefix.measure(settings, tmp_path)
+    assert set(results["ways"]) == set(prefix.WAYS)
+    for way in results["ways"].values():
+        assert len(way["seconds"]) == 4
+        assert min(way["seconds"]) > 0
+    # A repeat's prefix is new: nothing of it is at hand when its first request comes.
+    assert results["ways"]["sequential"]["cached_tokens"]["first"] == 0
+    assert "| sequential |" in prefix.render(results)
+    json.dumps(results, allow_nan=False)
+
+
+# Translation.
+
+
+@dataclass(frozen=True)
+class Step:
+    step: int
+    batch_id: int
+
+
+@dataclass(frozen=True)
+class Result:
+    hypotheses: list[list[str]]
+
+
+class FakeTranslator:
+    """CTranslate2's `Translator` as far as it is used: sentences of a call run together until the last has ended."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[list[str]]] = []
+
+    def translate_batch(self, sources: list[list[str]], **options: Any) -> list[Result]:
+        self.calls.append(sources)
+        outputs: list[list[str]] = [[] for _ in sources]
+        alive = list(range(len(sources)))
+        for step in range(options["max_decoding_length"]):
+            for row in list(alive):
+                outputs[row].append(sources[row][0])
+                if options["callback"] and options["callback"](Step(step, row)):
+                    alive.remove(row)
+        return [Result([output]) for output in outputs]
+
+
+def translator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[CTranslate2Translator, FakeTranslator]:
+    fake = FakeTranslator()
+    monkeypatch.setattr(CTranslate2Translator, "_use_workers", lambda *_: None)
+    made = CTranslate2Translator(Options(tmp_path, tmp_path, "float32", 2, 8, 64))
+    made._translator = fake
+    return made, fake
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_every_request_gets_an_answer_of_its_own_length_however_calls_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int, is_sorted: bool, is_padded: bool
+) -> None:
+    made, fake = translator(tmp_path, monkeypatch)
+    lengths = [1 + 7 * index % 10 for index in range(23)]
+    sources = [[index] * (1 + index % 3) for index in range(23)]
+    batching = {"num_workers": num_workers, "max_batch": 4, "is_sorted": is_sorted, "is_padded": is_padded}
+    answers = made.translate(sources, lengths, batching, in_flight=6)
+    assert answers == [[index] * length for index, length in enumerate(lengths)]
+    assert max(map(len, fake.calls)) <= 4
+    assert sum(map(len, fake.calls)) == 23
+
+
+def test_a_call_sees_no_more_requests_than_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, fake = translator(tmp_path, monkeypatch)
+    sources = [[index] for index in range(10)]
+    made.translate(sources, [2] * 10, {"num_workers": 1, "max_batch": 100}, in_flight=3)
+    # When a call's sentences have ended, as many new ones have come.
+    assert [len(call) for call in fake.calls] == [3, 3, 3, 1]
+    with_sorting = Batching(1, 2, is_sorted=True)
+    fake.calls.clear()
+    made.translate([[1], [2, 2], [3, 3, 3], [4] * 9], [1] * 4, vars(with_sorting), in_flight=3)
+    assert fake.calls[0] == [["w3"] * 3, ["w2"] * 2], "the longest of those that have come"
+
+
+def test_a_call_that_fails_fails_all_and_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, fake = translator(tmp_path, monkeypatch)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(fake, "translate_batch", fail)
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="no luck"):
+        made.translate([[1]] * 9, [1] * 9, {"num_workers": 3, "max_batch": 2}, in_flight=4)
+    assert threading.active_count() == before
+
+
+def test_ours_answers_as_many_callers_as_there_are_at_a_time(tmp_path: Path) -> None:
+    system = Onward(tiny_options(tmp_path, "encoder-decoder"))
+    system.prepare()
+    try:
+        system.load()
+        lengths = [5, 1, 9, 3, 7]
+        sources = [[3 + index] * (2 + index) for index in range(5)]
+        together = system.translate(sources, lengths, {}, in_flight=3)
+        alone = [
+            system.translate([source], [length], {}, 1)[0] for source, length in zip(sources, lengths, strict=True)
+        ]
+    finally:
+        system.close()
+    assert [len(answer) for answer in together] == lengths
+    assert together == alone
+
+
+SETTINGS = translation.Settings(
+    model={**translation.MODEL, "vocab_size": 64, "context": 32, "d_model": 8, "num_heads": 1, "d_ff": 8},
+    requests=6,
+    in_flight=2,
+    output_most=12,
+    precisions=("fp32",),
+    batchings=("1 x 32", "2 x 8", "1 x 8, sorted", OFFLINE),
+    rounds=2,
+)
+FAKES = {OURS: "tests.fake_peer", PEER: "tests.fake_peer"}
+
+
+def translate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path | InstallError = Path(sys.executable)
+) -> dict[str, Any]:
+    monkeypatch.setattr(Translation, "_make_checkpoint", lambda self: None)
+    monkeypatch.setattr(translation, "reference_agreement", lambda *_: 0.75)
+    results = Translation(SETTINGS, tmp_path, python, FAKES).measure()
+    json.dumps(results, allow_nan=False)
+    return results
+
+
+def test_all_batchings_are_tried_and_the_best_two_go_into_the_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = translate(tmp_path, monkeypatch)
+    assert [each["batching"] for each in results["batchings"]] == list(SETTINGS.batchings)
+    systems = [(row["system"], len(row["samples"]), row["agreement"]) for row in results["rows"]]
+    assert systems == [(OURS, 2, 0.75), (PEER, 2, 0.75), (PEER, 2, 0.75)]
+    assert OFFLINE not in {row["batching"] for row in results["rows"]}
+    assert set(results["offline"]) == {"fp32"}
+    assert results["ratios"]["fp32"] == results["ratios"]["any"] > 0
+    assert "| onward | fp32 | continuous |" in translation.render(results)
+
+
+def test_a_peer_that_is_not_there_is_a_row_and_breaks_the_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = translate(tmp_path, monkeypatch, InstallError("no such wheel"))
+    ours, peer = results["rows"]
+    assert ours["value"] > 0
+    assert (peer["system"], peer["value"], peer["error"]) == (PEER, None, "no such wheel")
+    assert results["ratios"] == {"fp32": None, "any": None}
+    assert results["passed"] is False
+    assert "- ctranslate2 fp32 : `no such wheel`" in translation.render(results)
+
+
+def test_a_system_that_answers_too_little_is_a_row_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_PEER", "short")
+    monkeypatch.setattr(translation, "_AGREEMENT_SOURCES", 3)
+    results = translate(tmp_path, monkeypatch)
+    assert all("asked for outputs of" in row["error"] for row in results["rows"])
+
+
+def test_the_best_of_each_precision_is_chosen_without_what_sees_everything() -> None:
+    rates = {("fp32", "a"): 1.0, ("fp32", "b"): 3.0, ("fp32", OFFLINE): 9.0, ("int8", "a"): 5.0, ("fp32", "c"): 2.0}
+    tried = {Contender(PEER, precision, batching): rate for (precision, batching), rate in rates.items()}
+    chosen = translation.best_batchings(tried)
+    assert [(each.precision, each.batching) for each in chosen] == [("fp32", "b"), ("fp32", "c"), ("int8", "a")]
+
+
+def test_requests_are_the_same_for_the_same_seed_and_sources_are_about_as_long_as_outputs() -> None:
+    config = translation.ModelConfig.from_dict(translation.MODEL)
+    settings = replace(SETTINGS, model=translation.MODEL, output_most=200)
+    sources, lengths = translation.requests(settings, config, "seed", 200)
+    assert (sources, lengths) == translation.requests(settings, config, "seed", 200)
+    assert 8 <= min(lengths) <= 20
+    assert 180 <= max(lengths) <= 200
+    assert all(0.75 < len(source) / length < 1.3 for source, length in zip(sources, lengths, strict=True))
