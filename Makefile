@@ -9,7 +9,7 @@ SERVING := build/serving-venv
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check serve bench proto format serving-check clean
+.PHONY: help demo test check serve bench scenarios proto format serving-check clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -41,6 +41,11 @@ serve: $(STAMP) ## serve what is under build/models
 
 bench: $(STAMP) ## benchmark against peers, each in an environment of its own (BENCH="--quick" to try it)
 	$(BIN)/python -m benchmarks.bench $(BENCH)
+
+scenarios: $(STAMP) ## a long prompt amid streams, a shared prefix, translation beside CTranslate2 (SCENARIOS="--quick")
+	$(BIN)/python -m benchmarks.interference $(SCENARIOS)
+	$(BIN)/python -m benchmarks.prefix $(SCENARIOS)
+	$(BIN)/python -m benchmarks.translation $(SCENARIOS)
 
 proto: $(STAMP) ## regenerate the wire stubs
 	$(BIN)/python -m proto.generate

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from benchmarks import hf_folder
+from benchmarks.peers.ctranslate2_translator import sinusoids
 from benchmarks.peers.gguf_file import gpt2_tensors, interleave_pairs, llama_tensors, read_safetensors
 from model import checkpoint
 from model.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
+from model.positions import sinusoidal_table
 from model.tokenizer_training import one_word_per_id
 from model.transformer import build
 
@@ -68,6 +70,10 @@ def test_queries_keys_and_values_are_split_in_the_order_they_are_packed() -> Non
 def test_rotated_pairs_are_interleaved_head_by_head() -> None:
     rows = np.arange(8, dtype=np.float32)[:, None]
     assert interleave_pairs(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_the_translator_is_given_the_sinusoids_that_the_model_adds() -> None:
+    np.testing.assert_allclose(sinusoids(300, 24), sinusoidal_table(300, 24).numpy(), atol=1e-6)
 
 
 @pytest.mark.parametrize(
