@@ -1,16 +1,17 @@
 """Ours beside what a user would run instead: same weights, same machine, same minutes.
 
     python -m benchmarks.bench [--models llama-110m,gpt2-124m] [--systems …] [--precisions fp32,bf16,int8]
-                               [--metrics decode,prefill] [--rounds 3] [--quick] [--resume] [--docs]
+                               [--metrics decode,prefill] [--batches 1,8,32] [--prompts 128,512,1024] [--new 128]
+                               [--rounds 3] [--repeats 3] [--quick] [--resume] [--docs]
 
 In every round each system runs alone, in a process of its own, in an order drawn anew; the machine's limits are
 measured at the round's start. Two metrics, in tokens a second:
 
-    decode    B sequences of 128 prompt tokens together: B · 127 / (t(128 new) - t(1 new))
+    decode    B sequences of 128 prompt tokens together: B · 127 / (t(128 new) - t(1 new)), or of `--new` tokens
     prefill   one prompt: its tokens / t(1 new)
 
-with t the median of `--repeats` calls after one that does not count, each on prompts not seen before. A row's value is
-the median of its rounds. What cannot be installed, converted, loaded or run is a row with its error and no value.
+with t the median of `--repeats` calls on prompts not seen before, after a short one that does not count. A row's value
+is the median of its rounds. What cannot be installed, converted, loaded or run is a row with its error and no value.
 Agreement is the share of a system's greedy tokens that PyTorch, fed the same tokens in float32, would have chosen too;
 the weights are random, whose best logits lie close together, so that it is worse than a trained model's would be.
 
@@ -47,6 +48,8 @@ METRICS = ("decode", "prefill")
 UNIT = "tokens/s"
 _SPECIAL_IDS = 4
 """Ids below are control tokens: prompts have none."""
+_WARMING_TOKENS = 2
+"""Of the decoding call that does not count: every code path has run once then, and little time went."""
 
 Entry = Mapping[str, Any]
 """A line of the journal: one system's measurements in one round."""
@@ -223,8 +226,10 @@ class Bench:
 
     def _value(self, child: Child, point: Point, prompts: Prompts) -> dict[str, Any]:
         if point.metric == "prefill":
+            self._ask(child, prompts, point, 1)
             seconds, noise = self._time(child, prompts, point, 1)
             return {"value": point.prompt / seconds, "noise": noise}
+        self._ask(child, prompts, point, _WARMING_TOKENS)
         one, noise_one = self._time(child, prompts, point, 1)
         all_new, noise_all = self._time(child, prompts, point, self._settings.decode_new)
         if all_new <= one:
@@ -233,15 +238,14 @@ class Bench:
         return {"value": value, "noise": max(noise_one, noise_all)}
 
     def _time(self, child: Child, prompts: Prompts, point: Point, new: int) -> tuple[float, float]:
-        """Median seconds, and the largest noise, of the calls that count."""
-        answers = [
-            child.ask(
-                {"do": "generate", "prompts": prompts.draw(point.batch, point.prompt), "new": new}, self._timeouts.call
-            )
-            for _ in range(1 + self._settings.repeats)
-        ][1:]
+        """Median seconds and largest noise of some calls."""
+        answers = [self._ask(child, prompts, point, new) for _ in range(self._settings.repeats)]
         noise = max(answer["noise"] or 0.0 for answer in answers)
         return statistics.median(answer["seconds"] for answer in answers), noise
+
+    def _ask(self, child: Child, prompts: Prompts, point: Point, new: int) -> dict[str, Any]:
+        question = {"do": "generate", "prompts": prompts.draw(point.batch, point.prompt), "new": new}
+        return child.ask(question, self._timeouts.call)
 
     def _quality(self, child: Child, unit: Unit) -> dict[str, Any]:
         """Greedy answers for `agreement` to judge; the prompts are the same for every system."""
@@ -543,6 +547,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--systems", type=_choices(SYSTEMS), default=defaults.systems, help=f"of {', '.join(SYSTEMS)}")
     parser.add_argument("--precisions", type=_list, default=defaults.precisions, help="fp32, bf16, int8, int4")
     parser.add_argument("--metrics", type=_choices(METRICS), default=METRICS, help="decode, prefill")
+    parser.add_argument("--batches", type=_numbers, default=None, help="of decode; default 1,8,32")
+    parser.add_argument("--prompts", type=_numbers, default=None, help="of prefill, in tokens; default 128,512,1024")
+    parser.add_argument("--new", type=int, default=None, help="tokens that decode generates; default 128")
     parser.add_argument("--rounds", type=int, default=None, help="default 3")
     parser.add_argument("--repeats", type=int, default=None, help="timed calls per figure and round; default 3")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -553,9 +560,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--install-timeout", type=float, default=Timeouts().install, metavar="SECONDS")
     parser.add_argument("--call-timeout", type=float, default=Timeouts().call, metavar="SECONDS")
     options = parser.parse_args(arguments)
-    for name in ("rounds", "repeats", "threads"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            parser.error(f"--{name} must be at least 1")
+    for name, least in (("rounds", 1), ("repeats", 1), ("threads", 1), ("new", 2)):
+        if (value := getattr(options, name)) is not None and value < least:
+            parser.error(f"--{name} must be at least {least}")
     return options
 
 
@@ -565,10 +572,17 @@ def _settings(options: argparse.Namespace, models: tuple[str, ...]) -> Settings:
     }
     common["models"] = models
     if options.quick:
-        rounds, repeats = options.rounds or 1, options.repeats or 1
-        short: dict[str, Any] = {"batches": (1, 8), "prompts": (128,), "decode_new": 32, "is_quick": True}
-        return Settings(**common, rounds=rounds, repeats=repeats, **short)
-    return Settings(**common, rounds=options.rounds or 3, repeats=options.repeats or 3)
+        common |= {"rounds": 1, "repeats": 1, "batches": (1, 8), "prompts": (128,), "decode_new": 32, "is_quick": True}
+    given = {"rounds": options.rounds, "repeats": options.repeats, "decode_new": options.new}
+    given |= {"batches": options.batches, "prompts": options.prompts}
+    return Settings(**common | {name: value for name, value in given.items() if value is not None})
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    if min(numbers) < 1:
+        raise ValueError
+    return numbers
 
 
 def _list(text: str) -> tuple[str, ...]:

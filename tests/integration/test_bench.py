@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_report
+from benchmarks import bench, bench_report
 from benchmarks.bench import (
     Bench,
     Journal,
@@ -124,7 +124,7 @@ def test_every_round_starts_a_process_of_its_own_and_ends_it(tmp_path: Path, mon
     [
         ("crashes", "generate: ended with exit code 3: out of luck"),
         ("hangs", "generate: no answer in 2 s"),
-        ("short", "RuntimeError: asked for 2 x 1 tokens, got [1, 1]"),
+        ("short", "RuntimeError: asked for 2 x 2 tokens, got [1, 1]"),
     ],
 )
 def test_a_system_that_fails_at_one_point_keeps_what_came_before_and_has_rows_for_the_rest(
@@ -137,8 +137,8 @@ def test_a_system_that_fails_at_one_point_keeps_what_came_before_and_has_rows_fo
     assert len(found) == 4
     assert found["decode", 1, 8]["value"] > 0
     assert found["decode", 2, 8]["value"] is None
-    if behaviour == "short":  # it still answers: one new token was what was asked for first
-        assert "asked for 2 x 8 tokens" in found["decode", 2, 8]["error"]
+    if behaviour == "short":  # it still answers, and knows of one token only
+        assert "asked for 2 x 2 tokens" in found["decode", 2, 8]["error"]
         assert found["prefill", 1, 16]["value"] > 0
     else:
         assert {row["error"] for row in found.values() if row["value"] is None} == {said}
@@ -332,3 +332,24 @@ def test_every_peer_has_a_script_that_knows_its_command_line() -> None:
     for spec in SYSTEMS.values():
         assert Path(*spec.module.split(".")).with_suffix(".py").is_file()
     assert Unit("a", "b", "c") < Unit("b", "a", "a")
+
+
+def test_a_run_is_cut_down_by_what_it_is_told_and_quick_by_what_it_is_not() -> None:
+    whole = made_of()
+    assert (whole.batches, whole.prompts, whole.decode_new, whole.rounds, whole.repeats) == (
+        (1, 8, 32),
+        (128, 512, 1024),
+        128,
+        3,
+        3,
+    )
+    cut = made_of("--batches", "8,1", "--prompts", "512", "--new", "64", "--repeats", "1", "--rounds", "5")
+    assert (cut.batches, cut.prompts, cut.decode_new, cut.rounds, cut.repeats) == ((8, 1), (512,), 64, 5, 1)
+    quick = made_of("--quick", "--prompts", "256")
+    assert (quick.prompts, quick.rounds, quick.is_quick) == ((256,), 1, True)
+    with pytest.raises(SystemExit):
+        made_of("--batches", "8,0")
+
+
+def made_of(*arguments: str) -> Settings:
+    return bench._settings(bench._parse(arguments), ("tiny",))
