@@ -9,7 +9,7 @@ is generated tokens a second, from the first request to the last answer.
 
 Ours batches continuously. CTranslate2 cannot: a call runs until its last sentence has ended, and only ended ones leave.
 So all ways to put a server around it are tried first, each once on half the requests (`BATCHINGS`: calls side by side,
-their size, first come first served or sorted by length, sentences that end early or are padded), and the best two go
+their size, first come first served or sorted by length, sentences that end early or are padded), and the best three go
 into the rounds. `translate_iterable` is the same calls behind a queue that reads ahead; what it could gain by seeing
 more than is in flight, `offline` shows, which sees all at once and is no server: it is printed and does not count.
 
@@ -261,7 +261,7 @@ def requests(settings: Settings, config: ModelConfig, seed: str, count: int) -> 
     return sources, lengths
 
 
-def best_batchings(tried: Mapping[Contender, float], count: int = 2) -> list[Contender]:
+def best_batchings(tried: Mapping[Contender, float], count: int = 3) -> list[Contender]:
     """The fastest of each precision, without what sees more requests than there are in flight."""
     chosen = []
     for precision in dict.fromkeys(contender.precision for contender in tried):

@@ -224,7 +224,7 @@ SETTINGS = translation.Settings(
     in_flight=2,
     output_most=12,
     precisions=("fp32",),
-    batchings=("1 x 32", "2 x 8", "1 x 8, sorted", OFFLINE),
+    batchings=("1 x 32", "2 x 8", "1 x 8, sorted", "2 x 4", OFFLINE),
     rounds=2,
 )
 FAKES = {OURS: "tests.fake_peer", PEER: "tests.fake_peer"}
@@ -240,13 +240,13 @@ def translate(
     return results
 
 
-def test_all_batchings_are_tried_and_the_best_two_go_into_the_rounds(
+def test_all_batchings_are_tried_and_the_best_three_go_into_the_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = translate(tmp_path, monkeypatch)
     assert [each["batching"] for each in results["batchings"]] == list(SETTINGS.batchings)
     systems = [(row["system"], len(row["samples"]), row["agreement"]) for row in results["rows"]]
-    assert systems == [(OURS, 2, 0.75), (PEER, 2, 0.75), (PEER, 2, 0.75)]
+    assert systems == [(OURS, 2, 0.75)] + 3 * [(PEER, 2, 0.75)]
     assert OFFLINE not in {row["batching"] for row in results["rows"]}
     assert set(results["offline"]) == {"fp32"}
     assert results["ratios"]["fp32"] == results["ratios"]["any"] > 0
@@ -275,10 +275,16 @@ def test_a_system_that_answers_too_little_is_a_row_with_its_error(
 
 
 def test_the_best_of_each_precision_is_chosen_without_what_sees_everything() -> None:
-    rates = {("fp32", "a"): 1.0, ("fp32", "b"): 3.0, ("fp32", OFFLINE): 9.0, ("int8", "a"): 5.0, ("fp32", "c"): 2.0}
+    rates = {("fp32", name): rate for name, rate in zip("abcd", (1.0, 3.0, 2.0, 0.5), strict=True)}
+    rates |= {("fp32", OFFLINE): 9.0, ("int8", "a"): 5.0}
     tried = {Contender(PEER, precision, batching): rate for (precision, batching), rate in rates.items()}
     chosen = translation.best_batchings(tried)
-    assert [(each.precision, each.batching) for each in chosen] == [("fp32", "b"), ("fp32", "c"), ("int8", "a")]
+    assert [(each.precision, each.batching) for each in chosen] == [
+        ("fp32", "b"),
+        ("fp32", "c"),
+        ("fp32", "a"),
+        ("int8", "a"),
+    ]
 
 
 def test_requests_are_the_same_for_the_same_seed_and_sources_are_about_as_long_as_outputs() -> None:
