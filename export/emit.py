@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from export.graphs import OPSET, DecoderGraph, EncoderGraph
+from export.prefill import PrefillGraph
 from model.artifact import GraphSpec, TensorSpec
 
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
@@ -36,7 +37,7 @@ class EmitError(Exception):
         super().__init__(f"{file}: " + "; ".join(problems))
 
 
-def emit(graph: DecoderGraph | EncoderGraph, path: Path) -> GraphSpec:
+def emit(graph: DecoderGraph | EncoderGraph | PrefillGraph, path: Path, opset: int = OPSET) -> GraphSpec:
     """Writes `graph` to `path` and its weights to the same name with `.data` added, and returns the file's signature.
 
     Raises:
@@ -48,7 +49,7 @@ def emit(graph: DecoderGraph | EncoderGraph, path: Path) -> GraphSpec:
             _example_inputs(graph.inputs),
             dynamo=True,
             verbose=False,
-            opset_version=OPSET,
+            opset_version=opset,
             input_names=[spec.name for spec in graph.inputs],
             output_names=[spec.name for spec in graph.outputs],
             dynamic_shapes=(_dynamic_axes(graph.inputs),),

@@ -7,6 +7,8 @@ compute is proven elsewhere (`model.golden`).
     manifest.json      this module's `Manifest`
     decoder.onnx       + decoder.onnx.data
     encoder.onnx       + encoder.onnx.data, encoder-decoder only
+    prefill.onnx       decoder-only and optional; its weights lie in decoder.onnx.data where they are the same there,
+                       the others in prefill.onnx.data
     tokenizer.json     (+ target_tokenizer.json where source and target differ)
     golden.npz         inputs and PyTorch's outputs, in float32 whatever the graphs' precision
     parity.json        how the exported graphs compared with them, and the tolerance of their precision
@@ -33,6 +35,7 @@ GOLDEN = "golden.npz"
 PARITY = "parity.json"
 DECODER = "decoder"
 ENCODER = "encoder"
+PREFILL = "prefill"
 MIN_OPSET = 23
 """The first ONNX operator set with RMSNormalization and Attention."""
 MAX_OPSET = 26
@@ -289,6 +292,27 @@ def encoder_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tupl
     return inputs, outputs
 
 
+def prefill_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs that a prefill graph must have: several tokens of one sequence after exactly `past` others.
+
+    What `decoder_signature` does in place, this does by value and in standard operators, so that other providers than
+    ONNX Runtime's own can run it: `past_*` hold the K/V of every token before, and nothing else, `new_*` are those of
+    the new tokens alone. `position_ids` count from `past` on; `logits_indices` picks positions of `sequence`.
+    """
+    past, new = ((1, config.num_kv_heads, length, config.head_dim) for length in ("past", "sequence"))
+    inputs = [
+        TensorSpec("input_ids", "int64", (1, "sequence")),
+        TensorSpec("position_ids", "int64", (1, "sequence")),
+        TensorSpec("logits_indices", "int64", ("num_logits",)),
+    ]
+    outputs = [TensorSpec("logits", "float32", ("num_logits", config.vocab_size))]
+    for layer in range(config.num_layers):
+        for part in ("key", "value"):
+            inputs.append(TensorSpec(f"past_{part}_{layer}", "float32", past))
+            outputs.append(TensorSpec(f"new_{part}_{layer}", "float32", new))
+    return tuple(inputs), tuple(outputs)
+
+
 def hash_file(path: Path) -> FileEntry:
     """Checksum and size of a file, read in pieces."""
     digest = hashlib.sha256()
@@ -401,6 +425,8 @@ def _check_signatures(manifest: Manifest) -> list[str]:
     expected = {DECODER: decoder_signature(manifest.config, manifest.kv_cache.precision)}
     if manifest.config.is_encoder_decoder:
         expected[ENCODER] = encoder_signature(manifest.config)
+    elif PREFILL in manifest.graphs:
+        expected[PREFILL] = prefill_signature(manifest.config)
     problems = [f"graphs lists unknown {name!r}" for name in sorted(manifest.graphs.keys() - expected.keys())]
     for name, (inputs, outputs) in expected.items():
         graph = manifest.graphs.get(name)

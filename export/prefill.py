@@ -1,0 +1,96 @@
+"""The torch module that becomes prefill.onnx: several tokens of one sequence, in standard operators throughout.
+
+What the decoder's graph does with one fused operator over buffers in place is written out here, so that a provider that
+knows neither can compile it: the K/V of the past come in, those of the new tokens go out, and attention is two products
+and a softmax. Keys and values are not repeated for the query heads that share them; the heads of one group are a
+dimension of their own instead.
+
+Knows the model's layers; not who runs the graph, nor where its K/V are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.artifact import prefill_signature
+from model.attention import SelfAttention
+from model.config import Architecture, AttentionScore, ModelConfig
+from model.positions import rotate
+from model.transformer import Decoder
+
+PREFILL_OPSET = 18
+"""The oldest that PyTorch's exporter writes: norms come out as plain arithmetic, which every provider knows."""
+
+
+def unsupported(config: ModelConfig) -> list[str]:
+    """Why a model can have no prefill graph; empty when it can."""
+    problems = []
+    if config.architecture is not Architecture.DECODER_ONLY:
+        problems.append(f"architecture is {config.architecture}, only {Architecture.DECODER_ONLY} is prefilled")
+    if config.attention_score is not AttentionScore.DOT:
+        problems.append(f"attention_score is {config.attention_score}, a prefill graph has {AttentionScore.DOT} only")
+    return problems
+
+
+class PrefillGraph(nn.Module):
+    """New tokens and the K/V of those before in, the wanted logits and the new tokens' K/V out."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.model = model
+        self.inputs, self.outputs = prefill_signature(model.config)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors as `prefill_signature` lists its inputs → tensors as it lists its outputs."""
+        feeds = {spec.name: tensor for spec, tensor in zip(self.inputs, tensors, strict=True)}
+        fetches: dict[str, Tensor] = {}
+        position_ids = feeds["position_ids"]
+        hidden = self.model.embed(feeds["input_ids"], position_ids)
+        num_keys = feeds["past_key_0"].shape[2] + position_ids.shape[1]
+        # Added to scores `[Hkv, group, S, T]`.
+        is_later = torch.arange(num_keys) > position_ids[0, :, None]
+        mask = torch.zeros(is_later.shape).masked_fill(is_later, float("-inf"))
+        rotary = self.model.rotary
+        turns = (
+            None if rotary is None else (F.embedding(position_ids, rotary.cos), F.embedding(position_ids, rotary.sin))
+        )
+        for index, layer in enumerate(self.model.layers):
+            hidden = layer(hidden, _Attention(self.model.config, index, feeds, fetches, mask, turns).attend)
+        wanted = hidden[0].index_select(0, feeds["logits_indices"])
+        fetches["logits"] = self.model.unembed(self.model.final_norm(wanted))
+        return tuple(fetches[spec.name] for spec in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """One layer's: which past it reads, and where its new K/V go."""
+
+    config: ModelConfig
+    index: int
+    feeds: Mapping[str, Tensor]
+    fetches: dict[str, Tensor]
+    mask: Tensor
+    turns: tuple[Tensor, Tensor] | None
+
+    def attend(self, module: SelfAttention, x: Tensor) -> Tensor:
+        """`[1, S, d]` → merged output `[1, S, d]`."""
+        config, length = self.config, x.shape[1]
+        q, key, value = module.split(module.project(x))
+        if self.turns is not None:
+            q, key = rotate(q, *self.turns), rotate(key, *self.turns)
+        keys, values = self._append("key", key), self._append("value", value)
+        grouped = q.reshape(config.num_kv_heads, -1, length, config.head_dim)
+        scores = grouped @ keys.transpose(0, 1).transpose(-2, -1) * (1.0 / math.sqrt(config.head_dim)) + self.mask
+        y = scores.softmax(dim=-1) @ values.transpose(0, 1)
+        y = y.reshape(config.num_heads, length, config.head_dim).transpose(0, 1)
+        return module.merge(y.reshape(1, length, config.num_heads * config.head_dim))
+
+    def _append(self, part: str, new: Tensor) -> Tensor:
+        self.fetches[f"new_{part}_{self.index}"] = new
+        return torch.cat((self.feeds[f"past_{part}_{self.index}"], new), dim=2)
