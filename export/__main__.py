@@ -1,6 +1,7 @@
 """The exporter's command line.
 
     python -m export CHECKPOINT --out DIR [--device cpu] [--precision fp32|int8|int4] [--kv-cache fp32|int8]
+                     [--prefill-graph]
     python -m export verify ARTEFACT
 
 Progress goes to stderr; stdout holds the parity table and, as its last line, one JSON object. Exit status: 0 proven,
@@ -60,6 +61,12 @@ def _export_parser() -> argparse.ArgumentParser:
         help="what keys and values are stored in; int8 takes a quarter of the memory and decodes a bit faster, but a "
         "prompt of 512 tokens takes 1.6 times as long; for decoder-only models (default: fp32)",
     )
+    parser.add_argument(
+        "--prefill-graph",
+        action="store_true",
+        help="write a graph for prompts besides, which `serve --prefill-provider openvino` needs; beside an int8 or "
+        "int4 decoder it has fp32 weights of its own; for decoder-only models",
+    )
     return parser
 
 
@@ -85,7 +92,15 @@ def _export(options: argparse.Namespace) -> int:
         with _progress() as on_stage:
             on_stage("checkpoint")
             source = checkpoint.load(options.checkpoint)
-            report = export(source, options.out, options.device, options.precision, on_stage, options.kv_cache)
+            report = export(
+                source,
+                options.out,
+                options.device,
+                options.precision,
+                on_stage,
+                options.kv_cache,
+                prefill_graph=options.prefill_graph,
+            )
         num_bytes = sum(path.stat().st_size for path in options.out.iterdir())
     except OSError as error:  # a folder that cannot be made, a disk that is full
         return _finish(result | {"problems": [str(error)]}, EXIT_REFUSED)

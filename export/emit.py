@@ -69,6 +69,29 @@ def emit(graph: DecoderGraph | EncoderGraph | PrefillGraph, path: Path, opset: i
     return spec
 
 
+def share_weights(path: Path, other: Path) -> None:
+    """Lets the graph in `path` read its weights from the data file of `other`, and removes its own.
+
+    Both lie in one folder and come from one model, so tensors of one name are one tensor; each is compared all the
+    same.
+
+    Raises:
+        EmitError: naming the first weight that is not the same there.
+    """
+    graph, values = onnx.load(path, load_external_data=False), onnx.load(path)
+    places = {tensor.name: tensor for tensor in onnx.load(other, load_external_data=False).graph.initializer}
+    others = {tensor.name: tensor for tensor in onnx.load(other).graph.initializer}
+    for tensor, value in zip(graph.graph.initializer, values.graph.initializer, strict=True):
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            continue
+        if value != others.get(tensor.name) or places[tensor.name].data_location != onnx.TensorProto.EXTERNAL:
+            raise EmitError(path.name, [f"{tensor.name} is not the same in {other.name}"])
+        tensor.CopyFrom(places[tensor.name])
+    path.with_name(f"{path.name}.data").unlink()
+    onnx.save(graph, path)
+    onnx.checker.check_model(path, full_check=True)
+
+
 def read_signature(path: Path) -> GraphSpec:
     """The inputs and outputs that an ONNX file declares; its weights are not read."""
     graph = onnx.load(path, load_external_data=False).graph

@@ -25,16 +25,18 @@ from pathlib import Path
 import onnx
 import torch
 
-from export import quantize, quantize_kv
-from export.emit import emit, read_signature
+from export import prefill, quantize, quantize_kv
+from export.emit import emit, read_signature, share_weights
 from export.golden_cases import make_cases
 from export.graphs import OPSET, DecoderGraph, EncoderGraph, unsupported
+from export.prefill import PREFILL_OPSET, PrefillGraph
 from export.verify import ParityReport, Verdict, replay, runtime_versions
 from model import artifact, golden
 from model.artifact import (
     CPU_PRECISIONS,
     DECODER,
     ENCODER,
+    PREFILL,
     Device,
     GraphSpec,
     KVFormat,
@@ -78,6 +80,8 @@ def export(
     precision: Precision,
     on_stage: Callable[[str], None],
     kv_precision: KVPrecision = KVPrecision.FP32,
+    *,
+    prefill_graph: bool = False,
 ) -> ParityReport:
     """Writes the artefact folder `out`, replacing an artefact that is there already.
 
@@ -88,6 +92,7 @@ def export(
         precision: the arithmetic of products with weights.
         on_stage: told what is being done, before it is done.
         kv_precision: how the decoder's own K/V is stored.
+        prefill_graph: whether to write prompts' own graph besides, for servers with another provider for them.
 
     Raises:
         Refused: when the device, the precision, the model or the folder is not one that can be exported to or from.
@@ -98,6 +103,7 @@ def export(
     config = checkpoint.config
     problems = [*_check_target(device, precision), *unsupported(config), *quantize.unsupported(config, precision)]
     problems += quantize_kv.unsupported(config) if kv_precision is KVPrecision.INT8 else []
+    problems += prefill.unsupported(config, kv_precision) if prefill_graph else []
     problems += [*_check_tokenizers(checkpoint), *_check_folder(out)]
     if problems:
         raise Refused(problems)
@@ -106,7 +112,10 @@ def export(
         cases = make_cases(checkpoint.model)
         golden.save(folder / artifact.GOLDEN, cases)
         _copy_tokenizers(checkpoint, folder)
-        draft = _draft(checkpoint, device, _write_graphs(checkpoint, folder, on_stage))
+        graphs = _write_graphs(checkpoint, folder, on_stage, prefill_graph=prefill_graph)
+        if prefill_graph and precision is Precision.FP32:
+            share_weights(folder / graphs[PREFILL].file, folder / graphs[DECODER].file)
+        draft = _draft(checkpoint, device, graphs)
         report = _prove(folder, draft, cases, on_stage)
         if kv_precision is not draft.kv_cache.precision:
             draft = _quantize_kv(folder, draft, kv_precision, on_stage)
@@ -171,19 +180,26 @@ def _is_artefact(folder: Path) -> bool:
     return isinstance(manifest, dict) and {"format_version", "graphs"} <= manifest.keys()
 
 
-def _write_graphs(checkpoint: Checkpoint, folder: Path, on_stage: Callable[[str], None]) -> dict[str, GraphSpec]:
+def _write_graphs(
+    checkpoint: Checkpoint, folder: Path, on_stage: Callable[[str], None], *, prefill_graph: bool
+) -> dict[str, GraphSpec]:
     model = checkpoint.model
     on_stage("decoder graph")
     graphs = {DECODER: emit(DecoderGraph(model), folder / f"{DECODER}.onnx")}
     if isinstance(model, EncoderDecoder):
         on_stage("encoder graph")
         graphs[ENCODER] = emit(EncoderGraph(model), folder / f"{ENCODER}.onnx")
+    if prefill_graph:
+        on_stage("prefill graph")
+        graphs[PREFILL] = emit(PrefillGraph(model), folder / f"{PREFILL}.onnx", PREFILL_OPSET)
     return graphs
 
 
 def _quantize(folder: Path, draft: Manifest, precision: Precision, on_stage: Callable[[str], None]) -> Manifest:
-    """Rewrites the float32 graphs in `folder`; the draft of what they are then."""
+    """Rewrites the float32 graphs in `folder` but the prefill graph, which stays; the draft of what they are then."""
     for name, graph in draft.graphs.items():
+        if name == PREFILL:
+            continue
         on_stage(f"{name} graph in {precision}")
         quantize.quantize_file(folder / graph.file, precision)
     return dataclasses.replace(draft, precision=precision)

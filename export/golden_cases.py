@@ -69,6 +69,8 @@ def _plan_decoder_only(config: ModelConfig, size: int) -> Iterator[_Plan]:
     (length,) = _fitting((70,), longest)
     uneven = (length // 3, 1, length // 2, length - length // 3 - 1 - length // 2)
     yield _Plan(f"uneven-chunks-{length}", (length,), _split(0, uneven))
+    even = (length // 3, length // 3, length - 2 * (length // 3))
+    yield _Plan(f"even-chunks-{length}", (length,), _split(0, even))
     (length,) = _fitting((29,), longest)
     num_decoded = min(3, length - 1)
     yield _Plan(f"prefill-decode-{length}", (length,), _split(0, [length - num_decoded] + [1] * num_decoded))

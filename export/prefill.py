@@ -5,6 +5,8 @@ knows neither can compile it: the K/V of the past come in, those of the new toke
 and a softmax. Keys and values are not repeated for the query heads that share them; the heads of one group are a
 dimension of their own instead.
 
+Its weights are float32, whatever the decoder's are: a provider that gains by rounding does it by itself, on loading.
+
 Knows the model's layers; not who runs the graph, nor where its K/V are kept.
 """
 
@@ -18,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.artifact import prefill_signature
+from model.artifact import KVPrecision, prefill_signature
 from model.attention import SelfAttention
 from model.config import Architecture, AttentionScore, ModelConfig
 from model.positions import rotate
@@ -28,13 +30,15 @@ PREFILL_OPSET = 18
 """The oldest that PyTorch's exporter writes: norms come out as plain arithmetic, which every provider knows."""
 
 
-def unsupported(config: ModelConfig) -> list[str]:
-    """Why a model can have no prefill graph; empty when it can."""
+def unsupported(config: ModelConfig, kv_precision: KVPrecision) -> list[str]:
+    """Why a model can have no prefill graph over K/V of this precision; empty when it can."""
     problems = []
     if config.architecture is not Architecture.DECODER_ONLY:
-        problems.append(f"architecture is {config.architecture}, only {Architecture.DECODER_ONLY} is prefilled")
+        problems.append(f"a prefill graph is for decoder-only models, this one is {config.architecture}")
     if config.attention_score is not AttentionScore.DOT:
-        problems.append(f"attention_score is {config.attention_score}, a prefill graph has {AttentionScore.DOT} only")
+        problems.append(f"a prefill graph is for dot-product attention, this model's score is {config.attention_score}")
+    if kv_precision is not KVPrecision.FP32:
+        problems.append(f"a prefill graph is for {KVPrecision.FP32} K/V, asked for is {kv_precision}")
     return problems
 
 

@@ -5,6 +5,7 @@ Knows the artefact alone, so that it runs where no checkpoint is at hand.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import platform
@@ -22,7 +23,7 @@ from rich.table import Table
 
 from export.replay import PROVIDER, Replayer, ReplayError
 from model import artifact, golden
-from model.artifact import ArtifactError, KVPrecision, Manifest, Precision
+from model.artifact import PREFILL, ArtifactError, KVPrecision, Manifest, Precision
 from model.golden import CaseResult, GoldenCase, Tolerance, tolerance_of
 
 
@@ -38,7 +39,8 @@ class Verdict(StrEnum):
 class ParityReport:
     """How an artefact's graphs compared with PyTorch in float32: parity.json.
 
-    What they are held to is their precision's (`model.golden.tolerance_of`); each case says what that came to. The
+    What they are held to is their precision's (`model.golden.tolerance_of`); each case says what that came to. Where
+    there is a prefill graph, cases with several tokens in a step are there twice, the second time by that graph. The
     cases reach `proven_context` of the decoder's `context` positions and `proven_source_context` of the encoder's
     `source_context`, which are both 0 for a decoder-only model.
     """
@@ -130,18 +132,17 @@ def replay(
     Raises:
         ArtifactError: when ONNX Runtime refuses a graph.
     """
-    replayer = Replayer(folder, manifest)
     kv_precision = manifest.kv_cache.precision
     tolerance = tolerance_of(manifest.precision, kv_precision)
-    results = []
-    for case in cases:
-        on_case(case.name)
-        try:
-            logits = replayer.run(case)
-        except ReplayError as error:
-            on_case(f"{case.name}: {error}")
-            logits = np.empty((0, 0), np.float32)
-        results.append(golden.compare(case, logits, tolerance))
+    replayer = Replayer(folder, manifest)
+    results = [_replay_case(replayer, case, tolerance, on_case) for case in cases]
+    if PREFILL in manifest.graphs:
+        replayer = Replayer(folder, manifest, by_prefill_graph=True)
+        results += [
+            _replay_case(replayer, each, _prefill_tolerance(each, tolerance), on_case)
+            for case in cases
+            if (each := _by_prefill_graph(case))
+        ]
     return ParityReport(
         provider=PROVIDER,
         precision=manifest.precision,
@@ -153,6 +154,31 @@ def replay(
         source_context=manifest.config.source_context,
         proven_source_context=max((len(row) for case in cases for row in case.sources), default=0),
     )
+
+
+def _replay_case(
+    replayer: Replayer, case: GoldenCase, tolerance: Tolerance, on_case: Callable[[str], None]
+) -> CaseResult:
+    on_case(case.name)
+    try:
+        logits = replayer.run(case)
+    except ReplayError as error:
+        on_case(f"{case.name}: {error}")
+        logits = np.empty((0, 0), np.float32)
+    return golden.compare(case, logits, tolerance)
+
+
+def _by_prefill_graph(case: GoldenCase) -> GoldenCase | None:
+    """The case under the name that it has when the prefill graph computes a part of it; None when it computes none."""
+    if all(feed.count == 1 for step in case.steps for feed in step):
+        return None
+    return dataclasses.replace(case, name=f"{case.name} by {PREFILL} graph")
+
+
+def _prefill_tolerance(case: GoldenCase, tolerance: Tolerance) -> Tolerance:
+    """What a case is held to there: float32's, unless the decoder computes single tokens of it in its own precision."""
+    is_whole = all(feed.count > 1 for step in case.steps for feed in step)
+    return tolerance_of(Precision.FP32, KVPrecision.FP32) if is_whole else tolerance
 
 
 def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:

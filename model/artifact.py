@@ -7,8 +7,8 @@ compute is proven elsewhere (`model.golden`).
     manifest.json      this module's `Manifest`
     decoder.onnx       + decoder.onnx.data
     encoder.onnx       + encoder.onnx.data, encoder-decoder only
-    prefill.onnx       decoder-only and optional; its weights lie in decoder.onnx.data where they are the same there,
-                       the others in prefill.onnx.data
+    prefill.onnx       decoder-only and optional, float32 always; its weights are those in decoder.onnx.data, or where
+                       the decoder's are rounded its own: prefill.onnx.data
     tokenizer.json     (+ target_tokenizer.json where source and target differ)
     golden.npz         inputs and PyTorch's outputs, in float32 whatever the graphs' precision
     parity.json        how the exported graphs compared with them, and the tolerance of their precision

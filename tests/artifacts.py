@@ -78,10 +78,12 @@ def tiny_artifact(
     family: str,
     precision: Precision = Precision.FP32,
     kv_precision: KVPrecision = KVPrecision.FP32,
+    *,
+    prefill_graph: bool = False,
     **overrides: Any,
 ) -> Path:
     """An artefact folder of `tiny_config`; equal arguments give the same folder, which tests must not write to."""
-    return _export(tiny_config(family, **overrides), precision, kv_precision)
+    return _export(tiny_config(family, **overrides), precision, kv_precision, prefill_graph=prefill_graph)
 
 
 def tiny_checkpoint(folder: Path, config: ModelConfig, seed: int = 0) -> Path:
@@ -134,14 +136,15 @@ def rehash(folder: Path) -> None:
 
 
 @cache
-def _export(config: ModelConfig, precision: Precision, kv_precision: KVPrecision) -> Path:
+def _export(config: ModelConfig, precision: Precision, kv_precision: KVPrecision, *, prefill_graph: bool) -> Path:
     from export.exporter import export
     from model import checkpoint
 
     root = Path(tempfile.mkdtemp(dir=_root()))
     source = checkpoint.load(tiny_checkpoint(root / "checkpoint", config))
-    export(source, root / config.architecture, Device.CPU, precision, lambda _: None, kv_precision)
-    return root / config.architecture
+    folder = root / config.architecture
+    export(source, folder, Device.CPU, precision, lambda _: None, kv_precision, prefill_graph=prefill_graph)
+    return folder
 
 
 @cache
