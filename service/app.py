@@ -71,11 +71,12 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
         StartupError: listing every problem that keeps the server from starting.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-    models = load_models(config.models)
+    models = load_models(config.models, config.prefill_provider)
     engines = build_engines(config.models, models, config)
     for model in models:
         budget = model.kv_memory_bytes(config.max_batch_size, config.kv_memory)
         _LOGGER.info("%s has %d bytes (%.1f MiB) for keys and values", model.name, budget, budget / (1 << 20))
+        _LOGGER.info("%s has its prompts computed by the provider %s", model.name, model.prefill_provider)
     return asyncio.run(run(App(config, models, engines), announce))
 
 

@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
+from service.engine.types import PrefillProvider
 from service.errors import StartupError
 
 
@@ -103,6 +104,13 @@ def _log_level(text: str) -> LogLevel:
         raise ValueError(f"must be one of {', '.join(LogLevel)}") from None
 
 
+def _prefill_provider(text: str) -> PrefillProvider:
+    try:
+        return PrefillProvider(text.lower())
+    except ValueError:
+        raise ValueError(f"must be one of {', '.join(PrefillProvider)}") from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
     """What one request may ask; told to clients by `GetModel`. Lengths of text are in characters."""
@@ -136,6 +144,14 @@ class ServeConfig:
     max_batch_size: Annotated[int, Option("sequences that run at once, per model", _integer(1, 1024))] = 32
     max_queue_size: Annotated[int, Option("requests that may wait besides, per model", _integer(0, 1_000_000))] = 256
     prefill_chunk: Annotated[int, Option("prompt tokens computed per step", _integer(1, 65536))] = 256
+    prefill_provider: Annotated[
+        PrefillProvider,
+        Option(
+            "what computes prompts: cpu; openvino, which needs the extra `openvino`, an Intel processor and artefacts "
+            "with a prefill graph, and loses in chunks below 512; or auto, openvino where it computes in bf16 on AMX",
+            _prefill_provider,
+        ),
+    ] = PrefillProvider.AUTO
     kv_memory: Annotated[
         int | None,
         Option("bytes of keys and values per model, as in 2GiB; default: all sequences at full length", _num_bytes),

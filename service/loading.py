@@ -15,8 +15,10 @@ from model.tokenizer import Tokenizer, TokenizerError
 from service.config import ServeConfig
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
+from service.engine.prefill_provider import choose_prefill_provider
 from service.engine.scheduler import EngineLimits
 from service.engine.session import SessionOptions
+from service.engine.types import PrefillProvider
 from service.errors import StartupError
 from service.models import ServedModel
 
@@ -24,8 +26,12 @@ _Item = TypeVar("_Item")
 _Loaded = TypeVar("_Loaded")
 
 
-def load_models(folder: Path) -> tuple[ServedModel, ...]:
+def load_models(folder: Path, prefill: PrefillProvider = PrefillProvider.CPU) -> tuple[ServedModel, ...]:
     """Reads and checks every artefact below `folder`; a subfolder's name is its model's.
+
+    Args:
+        folder: of the artefacts.
+        prefill: what is wanted to compute prompts.
 
     Raises:
         StartupError: listing all that is wrong with any of them.
@@ -36,7 +42,7 @@ def load_models(folder: Path) -> tuple[ServedModel, ...]:
         raise StartupError([f"{folder} cannot be read: {error.strerror}"]) from error
     if not subfolders:
         raise StartupError([f"{folder} has no subfolder, and so no model to serve"])
-    return _load_all(subfolders, _load_model)
+    return _load_all(subfolders, lambda subfolder: _load_model(subfolder, prefill))
 
 
 def build_engines(folder: Path, models: Iterable[ServedModel], config: ServeConfig) -> dict[str, Engine]:
@@ -56,13 +62,19 @@ def build_engines(folder: Path, models: Iterable[ServedModel], config: ServeConf
 
     def build(model: ServedModel) -> tuple[str, Engine]:
         return model.name, build_engine(
-            folder / model.name, model.manifest, model.output_tokenizer.decode, limits, options, last_run
+            folder / model.name,
+            model.manifest,
+            model.output_tokenizer.decode,
+            limits,
+            options,
+            last_run,
+            model.prefill_provider,
         )
 
     return dict(_load_all(models, build))
 
 
-def _load_model(folder: Path) -> ServedModel:
+def _load_model(folder: Path, prefill: PrefillProvider) -> ServedModel:
     try:
         manifest = load(folder)
     except ArtifactError as error:
@@ -77,10 +89,19 @@ def _load_model(folder: Path) -> ServedModel:
     except ValueError as error:
         problems.append(f"{folder}: {error}")
         cases = ()
+    try:
+        prefill = choose_prefill_provider(prefill, manifest)
+    except StartupError as error:
+        problems += [f"{folder}: {problem}" for problem in error.problems]
     if problems or prompt is None or output is None:
         raise StartupError(problems)
     return ServedModel(
-        name=folder.name, manifest=manifest, prompt_tokenizer=prompt, output_tokenizer=output, golden_cases=cases
+        name=folder.name,
+        manifest=manifest,
+        prompt_tokenizer=prompt,
+        output_tokenizer=output,
+        golden_cases=cases,
+        prefill_provider=prefill,
     )
 
 

@@ -13,7 +13,7 @@ from model.artifact import Manifest
 from model.golden import CaseResult, GoldenCase
 from model.tokenizer import Tokenizer
 from service.engine.kv_memory import plan_kv_memory
-from service.engine.types import SamplingParams, StoppingParams
+from service.engine.types import PrefillProvider, SamplingParams, StoppingParams
 from service.errors import InvalidRequest, NotServing, PromptTooLong, UnknownModel
 
 
@@ -57,6 +57,7 @@ class ServedModel:
     prompt_tokenizer: Tokenizer
     output_tokenizer: Tokenizer
     golden_cases: tuple[GoldenCase, ...]
+    prefill_provider: PrefillProvider = PrefillProvider.CPU
 
     @property
     def max_prompt_tokens(self) -> int:

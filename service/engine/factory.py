@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import time
 from pathlib import Path
 
-from model.artifact import DECODER, ENCODER, Manifest
+from model.artifact import DECODER, ENCODER, PREFILL, Manifest
 from service.engine.engine import Engine, LastRun
 from service.engine.kv_cache import SlotKV
 from service.engine.kv_memory import check_memory, plan_kv_memory
+from service.engine.memory import resident_bytes
+from service.engine.prefill_provider import openvino_for
 from service.engine.runner import OrtRunner
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, ModelShape, Scheduler
 from service.engine.session import GraphSession, SessionOptions
 from service.engine.text import Decode
+from service.engine.types import PrefillProvider
 from service.errors import StartupError
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def build_engine(
-    folder: Path, manifest: Manifest, decode: Decode, limits: EngineLimits, options: SessionOptions, last_run: LastRun
+    folder: Path,
+    manifest: Manifest,
+    decode: Decode,
+    limits: EngineLimits,
+    options: SessionOptions,
+    last_run: LastRun,
+    prefill: PrefillProvider = PrefillProvider.CPU,
 ) -> Engine:
     """Loads an artefact's graphs and reserves its K/V.
 
@@ -30,33 +44,60 @@ def build_engine(
         limits: slots and step sizes.
         options: threads.
         last_run: shared by the engines that one thread will step.
+        prefill: what computes prompts, as `choose_prefill_provider` says.
 
     Raises:
         StartupError: when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
     """
-    runner = build_runner(folder, manifest, limits, options)
+    runner = build_runner(folder, manifest, limits, options, prefill)
     budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
     return Engine(Scheduler(limits, model_shape(manifest), decode, budget), runner, Sampler(), last_run)
 
 
-def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions) -> OrtRunner:
+def build_runner(
+    folder: Path,
+    manifest: Manifest,
+    limits: EngineLimits,
+    options: SessionOptions,
+    prefill: PrefillProvider = PrefillProvider.CPU,
+) -> OrtRunner:
     """An artefact's graphs and the K/V they work on.
 
     Raises:
         StartupError: when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
     """
-    sessions = {name: GraphSession(folder, spec, options) for name, spec in manifest.graphs.items()}
+    by_openvino = prefill is PrefillProvider.OPENVINO
+    # Threads of one provider that spin take the cores from those of the other.
+    options = dataclasses.replace(options, stop_spinning=by_openvino)
+    graphs = {name: spec for name, spec in manifest.graphs.items() if name != PREFILL}
+    sessions = {name: GraphSession(folder, spec, options) for name, spec in graphs.items()}
     decoder, encoder = sessions[DECODER], sessions.get(ENCODER)
+    prefill_graph = _load_prefill_graph(folder, manifest, options) if by_openvino else None
     # The decoder of an encoder-decoder computes no chunks.
     max_prefill_tokens = limits.max_prefill_tokens if encoder is None else 0
     try:
         budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
         check_memory(manifest, budget, limits.max_batch_size, max_prefill_tokens)
         kv = SlotKV(manifest.config, limits.max_batch_size, manifest.kv_cache.precision.dtype)
-        return OrtRunner(manifest.config, kv, decoder, encoder, max_prefill_tokens)
+        return OrtRunner(manifest.config, kv, decoder, encoder, max_prefill_tokens, prefill_graph)
     except (MemoryError, StartupError) as error:
         sizes = f"max_batch_size {limits.max_batch_size}, prefill_chunk {limits.prefill_chunk}"
         raise StartupError([f"{folder}: {sizes}: {error}"]) from error
+
+
+def _load_prefill_graph(folder: Path, manifest: Manifest, options: SessionOptions) -> GraphSession:
+    """Has OpenVINO load the prefill graph, and tells the log what that cost."""
+    openvino = openvino_for(manifest)
+    began, before = time.monotonic(), resident_bytes()
+    session = GraphSession(folder, manifest.graphs[PREFILL], options, openvino)
+    _LOGGER.info(
+        "%s: OpenVINO computes prompts in %s; loading took %.1f s and %.0f MiB, runs will take more",
+        folder.name,
+        openvino.precision,
+        time.monotonic() - began,
+        (resident_bytes() - before) / (1 << 20),
+    )
+    return session
 
 
 def model_shape(manifest: Manifest) -> ModelShape:

@@ -1,11 +1,12 @@
-"""How much memory this process may use: the machine's, or its control group's if that is less.
+"""How much memory this process may use: the machine's, or its control group's if that is less; and how much it does.
 
-Needed because the kernel hands out more address space than there is memory, and ends the process once it is touched.
-Knows Linux only; elsewhere nothing is known. Control groups of version 2.
+The limit is needed because the kernel hands out more address space than there is memory, and ends the process once it
+is touched. Knows Linux only; elsewhere nothing is known. Control groups of version 2.
 """
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 
@@ -17,6 +18,16 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     """
     limits = [_machine_bytes(root / "proc/meminfo"), *_group_bytes(root)]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process occupies, mapped files included; 0 where the system does not say.
+
+    Args:
+        root: where `proc` is found.
+    """
+    fields = _read(root / "proc/self/statm").split()
+    return int(fields[1]) * mmap.PAGESIZE if fields else 0
 
 
 def _machine_bytes(meminfo: Path) -> int | None:

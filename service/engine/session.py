@@ -1,4 +1,4 @@
-"""ONNX Runtime, wrapped: the only file that imports it.
+"""ONNX Runtime, wrapped: the only file that imports it, and what plugs into it.
 
 Knows files, names, dtypes and arrays; not what a graph computes. NumPy arrays are bound without a copy, so that a
 caller writes inputs through its own arrays and finds outputs in them.
@@ -6,6 +6,9 @@ caller writes inputs through its own arrays and finds outputs in them.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,8 @@ from service.errors import OnwardError, StartupError
 Array = npt.NDArray[Any]
 
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(int8)": "int8"}
+_OPENVINO = "OpenVINOExecutionProvider"
+_OPENVINO_PACKAGE = "onnxruntime_ep_openvino"
 # Everything below "error" is advice about graph optimisation.
 _LOG_ERRORS = 3
 
@@ -33,26 +38,42 @@ class SessionOptions:
     """How a graph runs. `intra_op_threads` 0 is one for each physical core.
 
     `allow_spinning` keeps threads busy between operators: faster on a machine of one's own, wasteful on a shared one.
+    `stop_spinning` ends that when a run ends, so that the threads of another provider find the cores free.
     """
 
     intra_op_threads: int = 0
     allow_spinning: bool = True
+    stop_spinning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenVino:
+    """OpenVINO on this machine's processor, in place of the CPU provider.
+
+    `device` is ONNX Runtime's own description of it, `precision` what products are computed in: "f32" or "bf16".
+    """
+
+    device: Any
+    precision: str
 
 
 class GraphSession:
-    """One loaded graph on the CPU provider.
+    """One loaded graph, on the CPU provider unless another one is given.
 
     Args:
         folder: the artefact.
         spec: the graph's file in it, and the signature it must have.
         options: threads.
+        openvino: given, computes the graph.
 
     Raises:
         StartupError: when the file cannot be loaded or has another signature.
     """
 
-    def __init__(self, folder: Path, spec: GraphSpec, options: SessionOptions) -> None:
-        self._session = _load(folder / spec.file, options)
+    def __init__(
+        self, folder: Path, spec: GraphSpec, options: SessionOptions, openvino: OpenVino | None = None
+    ) -> None:
+        self._session = _load(folder / spec.file, options, openvino)
         problems = [
             *_differences(spec.file, "inputs", spec.inputs, self._session.get_inputs()),
             *_differences(spec.file, "outputs", spec.outputs, self._session.get_outputs()),
@@ -119,15 +140,62 @@ class Binding:
         return value
 
 
-def _load(path: Path, options: SessionOptions) -> Any:
+def has_openvino_package() -> bool:
+    """Whether the provider's package is installed; what it offers on this machine is another question."""
+    return importlib.util.find_spec(_OPENVINO_PACKAGE) is not None
+
+
+def find_openvino_device() -> Any | None:
+    """The processor as OpenVINO's provider offers it; None where it does not, as on all that are not Intel's.
+
+    The provider's library stays registered with ONNX Runtime for as long as the process lives, if it offers one.
+
+    Raises:
+        StartupError: when the library cannot be loaded.
+    """
+    if device := _openvino_device():
+        return device
+    try:
+        library = importlib.import_module(_OPENVINO_PACKAGE).get_library_path()
+        ort.register_execution_provider_library(_OPENVINO, library)
+    except Exception as error:
+        raise StartupError([f"{_OPENVINO_PACKAGE}: {error}"]) from error
+    if device := _openvino_device():
+        return device
+    ort.unregister_execution_provider_library(_OPENVINO)
+    return None
+
+
+def _openvino_device() -> Any | None:
+    offered = (device for device in ort.get_ep_devices() if device.ep_name == _OPENVINO)
+    return next((device for device in offered if device.ep_metadata.get("ov_device") == "CPU"), None)
+
+
+def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any:
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = options.intra_op_threads
     settings.log_severity_level = _LOG_ERRORS
     settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.allow_spinning)))
+    settings.add_session_config_entry("session.force_spinning_stop", str(int(options.stop_spinning)))
     try:
-        return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        if openvino is None:
+            return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        settings.add_provider_for_devices([openvino.device], {"load_config": _openvino_config(openvino, options)})
+        return ort.InferenceSession(str(path), settings)
     except Exception as error:
         raise StartupError([f"{path}: {error}"]) from error
+
+
+def _openvino_config(openvino: OpenVino, options: SessionOptions) -> str:
+    """One request at a time, as fast as it goes."""
+    values = {
+        "INFERENCE_PRECISION_HINT": openvino.precision,
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": "1",
+    }
+    if options.intra_op_threads:
+        values["INFERENCE_NUM_THREADS"] = str(options.intra_op_threads)
+    return json.dumps({"CPU": values})
 
 
 def _differences(file: str, kind: str, expected: Sequence[TensorSpec], actual: Sequence[Any]) -> list[str]:

@@ -19,6 +19,14 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
 
 
+class PrefillProvider(StrEnum):
+    """What computes prompts: ONNX Runtime's CPU provider, OpenVINO's, or whichever is faster on this machine."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    OPENVINO = "openvino"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen; names and defaults are vLLM's. `temperature` 0 is greedy, `top_k` 0 is off.

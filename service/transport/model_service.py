@@ -65,6 +65,7 @@ class ModelServicer(ModelServiceServicer):
             parity=None if parity is None else _summary(parity),
             device=model.manifest.device,
             precision=model.manifest.precision,
+            prefill_provider=model.prefill_provider,
         )
 
     async def VerifyParity(self, request: pb.VerifyParityRequest, context: Context) -> pb.VerifyParityResponse:

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bproto/onward/v1/model.proto\x12\tonward.v1\"\xd2\x02\n\x11ModelArchitecture\x12&\n\x06\x66\x61mily\x18\x01 \x01(\x0e\x32\x16.onward.v1.ModelFamily\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x19\n\x11source_vocab_size\x18\x03 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x04 \x01(\r\x12\x16\n\x0esource_context\x18\x05 \x01(\r\x12\x0f\n\x07\x64_model\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x1a\n\x12num_encoder_layers\x18\x08 \x01(\r\x12\x11\n\tnum_heads\x18\t \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\n \x01(\r\x12\x10\n\x08head_dim\x18\x0b \x01(\r\x12\x0c\n\x04\x64_ff\x18\x0c \x01(\r\x12\x11\n\tpositions\x18\r \x01(\t\x12\x0c\n\x04norm\x18\x0e \x01(\t\x12\x12\n\nactivation\x18\x0f \x01(\t\"\xd6\x03\n\x0bModelLimits\x12\x19\n\x11max_prompt_tokens\x18\x01 \x01(\r\x12\x1c\n\x14max_generated_tokens\x18\x02 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x03 \x01(\r\x12\x1e\n\x16max_stop_string_length\x18\x04 \x01(\r\x12\x1a\n\x12max_stop_token_ids\x18\x05 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x06 \x01(\r\x12\x1d\n\x15max_request_id_length\x18\x07 \x01(\r\x12\x16\n\x0emax_batch_size\x18\x08 \x01(\r\x12\x16\n\x0emax_queue_size\x18\t \x01(\r\x12\x19\n\x11max_message_bytes\x18\n \x01(\r\x12\x1a\n\x12max_tokenize_bytes\x18\x0b \x01(\r\x12\x1d\n\x15max_detokenize_tokens\x18\x0c \x01(\r\x12\x16\n\x0emax_logit_bias\x18\r \x01(\r\x12 \n\x18max_target_prefix_tokens\x18\x0e \x01(\r\x12\x13\n\x0bmax_outputs\x18\x0f \x01(\r\x12\x15\n\rmax_beam_size\x18\x10 \x01(\r\x12\x17\n\x0fkv_memory_bytes\x18\x11 \x01(\x04\"\xd1\x02\n\x11ModelCapabilities\x12\x11\n\tstreaming\x18\x01 \x01(\x08\x12\x10\n\x08sampling\x18\x02 \x01(\x08\x12\x10\n\x08logprobs\x18\x03 \x01(\x08\x12\x14\n\x0cstop_strings\x18\x04 \x01(\x08\x12\x13\n\x0b\x62\x65\x61m_search\x18\x05 \x01(\x08\x12\x18\n\x10multiple_outputs\x18\x06 \x01(\x08\x12\x11\n\tpenalties\x18\x07 \x01(\x08\x12\x15\n\rlogit_control\x18\x08 \x01(\x08\x12\x0c\n\x04\x63hat\x18\t \x01(\x08\x12\x15\n\rtarget_prefix\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x08\x12\x1b\n\x13partial_on_deadline\x18\x0c \x01(\x08\x12\x0c\n\x04\x63ost\x18\r \x01(\x08\x12\x0f\n\x07scoring\x18\x0e \x01(\x08\x12\x0f\n\x07\x65xplain\x18\x0f \x01(\x08\x12\x12\n\nmin_tokens\x18\x10 \x01(\x08\"`\n\rParitySummary\x12\x0e\n\x06passed\x18\x01 \x01(\x08\x12\x11\n\tnum_cases\x18\x02 \x01(\r\x12\x15\n\rmax_abs_error\x18\x03 \x01(\x01\x12\x15\n\rmin_agreement\x18\x04 \x01(\x01\"\x13\n\x11ListModelsRequest\"\xae\x01\n\x12ListModelsResponse\x12\x33\n\x06models\x18\x01 \x03(\x0b\x32#.onward.v1.ListModelsResponse.Model\x1a\x63\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x06\x66\x61mily\x18\x02 \x01(\x0e\x32\x16.onward.v1.ModelFamily\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.onward.v1.ModelState\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xa4\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.onward.v1.ModelState\x12\x32\n\x0c\x61rchitecture\x18\x03 \x01(\x0b\x32\x1c.onward.v1.ModelArchitecture\x12&\n\x06limits\x18\x04 \x01(\x0b\x32\x16.onward.v1.ModelLimits\x12\x32\n\x0c\x63\x61pabilities\x18\x05 \x01(\x0b\x32\x1c.onward.v1.ModelCapabilities\x12(\n\x06parity\x18\x06 \x01(\x0b\x32\x18.onward.v1.ParitySummary\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x11\n\tprecision\x18\x08 \x01(\t\"$\n\x13VerifyParityRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xf4\x01\n\x14VerifyParityResponse\x12(\n\x06parity\x18\x01 \x01(\x0b\x32\x18.onward.v1.ParitySummary\x12\x33\n\x05\x63\x61ses\x18\x02 \x03(\x0b\x32$.onward.v1.VerifyParityResponse.Case\x1a}\n\x04\x43\x61se\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06passed\x18\x02 \x01(\x08\x12\x15\n\rmax_abs_error\x18\x03 \x01(\x01\x12\x1a\n\x12max_relative_error\x18\x04 \x01(\x01\x12\x11\n\tagreement\x18\x05 \x01(\x01\x12\x11\n\ttolerance\x18\x06 \x01(\x01\"!\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x13\n\x11LoadModelResponse\"#\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x15\n\x13UnloadModelResponse\"#\n\x12ReloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x15\n\x13ReloadModelResponse*l\n\x0bModelFamily\x12\x1c\n\x18MODEL_FAMILY_UNSPECIFIED\x10\x00\x12\x1d\n\x19MODEL_FAMILY_DECODER_ONLY\x10\x01\x12 \n\x1cMODEL_FAMILY_ENCODER_DECODER\x10\x02*\x8e\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_STATE_STARTING\x10\x01\x12\x17\n\x13MODEL_STATE_SERVING\x10\x02\x12\x16\n\x12MODEL_STATE_FAILED\x10\x03\x12\x18\n\x14MODEL_STATE_DRAINING\x10\x04\x32\xd3\x03\n\x0cModelService\x12I\n\nListModels\x12\x1c.onward.v1.ListModelsRequest\x1a\x1d.onward.v1.ListModelsResponse\x12\x43\n\x08GetModel\x12\x1a.onward.v1.GetModelRequest\x1a\x1b.onward.v1.GetModelResponse\x12O\n\x0cVerifyParity\x12\x1e.onward.v1.VerifyParityRequest\x1a\x1f.onward.v1.VerifyParityResponse\x12\x46\n\tLoadModel\x12\x1b.onward.v1.LoadModelRequest\x1a\x1c.onward.v1.LoadModelResponse\x12L\n\x0bUnloadModel\x12\x1d.onward.v1.UnloadModelRequest\x1a\x1e.onward.v1.UnloadModelResponse\x12L\n\x0bReloadModel\x12\x1d.onward.v1.ReloadModelRequest\x1a\x1e.onward.v1.ReloadModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bproto/onward/v1/model.proto\x12\tonward.v1\"\xd2\x02\n\x11ModelArchitecture\x12&\n\x06\x66\x61mily\x18\x01 \x01(\x0e\x32\x16.onward.v1.ModelFamily\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x19\n\x11source_vocab_size\x18\x03 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x04 \x01(\r\x12\x16\n\x0esource_context\x18\x05 \x01(\r\x12\x0f\n\x07\x64_model\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x1a\n\x12num_encoder_layers\x18\x08 \x01(\r\x12\x11\n\tnum_heads\x18\t \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\n \x01(\r\x12\x10\n\x08head_dim\x18\x0b \x01(\r\x12\x0c\n\x04\x64_ff\x18\x0c \x01(\r\x12\x11\n\tpositions\x18\r \x01(\t\x12\x0c\n\x04norm\x18\x0e \x01(\t\x12\x12\n\nactivation\x18\x0f \x01(\t\"\xd6\x03\n\x0bModelLimits\x12\x19\n\x11max_prompt_tokens\x18\x01 \x01(\r\x12\x1c\n\x14max_generated_tokens\x18\x02 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x03 \x01(\r\x12\x1e\n\x16max_stop_string_length\x18\x04 \x01(\r\x12\x1a\n\x12max_stop_token_ids\x18\x05 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x06 \x01(\r\x12\x1d\n\x15max_request_id_length\x18\x07 \x01(\r\x12\x16\n\x0emax_batch_size\x18\x08 \x01(\r\x12\x16\n\x0emax_queue_size\x18\t \x01(\r\x12\x19\n\x11max_message_bytes\x18\n \x01(\r\x12\x1a\n\x12max_tokenize_bytes\x18\x0b \x01(\r\x12\x1d\n\x15max_detokenize_tokens\x18\x0c \x01(\r\x12\x16\n\x0emax_logit_bias\x18\r \x01(\r\x12 \n\x18max_target_prefix_tokens\x18\x0e \x01(\r\x12\x13\n\x0bmax_outputs\x18\x0f \x01(\r\x12\x15\n\rmax_beam_size\x18\x10 \x01(\r\x12\x17\n\x0fkv_memory_bytes\x18\x11 \x01(\x04\"\xd1\x02\n\x11ModelCapabilities\x12\x11\n\tstreaming\x18\x01 \x01(\x08\x12\x10\n\x08sampling\x18\x02 \x01(\x08\x12\x10\n\x08logprobs\x18\x03 \x01(\x08\x12\x14\n\x0cstop_strings\x18\x04 \x01(\x08\x12\x13\n\x0b\x62\x65\x61m_search\x18\x05 \x01(\x08\x12\x18\n\x10multiple_outputs\x18\x06 \x01(\x08\x12\x11\n\tpenalties\x18\x07 \x01(\x08\x12\x15\n\rlogit_control\x18\x08 \x01(\x08\x12\x0c\n\x04\x63hat\x18\t \x01(\x08\x12\x15\n\rtarget_prefix\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x08\x12\x1b\n\x13partial_on_deadline\x18\x0c \x01(\x08\x12\x0c\n\x04\x63ost\x18\r \x01(\x08\x12\x0f\n\x07scoring\x18\x0e \x01(\x08\x12\x0f\n\x07\x65xplain\x18\x0f \x01(\x08\x12\x12\n\nmin_tokens\x18\x10 \x01(\x08\"`\n\rParitySummary\x12\x0e\n\x06passed\x18\x01 \x01(\x08\x12\x11\n\tnum_cases\x18\x02 \x01(\r\x12\x15\n\rmax_abs_error\x18\x03 \x01(\x01\x12\x15\n\rmin_agreement\x18\x04 \x01(\x01\"\x13\n\x11ListModelsRequest\"\xae\x01\n\x12ListModelsResponse\x12\x33\n\x06models\x18\x01 \x03(\x0b\x32#.onward.v1.ListModelsResponse.Model\x1a\x63\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x06\x66\x61mily\x18\x02 \x01(\x0e\x32\x16.onward.v1.ModelFamily\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.onward.v1.ModelState\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xbe\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.onward.v1.ModelState\x12\x32\n\x0c\x61rchitecture\x18\x03 \x01(\x0b\x32\x1c.onward.v1.ModelArchitecture\x12&\n\x06limits\x18\x04 \x01(\x0b\x32\x16.onward.v1.ModelLimits\x12\x32\n\x0c\x63\x61pabilities\x18\x05 \x01(\x0b\x32\x1c.onward.v1.ModelCapabilities\x12(\n\x06parity\x18\x06 \x01(\x0b\x32\x18.onward.v1.ParitySummary\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x11\n\tprecision\x18\x08 \x01(\t\x12\x18\n\x10prefill_provider\x18\t \x01(\t\"$\n\x13VerifyParityRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xf4\x01\n\x14VerifyParityResponse\x12(\n\x06parity\x18\x01 \x01(\x0b\x32\x18.onward.v1.ParitySummary\x12\x33\n\x05\x63\x61ses\x18\x02 \x03(\x0b\x32$.onward.v1.VerifyParityResponse.Case\x1a}\n\x04\x43\x61se\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06passed\x18\x02 \x01(\x08\x12\x15\n\rmax_abs_error\x18\x03 \x01(\x01\x12\x1a\n\x12max_relative_error\x18\x04 \x01(\x01\x12\x11\n\tagreement\x18\x05 \x01(\x01\x12\x11\n\ttolerance\x18\x06 \x01(\x01\"!\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x13\n\x11LoadModelResponse\"#\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x15\n\x13UnloadModelResponse\"#\n\x12ReloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x15\n\x13ReloadModelResponse*l\n\x0bModelFamily\x12\x1c\n\x18MODEL_FAMILY_UNSPECIFIED\x10\x00\x12\x1d\n\x19MODEL_FAMILY_DECODER_ONLY\x10\x01\x12 \n\x1cMODEL_FAMILY_ENCODER_DECODER\x10\x02*\x8e\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_STATE_STARTING\x10\x01\x12\x17\n\x13MODEL_STATE_SERVING\x10\x02\x12\x16\n\x12MODEL_STATE_FAILED\x10\x03\x12\x18\n\x14MODEL_STATE_DRAINING\x10\x04\x32\xd3\x03\n\x0cModelService\x12I\n\nListModels\x12\x1c.onward.v1.ListModelsRequest\x1a\x1d.onward.v1.ListModelsResponse\x12\x43\n\x08GetModel\x12\x1a.onward.v1.GetModelRequest\x1a\x1b.onward.v1.GetModelResponse\x12O\n\x0cVerifyParity\x12\x1e.onward.v1.VerifyParityRequest\x1a\x1f.onward.v1.VerifyParityResponse\x12\x46\n\tLoadModel\x12\x1b.onward.v1.LoadModelRequest\x1a\x1c.onward.v1.LoadModelResponse\x12L\n\x0bUnloadModel\x12\x1d.onward.v1.UnloadModelRequest\x1a\x1e.onward.v1.UnloadModelResponse\x12L\n\x0bReloadModel\x12\x1d.onward.v1.ReloadModelRequest\x1a\x1e.onward.v1.ReloadModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'proto.onward.v1.model_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODELFAMILY']._serialized_start=2282
-  _globals['_MODELFAMILY']._serialized_end=2390
-  _globals['_MODELSTATE']._serialized_start=2393
-  _globals['_MODELSTATE']._serialized_end=2535
+  _globals['_MODELFAMILY']._serialized_start=2308
+  _globals['_MODELFAMILY']._serialized_end=2416
+  _globals['_MODELSTATE']._serialized_start=2419
+  _globals['_MODELSTATE']._serialized_end=2561
   _globals['_MODELARCHITECTURE']._serialized_start=43
   _globals['_MODELARCHITECTURE']._serialized_end=381
   _globals['_MODELLIMITS']._serialized_start=384
@@ -52,25 +52,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELREQUEST']._serialized_start=1492
   _globals['_GETMODELREQUEST']._serialized_end=1524
   _globals['_GETMODELRESPONSE']._serialized_start=1527
-  _globals['_GETMODELRESPONSE']._serialized_end=1819
-  _globals['_VERIFYPARITYREQUEST']._serialized_start=1821
-  _globals['_VERIFYPARITYREQUEST']._serialized_end=1857
-  _globals['_VERIFYPARITYRESPONSE']._serialized_start=1860
-  _globals['_VERIFYPARITYRESPONSE']._serialized_end=2104
-  _globals['_VERIFYPARITYRESPONSE_CASE']._serialized_start=1979
-  _globals['_VERIFYPARITYRESPONSE_CASE']._serialized_end=2104
-  _globals['_LOADMODELREQUEST']._serialized_start=2106
-  _globals['_LOADMODELREQUEST']._serialized_end=2139
-  _globals['_LOADMODELRESPONSE']._serialized_start=2141
-  _globals['_LOADMODELRESPONSE']._serialized_end=2160
-  _globals['_UNLOADMODELREQUEST']._serialized_start=2162
-  _globals['_UNLOADMODELREQUEST']._serialized_end=2197
-  _globals['_UNLOADMODELRESPONSE']._serialized_start=2199
-  _globals['_UNLOADMODELRESPONSE']._serialized_end=2220
-  _globals['_RELOADMODELREQUEST']._serialized_start=2222
-  _globals['_RELOADMODELREQUEST']._serialized_end=2257
-  _globals['_RELOADMODELRESPONSE']._serialized_start=2259
-  _globals['_RELOADMODELRESPONSE']._serialized_end=2280
-  _globals['_MODELSERVICE']._serialized_start=2538
-  _globals['_MODELSERVICE']._serialized_end=3005
+  _globals['_GETMODELRESPONSE']._serialized_end=1845
+  _globals['_VERIFYPARITYREQUEST']._serialized_start=1847
+  _globals['_VERIFYPARITYREQUEST']._serialized_end=1883
+  _globals['_VERIFYPARITYRESPONSE']._serialized_start=1886
+  _globals['_VERIFYPARITYRESPONSE']._serialized_end=2130
+  _globals['_VERIFYPARITYRESPONSE_CASE']._serialized_start=2005
+  _globals['_VERIFYPARITYRESPONSE_CASE']._serialized_end=2130
+  _globals['_LOADMODELREQUEST']._serialized_start=2132
+  _globals['_LOADMODELREQUEST']._serialized_end=2165
+  _globals['_LOADMODELRESPONSE']._serialized_start=2167
+  _globals['_LOADMODELRESPONSE']._serialized_end=2186
+  _globals['_UNLOADMODELREQUEST']._serialized_start=2188
+  _globals['_UNLOADMODELREQUEST']._serialized_end=2223
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=2225
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=2246
+  _globals['_RELOADMODELREQUEST']._serialized_start=2248
+  _globals['_RELOADMODELREQUEST']._serialized_end=2283
+  _globals['_RELOADMODELRESPONSE']._serialized_start=2285
+  _globals['_RELOADMODELRESPONSE']._serialized_end=2306
+  _globals['_MODELSERVICE']._serialized_start=2564
+  _globals['_MODELSERVICE']._serialized_end=3031
 # @@protoc_insertion_point(module_scope)

@@ -466,6 +466,7 @@ class GetModelResponse(_message.Message):
     PARITY_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     PRECISION_FIELD_NUMBER: _builtins.int
+    PREFILL_PROVIDER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Its name."""
     state: Global___ModelState.ValueType
@@ -474,6 +475,8 @@ class GetModelResponse(_message.Message):
     """Device the graphs were built for: "cpu" or "cuda"."""
     precision: _builtins.str
     """Arithmetic of the matrix products: "fp32", "int8", "int4", "fp16" or "bf16"."""
+    prefill_provider: _builtins.str
+    """Provider that computes prompts: "cpu" or "openvino"."""
     @_builtins.property
     def architecture(self) -> Global___ModelArchitecture:
         """What it is made of."""
@@ -501,10 +504,11 @@ class GetModelResponse(_message.Message):
         parity: Global___ParitySummary | None = ...,
         device: _builtins.str = ...,
         precision: _builtins.str = ...,
+        prefill_provider: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "limits", b"limits", "parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "device", b"device", "limits", b"limits", "model", b"model", "parity", b"parity", "precision", b"precision", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "device", b"device", "limits", b"limits", "model", b"model", "parity", b"parity", "precision", b"precision", "prefill_provider", b"prefill_provider", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
