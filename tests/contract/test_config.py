@@ -16,6 +16,7 @@ from service.config import (
     parse,
     variable,
 )
+from service.engine.types import PrefillProvider
 from service.errors import StartupError
 
 SERVE = ("serve", "--models", "folder")
@@ -40,7 +41,7 @@ def test_every_flag_has_an_environment_twin() -> None:
         "drain_grace_seconds": "1.5", "max_message_bytes": "2048", "max_generated_tokens": "5", "max_stop_strings": "6",
         "max_stop_string_length": "7", "max_stop_token_ids": "8", "max_logprobs": "9", "max_request_id_length": "64",
         "max_tokenize_bytes": "10", "max_detokenize_tokens": "11", "max_logit_bias": "12", "max_outputs": "13",
-        "max_beam_size": "14", "kv_memory": "2GiB",
+        "max_beam_size": "14", "kv_memory": "2GiB", "prefill_provider": "OpenVINO",
     }  # fmt: skip
     assert set(given) == set(options(ServeConfig)) | set(options(RequestLimits))
     switches = {"metrics": "--no-metrics", "spin": "--no-spin"}
@@ -61,6 +62,7 @@ def test_every_flag_has_an_environment_twin() -> None:
         max_batch_size=4,
         max_queue_size=0,
         prefill_chunk=16,
+        prefill_provider=PrefillProvider.OPENVINO,
         kv_memory=2 << 30,
         threads=3,
         spin=False,
@@ -105,6 +107,14 @@ def test_outputs_and_beams_of_a_request_are_cut_to_what_runs_at_once() -> None:
     assert (small.request_limits.max_outputs, small.request_limits.max_beam_size) == (4, 4)
     assert (large.request_limits.max_outputs, large.request_limits.max_beam_size) == (20, 2)
     assert small.request_limits.max_logprobs == small.limits.max_logprobs
+
+
+def test_prompts_go_to_whatever_provider_is_faster_unless_one_is_named() -> None:
+    assert serve().prefill_provider is PrefillProvider.AUTO
+    assert serve("--prefill-provider", "cpu").prefill_provider is PrefillProvider.CPU
+    with pytest.raises(StartupError) as refusal:
+        serve("--prefill-provider", "gpu")
+    assert refusal.value.problems == ("--prefill-provider is 'gpu', must be one of auto, cpu, openvino",)
 
 
 def test_flag_wins_over_its_twin() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
-from service.engine.types import FinishReason, GenerationRequest
+from service.engine.types import FinishReason, GenerationRequest, PrefillProvider
 from tests.fakes import EOS, letters, spell
 from tests.scripted import ScriptedEngine, Steps, token
 from tests.servers import (
@@ -254,3 +255,10 @@ async def test_memory_for_keys_and_values_is_told(encoder_decoder: bool) -> None
     # Keys and values of one layer and 8 float32 each, for the output and, where there is one, the source; in pages, of
     # which one holds 128 tokens.
     assert budgets == [SLOTS * 128 * (2 if encoder_decoder else 1) * 2 * 8 * 4, 12345]
+
+
+@pytest.mark.parametrize("provider", [PrefillProvider.CPU, PrefillProvider.OPENVINO])
+async def test_provider_of_prompts_is_told(provider: PrefillProvider) -> None:
+    model = dataclasses.replace(served_model(), prefill_provider=provider)
+    async with running([model], {MODEL: ScriptedEngine(lambda _: SAMPLES)}, trust=True) as server:
+        assert (await server.models.GetModel(model_pb2.GetModelRequest())).prefill_provider == provider.value

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model import artifact, golden, reference
-from model.artifact import KVPrecision, Precision
+from model.artifact import DECODER, PREFILL, KVPrecision, Manifest, Precision
 from model.config import Architecture, ModelConfig
 from model.tokenizer import Tokenizer
 from service.engine.batch import (
@@ -34,7 +34,7 @@ from service.engine.batch import (
 )
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_runner, model_shape
-from service.engine.runner import Runner
+from service.engine.runner import OrtRunner, Runner
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.session import GraphSession, SessionOptions
@@ -60,7 +60,8 @@ DECODER_ONLY, ENCODER_DECODER = Architecture.DECODER_ONLY, Architecture.ENCODER_
 FAMILIES = pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
 
 # The second of each family differs from the first in all that chooses kernels: positions, norm, heads, odd widths. The
-# third has no fused attention at all. The rest round: products in fewer bits must not know a row's company either.
+# third has no fused attention at all. The rest round: products in fewer bits must not know a row's company either. Last
+# come those whose prompts a graph of their own computes, on the CPU provider here, which stands in for any other.
 _LEARNED: Mapping[str, Any] = {
     "positions": "learned",
     "norm": "layernorm",
@@ -93,7 +94,11 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "rotary-int4": (DECODER_ONLY, {"precision": Precision.INT4}),
     "rotary-kv-int8": (DECODER_ONLY, {"kv_precision": KVPrecision.INT8}),
     "learned-int8-kv-int8": (DECODER_ONLY, {**_LEARNED, "precision": Precision.INT8, "kv_precision": KVPrecision.INT8}),
+    "rotary-prefill-graph": (DECODER_ONLY, {"prefill_graph": True}),
+    "learned-int8-prefill-graph": (DECODER_ONLY, {**_LEARNED, "precision": Precision.INT8, "prefill_graph": True}),
 }
+ANSWERING = pytest.mark.parametrize("variant", ["rotary", "sinusoidal", "rotary-prefill-graph"])
+"""Variants with the weights of `random_model(tiny_config(family))`."""
 
 
 class Recorder:
@@ -122,7 +127,7 @@ class Served:
         self.manifest = artifact.load(self.folder)
         self.limits = limits
         self.decode = Tokenizer.load(self.folder / artifact.TOKENIZER).decode
-        runner = build_runner(self.folder, self.manifest, limits, THREADS)
+        runner = make_runner(self.folder, self.manifest, limits)
         self.kv = runner.kv
         self.recorder = Recorder(runner)
 
@@ -139,6 +144,15 @@ class Served:
     def forget_kept(self) -> None:
         """Drops what engines before kept, as a new engine does: handles are free again."""
         self.kv.apply(KVRetain(frozenset()))
+
+
+def make_runner(folder: Path, manifest: Manifest, limits: EngineLimits) -> OrtRunner:
+    """What the server would build, with a prefill graph in use wherever the artefact has one."""
+    runner = build_runner(folder, manifest, limits, THREADS)
+    if PREFILL not in manifest.graphs:
+        return runner
+    decoder, prefill = (GraphSession(folder, manifest.graphs[name], THREADS) for name in (DECODER, PREFILL))
+    return OrtRunner(manifest.config, runner.kv, decoder, None, limits.max_prefill_tokens, prefill)
 
 
 @cache
@@ -259,11 +273,11 @@ def test_engine_golden_replay_notices_a_wrong_answer(family: str) -> None:
     assert not result.passed
 
 
-@FAMILIES
-def test_engine_scores_given_text_as_the_reference_does_in_any_company(family: str) -> None:
+@ANSWERING
+def test_engine_scores_given_text_as_the_reference_does_in_any_company(variant: str) -> None:
     """With and without a continuation, over chunk boundaries, among requests that come and go."""
-    config = tiny_config(family)
-    host = served("rotary" if family == DECODER_ONLY else "sinusoidal")
+    config = tiny_config(VARIANTS[variant][0])
+    host = served(variant)
     model = random_model(config)
     requests = []
     for number, length in enumerate((*LENGTHS[1:], config.context)):
@@ -312,11 +326,22 @@ def scores_of(outputs: Sequence[StepOutput], request_id: str) -> list[TokenLogpr
     return [each for event in events_of(outputs, request_id) for each in event.prompt_logprobs]
 
 
-@FAMILIES
-def test_engine_serves_the_references_greedy_tokens_to_ragged_joining_and_leaving_requests(family: str) -> None:
+def test_prompts_by_a_prefill_graph_have_the_decoders_tokens_and_nearly_its_logits() -> None:
+    (tokens, logits), (others, other_logits) = alone("rotary"), alone("rotary-prefill-graph")
+    assert others == tokens
+    assert other_logits.keys() == logits.keys()
+    errors = [
+        np.abs(np.frombuffer(bits, np.float32) - np.frombuffer(other_logits[key], np.float32)).max()
+        for key, bits in logits.items()
+    ]
+    assert 0 < max(errors) <= TOLERANCE.absolute, "the same bits would be the same graph's"
+
+
+@ANSWERING
+def test_engine_serves_the_references_greedy_tokens_to_ragged_joining_and_leaving_requests(variant: str) -> None:
     """10,000 positions: each served token is the arg-max of one teacher-forced, cache-less forward over its output."""
-    config = tiny_config(family)
-    host = served("rotary" if family == DECODER_ONLY else "sinusoidal")
+    config = tiny_config(VARIANTS[variant][0])
+    host = served(variant)
     model = random_model(config)
     engine = host.engine()
     rng = np.random.default_rng(0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.engine.memory import memory_limit
+from service.engine.memory import memory_limit, resident_bytes
 
 MACHINE = {"proc/meminfo": "MemTotal:        2048 kB\nMemFree: 5 kB\n"}
 GROUP = {"proc/self/cgroup": "1:cpu:/other\n0::/a/b\n"}
@@ -35,3 +35,10 @@ def system(root: Path, files: Mapping[str, str]) -> Path:
 )
 def test_memory_limit_is_the_least_that_applies(tmp_path: Path, files: Mapping[str, str], expected: int | None) -> None:
     assert memory_limit(system(tmp_path, files)) == expected
+
+
+def test_resident_bytes_grow_with_what_is_touched(tmp_path: Path) -> None:
+    before = resident_bytes()
+    touched = bytearray(b"1" * (64 << 20))
+    assert resident_bytes() - before > len(touched) // 2
+    assert resident_bytes(tmp_path) == 0
