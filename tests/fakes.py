@@ -149,6 +149,11 @@ class FakeRunner:
             self._feed(slot, row.position, (row.token_id,), row.source_length)
         wanted: list[Float32] = []
         self._touch()
+        for prompts in batch.prefill_groups:
+            for prompt in prompts.rows:
+                assert 1 < len(prompt.token_ids) <= prompts.padded_length
+                self._feed(prompt.slot, 0, prompt.token_ids, 0)
+        self._touch()
         for chunk in batch.prefills:
             assert len(chunk.token_ids) > 1
             assert 0 <= chunk.num_scored <= len(chunk.token_ids)

@@ -2,9 +2,9 @@
 
 The scheduler writes it, the runner turns it into tensors, the sampler reads `scores`, `samples` and `beams`,
 `Scheduler.commit` moves the sequences forward by it. The order within a step is the order of the fields: operations on
-K/V, encoding, the batched one-token run, prefill chunks. A row is fed either by the one-token run or by prefill chunks
-in a step, never by both, so that its last logits have one place: row `slot` of the runner's output. Logits that are
-wanted besides lie behind the slots'.
+K/V, encoding, the batched one-token run, prefill in groups, prefill chunks. A row is fed either by the one-token run or
+by prefill in a step, never by both, so that its last logits have one place: row `slot` of the runner's output. Logits
+that are wanted besides lie behind the slots'.
 """
 
 from __future__ import annotations
@@ -107,6 +107,22 @@ class DecodeRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """The beginning of one row: `token_ids` go to positions `[0, len)` of `slot`."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillGroup:
+    """Beginnings of one padded length, computed together. The length follows from each row alone, as for sources."""
+
+    padded_length: int
+    rows: tuple[PrefillRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Several tokens of one row: `token_ids` go to positions `[start, start + len)` of `slot`.
 
@@ -177,6 +193,7 @@ class ScheduledBatch:
     kv_operations: tuple[KVOperation, ...] = ()
     encodes: tuple[EncodeGroup, ...] = ()
     decode: tuple[DecodeRow, ...] = ()
+    prefill_groups: tuple[PrefillGroup, ...] = ()
     prefills: tuple[PrefillChunk, ...] = ()
     scores: tuple[ScoreRow, ...] = ()
     samples: tuple[SampleRow, ...] = ()
@@ -185,17 +202,21 @@ class ScheduledBatch:
     @property
     def num_rows(self) -> int:
         """Rows that compute something."""
-        return sum(not row.is_padding for row in self.decode) + len({chunk.slot for chunk in self.prefills})
+        prefilled = {row.slot for group in self.prefill_groups for row in group.rows}
+        prefilled.update(chunk.slot for chunk in self.prefills)
+        return sum(not row.is_padding for row in self.decode) + len(prefilled)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that do work: sources encoded, prompts prefilled, one for each decoding row."""
-        encoded = sum(len(row.token_ids) for group in self.encodes for row in group.rows)
+        groups: tuple[EncodeGroup | PrefillGroup, ...] = (*self.encodes, *self.prefill_groups)
+        grouped = sum(len(row.token_ids) for group in groups for row in group.rows)
         decoded = sum(not row.is_padding for row in self.decode)
-        return encoded + decoded + sum(len(chunk.token_ids) for chunk in self.prefills)
+        return grouped + decoded + sum(len(chunk.token_ids) for chunk in self.prefills)
 
     @property
     def num_padding_tokens(self) -> int:
         """Tokens that fill up a tensor and do no work."""
-        encoded = sum(group.padded_length - len(row.token_ids) for group in self.encodes for row in group.rows)
-        return encoded + sum(row.is_padding for row in self.decode)
+        groups: tuple[EncodeGroup | PrefillGroup, ...] = (*self.encodes, *self.prefill_groups)
+        grouped = sum(group.padded_length - len(row.token_ids) for group in groups for row in group.rows)
+        return grouped + sum(row.is_padding for row in self.decode)

@@ -5,6 +5,8 @@ Knows which array is which input; not what is fed, nor when.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -55,6 +57,23 @@ class SlotDecoder:
             for name, buffer in zip(self._names, self._kv.cross, strict=True):
                 part, layer = name.split("_")
                 inputs[f"cross_{name}"] = outputs[f"cross_{part}_out_{layer}"] = buffer[rows]
+        return self._session.bind(inputs, outputs)
+
+    def bind_apart(self, own: Sequence[Array], num_tokens: int, logits: Float32) -> Binding:
+        """Ties the graph to K/V outside the slots, in which all rows are full with `num_tokens`, as `bind` does.
+
+        Args:
+            own: for each layer K then V, `[rows, kv_heads, num_tokens, head_dim]`.
+            num_tokens: how many are fed to each row, which has none before.
+            logits: `[wanted, V]`.
+        """
+        inputs: dict[str, Array] = {
+            "seqlens_k": np.full(len(own[0]), num_tokens - 1, np.int32),
+            "total_sequence_length": np.array(num_tokens, np.int32),
+        }
+        outputs: dict[str, Array] = {"logits": logits}
+        for name, buffer in zip(self._names, own, strict=True):
+            inputs[f"past_{name}"] = outputs[f"present_{name}"] = buffer
         return self._session.bind(inputs, outputs)
 
     def bind_tokens(self, binding: Binding, input_ids: Array, position_ids: Array, logits_indices: Array) -> None:

@@ -46,6 +46,15 @@ class KVCache(Protocol):
             ValueError: when something is kept already under the handle of a copy to be kept.
         """
 
+    def write_own(self, slots: Sequence[int], lengths: Sequence[int], computed: Buffers) -> None:
+        """Stores what begins rows, computed elsewhere.
+
+        Args:
+            slots: which rows.
+            lengths: how many tokens of each there are; what lies behind them in `computed` is left where it is.
+            computed: for each layer K then V, `[tensors, len(slots), kv_heads, padded, head_dim]`.
+        """
+
     def write_cross(self, slots: Sequence[Sequence[int]], tensors: Sequence[Float32]) -> None:
         """Stores encoded sources.
 
@@ -135,6 +144,11 @@ class SlotKV:
                 self._kept = {handle: kept for handle, kept in self._kept.items() if handle in operation.handles}
             case _:
                 assert_never(operation)
+
+    def write_own(self, slots: Sequence[int], lengths: Sequence[int], computed: Buffers) -> None:
+        """Stores what begins rows; see `KVCache.write_own`."""
+        for index, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+            _write(self._own, slot, 0, computed[:, index, :, :length])
 
     def write_cross(self, slots: Sequence[Sequence[int]], tensors: Sequence[Float32]) -> None:
         """Stores encoded sources, padding included: it is never attended to."""

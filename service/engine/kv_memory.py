@@ -55,7 +55,9 @@ def check_memory(manifest: Manifest, budget: KVBudget, num_slots: int, max_prefi
     if budget.num_bytes > limit:
         raise StartupError([f"K/V of {num_slots} slots needs {budget.num_bytes} bytes, there are {limit}"])
     num_logits = num_slots + max_prefill_tokens
-    needed, rest = num_logits * manifest.config.vocab_size * _FLOAT_BYTES, limit - budget.num_bytes
+    needed = num_logits * manifest.config.vocab_size * _FLOAT_BYTES
+    # Short prompts that are computed together have K/V of their own in passing.
+    rest = limit - budget.num_bytes - max_prefill_tokens * budget.token_bytes
     if needed > rest:
         raise StartupError([f"{num_logits} rows of logits need {needed} bytes, there are {rest} besides K/V"])
 

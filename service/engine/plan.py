@@ -16,6 +16,8 @@ from service.engine.batch import (
     EncodeRow,
     KVOperation,
     PrefillChunk,
+    PrefillGroup,
+    PrefillRow,
     SampleRow,
     ScheduledBatch,
     ScoreRow,
@@ -26,9 +28,17 @@ from service.engine.slots import SlotTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """How work is cut, in tokens: prompts at multiples of `chunk`, sources padded to multiples of `source_padding`."""
+    """How work is cut and padded, in tokens.
+
+    Prompts are cut at multiples of `chunk`, and what begins one is padded to a multiple of `prompt_padding` if it has
+    at most `short_prompt` tokens, so that such beginnings can be computed together. Sources are padded to multiples of
+    `source_padding`. Nothing is padded beyond a chunk or a context.
+    """
 
     chunk: int
+    context: int
+    prompt_padding: int
+    short_prompt: int
     source_padding: int
     source_context: int
 
@@ -37,10 +47,24 @@ class Pieces:
         boundary = (num_computed // self.chunk + 1) * self.chunk
         return min(boundary, sequence.num_tokens) - num_computed
 
+    def is_short(self, start: int, length: int) -> bool:
+        """Whether the piece `[start, start + length)` of a prompt is a beginning to be padded."""
+        return start == 0 and 1 < length <= min(self.short_prompt, self.chunk)
+
+    def padded_prompt_length(self, length: int) -> int:
+        """Length in which a short beginning of `length` tokens is computed."""
+        return min(_round_up(length, self.prompt_padding), self.chunk, self.context)
+
+    def group_prompts(self, rows: Iterable[PrefillRow]) -> tuple[PrefillGroup, ...]:
+        """Short beginnings by padded length, so that each is computed in the shape that it would have alone."""
+        groups: dict[int, list[PrefillRow]] = {}
+        for row in rows:
+            groups.setdefault(self.padded_prompt_length(len(row.token_ids)), []).append(row)
+        return tuple(PrefillGroup(length, tuple(members)) for length, members in groups.items())
+
     def padded_source_length(self, length: int) -> int:
         """Length that the encoder sees for a source of `length` tokens; 0 where there is no source."""
-        padded = -(-length // self.source_padding) * self.source_padding
-        return min(padded, self.source_context)
+        return min(_round_up(length, self.source_padding), self.source_context)
 
     def group_sources(self, rows: Iterable[EncodeRow]) -> tuple[EncodeGroup, ...]:
         """Sources by padded length, so that each is encoded in the shape that it would have alone."""
@@ -74,6 +98,7 @@ class StepPlan:
         self._is_full = False
         self._sources: dict[tuple[int, ...], list[int]] = {}
         self._decode_slots: list[int] = []
+        self._short_prompts: list[PrefillRow] = []
         self._prefills: list[PrefillChunk] = []
         self._scores: list[ScoreRow] = []
         self._samples: list[SampleRow] = []
@@ -106,11 +131,14 @@ class StepPlan:
             # The only piece of its row in this step, so that its logits stay where they are.
             self._score(slot, sequence, computed, 1, slot)
             computed += 1
-        while length > 1 and self._take(length):
+        while length > 1 and self._take(self._cost(sequence.group, computed, length)):
             num_scored = self._score(slot, sequence, computed, length, self._next_logits)
             self._next_logits += num_scored
             token_ids = tuple(sequence.token_ids[computed : computed + length])
-            self._prefills.append(PrefillChunk(slot, computed, token_ids, num_scored))
+            if self._is_padded(sequence.group, computed, length):
+                self._short_prompts.append(PrefillRow(slot, token_ids))
+            else:
+                self._prefills.append(PrefillChunk(slot, computed, token_ids, num_scored))
             computed += length
             length = self._pieces.next_length(sequence, computed)
         if computed == sequence.num_tokens and sequence.group.generates:
@@ -128,6 +156,7 @@ class StepPlan:
                 _decode_row(slots[slot], is_padding=slot not in decoding)
                 for slot in range(max(self._decode_slots, default=-1) + 1)
             ),
+            prefill_groups=self._pieces.group_prompts(self._short_prompts),
             prefills=tuple(self._prefills),
             scores=tuple(self._scores),
             samples=tuple(self._samples),
@@ -169,8 +198,19 @@ class StepPlan:
         if source:
             is_there = group.has_source or num_at_hand or source in self._sources
             return 0 if is_there else self._pieces.padded_source_length(len(source))
-        length = self._pieces.next_length(leader, leader.num_computed_tokens + num_at_hand)
-        return length if length > 1 else 0
+        start = leader.num_computed_tokens + num_at_hand
+        length = self._pieces.next_length(leader, start)
+        return self._cost(group, start, length) if length > 1 else 0
+
+    def _is_padded(self, group: SequenceGroup, start: int, length: int) -> bool:
+        """Whether a piece is computed in a group; one whose tokens are scored is not."""
+        scoring = group.request.scoring
+        is_scored = scoring is not None and bool(group.scored_by(scoring, start, length)[1])
+        return self._pieces.is_short(start, length) and not is_scored
+
+    def _cost(self, group: SequenceGroup, start: int, length: int) -> int:
+        """Of a piece of several tokens, padding included."""
+        return self._pieces.padded_prompt_length(length) if self._is_padded(group, start, length) else length
 
     def _fits(self, num_tokens: int) -> bool:
         if self._is_full:
@@ -182,6 +222,10 @@ class StepPlan:
         if not self._is_full:
             self._num_prefill_tokens += num_tokens
         return not self._is_full
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 def _decode_row(sequence: Sequence, *, is_padding: bool) -> DecodeRow:

@@ -1,4 +1,4 @@
-"""How a chunk of a prompt is computed: several tokens of one slot, after those that are there already.
+"""How prompts are computed: in chunks, several tokens of one slot after those that are there; short ones together.
 
 `DecoderPrefill` has the decoder graph do it, in place; `GraphPrefill` has a graph made for it, which may run on another
 provider: the K/V of the tokens before are copied into it and those of the new ones out of it, to where the decoder
@@ -7,14 +7,16 @@ finds them. Either way the shapes that are computed are the chunk's own. Knows n
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from service.engine.batch import PrefillChunk
+from service.engine.batch import PrefillChunk, PrefillGroup
 from service.engine.decoder import SlotDecoder
-from service.engine.kv_cache import SlotKV
+from service.engine.kv_cache import Buffers, SlotKV
 from service.engine.session import Array, Binding, GraphSession
 
 Float32 = npt.NDArray[np.float32]
@@ -86,6 +88,71 @@ class GraphPrefill:
         for buffer, computed in zip(self._kv.own, new, strict=True):
             buffer[chunk.slot, :, chunk.start : end] = computed[0]
         self._logits[logits_rows] = logits
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupRun:
+    """The decoder graph, tied to so many rows of one padded length, and what such a run reads and writes."""
+
+    binding: Binding
+    input_ids: Array
+    logits_indices: Array
+    logits: Float32
+    own: Buffers
+
+
+class GroupPrefill:
+    """Short beginnings of several slots in one run of the decoder graph.
+
+    It has K/V of its own, exactly as wide as the padding, so that no slot's memory ever sees padding. To the graph the
+    padding is tokens like others: attention is causal, and nobody looks at what comes of them.
+
+    Args:
+        decoder: the graph.
+        kv: where the K/V of the tokens go.
+        logits: `[rows, V]`, where the logits go; what lies behind the slots' is used in passing.
+        max_tokens: how many tokens a group has at most, padding included.
+    """
+
+    def __init__(self, decoder: SlotDecoder, kv: SlotKV, logits: Float32, max_tokens: int) -> None:
+        self._decoder = decoder
+        self._kv = kv
+        self._logits = logits
+        _, self._num_heads, _, self._head_dim = kv.own[0].shape
+        shape = (len(kv.own), max_tokens * self._num_heads * self._head_dim)
+        self._own: Buffers = np.zeros(shape, kv.own[0].dtype)
+        self._runs: dict[tuple[int, int], _GroupRun] = {}
+
+    def run(self, group: PrefillGroup) -> None:
+        """Computes a group: K/V go to the slots, the logits after each row's last token to the slot's row.
+
+        Raises:
+            GraphError: when the run fails; the slots' K/V are as they were then.
+        """
+        lengths = [len(row.token_ids) for row in group.rows]
+        slots = [row.slot for row in group.rows]
+        key = (len(slots), group.padded_length)
+        if key not in self._runs:
+            self._runs[key] = self._bind(*key)
+        run = self._runs[key]
+        run.input_ids[:] = 0
+        for ids, row in zip(run.input_ids, group.rows, strict=True):
+            ids[: len(row.token_ids)] = row.token_ids
+        run.logits_indices[:] = [index * group.padded_length + length - 1 for index, length in enumerate(lengths)]
+        run.binding.run()
+        self._logits[slots] = run.logits
+        self._kv.write_own(slots, lengths, run.own)
+
+    def _bind(self, num_rows: int, padded_length: int) -> _GroupRun:
+        shape = (num_rows, self._num_heads, padded_length, self._head_dim)
+        own = self._own[:, : math.prod(shape)].reshape(-1, *shape)
+        input_ids = np.zeros((num_rows, padded_length), np.int64)
+        logits_indices = np.zeros(num_rows, np.int64)
+        logits = self._logits[self._kv.num_slots :][:num_rows]
+        binding = self._decoder.bind_apart(tuple(own), padded_length, logits)
+        positions = np.tile(np.arange(padded_length), (num_rows, 1))
+        self._decoder.bind_tokens(binding, input_ids, positions, logits_indices)
+        return _GroupRun(binding, input_ids, logits_indices, logits, own)
 
 
 def _tokens(chunk: PrefillChunk) -> dict[str, Array]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from model.golden import Feed, GoldenCase
-from service.engine.batch import DecodeRow, EncodeRow, KVCopy, PrefillChunk, ScheduledBatch
+from service.engine.batch import DecodeRow, EncodeRow, KVCopy, PrefillChunk, PrefillRow, ScheduledBatch
 from service.engine.plan import Pieces
 from service.engine.runner import Runner
 from service.engine.slots import SlotTable
@@ -72,14 +72,22 @@ class _Replay:
                 self._decode_row(self._slots[slot], is_padding=slot not in decoding)
                 for slot in range(max(decoding, default=-1) + 1)
             ),
+            prefill_groups=self._pieces.group_prompts(
+                PrefillRow(slots[feed.row], self._token_ids(feed)) for feed in feeds if self._is_short(feed)
+            ),
             prefills=tuple(
-                PrefillChunk(slots[feed.row], feed.start, self._token_ids(feed)) for feed in feeds if feed.count > 1
+                PrefillChunk(slots[feed.row], feed.start, self._token_ids(feed))
+                for feed in feeds
+                if feed.count > 1 and not self._is_short(feed)
             ),
         )
 
     def _decode_row(self, row: int, *, is_padding: bool) -> DecodeRow:
         position = self._num_computed[row]
         return DecodeRow(int(self._case.sequences[row][position]), position, self._source_length(row), is_padding)
+
+    def _is_short(self, feed: Feed) -> bool:
+        return self._pieces.is_short(feed.start, feed.count)
 
     def _token_ids(self, feed: Feed) -> tuple[int, ...]:
         return tuple(self._case.sequences[feed.row][feed.start : feed.start + feed.count].tolist())

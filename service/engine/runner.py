@@ -17,7 +17,7 @@ from model.config import ModelConfig
 from service.engine.batch import DecodeRow, EncodeGroup, ScheduledBatch
 from service.engine.decoder import SlotDecoder
 from service.engine.kv_cache import SlotKV
-from service.engine.prefill import DecoderPrefill, GraphPrefill, Prefill
+from service.engine.prefill import DecoderPrefill, GraphPrefill, GroupPrefill, Prefill
 from service.engine.session import Binding, GraphSession
 
 Float32 = npt.NDArray[np.float32]
@@ -47,8 +47,8 @@ class OrtRunner:
         kv: the cache that this runner alone changes.
         decoder: the decoder graph (`model.artifact.decoder_signature`).
         encoder: the encoder graph of an encoder-decoder, None for a decoder-only model.
-        max_prefill_tokens: how many tokens of chunks a batch has at most. Room for the logits of all of them is
-            reserved, and like that of K/V touched only as it is used.
+        max_prefill_tokens: how many tokens of prompts a batch has at most, padding included. Room for the logits and
+            the K/V of all of them is reserved, and like that of slots touched only as it is used.
         prefill: a prefill graph, given, computes chunks in the decoder's place.
     """
 
@@ -71,6 +71,7 @@ class OrtRunner:
         self._position_ids = np.zeros((slots, 1), np.int64)
         self._logits_indices = np.arange(slots, dtype=np.int64)
         self._decode_bindings: dict[int, Binding] = {}
+        self._group_prefill = GroupPrefill(self._decoder, kv, self._logits, max_prefill_tokens)
         self._prefill: Prefill = (
             DecoderPrefill(self._decoder) if prefill is None else GraphPrefill(prefill, kv, self._logits)
         )
@@ -83,6 +84,8 @@ class OrtRunner:
             self._encode(group)
         if batch.decode:
             self._decode(batch.decode)
+        for prompts in batch.prefill_groups:
+            self._group_prefill.run(prompts)
         next_logits = self.kv.num_slots
         for chunk in batch.prefills:
             if chunk.num_scored:

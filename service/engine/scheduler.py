@@ -2,8 +2,9 @@
 
 There are no phases. Every sequence has `num_computed_tokens`, which catches up with `num_tokens` in *pieces* that end
 at absolute multiples of the chunk (one for an encoder-decoder, whose graph decodes token by token). A piece of one
-token joins the batched run, a longer one is a prefill chunk of its own. So the shapes that a request meets are a
-function of that request alone; only how many rows share the batched run depends on the company.
+token joins the batched run, a longer one is a prefill chunk of its own, but for short prompts: they are padded, and
+those of one padded length run together. So the shapes that a request meets are a function of that request alone; only
+how many rows share a run depends on the company.
 
 Requests get rows by priority, among equals first come, first served. What is promised, and checked by the tests:
 
@@ -52,7 +53,8 @@ class EngineLimits:
     computes; and `kv_memory_bytes`, what all K/V together may take, those kept for later requests included: None is a
     whole context for each slot. Whoever builds the engine sets the rest:
     `max_prefill_tokens`, how many a step computes at most, and so how long running streams can be held up;
-    `source_padding`, the multiple to which sources are padded.
+    `prompt_padding`, the multiple to which prompts of at most `short_prompt` tokens are padded; `source_padding`, the
+    same for sources.
 
     Raises:
         StartupError: listing every value out of range.
@@ -61,13 +63,15 @@ class EngineLimits:
     max_batch_size: int = 32
     prefill_chunk: int = 256
     max_prefill_tokens: int = 256
+    prompt_padding: int = 4
+    short_prompt: int = 32
     source_padding: int = 16
     kv_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         problems = [
             f"{name} is {value}, must be at least 1"
-            for name in ("max_batch_size", "prefill_chunk", "max_prefill_tokens", "source_padding")
+            for name in ("max_batch_size", "prefill_chunk", "max_prefill_tokens", "prompt_padding", "source_padding")
             if (value := getattr(self, name)) < 1
         ]
         if self.max_prefill_tokens < self.prefill_chunk:
@@ -118,6 +122,9 @@ class Scheduler:
         self._draw_seed = draw_seed
         self.pieces = Pieces(
             chunk=1 if model.is_encoder_decoder else limits.prefill_chunk,
+            context=model.context,
+            prompt_padding=limits.prompt_padding,
+            short_prompt=limits.short_prompt,
             source_padding=limits.source_padding,
             source_context=model.source_context or 0,
         )
@@ -396,9 +403,13 @@ class Scheduler:
     def _note_computed(self, batch: ScheduledBatch) -> None:
         """Counts what a batch has computed, and keeps what later requests may want."""
         slots = self._ledger.slots
-        for slot, row in enumerate(batch.decode):
-            if not row.is_padding:
+        for slot, fed in enumerate(batch.decode):
+            if not fed.is_padding:
                 slots[slot].num_computed_tokens += 1
+        for group in batch.prefill_groups:
+            for row in group.rows:
+                slots[row.slot].num_computed_tokens += len(row.token_ids)
+                self._ledger.keep_chunk(row.slot, 0, len(row.token_ids))
         for chunk in batch.prefills:
             slots[chunk.slot].num_computed_tokens += len(chunk.token_ids)
             self._ledger.keep_chunk(chunk.slot, chunk.start, len(chunk.token_ids))

@@ -30,6 +30,7 @@ from service.engine.batch import (
     KVRetain,
     KVSave,
     PrefillChunk,
+    PrefillRow,
     ScheduledBatch,
 )
 from service.engine.engine import Engine, LastRun
@@ -524,14 +525,26 @@ class Walk:
             DecodeRow(self._tokens[0] + slot, min(position, len(self._tokens)), len(self._source), slot == self.slot)
             for slot, position in enumerate(self._positions[: max(num_rows, self.slot + 1)])
         ]
+        beginnings: list[PrefillRow] = []
         prefills: tuple[PrefillChunk, ...] = ()
         if len(piece) > 1:
             rows = [] if num_rows == 0 else rows
             rows = [dataclasses.replace(row, token_id=piece[0]) if row.is_padding else row for row in rows]
-            prefills = (PrefillChunk(self.slot, start, piece),)
+            if self._pieces.is_short(start, len(piece)):
+                beginnings.append(PrefillRow(self.slot, piece))
+                # Where nobody decodes, neighbours begin with it, as many as fit into a step.
+                others = [slot for slot in range(num_rows, self.NUM_SLOTS) if slot != self.slot]
+                room = self._host.limits.max_prefill_tokens // self._pieces.padded_prompt_length(len(piece))
+                others = others[: room - 1]
+                beginnings += [PrefillRow(slot, piece[::-1][slot % 2 :]) for slot in others]
+            else:
+                prefills = (PrefillChunk(self.slot, start, piece),)
         else:
             rows[self.slot] = DecodeRow(piece[0], start, len(self._source), is_padding=False)
-        output = self._host.recorder.run(ScheduledBatch(decode=tuple(rows), prefills=prefills))
+        groups = self._pieces.group_prompts(sorted(beginnings, key=lambda row: (-len(row.token_ids), row.slot)))
+        output = self._host.recorder.run(ScheduledBatch(decode=tuple(rows), prefill_groups=groups, prefills=prefills))
+        for row in beginnings:
+            self._positions[row.slot] = len(row.token_ids)
         for slot in range(len(rows)):
             self._positions[slot] = min(self._positions[slot] + 1, self._host.config.context - 1)
         self._positions[self.slot] = stop

@@ -10,7 +10,7 @@ from service.engine.plan import Pieces
 from service.engine.replay import replay
 from tests.fakes import VOCAB_SIZE, FakeRunner, fake_engine, noise
 
-PIECES = Pieces(chunk=8, source_padding=16, source_context=64)
+PIECES = Pieces(chunk=8, context=64, prompt_padding=4, short_prompt=6, source_padding=16, source_context=64)
 LENGTHS = (3, 9, 1, 6, 4)
 
 

@@ -15,7 +15,6 @@ from service.engine.batch import BeamRow, KVCopy, SampleRow, ScheduledBatch
 from service.engine.beam import BeamSearch
 from service.engine.engine import Engine, LastRun
 from service.engine.kv_ledger import KVBudget
-from service.engine.plan import Pieces
 from service.engine.sampler import SampledToken, Sampler, compute_logprobs
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.types import (
@@ -51,7 +50,9 @@ def step(scheduler: Scheduler, now: float = 0.0) -> ScheduledBatch:
 
 
 def chunks_of(batch: ScheduledBatch) -> list[tuple[int, int, int]]:
-    return [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in batch.prefills]
+    """Slot, start and length of everything that is prefilled, in a group or not."""
+    beginnings = [(row.slot, 0, len(row.token_ids)) for group in batch.prefill_groups for row in group.rows]
+    return sorted([*beginnings, *((chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in batch.prefills)])
 
 
 def test_schedule_cuts_a_prompt_at_multiples_of_the_chunk_within_the_budget() -> None:
@@ -136,8 +137,56 @@ def test_schedule_encodes_sources_of_one_padded_length_together_and_decodes_them
 
 
 def test_schedule_pads_sources_no_further_than_the_context() -> None:
-    pieces = Pieces(chunk=1, source_padding=16, source_context=40)
+    pieces = make_scheduler(encoder_decoder=True).pieces
+    pieces = dataclasses.replace(pieces, source_padding=16, source_context=40)
     assert [pieces.padded_source_length(length) for length in (0, 1, 16, 33, 40)] == [0, 16, 16, 40, 40]
+
+
+def test_schedule_computes_short_prompts_of_one_padded_length_together() -> None:
+    limits = EngineLimits(max_batch_size=8, prefill_chunk=32, max_prefill_tokens=64, prompt_padding=4, short_prompt=16)
+    scheduler = make_scheduler(limits)
+    for name, length in {"a": 3, "b": 16, "c": 17, "d": 4, "e": 1, "f": 2}.items():
+        scheduler.add(request(name, range(3, 3 + length)))
+    batch = step(scheduler)
+    assert [(group.padded_length, [row.slot for row in group.rows]) for group in batch.prefill_groups] == [
+        (4, [0, 3, 5]),
+        (16, [1]),
+    ]
+    assert [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in batch.prefills] == [(2, 0, 17)]
+    assert len(batch.samples) == 6
+    assert (batch.num_rows, batch.num_tokens) == (6, 43)
+    assert batch.num_padding_tokens == 1 + 2 + 4, "in groups, and the slots before the one that decodes"
+
+
+def test_schedule_pads_what_begins_a_prompt_and_neither_the_rest_nor_what_is_scored() -> None:
+    scheduler = make_scheduler(dataclasses.replace(LIMITS, max_prefill_tokens=64))
+    scheduler.add(request("a", range(3, 17)))
+    scheduler.add(request("b", range(3, 9), scoring=PromptScoring()))
+    scheduler.add(request("c", range(3, 9), scoring=PromptScoring(start=5)))
+    batch = scheduler.schedule(0.0)
+    assert [(group.padded_length, [row.slot for row in group.rows]) for group in batch.prefill_groups] == [(8, [0])]
+    assert [(chunk.slot, chunk.start, len(chunk.token_ids), chunk.num_scored) for chunk in batch.prefills] == [
+        (0, 8, 6, 0),
+        (1, 0, 6, 6),
+        (2, 0, 6, 2),
+    ]
+
+
+def test_schedule_padding_of_prompts_takes_from_the_budget() -> None:
+    scheduler = make_scheduler()
+    for name in "abc":
+        scheduler.add(request(name, range(3, 8)))
+    assert chunks_of(step(scheduler)) == [(0, 0, 5), (1, 0, 5)]
+    assert chunks_of(step(scheduler)) == [(2, 0, 5)]
+
+
+def test_schedule_pads_prompts_no_further_than_the_chunk_and_the_context() -> None:
+    pieces = dataclasses.replace(make_scheduler().pieces, chunk=30, context=22, prompt_padding=8, short_prompt=40)
+    assert [pieces.padded_prompt_length(length) for length in (2, 8, 9, 17, 22)] == [8, 8, 16, 22, 22]
+    assert [pieces.is_short(0, length) for length in (1, 2, 30, 31)] == [False, True, True, False]
+    assert not pieces.is_short(30, 2)
+    pieces = dataclasses.replace(pieces, chunk=10, context=64)
+    assert pieces.padded_prompt_length(9) == 10
 
 
 def test_schedule_a_source_longer_than_the_budget_still_runs_but_alone() -> None:
@@ -274,13 +323,15 @@ class Life(RuleBasedStateMachine):
     def on_batch(self, batch: ScheduledBatch) -> None:
         """What every batch must satisfy, whatever led to it."""
         busy = [slot for slot, row in enumerate(batch.decode) if not row.is_padding]
-        busy += sorted({chunk.slot for chunk in batch.prefills})
+        busy += {slot for slot, _, _ in chunks_of(batch)}
         assert sorted(busy) == list(range(self.scheduler.num_rows)), "every resident row is fed, and fed once"
-        costs = [group.padded_length for group in batch.encodes for _ in group.rows]
+        groups = (*batch.encodes, *batch.prefill_groups)
+        costs = [group.padded_length for group in groups for _ in group.rows]
         costs += [len(chunk.token_ids) for chunk in batch.prefills]
         assert sum(costs) <= LIMITS.max_prefill_tokens or len(costs) == 1
-        assert all(chunk.start % LIMITS.prefill_chunk == 0 for chunk in batch.prefills)
-        assert all(len(chunk.token_ids) <= LIMITS.prefill_chunk for chunk in batch.prefills)
+        assert all(start % LIMITS.prefill_chunk == 0 for _, start, _ in chunks_of(batch))
+        assert all(length <= LIMITS.prefill_chunk for _, _, length in chunks_of(batch))
+        assert all(group.padded_length <= LIMITS.prefill_chunk for group in batch.prefill_groups)
         assert sum(chunk.num_scored for chunk in batch.prefills) <= LIMITS.max_prefill_tokens
         if self.fails:
             raise RuntimeError("the runner fails")
