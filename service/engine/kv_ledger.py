@@ -173,6 +173,8 @@ class KVLedger:
         for group in groups:
             if group in self._num_rows:
                 self._reserve(group, _num_rows(group) if group.sequences else 0)
+        # Whoever moved leaves more behind, perhaps, than those who went had reserved.
+        self._make_room(0)
 
     def preempt(self, group: SequenceGroup) -> None:
         """Saves the rows of a running request and takes them away."""
