@@ -174,14 +174,15 @@ class Decoder:
         buffers: Buffers,
         total: int,
         rows: Sequence[int],
+        wanted: npt.NDArray[np.int64] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """One run of the graph with `buffers` bound in place; the logits of every row's last token."""
+        """One run of the graph with `buffers` bound in place; the logits of every row's last token, or those wanted."""
         batch, count = ids.shape
         inputs: dict[str, npt.NDArray[np.generic]] = {
             "input_ids": ids,
             "seqlens_k": (past + count - 1).astype(np.int32),
             "total_sequence_length": np.array(total, np.int32),
-            "logits_indices": np.arange(batch) * count + count - 1,
+            "logits_indices": np.arange(batch) * count + count - 1 if wanted is None else wanted,
         }
         if self.config.positions != "rotary":
             inputs["position_ids"] = past[:, None] + np.arange(count)
@@ -305,6 +306,47 @@ def test_prefill_over_int8_kv_has_the_same_bits_in_any_slot_and_in_any_chunks(
             logits = decoder.run(ids[:, start:end], np.array([start]), view, end, [slot])
         whole.add(logits.tobytes() + b"".join(values[:, :, :length].tobytes() for values in view.values()))
     assert len(whole) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "precision", "kv_precision"),
+    [
+        *((shape, precision, KV_FP32) for precision in (FP32, INT8) for shape in (*SHAPES[:3], ADDITIVE_SHAPE)),
+        (SHAPES[1], INT4, KV_FP32),
+        (SHAPES[0], FP32, KV_INT8),
+        (SHAPES[1], INT8, KV_INT8),
+        (SHAPES[1], INT4, KV_INT8),
+    ],
+    ids=lambda value: value if isinstance(value, str) else _name(value),
+)
+def test_short_prompt_has_the_same_bits_alone_and_together_whatever_pads_it(
+    shape: Shape | None, precision: Precision, kv_precision: KVPrecision
+) -> None:
+    decoder = _decoder("decoder-only", shape, precision, kv_precision)
+    rng = np.random.default_rng(4)
+    for padded in (4, 12, 32):
+        lengths = rng.integers(max(2, padded - 3), padded + 1, NUM_ROWS)
+        prompts = rng.integers(0, decoder.config.vocab_size, (NUM_ROWS, padded))
+        alone = [_prefill_together(decoder, prompts[[row]], lengths[[row]])[0] for row in range(NUM_ROWS)]
+        prompts[np.arange(padded) >= lengths[:, None]] = 1
+        for company in COMPANIES:
+            rows = list(company)
+            together = _prefill_together(decoder, prompts[rows], lengths[rows])
+            assert together == [alone[row] for row in rows], f"rows {rows}, width {padded}"
+
+
+def _prefill_together(decoder: Decoder, ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> list[bytes]:
+    """Each row's logits after its last token, and its K/V up to there, in buffers as wide as the padding."""
+    rows, padded = ids.shape
+    buffers = {
+        name: np.ascontiguousarray(values[:, :, :padded]) for name, values in decoder.empty_buffers(rows).items()
+    }
+    wanted = np.arange(rows) * padded + lengths - 1
+    logits = decoder.run(ids, np.zeros(rows, np.int64), buffers, padded, range(rows), wanted)
+    return [
+        logits[row].tobytes() + b"".join(values[row, :, : lengths[row]].tobytes() for values in buffers.values())
+        for row in range(rows)
+    ]
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], ADDITIVE_SHAPE], ids=_name)

@@ -30,6 +30,7 @@ from service.engine.batch import (
     KVRetain,
     KVSave,
     PrefillChunk,
+    PrefillGroup,
     PrefillRow,
     ScheduledBatch,
 )
@@ -657,6 +658,39 @@ def test_law_of_company_holds_for_sources_that_another_request_encoded(variant: 
                 walk.advance(4)
             assert walk.logits == expected
             walk.apply(KVDrop(0))
+
+
+@pytest.mark.parametrize("variant", [name for name, (family, _) in VARIANTS.items() if family == DECODER_ONLY])
+def test_law_of_company_holds_for_short_prompts_that_are_computed_together(variant: str) -> None:
+    """Ragged lengths in one padded one, slots in any order, over loud K/V: the bits of logits and K/V as alone.
+
+    What lies behind a prompt in its slot is left as it was.
+    """
+    host = served(variant)
+    rng = np.random.default_rng(5)
+    prompts = [tuple(rng.integers(0, host.config.vocab_size, length).tolist()) for length in (5, 8, 6, 7)]
+
+    def prefill(rows: Mapping[int, tuple[int, ...]]) -> dict[int, bytes]:
+        for buffer in host.kv.own:
+            buffer[:] = np.nan if buffer.dtype == np.float32 else -128
+        before = [buffer.copy() for buffer in host.kv.own]
+        group = PrefillGroup(8, tuple(PrefillRow(slot, token_ids) for slot, token_ids in rows.items()))
+        logits = host.recorder.run(ScheduledBatch(prefill_groups=(group,)))
+        assert all(np.isfinite(logits[slot]).all() for slot in rows)
+        for buffer, old in zip(host.kv.own, before, strict=True):
+            for slot in range(host.kv.num_slots):
+                length = len(rows.get(slot, ()))
+                assert buffer[slot, :, length:].tobytes() == old[slot, :, length:].tobytes()
+        return {
+            slot: logits[slot].tobytes()
+            + b"".join(buffer[slot, :, : len(token_ids)].tobytes() for buffer in host.kv.own)
+            for slot, token_ids in rows.items()
+        }
+
+    alone = [prefill({0: token_ids})[0] for token_ids in prompts]
+    for slots in ((0, 1, 2, 3), (6, 1, 7, 3), (7, 6), (2, 5, 0)):
+        together = prefill(dict(zip(slots, prompts, strict=False)))
+        assert [together[slot] for slot in slots] == alone[: len(slots)]
 
 
 @FAMILIES

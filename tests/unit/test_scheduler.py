@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from service.engine.batch import BeamRow, KVCopy, SampleRow, ScheduledBatch
+from service.engine.batch import BeamRow, KVCopy, KVFree, SampleRow, ScheduledBatch
 from service.engine.beam import BeamSearch
 from service.engine.engine import Engine, LastRun
 from service.engine.kv_ledger import KVBudget
@@ -213,6 +213,15 @@ def test_schedule_rows_that_outlive_those_that_end_together_move_at_most_once(en
     assert sorted(move.source for move in moves) == [slot for slot in survivors if slot >= num_left]
     assert all(move.num_tokens == 2 for move in moves)
     assert [row.position for row in batch.decode] == [2] * num_left
+
+
+def test_schedule_row_that_moves_leaves_no_more_behind_than_the_budget_has_room_for() -> None:
+    scheduler = Scheduler(LIMITS, fake_model(), letters, KVBudget(num_bytes=3 + 40))
+    scheduler.add(request("a", [5], max_tokens=2))
+    scheduler.add(request("b", [5] * 20, max_tokens=20))
+    step(scheduler)
+    step(scheduler)
+    assert step(scheduler).kv_operations[-2:] == (KVCopy(1, 0, 20, 0), KVFree(1))
 
 
 def test_schedule_expired_requests_leave_the_queue_and_the_slots() -> None:
