@@ -144,6 +144,8 @@ class FakeRunner:
                 assert 0 < len(encoded.token_ids) <= group.padded_length
                 for slot in encoded.slots:
                     self._sources[slot] = encoded.token_ids
+                    num_tokens, num_source_tokens = self._touched[slot]
+                    self._touched[slot] = num_tokens, max(num_source_tokens, group.padded_length)
         for slot, row in enumerate(batch.decode):
             assert row.source_length == 0 or row.source_length == len(self._sources[slot])
             self._feed(slot, row.position, (row.token_id,), row.source_length)

@@ -92,7 +92,8 @@ class Engine:
         """Moves every running request forward.
 
         A failure while computing ends the requests that were running, each with an `EngineFailed` that shares an id
-        with one log entry; those that wait are not touched, and the next step starts on empty slots.
+        with one log entry; those that wait are not touched, unless they lost their place in that very step, and the
+        next step starts on empty slots.
         """
         batch = self._scheduler.schedule(self._clock())
         last_ended, started = self._last_run.ended, self._clock()
@@ -113,6 +114,8 @@ class Engine:
     def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> tuple[CaseResult, ...]:
         """Replays golden cases on the runner that serves; the proof to ask for before taking requests.
 
+        Nothing that was kept for later requests outlives it.
+
         Args:
             cases: what PyTorch answered.
             tolerance: how far a logit may be off; `model.golden.TOLERANCES` has one for each precision.
@@ -124,7 +127,10 @@ class Engine:
             raise RuntimeError("golden cases can only be replayed on an idle engine")
         self._last_run.ended = None
         pieces, num_slots = self._scheduler.pieces, self._scheduler.max_batch_size
-        return tuple(compare(case, replay(self._runner, case, pieces, num_slots), tolerance) for case in cases)
+        try:
+            return tuple(compare(case, replay(self._runner, case, pieces, num_slots), tolerance) for case in cases)
+        finally:
+            self._scheduler.forget_kv()
 
     def _fail_step(self, error: Exception) -> StepOutput:
         """Ends what ran, and reports a step that did nothing: what was computed is lost."""

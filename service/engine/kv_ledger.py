@@ -68,8 +68,8 @@ class KVLedger:
         self._handles = itertools.count(1)
         # What a former scheduler kept is nobody's.
         self._operations: list[KVOperation] = [KVRetain(frozenset())]
-        # Bytes of a row that have been written since it was last freed, by its owners up to the last one.
-        self._touched = [0] * num_slots
+        # Tokens and source tokens written to a row since it was last freed, by its owners up to the last one.
+        self._touched = [(0, 0)] * num_slots
         self._in_flight: tuple[KVOperation, ...] = ()
 
     @property
@@ -103,14 +103,20 @@ class KVLedger:
         num_bytes += sum(self._num_rows[each] * self._row_bytes(each) - self._saved_bytes(each) for each in without)
         return _num_rows(group) <= num_rows and self.worst_case(group) <= num_bytes
 
+    def fits_beside_saved(self, group: SequenceGroup) -> bool:
+        """Whether a request could be admitted if nobody ran: what is saved of others may leave too little."""
+        num_others = sum(self._num_saved.values()) - self._num_saved.get(group, 0)
+        return self.worst_case(group) <= self._budget.num_bytes - num_others
+
     def num_tokens_at_hand(self, group: SequenceGroup) -> int:
-        """Tokens of a waiting request's prompt, or of its source, whose K/V are kept."""
+        """Tokens of a waiting request's prompt, or of its source, that it need not compute if it is admitted now."""
         return sum(len(piece.token_ids) for piece in self._at_hand(group))
 
     def admit(self, group: SequenceGroup) -> list[int]:
         """Gives a request that fits its rows, with all of its K/V that are at hand; the slots, by row."""
-        for piece in self._at_hand(group)[-1:]:
-            self._cache.use(piece)
+        at_hand = self._at_hand(group)
+        if at_hand:
+            self._cache.use(at_hand[-1])
         self._num_saved.pop(group, None)
         self._reserve(group, _num_rows(group))
         slots = [self._append(sequence) for sequence in group.rows]
@@ -121,7 +127,7 @@ class KVLedger:
             group.handles = ()
             return slots
         leader = group.rows[0]
-        for piece in self._at_hand(group):
+        for piece in at_hand:
             self._operations.append(KVRestore(piece.handle, slots[0]))
             group.num_cached_tokens += len(piece.token_ids)
             if group.source_token_ids:
@@ -233,7 +239,7 @@ class KVLedger:
         self._cache = PrefixCache()
         self._num_rows.clear()
         self._num_reserved_rows = self._num_reserved_bytes = 0
-        self._touched = [0] * num_slots
+        self._touched = [(0, 0)] * num_slots
         kept = frozenset(handle for group in self._num_saved for handle in group.handles)
         self._operations = [KVRetain(kept), *map(KVFree, range(num_slots))]
         self._in_flight = ()
@@ -276,7 +282,8 @@ class KVLedger:
     @property
     def _num_spare_bytes(self) -> int:
         """What may be had for the asking: the prefix cache, and what is left in rows that nobody uses."""
-        return self._cache.num_bytes + sum(self._touched[len(self._slots) :])
+        unused = self._touched[len(self._slots) :]
+        return self._cache.num_bytes + sum(self._budget.row_bytes(*touched) for touched in unused if any(touched))
 
     def _append(self, sequence: Sequence) -> int:
         slot = self._slots.append(sequence)
@@ -299,13 +306,21 @@ class KVLedger:
         sequence = self._slots[slot]
         source = self._pieces.padded_source_length(len(sequence.group.source_token_ids))
         written = min(sequence.num_computed_tokens + 1, sequence.group.max_num_tokens)
-        self._touched[slot] = max(self._touched[slot], self._budget.row_bytes(written, source))
+        num_tokens, num_source_tokens = self._touched[slot]
+        self._touched[slot] = max(num_tokens, written), max(num_source_tokens, source)
 
     def _trim(self, slot: int) -> None:
-        """Frees a row that has more in it than its new owner has reserved."""
-        if self._touched[slot] > self._row_bytes(self._slots[slot].group):
-            self._operations.append(KVFree(slot))
-            self._touched[slot] = 0
+        """Frees a row if what is in it and what its new owner may add could come to more than that has reserved."""
+        group = self._slots[slot].group
+        source = self._pieces.padded_source_length(len(group.source_token_ids))
+        num_tokens, num_source_tokens = self._touched[slot]
+        most = self._budget.row_bytes(max(num_tokens, group.max_num_tokens), max(num_source_tokens, source))
+        if most > self._row_bytes(group):
+            self._empty(slot)
+
+    def _empty(self, slot: int) -> None:
+        self._operations.append(KVFree(slot))
+        self._touched[slot] = (0, 0)
 
     def _reserve(self, group: SequenceGroup, num_rows: int) -> None:
         change = num_rows - self._num_rows.get(group, 0)
@@ -324,9 +339,8 @@ class KVLedger:
         for slot in range(len(self._slots), self._slots.capacity):
             if self._num_spare_bytes <= room:
                 return True
-            if self._touched[slot]:
-                self._operations.append(KVFree(slot))
-                self._touched[slot] = 0
+            if any(self._touched[slot]):
+                self._empty(slot)
         while self._cache.num_bytes > room:
             self._operations.append(KVDrop(self._cache.take_oldest().handle))
         return True
@@ -345,7 +359,13 @@ class KVLedger:
         return piece
 
     def _at_hand(self, group: SequenceGroup) -> list[KeptPiece]:
-        return [] if group.handles else self._cache.find(self._pieces_of(group))
+        """What is kept of a waiting request and will not have to make room for its reservation: the last to do so."""
+        if group.handles:
+            return []
+        found = self._cache.find(self._pieces_of(group))
+        room = self._budget.num_bytes - self._num_live_bytes - self.worst_case(group)
+        totals = itertools.accumulate(piece.num_bytes for piece in found)
+        return [piece for piece, total in zip(found, totals, strict=True) if total <= room]
 
     def _pieces_of(self, group: SequenceGroup) -> Iterator[TokenIds]:
         """What may be found of a request: its source, or the chunks of its prompt whose logits nobody wants."""

@@ -13,9 +13,10 @@ Requests get rows by priority, among equals first come, first served. What is pr
   slots are free, a prompt of c pieces behind prompts of m pieces in all is computed after at most m + c steps.
 * Running rows wait, per step, for `max_prefill_tokens` of prompts at most, or for one source that is longer than that.
 * A new request starts in the first step that finds it at the head of the queue with its rows, the K/V memory of its
-  worst case and prefill budget free. Nobody overtakes the head: among equals, whoever waits comes to its turn.
-* A request that is more urgent than some that run takes their rows, if that is what it waits for: the least urgent go
-  first, their K/V are saved, and they go on later as if nothing had happened.
+  worst case and prefill budget free. Nobody overtakes the head: among equals, whoever waits comes to its turn. Only
+  where what is saved of preempted requests leaves no room for it, these go on first.
+* If what the head waits for is held by less urgent requests that run, it starts at once: the least urgent of them go,
+  or the one that is being prefilled; their K/V are saved, and they go on later as if nothing had happened.
 * Aborted, expired and finished sequences lose their slot before the next step is planned.
 * Every output of a request has one last event, and every request that `add` accepted exactly one terminal event.
 
@@ -203,11 +204,10 @@ class Scheduler:
         `now` is in `time.monotonic()` seconds. Every call must be followed by one of `commit` or `fail_running`.
         """
         self._reap(now)
-        self._preempt_for(self._waiting.first)
-        plan = StepPlan(self.pieces, self._limits.max_prefill_tokens, self._limits.max_batch_size)
-        for slot, sequence in enumerate(self._ledger.slots):
-            plan.feed(slot, sequence)
-        while (group := self._waiting.first) is not None and self._ledger.fits(group):
+        plan = self._plan_running()
+        if self._preempt_for(self._next, plan):
+            plan = self._plan_running()
+        while (group := self._next) is not None and self._ledger.fits(group):
             if not plan.can_start(group, self._ledger.num_tokens_at_hand(group)):
                 break
             self._waiting.remove(group)
@@ -246,7 +246,7 @@ class Scheduler:
         return self._take_events()
 
     def fail_running(self, error_id: str, now: float) -> tuple[TokenEvent, ...]:
-        """Ends every request that holds a slot, because a step failed and their K/V is in doubt.
+        """Ends every request that holds a slot, or lost it in this step: the step failed and their K/V is in doubt.
 
         Each gets an `EngineFailed` of its own under the one id: an error is raised once, in one request's stream.
         """
@@ -258,6 +258,16 @@ class Scheduler:
                 self._fail(group, EngineFailed(error_id), now)
         self._changed = {}
         return self._take_events()
+
+    def forget_kv(self) -> None:
+        """Forgets all that is kept in rows and besides, for others have written to the rows; nobody may hold one.
+
+        Raises:
+            RuntimeError: when somebody does.
+        """
+        if self._live:
+            raise RuntimeError(f"{len(self._live)} requests live")
+        self._ledger.fail()
 
     @property
     def running_ids(self) -> tuple[str, ...]:
@@ -337,7 +347,8 @@ class Scheduler:
         """Refuses lengths out of range: something must be given, and there must be room to generate or to score."""
         prompt, prefix, scoring = request.prompt_token_ids, request.target_prefix_token_ids, request.scoring
         max_tokens = request.stopping.max_tokens
-        if max_tokens < 1 and (max_tokens < 0 or scoring is None):
+        is_single = request.beam_search is None and request.num_rows == 1
+        if max_tokens < 1 and (max_tokens < 0 or scoring is None or not is_single):
             raise InvalidRequest("stopping.max_tokens", max_tokens, "must be at least 1")
         num_reserved = min(max_tokens, 1)
         room = self._model.context - num_reserved
@@ -380,25 +391,48 @@ class Scheduler:
         self._aborted.clear()
         self._release()
 
-    def _preempt_for(self, head: SequenceGroup | None) -> None:
-        """Takes the places of less urgent requests for the one that waits first, if that lets it start."""
+    @property
+    def _next(self) -> SequenceGroup | None:
+        """Whose turn it is: who waits first, or who was preempted first where only the end of these makes room."""
+        head = self._waiting.first
+        if head is None or self._ledger.fits_beside_saved(head):
+            return head
+        return next(group for group in self._waiting if group.handles)
+
+    def _plan_running(self) -> StepPlan:
+        """A step of those that hold slots, and of nobody else yet."""
+        plan = StepPlan(self.pieces, self._limits.max_prefill_tokens, self._limits.max_batch_size)
+        for slot, sequence in enumerate(self._ledger.slots):
+            plan.feed(slot, sequence)
+        return plan
+
+    def _preempt_for(self, head: SequenceGroup | None, plan: StepPlan) -> bool:
+        """Takes the places of less urgent requests for the one whose turn it is, if that, and only that, lets it start.
+
+        `plan` is the step without it.
+        """
         if head is None:
-            return
+            return False
         lesser = [group for group in self._ledger.running if group.request.priority < head.request.priority]
         lesser.sort(key=lambda group: group.rank, reverse=True)
-        # Whoever is in the middle of its prompt has all the prefill budget.
-        victims = [group for group in lesser if group.is_in_prompt]
+        victims: list[SequenceGroup] = []
+        if lesser and not plan.can_start(head, self._ledger.num_tokens_at_hand(head)):
+            # One that is in the middle of its prompt has the prefill budget, and at most one ever is.
+            victims = [group for group in lesser if group.is_in_prompt]
+            if not victims:
+                return False
         for group in lesser:
             if self._ledger.fits(head, victims):
                 break
             if group not in victims:
                 victims.append(group)
-        if not self._ledger.fits(head, victims):
-            return
+        if not victims or not self._ledger.fits(head, victims):
+            return False
         for group in victims:
             self._ledger.preempt(group)
             self._waiting.add(group)
             self._num_preemptions += 1
+        return True
 
     def _note_computed(self, batch: ScheduledBatch) -> None:
         """Counts what a batch has computed, and keeps what later requests may want."""

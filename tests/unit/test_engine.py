@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from model.golden import Tolerance
-from service.engine.batch import ScheduledBatch
+from service.engine.batch import PrefillChunk, ScheduledBatch
 from service.engine.engine import LastRun
 from service.engine.scheduler import EngineLimits
 from service.engine.text import TextStream
@@ -593,3 +593,18 @@ def test_engine_golden_replay_needs_an_idle_engine() -> None:
     engine.add_request(request("a"))
     with pytest.raises(RuntimeError, match="idle"):
         engine.verify_golden((), Tolerance())
+
+
+def test_engine_golden_replay_leaves_nothing_that_was_kept_before() -> None:
+    """A chunk that is still to be saved would be saved from a row that the replay has written to."""
+    runner = FakeRunner()
+    engine = fake_engine(runner)
+    prompt = range(3, 3 + 20)
+    engine.add_request(request("a", prompt, max_tokens=1))
+    drain(engine)
+    engine.verify_golden((), Tolerance())
+    runner.run(ScheduledBatch(prefills=(PrefillChunk(0, 0, (9,) * 24),)))
+    engine.add_request(request("b", prompt, max_tokens=3))
+    outputs = drain(engine)
+    assert tokens_of(outputs, "b") == expected_tokens(prompt, 3)
+    assert events_of(outputs, "b")[-1].num_cached_tokens == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from service.engine.batch import BeamRow, KVCopy, KVFree, SampleRow, ScheduledBatch
+from service.engine.batch import BeamRow, KVCopy, KVDrop, KVFree, KVRestore, KVSave, SampleRow, ScheduledBatch
 from service.engine.beam import BeamSearch
 from service.engine.engine import Engine, LastRun
 from service.engine.kv_ledger import KVBudget
@@ -28,7 +29,7 @@ from service.engine.types import (
     TokenLogprobs,
 )
 from service.errors import EngineFailed, InvalidRequest, StartupError
-from tests.fakes import CONTEXT, EOS, GREEDY, FakeRunner, fake_model, letters, noise, request
+from tests.fakes import CONTEXT, EOS, GREEDY, FakeRunner, fake_engine, fake_model, letters, noise, request
 
 LIMITS = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=16)
 
@@ -301,6 +302,143 @@ def test_schedule_first_token_comes_within_the_promised_number_of_steps(
     for index, length in enumerate(prompts):
         pieces_ahead += 1 if encoder_decoder else -(-length // limits.prefill_chunk)
         assert first[str(index)] <= pieces_ahead
+
+
+TIGHT = EngineLimits(max_batch_size=2, prefill_chunk=8, max_prefill_tokens=16)
+
+
+def tight_scheduler(num_bytes: int, limits: EngineLimits = TIGHT, *, encoder_decoder: bool = False) -> Scheduler:
+    """A byte holds a token, and there are few."""
+    return Scheduler(limits, fake_model(encoder_decoder=encoder_decoder), letters, KVBudget(num_bytes=num_bytes))
+
+
+def test_schedule_a_more_urgent_request_takes_the_place_of_the_least_urgent_that_came_last() -> None:
+    scheduler = make_scheduler(TIGHT)
+    scheduler.add(request("first", [5], max_tokens=30))
+    scheduler.add(request("last", [6], max_tokens=30))
+    step(scheduler)
+    scheduler.add(request("urgent", [7], max_tokens=2, priority=1))
+    batch = step(scheduler)
+    assert scheduler.running_ids == ("first", "urgent")
+    assert scheduler.num_preemptions == 1
+    assert [type(operation) for operation in batch.kv_operations] == [KVSave]
+    step(scheduler)
+    batch = step(scheduler)
+    assert scheduler.running_ids == ("first", "last")
+    assert [type(operation) for operation in batch.kv_operations] == [KVRestore, KVDrop]
+    assert [row.position for row in batch.decode] == [3, 1]
+
+
+def test_schedule_a_more_urgent_request_is_prefilled_before_the_rest_of_a_long_prompt() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("long", range(3, 63)))
+    step(scheduler)
+    scheduler.add(request("urgent", range(4, 20), priority=1))
+    assert chunks_of(step(scheduler)) == [(0, 0, 8), (0, 8, 8)]
+    assert scheduler.waiting_ids == ("long",)
+    batch = step(scheduler)
+    assert [(row.position, row.is_padding) for row in batch.decode] == [(16, False)]
+    assert chunks_of(batch) == [(1, 16, 8), (1, 24, 8)]
+
+
+@pytest.mark.parametrize("urgent", [[5], [5] * 8], ids=["no-chunk", "a-chunk-that-fits"])
+def test_schedule_nobody_is_preempted_for_a_request_that_can_start_beside_it(urgent: list[int]) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("long", range(3, 3 + 21)))
+    step(scheduler)
+    scheduler.add(request("urgent", urgent, priority=1))
+    step(scheduler)
+    assert scheduler.num_preemptions == 0
+    assert scheduler.running_ids == ("long", "urgent")
+
+
+def test_schedule_nobody_is_preempted_for_a_request_that_waits_for_an_equals_prompt() -> None:
+    scheduler = make_scheduler(TIGHT)
+    scheduler.add(request("lesser", [5], max_tokens=30))
+    step(scheduler)
+    scheduler.add(request("long", range(3, 63), priority=1))
+    step(scheduler)
+    scheduler.add(request("urgent", range(4, 12), priority=1))
+    for _ in range(2):
+        step(scheduler)
+        assert scheduler.running_ids == ("lesser", "long")
+    while scheduler.num_preemptions == 0:
+        step(scheduler)
+    assert scheduler.running_ids == ("long", "urgent")
+
+
+def test_schedule_saved_requests_go_first_where_they_leave_no_room_for_a_more_urgent_one() -> None:
+    """Otherwise each would wait for the other: what is saved gives its memory back only when its request ends."""
+    scheduler = tight_scheduler(40)
+    scheduler.add(request("saved", [5] * 20, max_tokens=20))
+    for _ in range(3):
+        step(scheduler)
+    scheduler.add(request("stepping-stone", [6], max_tokens=2, priority=1))
+    step(scheduler)
+    scheduler.add(request("large", [7] * 15, max_tokens=15, priority=1))
+    order = []
+    for _ in range(60):
+        order += [name for name in scheduler.running_ids if name not in order]
+        step(scheduler)
+    assert order == ["stepping-stone", "saved", "large"]
+    assert not scheduler.has_work
+
+
+def test_schedule_what_must_make_room_for_a_request_is_not_at_hand_for_it() -> None:
+    """It would have to be computed after all, in a step that has no budget for it."""
+    limits = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=16)
+    scheduler = tight_scheduler(16 + 16 + 10 + 10, limits, encoder_decoder=True)
+    scheduler.add(request("a", [5] * 16, max_tokens=1))
+    step(scheduler)
+    scheduler.add(request("b", [6] * 16, max_tokens=9))
+    scheduler.add(request("c", [5] * 16, max_tokens=9))
+    for source in (6, 5):
+        ((group,),) = [step(scheduler).encodes]
+        assert [row.token_ids[0] for row in group.rows] == [source]
+
+
+@pytest.mark.parametrize("lengths", [(64, 2), (2, 64)], ids=["a-source-then-tokens", "tokens-then-a-source"])
+def test_schedule_rows_hold_no_more_than_the_budget_whatever_their_owners_had_of_each_kind(
+    lengths: tuple[int, int],
+) -> None:
+    limits = EngineLimits(max_batch_size=1, prefill_chunk=8, max_prefill_tokens=64)
+    budget, runner = KVBudget(num_bytes=70), FakeRunner(1)
+    engine = fake_engine(runner, encoder_decoder=True, limits=limits, kv_budget=budget)
+    for length in lengths:
+        engine.add_request(request(f"r{length}", [5] * length, max_tokens=5 if length == 64 else 53))
+        while engine.has_work:
+            engine.step()
+            assert runner.num_held_bytes(budget) <= budget.num_bytes
+
+
+def test_schedule_failing_a_step_ends_who_was_to_be_saved_in_it_and_nobody_saved_before() -> None:
+    limits = EngineLimits(max_batch_size=1, prefill_chunk=8, max_prefill_tokens=8)
+    scheduler = make_scheduler(limits)
+    for priority, name in enumerate(("saved", "in-flight", "urgent")):
+        scheduler.add(request(name, [5], max_tokens=9, priority=priority))
+        batch = scheduler.schedule(0.0)
+        if name != "urgent":
+            commit(scheduler, batch)
+    events = scheduler.fail_running("id", 0.0)
+    assert [event.request_id for event in events] == ["urgent", "in-flight"]
+    assert scheduler.waiting_ids == ("saved",)
+    scheduler.check_invariants()
+    assert [row.position for row in step(scheduler).decode] == [1]
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"sampling": SamplingParams(n=2)}, {"beam_search": BeamSearchParams(beam_size=2)}], ids=["n", "beams"]
+)
+def test_schedule_refuses_several_outputs_where_nothing_is_generated(wanted: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"stopping\.max_tokens: must be at least 1"):
+        make_scheduler().add(request("a", [5, 6], max_tokens=0, scoring=PromptScoring(), **wanted))
+
+
+def test_schedule_kv_is_forgotten_only_while_nobody_is_there() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a"))
+    with pytest.raises(RuntimeError, match="1 requests live"):
+        scheduler.forget_kv()
 
 
 BUDGET = KVBudget(num_bytes=3 * (2 * 2 * CONTEXT + 24), token_bytes=3, source_token_bytes=3, page_tokens=4)
