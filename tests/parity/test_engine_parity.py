@@ -19,6 +19,7 @@ from model import artifact, golden, reference
 from model.artifact import DECODER, PREFILL, KVPrecision, Manifest, Precision
 from model.config import Architecture, ModelConfig
 from model.tokenizer import Tokenizer
+from model.transformer import Transformer
 from service.engine.batch import (
     DecodeRow,
     EncodeRow,
@@ -36,11 +37,14 @@ from service.engine.batch import (
 )
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_runner, model_shape
+from service.engine.kv_ledger import KVBudget
+from service.engine.kv_memory import plan_kv_memory
 from service.engine.runner import OrtRunner, Runner
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.session import GraphSession, SessionOptions
 from service.engine.types import (
+    BeamSearchParams,
     FinishReason,
     GenerationRequest,
     PromptScoring,
@@ -54,7 +58,7 @@ from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_config
 from tests.fakes import drain, events_of, tokens_of
 
 Float32 = npt.NDArray[np.float32]
-Logits = dict[tuple[int, int], bytes]
+Logits = dict[tuple[int, int, int], bytes]
 
 TOLERANCE = golden.TOLERANCES[Precision.FP32]
 THREADS = SessionOptions(intra_op_threads=2, allow_spinning=False)
@@ -104,20 +108,22 @@ ANSWERING = pytest.mark.parametrize("variant", ["rotary", "sinusoidal", "rotary-
 
 
 class Recorder:
-    """A runner that remembers the bits of every row that is sampled, by (seed, position)."""
+    """A runner that remembers the bits of every row that is sampled, by (seed, output, position), and what it did."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.logits: Logits = {}
+        self.operations: list[KVOperation] = []
         self.max_rows = 0
         self.num_padding_rows = 0
 
     def run(self, batch: ScheduledBatch) -> Float32:
         logits = self._runner.run(batch)
+        self.operations += batch.kv_operations
         self.max_rows = max(self.max_rows, len(batch.decode))
         self.num_padding_rows += sum(row.is_padding for row in batch.decode)
         for sample in batch.samples:
-            self.logits[sample.seed, sample.position] = logits[sample.slot].tobytes()
+            self.logits[sample.seed, sample.output_index, sample.position] = logits[sample.slot].tobytes()
         return logits
 
 
@@ -137,10 +143,10 @@ class Served:
     def config(self) -> ModelConfig:
         return self.manifest.config
 
-    def engine(self) -> Engine:
+    def engine(self, kv_budget: KVBudget | None = None) -> Engine:
         """Fresh sequences over stale K/V, as after other requests."""
-        self.recorder.logits = {}
-        scheduler = Scheduler(self.limits, model_shape(self.manifest), self.decode)
+        self.recorder.logits, self.recorder.operations = {}, []
+        scheduler = Scheduler(self.limits, model_shape(self.manifest), self.decode, kv_budget)
         return Engine(scheduler, self.recorder, Sampler(), LastRun())
 
     def forget_kept(self) -> None:
@@ -376,7 +382,7 @@ def test_engine_serves_the_references_greedy_tokens_to_ragged_joining_and_leavin
         seed = request.sampling.seed
         assert seed is not None
         positions = range(len(given), len(given) + len(output))
-        actual = np.stack([np.frombuffer(host.recorder.logits[seed, at], np.float32) for at in positions])
+        actual = np.stack([np.frombuffer(host.recorder.logits[seed, 0, at], np.float32) for at in positions])
         max_error = max(max_error, float(np.abs(actual - expected).max()))
     assert num_equal / num_asked >= 0.999
     assert max_error <= TOLERANCE.absolute
@@ -397,7 +403,7 @@ def test_law_of_company_the_bits_of_logits_and_tokens_depend_on_the_request_alon
     aborts = data.draw(st.dictionaries(st.sampled_from(names), st.integers(0, 5), max_size=len(names) // 2))
     outputs = run(host.engine(), list(zip(delays, requests, strict=True)), aborts)
     differing = [key for key, bits in host.recorder.logits.items() if logits[key] != bits]
-    assert not differing, f"logits differ at (seed, position) {differing}"
+    assert not differing, f"logits differ at (seed, output, position) {differing}"
     for name in names:
         seen = tokens_of(outputs, name)
         assert seen == tokens[name][: len(seen)]
@@ -691,6 +697,241 @@ def test_law_of_company_holds_for_short_prompts_that_are_computed_together(varia
     for slots in ((0, 1, 2, 3), (6, 1, 7, 3), (7, 6), (2, 5, 0)):
         together = prefill(dict(zip(slots, prompts, strict=False)))
         assert [together[slot] for slot in slots] == alone[: len(slots)]
+
+
+def ask(host: Served, *requests: GenerationRequest) -> list[StepOutput]:
+    """What a cold engine makes of these at once."""
+    engine = host.engine()
+    for request in requests:
+        engine.add_request(request)
+    return drain(engine)
+
+
+def answer_of(outputs: Sequence[StepOutput], request: GenerationRequest) -> list[tuple[object, ...]]:
+    """All that a client is told of its outputs, to the last bit; in what order outputs take turns is not promised."""
+    events = sorted(events_of(outputs, request.request_id), key=lambda event: event.output_index)
+    return [(event.output_index, event.token_id, event.logprobs, event.finish_reason, event.score) for event in events]
+
+
+def num_cached(outputs: Sequence[StepOutput], request: GenerationRequest) -> int:
+    return events_of(outputs, request.request_id)[-1].num_cached_tokens
+
+
+def long_request(config: ModelConfig, number: int = 1, **changes: Any) -> GenerationRequest:
+    """Of several chunks or a source, and a dozen sampled tokens with their log-probabilities."""
+    request = make_request(config, number, 61, temperature=0.9, top_p=0.95)
+    prefix = (5, 6, 7, 8) if config.is_encoder_decoder else ()
+    stopping = StoppingParams(max_tokens=12, ignore_eos=True)
+    return dataclasses.replace(request, stopping=stopping, target_prefix_token_ids=prefix, logprobs=2, **changes)
+
+
+def forks(config: ModelConfig, number: int = 1) -> list[GenerationRequest]:
+    """One prompt three ways: by itself, with three outputs, as a beam search."""
+    request = long_request(config, number)
+    return [
+        request,
+        dataclasses.replace(request, request_id="n", sampling=dataclasses.replace(request.sampling, n=3)),
+        dataclasses.replace(request, request_id="beams", beam_search=BeamSearchParams(beam_size=3, num_hypotheses=2)),
+    ]
+
+
+# Each family in full precision, with rounded weights, and where there is one over a rounded cache.
+LIVES = pytest.mark.parametrize(
+    "variant",
+    ["rotary", "sinusoidal", "learned-int8", "encoder-rotary-int8", "rotary-int4", "learned-int8-kv-int8"],
+)
+
+
+@LIVES
+def test_law_of_company_holds_for_requests_that_find_their_prompt_or_source_computed(variant: str) -> None:
+    """By another request, of other tokens behind the shared ones or of the same, also for several outputs and beams."""
+    host = served(variant)
+    chunk = host.limits.prefill_chunk
+    for request in forks(host.config):
+        cold = ask(host, request)
+        logits = dict(host.recorder.logits)
+        assert num_cached(cold, request) == 0
+        prompt, others = request.prompt_token_ids, make_request(host.config, 2, 61).prompt_token_ids
+        shares = (len(prompt),) if host.config.is_encoder_decoder else (len(prompt), 2 * chunk + 3, chunk)
+        for shared in shares:
+            engine = host.engine()
+            before = dataclasses.replace(
+                request, request_id="before", prompt_token_ids=prompt[:shared] + others[shared:]
+            )
+            engine.add_request(before)
+            drain(engine)
+            engine.add_request(request)
+            warm = drain(engine)
+            assert answer_of(warm, request) == answer_of(cold, request)
+            assert all(host.recorder.logits[key] == bits for key, bits in logits.items())
+            # The last token's logits are wanted, so that its chunk is computed in any case.
+            expected = shared if host.config.is_encoder_decoder else min(shared, len(prompt) - 1) // chunk * chunk
+            assert num_cached(warm, request) == expected
+
+
+@LIVES
+def test_law_of_company_holds_for_requests_that_more_urgent_ones_interrupt(variant: str) -> None:
+    """After any number of steps, in mid-prompt and in mid-output: their rows are saved and come back."""
+    host = served(variant, max_batch_size=4, max_prefill_tokens=16)
+    for request in forks(host.config):
+        undisturbed = ask(host, request)
+        logits = dict(host.recorder.logits)
+        urgent = dataclasses.replace(long_request(host.config, 3), request_id="urgent", priority=1)
+        # It takes all rows, so that whoever runs must go.
+        urgent = dataclasses.replace(urgent, sampling=dataclasses.replace(urgent.sampling, n=4))
+        expected = ask(host, urgent)
+        for num_steps in (1, 2, 4, 5, 9, 15):
+            engine = host.engine(KVBudget(num_bytes=1 << 20))
+            engine.add_request(request)
+            outputs = [engine.step() for _ in range(num_steps)]
+            was_running = engine.has_work
+            engine.add_request(urgent)
+            outputs += drain(engine)
+            engine.add_request(dataclasses.replace(make_request(host.config, 4, 9), request_id="later"))
+            outputs += drain(engine)
+            assert sum(output.stats.num_preemptions for output in outputs) == was_running
+            assert answer_of(outputs, request) == answer_of(undisturbed, request)
+            assert answer_of(outputs, urgent) == answer_of(expected, urgent)
+            assert all(host.recorder.logits[key] == bits for key, bits in logits.items())
+            assert num_cached(outputs, request) == 0
+
+
+@LIVES
+def test_law_of_company_holds_for_each_output_whatever_their_number(variant: str) -> None:
+    """Output 0 is that of a request for one, and the others are the same among two and among four."""
+    host = served(variant)
+    request = long_request(host.config)
+    single = ask(host, request)
+    expected = dict(enumerate([tokens_of(single, request.request_id)]))
+    logits = dict(host.recorder.logits)
+    for num_outputs in (2, 3, 4):
+        several = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, n=num_outputs))
+        for company in ((), pool(host.config)):
+            outputs = ask(host, *company, dataclasses.replace(several, request_id="several"))
+            for index in range(num_outputs):
+                tokens = tokens_of(outputs, "several", index)
+                assert tokens == expected.setdefault(index, tokens)
+            if not company:
+                assert host.recorder.logits.keys() >= logits.keys()
+    assert len(set(map(tuple, expected.values()))) == 4
+
+
+@LIVES
+def test_law_of_company_holds_for_beams(variant: str) -> None:
+    """Tokens, log-probabilities and scores are the same alone and crowded, first and last."""
+    host = served(variant)
+    searches = [
+        dataclasses.replace(
+            long_request(host.config, number),
+            request_id=f"beams{number}",
+            beam_search=BeamSearchParams(beam_size=beam_size, num_hypotheses=2, no_repeat_ngram_size=number),
+        )
+        for number, beam_size in enumerate((2, 3, 5))
+    ]
+    expected = [answer_of(ask(host, search), search) for search in searches]
+    for requests in ((*pool(host.config), *searches), (*searches, *pool(host.config))):
+        outputs = ask(host, *requests)
+        assert [answer_of(outputs, search) for search in searches] == expected
+
+
+@LIVES
+def test_law_of_company_holds_under_a_tight_budget(variant: str) -> None:
+    """Requests wait, what is kept is given up, and what is interrupted is saved: the same bits, in little memory."""
+    host = served(variant)
+    config = host.config
+    tokens, _ = alone(variant)
+    # Counted by the token: rows as short as these would all take one page.
+    by_token = dataclasses.replace(plan_kv_memory(host.manifest, 1, None), page_tokens=1, source_page_tokens=1)
+    tight = dataclasses.replace(by_token, num_bytes=5 * by_token.row_bytes(config.context, config.source_context))
+    extra = [
+        dataclasses.replace(each, request_id=f"{each.request_id}-{number}", priority=priority)
+        for number in range(20, 23)
+        for priority, each in enumerate(forks(config, number))
+    ]
+    expected = [answer_of(ask(host, each), each) for each in extra]
+    engine = host.engine(tight)
+    arrivals = [
+        *pool(config),
+        *extra,
+        *(dataclasses.replace(each, request_id=f"{each.request_id}-again") for each in pool(config)),
+    ]
+    outputs: list[StepOutput] = []
+    for each in arrivals:
+        engine.add_request(each)
+        outputs += [engine.step() for _ in range(3)]
+        assert host.kv.stored_bytes <= tight.num_bytes
+    outputs += drain(engine)
+    for name, wanted in tokens.items():
+        assert tokens_of(outputs, name) == tokens_of(outputs, f"{name}-again") == wanted
+    assert [answer_of(outputs, each) for each in extra] == expected
+    assert sum(output.stats.num_preemptions for output in outputs) > 0
+    restored = {operation.handle for operation in host.recorder.operations if isinstance(operation, KVRestore)}
+    dropped = {operation.handle for operation in host.recorder.operations if isinstance(operation, KVDrop)}
+    assert dropped - restored, "nothing that was kept had to make room"
+
+
+def search_slowly(
+    given: Sequence[int],
+    source: Sequence[int] | None,
+    request: GenerationRequest,
+    model: Transformer,
+    end_ids: frozenset[int],
+) -> list[tuple[float, list[int]]]:
+    """Beam search by the book: every continuation of every beam, each from a whole forward; score and tokens."""
+    params = request.beam_search
+    assert params is not None
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    finished: list[tuple[float, list[int]]] = []
+    for length in range(1, request.stopping.max_tokens + 1):
+        candidates: list[tuple[float, list[int]]] = []
+        for total, tokens in beams:
+            logprobs = reference.logits(model, [*given, *tokens], source)[-1].double().log_softmax(-1)
+            candidates += [(total + each, [*tokens, token]) for token, each in enumerate(logprobs.tolist())]
+        candidates.sort(key=lambda candidate: -candidate[0])
+        is_last = length == request.stopping.max_tokens
+        for total, tokens in candidates[: params.beam_size]:
+            if is_last or tokens[-1] in end_ids:
+                finished.append((total / length**params.length_penalty, tokens))
+        beams = [candidate for candidate in candidates if candidate[1][-1] not in end_ids][: params.beam_size]
+        if len(finished) >= max(params.beam_size * params.patience, params.num_hypotheses):
+            break
+    finished.sort(key=lambda hypothesis: -hypothesis[0])
+    return finished[: params.num_hypotheses]
+
+
+@FAMILIES
+def test_engine_beam_search_is_that_of_the_book_on_the_reference(family: str) -> None:
+    config = tiny_config(family)
+    host = served("rotary" if family == DECODER_ONLY else "sinusoidal")
+    model = random_model(config)
+    ends = []
+    for number, (beam_size, penalty, patience) in enumerate(
+        [(1, 1.0, 1.0), (2, 0.0, 1.0), (3, 1.0, 1.0), (4, 2.0, 2.0), (5, 0.5, 0.4), (8, 1.0, 1.0)]
+    ):
+        # Many tokens stop it, so that ends are among the best continuations.
+        stops = frozenset(np.random.default_rng(number).choice(config.vocab_size, 60, replace=False).tolist())
+        request = dataclasses.replace(
+            make_request(config, number, 5 + 9 * number),
+            stopping=StoppingParams(max_tokens=7, stop_token_ids=stops),
+            beam_search=BeamSearchParams(
+                beam_size=beam_size,
+                num_hypotheses=(beam_size + 1) // 2,
+                length_penalty=penalty,
+                patience=patience,
+            ),
+        )
+        prompt = request.prompt_token_ids
+        given, source = ([config.bos_id], prompt) if config.is_encoder_decoder else (prompt, None)
+        expected = search_slowly(given, source, request, model, stops | set(host.manifest.eos_ids))
+        outputs = ask(host, request)
+        for index, (score, tokens) in enumerate(expected):
+            last = next(
+                e for e in events_of(outputs, request.request_id) if e.output_index == index and e.finish_reason
+            )
+            assert last.score == pytest.approx(score, abs=1e-5)
+            assert tokens_of(outputs, request.request_id, index) == tokens
+            ends.append(last.finish_reason)
+    assert set(ends) == {FinishReason.STOP, FinishReason.LENGTH}
 
 
 @FAMILIES
