@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event as note
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -494,7 +495,7 @@ class Life(RuleBasedStateMachine):
             raise RuntimeError("the runner fails")
         self.was_run = True
         for operation in batch.kv_operations:
-            event(f"{type(operation).__name__}{' behind what is shared' if getattr(operation, 'start', 0) else ''}")
+            note(f"{type(operation).__name__}{' behind what is shared' if getattr(operation, 'start', 0) else ''}")
 
     @rule(
         # Few lengths, so that sources return.
@@ -680,7 +681,7 @@ class EncoderDecoderLife(Life):
     encoder_decoder = True
 
 
-Life.TestCase.settings = settings(max_examples=120, stateful_step_count=30)
+Life.TestCase.settings = settings(max_examples=80, stateful_step_count=30)
 EncoderDecoderLife.TestCase.settings = Life.TestCase.settings
 TestDecoderOnlyLife = Life.TestCase
 TestEncoderDecoderLife = EncoderDecoderLife.TestCase
