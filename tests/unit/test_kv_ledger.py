@@ -17,7 +17,7 @@ CHUNK = 4
 
 def make_ledger(num_bytes: int = 1000, num_slots: int = 4) -> KVLedger:
     """A byte holds a token."""
-    pieces = Pieces(chunk=CHUNK, source_padding=4, source_context=64)
+    pieces = Pieces(chunk=CHUNK, context=64, prompt_padding=4, short_prompt=0, source_padding=4, source_context=64)
     ledger = KVLedger(num_slots, KVBudget(num_bytes=num_bytes), pieces)
     assert ledger.take_operations() == (KVRetain(frozenset()),)
     return ledger
