@@ -173,3 +173,31 @@ def test_ledger_rows_that_nobody_uses_are_freed_before_anything_kept_is_dropped(
     admit(ledger, make_group([50], max_tokens=31, order=2))
     assert operations(ledger) == (KVFree(1),)
     assert ledger.num_kept_bytes == 2 * CHUNK
+
+
+def test_ledger_what_follows_a_piece_that_was_found_is_kept_below_it() -> None:
+    ledger = make_ledger()
+    prompts = ([*range(10)], [0, 1, 2, 3, 60, 61, 62, 63, 64])
+    for order, prompt in enumerate(prompts):
+        group = make_group(prompt, order=order)
+        admit(ledger, group)
+        compute(ledger, group)
+    for order, prompt in enumerate(prompts, 2):
+        assert ledger.num_tokens_at_hand(make_group(prompt, order=order)) == 2 * CHUNK
+
+
+def test_ledger_a_chunk_is_not_kept_without_those_before_it() -> None:
+    ledger = make_ledger(18 + 10)
+    long, short = make_group([*range(10)], order=0), make_group([50, 51], order=1)
+    for group in (long, short):
+        admit(ledger, group)
+    (leader,) = long.sequences
+    leader.num_computed_tokens = CHUNK
+    ledger.keep_chunk(0, 0, CHUNK)
+    assert ledger.num_kept_bytes == 0
+    short.sequences[0].num_computed_tokens = 2
+    short.sequences = []
+    ledger.release([short])
+    leader.num_computed_tokens += CHUNK
+    ledger.keep_chunk(0, CHUNK, CHUNK)
+    assert ledger.num_kept_bytes == 0
