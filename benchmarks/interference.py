@@ -1,7 +1,7 @@
 """What a long prompt does to those who are being answered: waits between tokens before it comes and while it is read.
 
     python -m benchmarks.interference [--model llama-110m] [--precision int8] [--streams 8] [--prompt 3000]
-                                      [--repeats 5] [--chunk 256] [--quick] [--docs]
+                                      [--repeats 5] [--chunk 128] [--quick] [--docs]
 
 Over gRPC, on a server of its own. In every repeat the streams run for a while, then the long prompt is sent; "before"
 is every wait that ended between the streams' start and then, "during" every wait that overlaps the time until its first
@@ -59,7 +59,7 @@ class Settings:
     lead: int = 16
     window: int = 128
     repeats: int = 5
-    chunk: int = 256
+    chunk: int = 128
     threads: int = 1
     seed: int = 0
 

@@ -24,7 +24,7 @@ from model.config import AttentionScore, ModelConfig
 from model.golden import Feed, Float32, GoldenCase, Int64, Step, staggered
 from model.transformer import Transformer, num_parameters
 
-CHUNK = 256
+CHUNK = 128
 """The prefill chunk that the cases straddle: the server's default."""
 
 _SEED = 20170612

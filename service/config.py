@@ -143,7 +143,7 @@ class ServeConfig:
     metrics_port: Annotated[int, Option("port for metrics; 0 lets the system choose", _integer(0, 65535))] = 8002
     max_batch_size: Annotated[int, Option("sequences that run at once, per model", _integer(1, 1024))] = 32
     max_queue_size: Annotated[int, Option("requests that may wait besides, per model", _integer(0, 1_000_000))] = 256
-    prefill_chunk: Annotated[int, Option("prompt tokens computed per step", _integer(1, 65536))] = 256
+    prefill_chunk: Annotated[int, Option("prompt tokens computed per step", _integer(1, 65536))] = 128
     prefill_provider: Annotated[
         PrefillProvider,
         Option(

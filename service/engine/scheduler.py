@@ -62,8 +62,8 @@ class EngineLimits:
     """
 
     max_batch_size: int = 32
-    prefill_chunk: int = 256
-    max_prefill_tokens: int = 256
+    prefill_chunk: int = 128
+    max_prefill_tokens: int = 128
     prompt_padding: int = 4
     short_prompt: int = 32
     source_padding: int = 16
