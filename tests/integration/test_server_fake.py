@@ -525,7 +525,7 @@ async def test_higher_priority_goes_before_those_that_came_earlier() -> None:
         return next(
             index
             for index, batch in enumerate(runner.batches)
-            if any(chunk.token_ids == prompt[: len(chunk.token_ids)] for chunk in batch.prefills)
+            if any(row.token_ids == prompt for group in batch.prefill_groups for row in group.rows)
         )
 
     async with running(runner=runner) as server:
