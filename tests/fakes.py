@@ -28,9 +28,10 @@ from service.engine.batch import (
     ScheduledBatch,
 )
 from service.engine.engine import Engine, LastRun
+from service.engine.intake import ModelShape
 from service.engine.kv_ledger import KVBudget
 from service.engine.sampler import Sampler
-from service.engine.scheduler import EngineLimits, ModelShape, Scheduler
+from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.text import Decode
 from service.engine.types import (
     BeamSearchParams,

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from model.artifact import DECODER, ENCODER, PREFILL, Manifest
 from service.engine.engine import Engine, LastRun
+from service.engine.intake import ModelShape
 from service.engine.kv_cache import SlotKV
 from service.engine.kv_memory import check_memory, plan_kv_memory
 from service.engine.memory import resident_bytes
 from service.engine.prefill_provider import openvino_for
 from service.engine.runner import OrtRunner
 from service.engine.sampler import Sampler
-from service.engine.scheduler import EngineLimits, ModelShape, Scheduler
+from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.session import GraphSession, SessionOptions
 from service.engine.text import Decode
 from service.engine.types import PrefillProvider

@@ -26,24 +26,23 @@ Runs on the engine thread alone; knows no tensors, no clock (it is told the time
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import secrets
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from service.engine.batch import ScheduledBatch
-from service.engine.beam import BeamSearch, Hypothesis
+from service.engine.beam import Hypothesis
 from service.engine.deadlines import Deadlines
 from service.engine.failure import report_failure
+from service.engine.intake import Intake, ModelShape
 from service.engine.kv_ledger import KVBudget, KVLedger
-from service.engine.logits import make_beam_rules, make_rules
 from service.engine.plan import Pieces, Planned, StepPlan
 from service.engine.sampler import Expansion, SampledToken
 from service.engine.sequence import Sequence, SequenceGroup
-from service.engine.text import Decode, TextStream
+from service.engine.text import Decode
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
 from service.engine.waiting import WaitingQueue
-from service.errors import EngineFailed, InvalidRequest, PromptTooLong, StartupError
+from service.errors import EngineFailed, InvalidRequest, StartupError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,21 +82,6 @@ class EngineLimits:
             raise StartupError(problems)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """What scheduling must know of a model: `source_context` and `decoder_start_id` make it an encoder-decoder."""
-
-    context: int
-    eos_ids: frozenset[int]
-    source_context: int | None = None
-    decoder_start_id: int = 0
-
-    @property
-    def is_encoder_decoder(self) -> bool:
-        """Whether prompts are sources, encoded once."""
-        return self.source_context is not None
-
-
 class Scheduler:
     """Owns every sequence, the waiting queue and the slots.
 
@@ -118,9 +102,7 @@ class Scheduler:
         draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
         self._limits = limits
-        self._model = model
-        self._decode = decode
-        self._draw_seed = draw_seed
+        self._intake = Intake(model, decode, draw_seed)
         self.pieces = Pieces(
             chunk=1 if model.is_encoder_decoder else limits.prefill_chunk,
             context=model.context,
@@ -132,7 +114,6 @@ class Scheduler:
         whole = limits.max_batch_size * (model.context + (model.source_context or 0))
         self._budget = kv_budget or KVBudget(num_bytes=whole)
         self._ledger = KVLedger(limits.max_batch_size, self._budget, self.pieces)
-        self._orders = itertools.count()
         self._waiting = WaitingQueue()
         self._live: dict[str, SequenceGroup] = {}
         self._deadlines = Deadlines()
@@ -186,8 +167,7 @@ class Scheduler:
         """
         if request.request_id in self._live:
             raise InvalidRequest("request_id", request.request_id, "must not be in use by another request")
-        self._check(request)
-        group = self._new_group(request)
+        group = self._intake.make(request)
         self._check_size(group)
         self._live[request.request_id] = group
         self._waiting.add(group)
@@ -294,78 +274,6 @@ class Scheduler:
                 raise AssertionError(f"slot {slot}: {sequence.num_computed_tokens} of {sequence.num_tokens} computed")
         if any(bool(group.num_computed_tokens) != bool(group.handles) for group in self._waiting):
             raise AssertionError("a waiting request has K/V that are not saved")
-
-    def _new_group(self, request: GenerationRequest) -> SequenceGroup:
-        prompt, prefix, stopping = request.prompt_token_ids, request.target_prefix_token_ids, request.stopping
-        given = (self._model.decoder_start_id, *prefix) if self._model.is_encoder_decoder else prompt
-        eos_ids = frozenset() if stopping.ignore_eos else self._model.eos_ids
-        max_num_tokens = min(self._model.context, len(given) + stopping.max_tokens)
-        beam_search = request.beam_search
-        group = SequenceGroup(
-            request=request,
-            order=next(self._orders),
-            source_token_ids=prompt if self._model.is_encoder_decoder else (),
-            prompt_token_ids=given,
-            max_num_tokens=max_num_tokens,
-            eos_ids=eos_ids,
-            is_forked=request.beam_search is not None or request.sampling.n == 1,
-            beams=None
-            if beam_search is None
-            else BeamSearch(
-                beam_search,
-                eos_ids=eos_ids,
-                stop_token_ids=stopping.stop_token_ids,
-                max_tokens=max_num_tokens - len(given),
-            ),
-        )
-        seed = self._draw_seed() if request.sampling.seed is None else request.sampling.seed
-        num_sequences = 1 if beam_search is not None else request.sampling.n
-        group.sequences += [self._new_sequence(group, index, seed) for index in range(num_sequences)]
-        return group
-
-    def _new_sequence(self, group: SequenceGroup, index: int, seed: int) -> Sequence:
-        request, given = group.request, group.prompt_token_ids
-        prefix, stopping = request.target_prefix_token_ids, request.stopping
-        seen = prefix if self._model.is_encoder_decoder else given
-        return Sequence(
-            group=group,
-            index=index,
-            # Nothing comes after the last token of a prompt that is only scored.
-            token_ids=list(given if group.generates else given[:-1]),
-            seed=seed,
-            text=TextStream(
-                self._decode, stopping.stop, include_stop=stopping.include_stop_in_output, prefix_token_ids=prefix
-            )
-            if stopping.stop
-            else None,
-            rules=make_rules(request.sampling, stopping, self._model.eos_ids, seen)
-            if request.beam_search is None
-            else make_beam_rules(request.beam_search, stopping, self._model.eos_ids, seen),
-        )
-
-    def _check(self, request: GenerationRequest) -> None:
-        """Refuses lengths out of range: something must be given, and there must be room to generate or to score."""
-        prompt, prefix, scoring = request.prompt_token_ids, request.target_prefix_token_ids, request.scoring
-        max_tokens = request.stopping.max_tokens
-        is_single = request.beam_search is None and request.num_rows == 1
-        if max_tokens < 1 and (max_tokens < 0 or scoring is None or not is_single):
-            raise InvalidRequest("stopping.max_tokens", max_tokens, "must be at least 1")
-        num_reserved = min(max_tokens, 1)
-        room = self._model.context - num_reserved
-        longest = room if self._model.source_context is None else self._model.source_context
-        if not prompt:
-            raise InvalidRequest("prompt", prompt, "must have at least 1 token")
-        if len(prompt) > longest:
-            raise PromptTooLong("prompt", len(prompt), f"must have at most {longest} tokens")
-        if prefix and not self._model.is_encoder_decoder:
-            raise InvalidRequest("target_prefix", prefix, "must be empty for a decoder-only model")
-        if prefix and len(prefix) >= room:
-            raise PromptTooLong("target_prefix", len(prefix), f"must have at most {room - 1} tokens")
-        num_given = 1 + len(prefix) if self._model.is_encoder_decoder else len(prompt)
-        # Without a token to generate, one to score must be the sequence's end.
-        most = num_given - 1 + num_reserved
-        if scoring is not None and not 1 <= scoring.start <= most:
-            raise InvalidRequest("scoring.start", scoring.start, f"must be from 1 to {most}")
 
     def _check_size(self, group: SequenceGroup) -> None:
         """Refuses a request that could not run even alone."""

@@ -1,0 +1,126 @@
+"""From a request to what the engine has of it while it lives: lengths checked, outputs laid out, rules and text ready.
+
+Knows the model and no slots, no memory and no other request.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from service.engine.beam import BeamSearch
+from service.engine.logits import make_beam_rules, make_rules
+from service.engine.sequence import Sequence, SequenceGroup
+from service.engine.text import Decode, TextStream
+from service.engine.types import GenerationRequest
+from service.errors import InvalidRequest, PromptTooLong
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What scheduling must know of a model: `source_context` and `decoder_start_id` make it an encoder-decoder."""
+
+    context: int
+    eos_ids: frozenset[int]
+    source_context: int | None = None
+    decoder_start_id: int = 0
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether prompts are sources, encoded once."""
+        return self.source_context is not None
+
+
+class Intake:
+    """Makes groups of requests, in the order of arrival.
+
+    Args:
+        model: what the model dictates.
+        decode: ids to text, for requests with stop strings.
+        draw_seed: a fresh uint64 for each request that brings no seed.
+    """
+
+    def __init__(self, model: ModelShape, decode: Decode, draw_seed: Callable[[], int]) -> None:
+        self._model = model
+        self._decode = decode
+        self._draw_seed = draw_seed
+        self._orders = itertools.count()
+
+    def make(self, request: GenerationRequest) -> SequenceGroup:
+        """A request as the engine has it from now on.
+
+        Raises:
+            InvalidRequest: when something is out of range.
+        """
+        self._check(request)
+        prompt, prefix, stopping = request.prompt_token_ids, request.target_prefix_token_ids, request.stopping
+        given = (self._model.decoder_start_id, *prefix) if self._model.is_encoder_decoder else prompt
+        eos_ids = frozenset() if stopping.ignore_eos else self._model.eos_ids
+        max_num_tokens = min(self._model.context, len(given) + stopping.max_tokens)
+        beam_search = request.beam_search
+        group = SequenceGroup(
+            request=request,
+            order=next(self._orders),
+            source_token_ids=prompt if self._model.is_encoder_decoder else (),
+            prompt_token_ids=given,
+            max_num_tokens=max_num_tokens,
+            eos_ids=eos_ids,
+            is_forked=request.beam_search is not None or request.sampling.n == 1,
+            beams=None
+            if beam_search is None
+            else BeamSearch(
+                beam_search,
+                eos_ids=eos_ids,
+                stop_token_ids=stopping.stop_token_ids,
+                max_tokens=max_num_tokens - len(given),
+            ),
+        )
+        seed = self._draw_seed() if request.sampling.seed is None else request.sampling.seed
+        num_sequences = 1 if beam_search is not None else request.sampling.n
+        group.sequences += [self._new_sequence(group, index, seed) for index in range(num_sequences)]
+        return group
+
+    def _new_sequence(self, group: SequenceGroup, index: int, seed: int) -> Sequence:
+        request, given = group.request, group.prompt_token_ids
+        prefix, stopping = request.target_prefix_token_ids, request.stopping
+        seen = prefix if self._model.is_encoder_decoder else given
+        return Sequence(
+            group=group,
+            index=index,
+            # Nothing comes after the last token of a prompt that is only scored.
+            token_ids=list(given if group.generates else given[:-1]),
+            seed=seed,
+            text=TextStream(
+                self._decode, stopping.stop, include_stop=stopping.include_stop_in_output, prefix_token_ids=prefix
+            )
+            if stopping.stop
+            else None,
+            rules=make_rules(request.sampling, stopping, self._model.eos_ids, seen)
+            if request.beam_search is None
+            else make_beam_rules(request.beam_search, stopping, self._model.eos_ids, seen),
+        )
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Refuses lengths out of range: something must be given, and there must be room to generate or to score."""
+        prompt, prefix, scoring = request.prompt_token_ids, request.target_prefix_token_ids, request.scoring
+        max_tokens = request.stopping.max_tokens
+        is_single = request.beam_search is None and request.num_rows == 1
+        if max_tokens < 1 and (max_tokens < 0 or scoring is None or not is_single):
+            raise InvalidRequest("stopping.max_tokens", max_tokens, "must be at least 1")
+        num_reserved = min(max_tokens, 1)
+        room = self._model.context - num_reserved
+        longest = room if self._model.source_context is None else self._model.source_context
+        if not prompt:
+            raise InvalidRequest("prompt", prompt, "must have at least 1 token")
+        if len(prompt) > longest:
+            raise PromptTooLong("prompt", len(prompt), f"must have at most {longest} tokens")
+        if prefix and not self._model.is_encoder_decoder:
+            raise InvalidRequest("target_prefix", prefix, "must be empty for a decoder-only model")
+        if prefix and len(prefix) >= room:
+            raise PromptTooLong("target_prefix", len(prefix), f"must have at most {room - 1} tokens")
+        num_given = 1 + len(prefix) if self._model.is_encoder_decoder else len(prompt)
+        # Without a token to generate, one to score must be the sequence's end.
+        most = num_given - 1 + num_reserved
+        if scoring is not None and not 1 <= scoring.start <= most:
+            raise InvalidRequest("scoring.start", scoring.start, f"must be from 1 to {most}")
