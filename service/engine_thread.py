@@ -1,7 +1,8 @@
 """The one thread that steps every model's engine, and the inbox through which it is told what to do.
 
-The inbox is the only structure that both threads touch; what the engines answer goes back through `post`, one call per
-step, which runs a callback on the event loop. Knows nothing of streams, admission or gRPC.
+The inbox and the outbox are the only structures that both threads touch. What the engines answer goes back through
+`post`, which runs a callback on the event loop: once for each step, and less often while the loop is behind. Knows
+nothing of streams, admission or gRPC.
 """
 
 from __future__ import annotations
@@ -86,6 +87,40 @@ class _Stop:
 _Command = _Submit | _Abort | _Call | _Stop
 
 
+class _Outbox:
+    """What the event loop is to be told, in order; it is woken once for all that waits.
+
+    Waking it for each would fill the pipe through which a loop is woken, should it be held up for some hundred steps:
+    signals that come through the same pipe would be lost.
+    """
+
+    def __init__(self, post: Callable[..., object]) -> None:
+        self._post = post
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._is_awaited = False
+
+    def send(self, callback: Callable[..., object], *arguments: Any) -> None:
+        """Has `callback` run on the event loop, after all that was sent before. On the engine thread."""
+        self._calls.append((callback, arguments))
+        if not self._is_awaited:
+            self._is_awaited = True
+            self._post(self._deliver)
+
+    def _deliver(self) -> None:
+        # First, so that whatever is sent from now on wakes the loop again. It is left to that turn of the loop: a fast
+        # engine must not keep this one from its other work.
+        self._is_awaited = False
+        num_left = len(self._calls)
+        try:
+            while num_left:
+                num_left -= 1
+                callback, arguments = self._calls.popleft()
+                callback(*arguments)
+        finally:
+            if num_left:  # one was at fault, the others have a right to be told
+                self._post(self._deliver)
+
+
 class _Station:
     """One engine on the thread. A call waits until the engine is idle; requests that come after are parked till then.
 
@@ -148,7 +183,7 @@ class EngineThread:
     def __init__(self, engines: Mapping[str, StepEngine], listener: Listener, post: Callable[..., object]) -> None:
         self._stations = {model: _Station(engine) for model, engine in engines.items()}
         self._listener = listener
-        self._post = post
+        self._outbox = _Outbox(post)
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         # A daemon, so that a graph that never returns cannot keep a stopping process alive.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -189,7 +224,7 @@ class EngineThread:
         except BaseException as cause:  # whatever ends the thread, every stream must hear of it
             error = report_failure("the engine thread died", cause)
         try:
-            self._post(self._listener.ended, error)
+            self._outbox.send(self._listener.ended, error)
         except RuntimeError:
             _LOGGER.exception("the event loop was gone before the engine thread")
 
@@ -228,7 +263,7 @@ class EngineThread:
             self._add(station.engine, request)
         if station.engine.has_work:
             output = station.step()
-            self._post(self._listener.step_done, model, output, time.monotonic())
+            self._outbox.send(self._listener.step_done, model, output, time.monotonic())
         elif station.calls:
             station.run_call()
 
@@ -236,7 +271,7 @@ class EngineThread:
         try:
             engine.add_request(request)
         except RequestError as error:
-            self._post(self._listener.rejected, request.request_id, error, time.monotonic())
+            self._outbox.send(self._listener.rejected, request.request_id, error, time.monotonic())
         except Exception as cause:  # one bad request must not end the others
             failure = report_failure(f"request {request.request_id} could not be queued", cause)
-            self._post(self._listener.rejected, request.request_id, failure, time.monotonic())
+            self._outbox.send(self._listener.rejected, request.request_id, failure, time.monotonic())

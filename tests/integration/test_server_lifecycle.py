@@ -82,10 +82,11 @@ async def test_death_of_the_engine_thread_ends_every_stream_and_is_reported() ->
         if die.is_set():
             raise Death
 
-    models = [served_model("one", context=512), served_model("two", context=512)]
+    # Longer than anybody takes to let it die.
+    models = [served_model("one", context=100_000), served_model("two", context=100_000)]
     engines = {model.name: engine_for(model, FakeRunner(SLOTS, before_run=before_run)) for model in models}
     async with running(models, engines) as server:
-        calls = [await read_accepted(server.stream(model=model.name, max_tokens=500)) for model in models]
+        calls = [await read_accepted(server.stream(model=model.name, max_tokens=60_000)) for model in models]
         die.set()
         errors = [await status_of(call) for call in calls]
         end = await server.app.wait(asyncio.Event())

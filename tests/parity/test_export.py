@@ -159,7 +159,7 @@ def test_golden_cases_cover_what_a_server_does(family: str) -> None:
 def test_golden_cases_stay_small_when_the_vocabulary_is_large(family: str) -> None:
     config = tiny_config(family, vocab_size=50257, context=1024, num_layers=1, d_model=16, num_heads=1)
     cases = golden_cases.make_cases(random_model(config))
-    assert sum(case.logits.nbytes for case in cases) < 10e6
+    assert sum(case.logits.nbytes for case in cases) < 12e6
 
 
 def test_report_says_how_far_the_proof_reaches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,8 +257,9 @@ def test_golden_cases_are_replayed_through_the_provider_in_use(
     emit(PrefillGraph(random_model(tiny_config("decoder-only"), seed=1)), folder / "prefill.onnx", PREFILL_OPSET)
     assert all(verdicts(CPU).values())
     wrong = {name for name, passed in verdicts(OPENVINO).items() if not passed}
-    assert {"prefill-2", "prefill-96", "even-chunks-70", "prefill-decode-29"} <= wrong
-    assert not {"prefill-1", "decode-6", "ragged-8"} & wrong
+    assert {"prefill-96", "even-chunks-70"} <= wrong
+    # Short beginnings and single tokens are the decoder's.
+    assert not {"prefill-1", "prefill-2", "prefill-decode-29", "decode-6"} & wrong
 
 
 def test_openvino_is_told_precision_and_threads_in_its_own_words() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from service.async_engine import AsyncEngine
 from service.engine.batch import ScheduledBatch
 from service.engine.types import FinishReason, GenerationRequest, SamplingParams, TokenEvent
-from service.engine_thread import StepEngine
+from service.engine_thread import StepEngine, _Outbox
 from service.errors import EngineFailed, InvalidRequest, NotServing, Overloaded
 from service.metrics import Metrics
 from tests.fakes import Death, FakeRunner, Gate, expected_tokens, fake_engine, request
@@ -405,3 +405,47 @@ async def test_retry_estimate_follows_how_long_requests_took() -> None:
         fast = lane.retry_after_seconds
     assert slow == 8.0 / SLOTS
     assert fast < unknown < slow
+
+
+def outbox() -> tuple[_Outbox, list[Callable[[], None]]]:
+    posted: list[Callable[[], None]] = []
+    return _Outbox(posted.append), posted
+
+
+def test_outbox_wakes_the_loop_once_for_all_that_waits_and_keeps_the_order() -> None:
+    box, posted = outbox()
+    told: list[int] = []
+    for number in range(1000):
+        box.send(told.append, number)
+    assert len(posted) == 1
+    posted.pop()()
+    assert told == list(range(1000))
+    box.send(told.append, 1000)
+    assert len(posted) == 1
+
+
+def test_outbox_what_is_sent_during_a_delivery_comes_with_the_next() -> None:
+    box, posted = outbox()
+    told: list[int] = []
+
+    def again(number: int) -> None:
+        told.append(number)
+        if number < 3:
+            box.send(again, number + 1)
+
+    box.send(again, 0)
+    for number in range(4):
+        posted.pop()()
+        assert told == list(range(number + 1))
+    assert not posted
+
+
+def test_outbox_a_callback_at_fault_keeps_nothing_from_those_behind_it() -> None:
+    box, posted = outbox()
+    told: list[int] = []
+    box.send(lambda: 1 / 0)
+    box.send(told.append, 1)
+    with pytest.raises(ZeroDivisionError):
+        posted.pop()()
+    posted.pop()()
+    assert told == [1]
