@@ -19,14 +19,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
-import json
 import os
 import random
 import statistics
 import sys
 from asyncio import Event
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ class Settings:
     lead: int = 16
     window: int = 128
     repeats: int = 5
-    chunk: int = 128
+    chunk: int = field(default_factory=scenario.default_prefill_chunk)
     threads: int = 1
     seed: int = 0
 
@@ -241,19 +240,13 @@ def draw_picture(results: Mapping[str, Any]) -> str:
 def main() -> int:
     """Measures, and says it all on the last line of stdout."""
     settings, folder = _parse(sys.argv[1:])
-    try:
-        results = measure(settings, scenario.BUILD)
-    except RuntimeError as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        return 1
-    told = {key: value for key, value in results.items() if key != "timelines"}
-    scenario.write(NAME, told, render(results), folder, draw_picture(results))
-    print(json.dumps(told, allow_nan=False))
-    return 0
+    return scenario.tell(
+        NAME, lambda: measure(settings, scenario.BUILD), render, folder, draw_picture, untold=("timelines",)
+    )
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
-    defaults = Settings(threads=os.cpu_count() or 1, chunk=scenario.default_prefill_chunk())
+    defaults = Settings(threads=os.cpu_count() or 1)
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=defaults.model, help="a preset")
     parser.add_argument("--precision", default=defaults.precision, help="fp32, bf16, int8, int4")

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -177,14 +176,7 @@ def render(results: Mapping[str, Any]) -> str:
 def main() -> int:
     """Measures, and says it all on the last line of stdout."""
     settings, folder = _parse(sys.argv[1:])
-    try:
-        results = measure(settings, scenario.BUILD)
-    except RuntimeError as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        return 1
-    scenario.write(NAME, results, render(results), folder)
-    print(json.dumps(results, allow_nan=False))
-    return 0
+    return scenario.tell(NAME, lambda: measure(settings, scenario.BUILD), render, folder)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:

@@ -158,13 +158,31 @@ def machine() -> dict[str, Any]:
     return {"processor": names[0] if names else platform.processor(), "cores": os.cpu_count()}
 
 
-def write(name: str, results: Mapping[str, Any], document: str, folder: Path, picture: str = "") -> None:
-    """Writes a scenario's results, document and picture into a folder."""
+def tell(
+    name: str,
+    measure: Callable[[], Mapping[str, Any]],
+    render: Callable[[Mapping[str, Any]], str],
+    folder: Path,
+    draw_picture: Callable[[Mapping[str, Any]], str] | None = None,
+    untold: Collection[str] = (),
+) -> int:
+    """Measures a scenario, writes its results, document and picture into a folder, and prints the results as JSON.
+
+    What is `untold` is for the picture alone. Returns the exit status: 1, and why on stderr, if it cannot be measured.
+    """
+    try:
+        results = measure()
+    except RuntimeError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    told = {key: value for key, value in results.items() if key not in untold}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    (folder / f"{name}.md").write_text(document, encoding="utf-8")
-    if picture:
-        (folder / f"{name}.svg").write_text(picture, encoding="utf-8")
+    (folder / f"{name}.json").write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(render(results), encoding="utf-8")
+    if draw_picture is not None:
+        (folder / f"{name}.svg").write_text(draw_picture(results), encoding="utf-8")
+    print(json.dumps(told, allow_nan=False))
+    return 0
 
 
 def milliseconds(seconds: float) -> str:

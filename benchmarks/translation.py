@@ -375,14 +375,7 @@ def main() -> int:
         python: Path | InstallError = python_of(SYSTEMS[PEER], scenario.BUILD / "venvs", settings.install_timeout)
     except InstallError as error:
         python = error
-    try:
-        results = Translation(settings, scenario.BUILD, python).measure()
-    except RuntimeError as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        return 1
-    scenario.write(NAME, results, render(results), folder)
-    print(json.dumps(results, allow_nan=False))
-    return 0
+    return scenario.tell(NAME, Translation(settings, scenario.BUILD, python).measure, render, folder)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:

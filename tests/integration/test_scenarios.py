@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import interference, prefix, scenario, translation
+from benchmarks import host, interference, prefix, scenario, translation
 from benchmarks.bench_onward import MODEL, Onward
 from benchmarks.bench_systems import InstallError
 from benchmarks.interference import Repeat
@@ -295,3 +295,23 @@ def test_requests_are_the_same_for_the_same_seed_and_sources_are_about_as_long_a
     assert 8 <= min(lengths) <= 20
     assert 180 <= max(lengths) <= 200
     assert all(0.75 < len(source) / length < 1.3 for source, length in zip(sources, lengths, strict=True))
+
+
+def test_host_measures_the_steps_in_which_all_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        str(tiny_artifact("decoder-only")),
+        "--batches",
+        "1,3",
+        "--prompt",
+        "8",
+        "--new",
+        "6",
+        "--threads",
+        "1",
+    ]
+    assert host.main(arguments) == 0
+    batches = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"]
+    assert set(batches) == {"1", "3"}
+    for found in batches.values():
+        assert found["run_seconds"] > 0
+        assert 0 < found["host_share"] < 1
