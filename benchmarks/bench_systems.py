@@ -60,7 +60,13 @@ SYSTEMS: Mapping[str, SystemSpec] = {
     spec.name: spec
     for spec in (
         SystemSpec(name="onward", module="benchmarks.bench_onward", precisions=_OURS, work="onward"),
-        SystemSpec(name="onward-engine", module="benchmarks.bench_onward_engine", precisions=_OURS, work="onward"),
+        SystemSpec(
+            name="onward-engine",
+            module="benchmarks.bench_onward_engine",
+            precisions=_OURS,
+            environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},  # which the server gives itself
+            work="onward",
+        ),
         SystemSpec(
             name="vllm",
             module="benchmarks.peers.vllm",

@@ -11,17 +11,25 @@ from collections.abc import Sequence
 
 from service.config import AskConfig, LogLevel, ServeConfig, parse_command_line
 from service.errors import StartupError
+from service.huge_pages import restart_with_huge_pages
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _EXIT_REFUSED = 2
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command and returns the exit status."""
+def main(argv: Sequence[str], *, may_restart: bool = False) -> int:
+    """Runs the command and returns the exit status.
+
+    Args:
+        argv: the command and its flags.
+        may_restart: whether this process is the command's own and may be replaced.
+    """
     try:
         config = parse_command_line(argv)
         match config:
             case ServeConfig():
+                if may_restart and config.huge_pages:
+                    restart_with_huge_pages()
                 return _serve(config)
             case AskConfig():
                 return _ask(config)
@@ -59,4 +67,4 @@ def _level(level: LogLevel) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], may_restart=True))

@@ -162,6 +162,9 @@ class ServeConfig:
     spin: Annotated[
         bool, Option("let graph threads spin between operators: faster on a machine of one's own", _boolean)
     ] = True
+    huge_pages: Annotated[
+        bool, Option("ask for memory in huge pages, where Linux gives them on request: faster reads", _boolean)
+    ] = True
     # With the few seconds that closing may take besides, the default stays below the 30 s after which Kubernetes kills.
     drain_grace_seconds: Annotated[
         float, Option("time for requests in flight to end; closing takes up to 8 s more", _number(0, 3600))
