@@ -1,4 +1,4 @@
-"""`python -m service serve …` and `python -m service ask MODEL TEXT …`.
+"""`python -m service serve …`, `python -m service ask MODEL TEXT …` and `python -m service health`.
 
 Exit status: 0 done, 1 failed while running, 2 refused to start.
 """
@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from service.config import AskConfig, LogLevel, ServeConfig, parse_command_line
+from service.config import AskConfig, HealthConfig, LogLevel, ServeConfig, parse_command_line
 from service.errors import StartupError
 from service.huge_pages import restart_with_huge_pages
 
@@ -33,6 +33,8 @@ def main(argv: Sequence[str], *, may_restart: bool = False) -> int:
                 return _serve(config)
             case AskConfig():
                 return _ask(config)
+            case HealthConfig():
+                return _health(config)
     except StartupError as error:
         for problem in error.problems:
             print(f"onward: {problem}", file=sys.stderr)
@@ -60,6 +62,12 @@ def _ask(config: AskConfig) -> int:
     from service.client import ask
 
     return ask(config)
+
+
+def _health(config: HealthConfig) -> int:
+    from service.client import health
+
+    return health(config)
 
 
 def _level(level: LogLevel) -> int:

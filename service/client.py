@@ -1,4 +1,4 @@
-"""A small client for people: asks a server once and prints the text. Uses the wire contract alone.
+"""A small client for people and for probes: asks a server once and prints what it says. Uses the wire contract alone.
 
 Several answers are printed one after the other, each with its number.
 """
@@ -10,10 +10,12 @@ from collections import defaultdict
 from typing import TextIO
 
 import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from service.config import AskConfig
+from service.config import AskConfig, HealthConfig
 
 _FAILED = 1
 # As shells report a command that SIGINT ended.
@@ -54,6 +56,19 @@ def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -
         err.write("the stream ended before the answer did\n")
         return _FAILED
     return 0
+
+
+def health(config: HealthConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
+    """Prints what the server says of itself; 0 if that is SERVING. What a container's probe runs."""
+    try:
+        with grpc.insecure_channel(config.target) as channel:
+            question = health_pb2.HealthCheckRequest(service=config.service)
+            status = HealthStub(channel).Check(question, timeout=config.timeout_seconds).status
+    except grpc.RpcError as error:
+        err.write(f"{error.code().name}: {error.details()}\n")
+        return _FAILED
+    out.write(f"{health_pb2.HealthCheckResponse.ServingStatus.Name(status)}\n")
+    return 0 if status == health_pb2.HealthCheckResponse.SERVING else _FAILED
 
 
 def _print_stream(

@@ -197,7 +197,40 @@ class AskConfig:
     timeout_seconds: Annotated[float | None, Option("give up after this long", _number(0.001, 86400))] = None
 
 
-def parse_command_line(argv: Sequence[str]) -> ServeConfig | AskConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthConfig:
+    """All that `health` can be told."""
+
+    target: Annotated[str, Option("address of the server", _text)] = "127.0.0.1:8001"
+    service: Annotated[str, Option("service or model to ask after; default: the whole server", str)] = ""
+    timeout_seconds: Annotated[float, Option("how long the server may take to answer", _number(0.001, 3600))] = 5.0
+
+
+Config = ServeConfig | AskConfig | HealthConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Command:
+    """One verb: what its flags become, and its positional arguments with their meanings."""
+
+    config: type[Any]
+    help: str
+    positionals: Mapping[str, str] = field(default_factory=dict)
+
+
+_SERVE = "serve"
+_COMMANDS: Mapping[str, _Command] = {
+    _SERVE: _Command(config=ServeConfig, help="serve every model of a folder"),
+    "ask": _Command(
+        config=AskConfig,
+        help="ask a served model",
+        positionals={"model": "the model's name", "text": "the prompt or source text"},
+    ),
+    "health": _Command(config=HealthConfig, help="exit with 0 if a server answers requests, with 1 if not"),
+}
+
+
+def parse_command_line(argv: Sequence[str]) -> Config:
     """Reads the process's command line and environment.
 
     Raises:
@@ -207,15 +240,24 @@ def parse_command_line(argv: Sequence[str]) -> ServeConfig | AskConfig:
     return parse(argv, os.environ)
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> ServeConfig | AskConfig:
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     """As `parse_command_line`, for the given environment."""
     arguments = vars(_parser().parse_args(argv))
-    if arguments.pop("command") == "ask":
-        positional = {name: arguments[name] for name in ("model", "text")}
-        # A terminal's bytes that are no UTF-8 arrive as lone surrogates, which no message can carry.
-        if garbled := [name for name, value in positional.items() if not _is_unicode(value)]:
-            raise StartupError([f"{name} is {positional[name]!r}, must be UTF-8" for name in garbled])
-        return AskConfig(**positional, **_values(AskConfig, arguments, environ))
+    name = arguments.pop("command")
+    if name == _SERVE:
+        return _serve_config(arguments, environ)
+    command = _COMMANDS[name]
+    positional = {name: arguments[name] for name in command.positionals}
+    # A terminal's bytes that are no UTF-8 arrive as lone surrogates, which no message can carry.
+    problems = [f"{name} is {text!r}, must be UTF-8" for name, text in positional.items() if not _is_unicode(text)]
+    values = _collect(command.config, arguments, environ, problems)
+    if problems:
+        raise StartupError(problems)
+    config: Config = command.config(**positional, **values)
+    return config
+
+
+def _serve_config(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> ServeConfig:
     problems: list[str] = []
     limits = _collect(RequestLimits, arguments, environ, problems)
     serve = _collect(ServeConfig, arguments, environ, problems)
@@ -250,14 +292,6 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _values(config: type[Any], arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> dict[str, Any]:
-    problems: list[str] = []
-    values = _collect(config, arguments, environ, problems)
-    if problems:
-        raise StartupError(problems)
-    return values
-
-
 def _collect(
     config: type[Any], arguments: Mapping[str, str | None], environ: Mapping[str, str], problems: list[str]
 ) -> dict[str, Any]:
@@ -280,14 +314,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m service", description="Serve transformers over gRPC, or ask one.")
     commands = parser.add_subparsers(dest="command", required=True)
     twins = "Each flag may be given as the environment variable in brackets instead; the flag wins."
-    # Abbreviated flags would change their meaning when a longer one is added.
-    serve = commands.add_parser("serve", help="serve every model of a folder", epilog=twins, allow_abbrev=False)
-    for config in (ServeConfig, RequestLimits):
-        _add_options(serve, config)
-    ask = commands.add_parser("ask", help="ask a served model", epilog=twins, allow_abbrev=False)
-    ask.add_argument("model", help="the model's name")
-    ask.add_argument("text", help="the prompt or source text")
-    _add_options(ask, AskConfig)
+    for name, command in _COMMANDS.items():
+        # Abbreviated flags would change their meaning when a longer one is added.
+        verb = commands.add_parser(name, help=command.help, epilog=twins, allow_abbrev=False)
+        for positional, meaning in command.positionals.items():
+            verb.add_argument(positional, help=meaning)
+        _add_options(verb, command.config)
+        if name == _SERVE:
+            _add_options(verb, RequestLimits)
     return parser
 
 

@@ -37,6 +37,7 @@ def test_serve_needs_only_a_folder_and_listens_on_loopback() -> None:
 def test_every_flag_has_an_environment_twin() -> None:
     given = {
         "models": "elsewhere", "host": "0.0.0.0", "port": "0", "metrics": "off", "metrics_port": "9", "spin": "no",
+        "huge_pages": "false",
         "max_batch_size": "4", "max_queue_size": "0", "prefill_chunk": "16", "threads": "3", "log_level": "DEBUG",
         "drain_grace_seconds": "1.5", "max_message_bytes": "2048", "max_generated_tokens": "5", "max_stop_strings": "6",
         "max_stop_string_length": "7", "max_stop_token_ids": "8", "max_logprobs": "9", "max_request_id_length": "64",
@@ -44,7 +45,7 @@ def test_every_flag_has_an_environment_twin() -> None:
         "max_beam_size": "14", "kv_memory": "2GiB", "prefill_provider": "OpenVINO",
     }  # fmt: skip
     assert set(given) == set(options(ServeConfig)) | set(options(RequestLimits))
-    switches = {"metrics": "--no-metrics", "spin": "--no-spin"}
+    switches = {"metrics": "--no-metrics", "spin": "--no-spin", "huge_pages": "--no-huge-pages"}
     flags = [
         part
         for name, value in given.items()
@@ -66,6 +67,7 @@ def test_every_flag_has_an_environment_twin() -> None:
         kv_memory=2 << 30,
         threads=3,
         spin=False,
+        huge_pages=False,
         drain_grace_seconds=1.5,
         max_message_bytes=2048,
         log_level=LogLevel.DEBUG,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import threading
@@ -22,6 +23,8 @@ from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.app import App, Ready, run
+from service.client import health as probe
+from service.config import HealthConfig
 from service.engine.batch import ScheduledBatch
 from service.errors import StartupError
 from service.models import ModelState
@@ -54,6 +57,34 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 async def health(server: Running, service: str = "") -> int:
     return (await server.health.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+@pytest.mark.parametrize(
+    ("service", "is_proven", "code", "said"),
+    [
+        ("", True, 0, "SERVING\n"),
+        (MODEL, True, 0, "SERVING\n"),
+        ("", False, 1, "NOT_SERVING\n"),
+        ("nobody", True, 1, "NOT_FOUND: "),
+    ],
+)
+async def test_a_probe_tells_by_its_exit_status_whether_the_server_answers(
+    service: str, is_proven: bool, code: int, said: str
+) -> None:
+    async with running(verify=is_proven) as server:
+        out, err = io.StringIO(), io.StringIO()
+        config = HealthConfig(
+            target=f"{server.endpoint.host}:{server.endpoint.port}", service=service, timeout_seconds=10
+        )
+        assert await asyncio.to_thread(probe, config, out, err) == code
+        assert (out.getvalue() or err.getvalue()).startswith(said)
+
+
+async def test_a_probe_of_nobody_fails() -> None:
+    config = HealthConfig(target="127.0.0.1:1", timeout_seconds=10)
+    out, err = io.StringIO(), io.StringIO()
+    assert await asyncio.to_thread(probe, config, out, err) == 1
+    assert err.getvalue().startswith("UNAVAILABLE: ")
 
 
 async def test_failed_step_ends_its_batch_with_an_opaque_id_and_the_server_lives() -> None:
