@@ -1,0 +1,51 @@
+# The server's image: no compiler, no torch, no root.
+#
+#   docker build --build-arg EXTRA=cpu -t onward .          EXTRA=gpu (the default) brings CUDA's libraries
+#   docker run --rm -p 8001:8001 -p 8002:8002 -v ./build/models:/models:ro onward
+#
+# Everything that pip installs is named with its version and its hashes, for Python 3.11 and 3.12, in deploy/container.
+ARG BASE_IMAGE=python:3.12-slim-bookworm
+
+FROM ${BASE_IMAGE} AS build
+ARG EXTRA=gpu
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /src
+COPY deploy/container/requirements-build.txt deploy/container/requirements-${EXTRA}.txt deploy/container/
+RUN python3 -m venv /build && python3 -m venv --without-pip /opt/onward \
+ && /build/bin/pip install --quiet --require-hashes --requirement deploy/container/requirements-build.txt \
+ && /build/bin/pip --python /opt/onward/bin/python install --quiet --only-binary=:all: --require-hashes \
+      --requirement "deploy/container/requirements-${EXTRA}.txt"
+COPY pyproject.toml README.md LICENSE ./
+COPY proto proto
+COPY model model
+COPY service service
+# The root is read-only where the image runs: bytecode is made here.
+RUN /build/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels . \
+ && /build/bin/pip --python /opt/onward/bin/python install --quiet --no-deps --no-index /wheels/*.whl \
+ && find /opt/onward -type d -name tests -prune -exec rm -rf {} + \
+ && /opt/onward/bin/python -m compileall -q -j 0 /opt/onward/lib
+
+FROM ${BASE_IMAGE}
+ARG EXTRA=gpu
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="onward" \
+      org.opencontainers.image.description="Transformers served from ONNX Runtime over gRPC" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      onward.extra="${EXTRA}"
+RUN groupadd --gid 10001 onward && useradd --uid 10001 --gid onward --no-create-home --shell /usr/sbin/nologin onward \
+ && mkdir /models
+COPY --from=build /opt/onward /opt/onward
+# Huge pages are asked for here, so that the server need not start itself anew; see service/huge_pages.py.
+ENV PATH=/opt/onward/bin:${PATH} PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 \
+    ONWARD_MODELS=/models ONWARD_HOST=0.0.0.0
+USER 10001:10001
+WORKDIR /
+EXPOSE 8001 8002
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=6s --start-period=60s CMD ["python3", "-m", "service", "health"]
+ENTRYPOINT ["python3", "-m", "service"]
+CMD ["serve"]
