@@ -9,6 +9,7 @@ If the engine thread dies, every stream is told, health flips and the process ex
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import signal
 import sys
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, start_http_server
 
+from service.access import KeyAccess, OpenAccess
 from service.async_engine import AsyncEngine
 from service.config import ServeConfig
 from service.engine_thread import StepEngine
@@ -30,7 +32,16 @@ from service.models import Models, ModelState, Parity, ServedModel
 from service.transport.generation import GenerationServicer
 from service.transport.interceptors import CallInterceptor
 from service.transport.model_service import ModelServicer
-from service.transport.server import EVERYTHING, GENERATION_SERVICE, MODEL_SERVICE, SERVICES, GrpcServer
+from service.transport.permissions import PERMISSIONS
+from service.transport.server import (
+    EVERYTHING,
+    GENERATION_SERVICE,
+    MODEL_SERVICE,
+    SERVICES,
+    GrpcServer,
+    TransportLimits,
+)
+from service.transport.tls import TlsFiles, server_credentials
 from service.verifier import Verifier
 
 _LOGGER = logging.getLogger(__name__)
@@ -71,6 +82,10 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
         StartupError: listing every problem that keeps the server from starting.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+    if not _is_loopback(config.host) and (config.api_keys is None or config.tls_certificate is None):
+        _LOGGER.warning(
+            "%s is reached from outside: without TLS and API keys only a trusted network should", config.host
+        )
     models = load_models(config.models, config.prefill_provider)
     engines = build_engines(config.models, models, config)
     for model in models:
@@ -131,7 +146,14 @@ class App:
         self._prompts = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="prompts")
         # A thread of its own: whoever tokenises for its own sake waits in line and holds up no prompt.
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
-        self._calls = CallInterceptor(SERVICES, self._metrics.handled, config.max_message_bytes)
+        self._calls = CallInterceptor(
+            SERVICES,
+            self._metrics.handled,
+            OpenAccess() if config.api_keys is None else KeyAccess(config.api_keys, PERMISSIONS),
+            max_message_bytes=config.max_message_bytes,
+            max_stall_seconds=config.max_stall_seconds,
+        )
+        self._credentials = None if (files := _tls_files(config)) is None else server_credentials(files)
 
     @property
     def models(self) -> Models:
@@ -195,7 +217,13 @@ class App:
             GenerationServicer(generator, self._models, self._config.request_limits, self._texts),
             ModelServicer(self._models, self._verifier.verify, self._config),
             [self._calls],
-            self._config.max_message_bytes,
+            TransportLimits(
+                max_message_bytes=self._config.max_message_bytes,
+                max_metadata_bytes=self._config.max_metadata_bytes,
+                max_concurrent_rpcs=self._config.max_concurrent_rpcs,
+            ),
+            credentials=self._credentials,
+            has_reflection=self._config.reflection,
         )
 
     async def _tell_health(self) -> None:
@@ -230,6 +258,19 @@ class App:
             task.cancel()
         if num_open := self._calls.num_open:
             _LOGGER.warning("%d calls outlived the grace and are ended", num_open)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _tls_files(config: ServeConfig) -> TlsFiles | None:
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    return TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
 
 
 async def _within(seconds: float, wait: Callable[[], Awaitable[None]], complaint: str) -> None:

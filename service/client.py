@@ -16,6 +16,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.config import AskConfig, HealthConfig
+from service.connection import connect
 
 _FAILED = 1
 # As shells report a command that SIGINT ended.
@@ -37,7 +38,7 @@ def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -
         request.beam_search.CopyFrom(pb.BeamSearchParams(beam_size=config.beam_size, num_hypotheses=config.n))
     is_numbered = (config.n or 1) > 1
     try:
-        with grpc.insecure_channel(config.target) as channel:
+        with connect(config) as channel:
             stub = GenerationServiceStub(channel)
             if config.stream:
                 is_complete = _print_stream(stub, request, config.timeout_seconds, out, is_numbered=is_numbered)
@@ -61,7 +62,7 @@ def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -
 def health(config: HealthConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
     """Prints what the server says of itself; 0 if that is SERVING. What a container's probe runs."""
     try:
-        with grpc.insecure_channel(config.target) as channel:
+        with connect(config) as channel:
             question = health_pb2.HealthCheckRequest(service=config.service)
             status = HealthStub(channel).Check(question, timeout=config.timeout_seconds).status
     except grpc.RpcError as error:

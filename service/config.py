@@ -52,6 +52,13 @@ def _folder(text: str) -> Path:
     return Path(_text(text))
 
 
+def _file(text: str) -> Path:
+    path = _folder(text)
+    if not path.is_file():
+        raise ValueError("must be a file")
+    return path
+
+
 def _boolean(text: str) -> bool:
     values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     try:
@@ -170,6 +177,20 @@ class ServeConfig:
         float, Option("time for requests in flight to end; closing takes up to 8 s more", _number(0, 3600))
     ] = 20.0
     max_message_bytes: Annotated[int, Option("largest message in bytes, either way", _integer(1024, 1 << 30))] = 4 << 20
+    max_metadata_bytes: Annotated[int, Option("most metadata of a call in bytes", _integer(1024, 1 << 20))] = 16 << 10
+    max_concurrent_rpcs: Annotated[
+        int, Option("most calls at once, health checks included", _integer(1, 1_000_000))
+    ] = 1024
+    max_stall_seconds: Annotated[
+        float, Option("how long a stream waits for its client to read, then it ends", _number(0.1, 86400))
+    ] = 30.0
+    tls_certificate: Annotated[Path | None, Option("PEM file of the server's certificates; turns TLS on", _file)] = None
+    tls_key: Annotated[Path | None, Option("PEM file of the certificate's key", _file)] = None
+    tls_client_ca: Annotated[
+        Path | None, Option("PEM file of who signs clients' certificates, which they must show then", _file)
+    ] = None
+    api_keys: Annotated[Path | None, Option("TOML file of the API keys; calls need one then", _file)] = None
+    reflection: Annotated[bool, Option("let clients ask for the wire contract", _boolean)] = True
     log_level: Annotated[LogLevel, Option("least severe message logged", _log_level)] = LogLevel.INFO
     limits: RequestLimits = field(default_factory=RequestLimits)
 
@@ -182,12 +203,25 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskConfig:
+class ConnectionConfig:
+    """Where a client finds its server, and how each knows the other. Without `ca_certificate` nothing is encrypted."""
+
+    target: Annotated[str, Option("address of the server", _text)] = "127.0.0.1:8001"
+    api_key_file: Annotated[Path | None, Option("file that holds the API key, and nothing else", _file)] = None
+    ca_certificate: Annotated[
+        Path | None, Option("PEM file of who signs the server's certificate; turns TLS on", _file)
+    ] = None
+    client_certificate: Annotated[Path | None, Option("PEM file of the client's own certificate", _file)] = None
+    client_key: Annotated[Path | None, Option("PEM file of that certificate's key", _file)] = None
+    server_name: Annotated[str | None, Option("name in the server's certificate; default: the target's", _text)] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskConfig(ConnectionConfig):
     """All that `ask` can be told. None leaves the choice to the server."""
 
     model: str
     text: str
-    target: Annotated[str, Option("address of the server", _text)] = "127.0.0.1:8001"
     stream: Annotated[bool, Option("print the text as it is generated", _boolean)] = False
     max_tokens: Annotated[int | None, Option("tokens to generate at most", _integer(1, 2**31 - 1))] = None
     temperature: Annotated[float | None, Option("0 is greedy", _number(0, 1000))] = None
@@ -198,10 +232,9 @@ class AskConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HealthConfig:
+class HealthConfig(ConnectionConfig):
     """All that `health` can be told."""
 
-    target: Annotated[str, Option("address of the server", _text)] = "127.0.0.1:8001"
     service: Annotated[str, Option("service or model to ask after; default: the whole server", str)] = ""
     timeout_seconds: Annotated[float, Option("how long the server may take to answer", _number(0.001, 3600))] = 5.0
 
@@ -228,6 +261,9 @@ _COMMANDS: Mapping[str, _Command] = {
     ),
     "health": _Command(config=HealthConfig, help="exit with 0 if a server answers requests, with 1 if not"),
 }
+
+
+_TOGETHER = (("tls_certificate", "tls_key"), ("tls_key", "tls_certificate"), ("tls_client_ca", "tls_certificate"))
 
 
 def parse_command_line(argv: Sequence[str]) -> Config:
@@ -263,6 +299,11 @@ def _serve_config(arguments: Mapping[str, str | None], environ: Mapping[str, str
     serve = _collect(ServeConfig, arguments, environ, problems)
     if "models" not in serve and not problems:
         problems.append(f"--models (or {variable('models')}) must name a folder")
+    problems += [
+        f"{flag(name)} means nothing without {flag(other)}"
+        for name, other in _TOGETHER
+        if name in serve and other not in serve
+    ]
     if problems:
         raise StartupError(problems)
     return ServeConfig(limits=RequestLimits(**limits), **serve)

@@ -7,6 +7,10 @@
     │   ├── UnknownModel                 no such model is served
     │   ├── UnsupportedFeature           a field asks for what this model or version does not offer
     │   ├── AnswerTooLarge               the answer is there, but no message can hold it
+    │   ├── Unauthenticated              no API key, or an unknown one
+    │   ├── PermissionDenied             the API key, or the server, is not for this method
+    │   ├── RateLimited                  the API key is used too much; carries when to come again
+    │   ├── ClientStalled                the client has not read for too long
     │   ├── Overloaded                   the queue is full; carries when to come again
     │   ├── NotServing                   starting, draining, stopped, or too busy for what needs an idle model
     │   ├── DeadlineExceeded             the request's deadline passed
@@ -95,6 +99,43 @@ class Overloaded(RequestError):
         self.limit = limit
         self.retry_after_seconds = retry_after_seconds
         super().__init__(f"{num_requests} requests of {model} run or wait, the limit is {limit}; retry later")
+
+
+class Unauthenticated(RequestError):
+    """The call shows no API key, or one that is not known. The text says which, and nothing of the key."""
+
+    label = "unauthenticated"
+
+
+class PermissionDenied(RequestError):
+    """The caller may not use this method."""
+
+    label = "permission_denied"
+
+    def __init__(self, method: str, permission: str) -> None:
+        self.method = method
+        self.permission = permission
+        super().__init__(f"{method}: needs the permission {permission!r}")
+
+
+class RateLimited(RequestError):
+    """An API key has used up its allowance for now; `retry_after_seconds` says when there is more."""
+
+    label = "rate_limited"
+
+    def __init__(self, limit: str, retry_after_seconds: float) -> None:
+        self.retry_after_seconds = retry_after_seconds
+        super().__init__(f"{limit}; retry later")
+
+
+class ClientStalled(RequestError):
+    """The client holds a place without reading what it asked for."""
+
+    label = "client_stalled"
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        super().__init__(f"nothing was read for {seconds:g} s")
 
 
 class NotServing(RequestError):

@@ -1,8 +1,8 @@
-"""Around every call of ours: errors become statuses, and how it ended is counted and logged.
+"""Around every call of ours: who may make it, errors become statuses, and how it ended is counted and logged.
 
-A cancelled call ends with `CancelledError` where its handler awaits, or with `GeneratorExit` where a stream's handler
-is suspended in `yield`; `context.cancelled()` is still False then. Both pass through untouched, so that the handler's
-own `finally` frees what it holds. Health and reflection are not ours and are left alone.
+A cancelled call ends with `CancelledError` where it awaits; `context.cancelled()` is still False then. That passes
+through untouched, and closes a stream's handler where it is suspended in `yield`, so that the handler's own `finally`
+frees what it holds. Health and reflection are not ours and are left alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import grpc
 from google.protobuf.message import DecodeError
 from prometheus_client import Counter
 
-from service.errors import AnswerTooLarge, InvalidRequest
+from service.access import Access
+from service.errors import AnswerTooLarge, ClientStalled, InvalidRequest
 from service.transport.status import Status, to_status
 
 _LOGGER = logging.getLogger(__name__)
 
 _TRANSIT_SECONDS = 0.01
+_AUTHORIZATION = "authorization"
+_BEARER = "bearer"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 UnaryHandler = Callable[[Any, Context], Awaitable[Any]]
@@ -37,13 +40,25 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     Args:
         services: full names of the services whose calls are wrapped.
         handled: counts ended calls, labelled with the method's name and the status code's.
+        access: who may call what.
         max_message_bytes: largest answer, or part of one.
+        max_stall_seconds: how long a stream waits for its client to read.
     """
 
-    def __init__(self, services: Collection[str], handled: Counter, max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        services: Collection[str],
+        handled: Counter,
+        access: Access,
+        *,
+        max_message_bytes: int,
+        max_stall_seconds: float,
+    ) -> None:
         self._services = frozenset(services)
         self._handled = handled
+        self._access = access
         self._max_message_bytes = max_message_bytes
+        self._max_stall_seconds = max_stall_seconds
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -77,17 +92,32 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _wrap_unary(self, handler: UnaryHandler, codec: _Codec, method: str) -> Any:
         async def call(data: bytes, context: Context) -> bytes:
             async with self._watch(method, context):
-                return codec.serialize(await handler(codec.parse(data), context))
+                # Before anything of the request is looked at.
+                with self._access.admitted(method, _api_key(context)):
+                    return codec.serialize(await handler(codec.parse(data), context))
 
         return call
 
     def _wrap_stream(self, handler: StreamHandler, codec: _Codec, method: str) -> Any:
-        async def call(data: bytes, context: Context) -> AsyncGenerator[bytes, None]:
-            async with self._watch(method, context), aclosing(handler(codec.parse(data), context)) as responses:
-                async for response in responses:
-                    yield codec.serialize(response)
+        async def call(data: bytes, context: Context) -> None:
+            async with self._watch(method, context):
+                with self._access.admitted(method, _api_key(context)):
+                    async with aclosing(handler(codec.parse(data), context)) as responses:
+                        async for response in responses:
+                            await self._send(codec.serialize(response), context)
 
         return call
+
+    async def _send(self, message: bytes, context: Context) -> None:
+        """Waits until the message is on its way: what a client does not read it need not be sent more of."""
+        stall = asyncio.timeout(self._max_stall_seconds)
+        try:
+            async with stall:
+                await context.write(message)
+        except TimeoutError as error:
+            if not stall.expired():
+                raise
+            raise ClientStalled(self._max_stall_seconds) from error
 
     @asynccontextmanager
     async def _watch(self, method: str, context: Context) -> AsyncIterator[None]:
@@ -100,7 +130,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         try:
             try:
                 yield
-            except (asyncio.CancelledError, GeneratorExit):
+            except asyncio.CancelledError:
                 status = Status(_cancelled_code(time.monotonic() - started, timeout), "")
                 raise
             except Exception as error:
@@ -136,6 +166,15 @@ class _Codec:
         if len(data) > self._max_message_bytes:
             raise AnswerTooLarge(len(data), self._max_message_bytes)
         return data
+
+
+def _api_key(context: Context) -> str | None:
+    """What the caller shows: `authorization: Bearer KEY`. Whoever shows several shows none."""
+    shown = [value for name, value in context.invocation_metadata() or () if name == _AUTHORIZATION]
+    if len(shown) != 1 or not isinstance(shown[0], str):
+        return None
+    scheme, _, key = shown[0].partition(" ")
+    return key.strip() if scheme.lower() == _BEARER else None
 
 
 def _cancelled_code(elapsed: float, timeout: float | None) -> grpc.StatusCode:

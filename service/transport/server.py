@@ -6,6 +6,7 @@ Health speaks of "" (everything), of each service and of each model by its name.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -25,6 +26,15 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportLimits:
+    """What gRPC itself refuses, with RESOURCE_EXHAUSTED: larger messages, more metadata, more calls at once."""
+
+    max_message_bytes: int
+    max_metadata_bytes: int
+    max_concurrent_rpcs: int
+
+
 class GrpcServer:
     """One listening server.
 
@@ -32,7 +42,9 @@ class GrpcServer:
         generation: answers `GenerationService`.
         models: answers `ModelService`.
         interceptors: around every call, outermost first.
-        max_message_bytes: largest message, either way.
+        limits: of what the transport takes.
+        credentials: for TLS; None serves in the clear.
+        has_reflection: whether clients may ask for the wire contract.
     """
 
     def __init__(
@@ -40,24 +52,33 @@ class GrpcServer:
         generation: GenerationServiceServicer,
         models: ModelServiceServicer,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
-        max_message_bytes: int,
+        limits: TransportLimits,
+        *,
+        credentials: grpc.ServerCredentials | None = None,
+        has_reflection: bool = True,
     ) -> None:
+        self._credentials = credentials
         options = [
             # A second server on the same port must fail, not take half of the calls.
             ("grpc.so_reuseport", 0),
             # A client that vanished without a word is noticed, and what it held is freed.
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.max_receive_message_length", limits.max_message_bytes),
+            ("grpc.max_send_message_length", limits.max_message_bytes),
+            ("grpc.max_metadata_size", limits.max_metadata_bytes),
+            ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
         ]
-        self._server = grpc.aio.server(interceptors=tuple(interceptors), options=options)
+        self._server = grpc.aio.server(
+            interceptors=tuple(interceptors), options=options, maximum_concurrent_rpcs=limits.max_concurrent_rpcs
+        )
         add_GenerationServiceServicer_to_server(generation, self._server)
         add_ModelServiceServicer_to_server(models, self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        if has_reflection:
+            names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
 
     async def start(self, host: str, port: int) -> int:
         """Listens; health is NOT_SERVING. Returns the port, which the system chose if 0 was asked for.
@@ -69,7 +90,10 @@ class GrpcServer:
         for name in (EVERYTHING, *SERVICES):
             await self.set_health(name, is_serving=False)
         try:
-            bound = self._server.add_insecure_port(address)
+            if self._credentials is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                bound = self._server.add_secure_port(address, self._credentials)
         except RuntimeError as error:
             raise StartupError([f"cannot listen on {address}: {error}"]) from error
         await self._server.start()

@@ -1,7 +1,8 @@
 """Errors to gRPC statuses: one table, total over the error tree, with machine-readable details where they help.
 
-Clients find `google.rpc.BadRequest` with an invalid field and `google.rpc.RetryInfo` with an overload, through
-`grpc_status.rpc_status`. Whatever is not a `RequestError` becomes INTERNAL with an opaque id; the log has the rest.
+Clients find `google.rpc.BadRequest` with an invalid field and `google.rpc.RetryInfo` with an overload or a used-up
+allowance, through `grpc_status.rpc_status`. Whatever is not a `RequestError` becomes INTERNAL with an opaque id; the
+log has the rest.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from google.rpc import error_details_pb2, status_pb2
 from service.engine.failure import report_failure
 from service.errors import (
     AnswerTooLarge,
+    ClientStalled,
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
     NotServing,
     Overloaded,
+    PermissionDenied,
     PromptTooLong,
+    RateLimited,
     RequestCancelled,
     RequestError,
+    Unauthenticated,
     UnknownModel,
     UnsupportedFeature,
 )
@@ -35,6 +40,10 @@ STATUS_CODES: Mapping[type[RequestError], grpc.StatusCode] = {
     UnknownModel: grpc.StatusCode.NOT_FOUND,
     UnsupportedFeature: grpc.StatusCode.UNIMPLEMENTED,
     AnswerTooLarge: grpc.StatusCode.OUT_OF_RANGE,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    RateLimited: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ClientStalled: grpc.StatusCode.ABORTED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NotServing: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -73,7 +82,7 @@ def _details(error: RequestError) -> Message | None:
     if isinstance(error, InvalidRequest):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
         details = error_details_pb2.BadRequest(field_violations=[violation])
-    elif isinstance(error, Overloaded):
+    elif isinstance(error, Overloaded | RateLimited):
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(round(error.retry_after_seconds * _NANOSECONDS))
         details = error_details_pb2.RetryInfo(retry_delay=delay)

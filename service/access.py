@@ -1,0 +1,273 @@
+"""Who may call what, and how much of it: API keys, their permissions, rates and places.
+
+    key ──> known? ──> allowed this method? ──> rate left? ──> place left? ──> the call runs
+
+Keys lie in a TOML file as SHA-256 digests, so that the file gives none away:
+
+    [keys.alice]
+    sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+    permissions = ["generate"]          # and "manage", for what changes or occupies a model
+    max_concurrent_requests = 8         # optional
+    requests_per_second = 5.0           # optional
+    burst = 10                          # optional, how many may come at once; the rate rounded up
+
+A changed file is read anew within a second; what cannot be read leaves the keys as they were. Everything runs on the
+event loop. Knows nothing of gRPC: method names are plain text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import math
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from service.errors import PermissionDenied, RateLimited, StartupError, Unauthenticated
+
+_LOGGER = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+_DIGEST_LENGTH = 64
+_PLACE_SECONDS = 1.0  # when to come again where all places are taken: nobody knows when one will be free
+
+
+class Permission(StrEnum):
+    """What a key may be good for."""
+
+    GENERATE = "generate"
+    MANAGE = "manage"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """One caller. None is no limit."""
+
+    name: str
+    digest: bytes
+    permissions: frozenset[Permission]
+    max_concurrent_requests: int | None = None
+    requests_per_second: float | None = None
+    burst: int | None = None
+
+    @property
+    def capacity(self) -> float:
+        """How many requests may come at once."""
+        return self.burst or math.ceil(self.requests_per_second or 1)
+
+
+class Access(Protocol):
+    """Decides on calls."""
+
+    def admitted(self, method: str, key: str | None) -> AbstractContextManager[None]:
+        """A context to run a call in, which may refuse when it is entered.
+
+        Args:
+            method: its bare name, as in `Generate`.
+            key: what the caller shows.
+
+        Raises:
+            Unauthenticated: without a key, or with an unknown one.
+            PermissionDenied: when the key is not for this method.
+            RateLimited: when it has been used too often, or by too many calls at once.
+        """
+
+
+class OpenAccess:
+    """Everybody may do everything: for a server that only those reach who may."""
+
+    def admitted(self, method: str, key: str | None) -> AbstractContextManager[None]:  # noqa: ARG002 (the protocol's)
+        """Nothing is asked, nothing is counted."""
+        return nullcontext()
+
+
+@dataclass(slots=True)
+class _Use:
+    """How much of its allowance a key has used: a token bucket, and the calls that run."""
+
+    tokens: float
+    refilled: float
+    num_running: int = 0
+
+
+@dataclass(slots=True)
+class KeyAccess:
+    """Only who shows a key of a file.
+
+    Args:
+        path: of the file.
+        permissions: what each method needs; a method that is not there needs `MANAGE`.
+        clock: seconds that never go back.
+    """
+
+    path: Path
+    permissions: Mapping[str, Permission]
+    clock: Callable[[], float] = time.monotonic
+    _keys: tuple[ApiKey, ...] = ()
+    _uses: dict[str, _Use] = field(default_factory=dict)
+    _seen: tuple[int, ...] = ()
+    _looked: float = -math.inf
+
+    def __post_init__(self) -> None:
+        """Reads the file.
+
+        Raises:
+            StartupError: listing all that is wrong with it.
+        """
+        self._seen = _state(self.path)
+        self._keys = read_keys(self.path)
+        self._looked = self.clock()
+
+    @contextmanager
+    def admitted(self, method: str, key: str | None) -> Iterator[None]:
+        """As `Access` has it."""
+        now = self.clock()
+        self._look(now)
+        owner = self._owner(key)
+        needed = self.permissions.get(method, Permission.MANAGE)
+        if needed not in owner.permissions:
+            raise PermissionDenied(method, needed)
+        use = self._uses.setdefault(owner.name, _Use(owner.capacity, now))
+        _take(owner, use, now)
+        use.num_running += 1
+        try:
+            yield
+        finally:
+            use.num_running -= 1
+
+    def _owner(self, key: str | None) -> ApiKey:
+        if not key:
+            raise Unauthenticated("no API key: send one as metadata, authorization: Bearer KEY")
+        digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+        found: ApiKey | None = None
+        # All of them, whichever it is: how long this takes must tell nothing.
+        for candidate in self._keys:
+            if hmac.compare_digest(candidate.digest, digest):
+                found = candidate
+        if found is None:
+            raise Unauthenticated("the API key is not known")
+        return found
+
+    def _look(self, now: float) -> None:
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        state = _state(self.path)
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            self._keys = read_keys(self.path)
+        except StartupError as error:
+            _LOGGER.error("the API keys stay as they were: %s", "; ".join(error.problems))
+            return
+        names = {key.name for key in self._keys}
+        self._uses = {name: use for name, use in self._uses.items() if name in names or use.num_running}
+        _LOGGER.info("%d API keys read", len(self._keys))
+
+
+def read_keys(path: Path) -> tuple[ApiKey, ...]:
+    """The keys of a file.
+
+    Raises:
+        StartupError: listing all that is wrong with it; digests are not repeated.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise StartupError([f"{path}: {error}"]) from error
+    problems = [f"{path}: {name}: is not known" for name in content if name != "keys"]
+    tables = content.get("keys", {})
+    keys = []
+    if not isinstance(tables, dict) or not tables:
+        problems.append(f"{path}: keys: must have a table for each key, as in [keys.alice]")
+        tables = {}
+    for name, table in tables.items():
+        found = [f"{path}: keys.{name}.{problem}" for problem in _problems(table)]
+        problems += found
+        if not found:
+            keys.append(_key(name, table))
+    digests = [key.digest for key in keys]
+    problems += [
+        f"{path}: keys.{key.name}.sha256: is another key's too" for key in keys if digests.count(key.digest) > 1
+    ]
+    if problems:
+        raise StartupError(problems)
+    return tuple(keys)
+
+
+def _problems(table: Any) -> Iterator[str]:
+    if not isinstance(table, dict):
+        yield "must be a table"
+        return
+    checks: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+        "sha256": (_is_digest, f"must be {_DIGEST_LENGTH} hexadecimal digits"),
+        "permissions": (_are_permissions, f"must be a list of {', '.join(Permission)}"),
+        "max_concurrent_requests": (_is_count, "must be an integer of at least 1"),
+        "requests_per_second": (_is_rate, "must be a finite number above 0"),
+        "burst": (_is_count, "must be an integer of at least 1"),
+    }
+    yield from (f"{name}: is not known" for name in table if name not in checks)
+    yield from (f"{name}: is missing" for name in ("sha256", "permissions") if name not in table)
+    yield from (
+        f"{name}: {wanted}" for name, (fits, wanted) in checks.items() if name in table and not fits(table[name])
+    )
+    if "burst" in table and "requests_per_second" not in table:
+        yield "burst: means nothing without requests_per_second"
+
+
+def _key(name: str, table: Mapping[str, Any]) -> ApiKey:
+    return ApiKey(
+        name=name,
+        digest=bytes.fromhex(table["sha256"]),
+        permissions=frozenset(map(Permission, table["permissions"])),
+        max_concurrent_requests=table.get("max_concurrent_requests"),
+        requests_per_second=table.get("requests_per_second"),
+        burst=table.get("burst"),
+    )
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == _DIGEST_LENGTH and set(value.lower()) <= set("0123456789abcdef")
+
+
+def _are_permissions(value: Any) -> bool:
+    return isinstance(value, list) and all(each in list(Permission) for each in value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def _take(key: ApiKey, use: _Use, now: float) -> None:
+    """Takes one request out of a key's allowance; refused ones cost nothing."""
+    if key.max_concurrent_requests is not None and use.num_running >= key.max_concurrent_requests:
+        raise RateLimited(f"{key.max_concurrent_requests} calls of this API key run already", _PLACE_SECONDS)
+    if key.requests_per_second is None:
+        return
+    use.tokens = min(key.capacity, use.tokens + (now - use.refilled) * key.requests_per_second)
+    use.refilled = now
+    if use.tokens < 1:
+        seconds = (1 - use.tokens) / key.requests_per_second
+        raise RateLimited(f"this API key is good for {key.requests_per_second:g} requests a second", seconds)
+    use.tokens -= 1
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Changes whenever the file does, be it rewritten or replaced; empty while there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,24 @@
+"""What an API key must be good for, method by method; a test proves the table total over our services."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from service.access import Permission
+
+PERMISSIONS: Mapping[str, Permission] = {
+    "Generate": Permission.GENERATE,
+    "GenerateStream": Permission.GENERATE,
+    "Score": Permission.GENERATE,
+    "Estimate": Permission.GENERATE,
+    "Explain": Permission.GENERATE,
+    "Tokenize": Permission.GENERATE,
+    "Detokenize": Permission.GENERATE,
+    "ListModels": Permission.GENERATE,
+    "GetModel": Permission.GENERATE,
+    # Occupies a model until it is done.
+    "VerifyParity": Permission.MANAGE,
+    "LoadModel": Permission.MANAGE,
+    "UnloadModel": Permission.MANAGE,
+    "ReloadModel": Permission.MANAGE,
+}

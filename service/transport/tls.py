@@ -1,0 +1,80 @@
+"""TLS from files that may be replaced while the server runs: every handshake takes what is there by then."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from service.errors import StartupError
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files: the server's certificate chain and key, and whose certificates clients must show, if any."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None
+
+
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Credentials that follow the files. A handshake finds the old pair where the new one cannot be read.
+
+    Raises:
+        StartupError: naming every file that cannot be read.
+    """
+    contents = _read(files)
+    certificates = _Certificates(files, contents)
+    # Asking for a certificate and not insisting would let those in who have none.
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(contents), certificates.fetch, require_client_authentication=files.client_ca is not None
+    )
+
+
+class _Certificates:
+    """What gRPC calls at every handshake, on threads of its own."""
+
+    def __init__(self, files: TlsFiles, contents: tuple[bytes, ...]) -> None:
+        self._files = files
+        self._contents = contents
+
+    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """New certificates; None while they are those of before."""
+        try:
+            contents = _read(self._files)
+        except StartupError as error:
+            _LOGGER.error("the certificates stay as they were: %s", "; ".join(error.problems))
+            return None
+        if contents == self._contents:
+            return None
+        self._contents = contents
+        _LOGGER.info("certificates read anew from %s", self._files.certificate)
+        return _configuration(contents)
+
+
+def _configuration(contents: tuple[bytes, ...]) -> grpc.ServerCertificateConfiguration:
+    certificate, key, *client_ca = contents
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca[0] if client_ca else None)
+
+
+def _read(files: TlsFiles) -> tuple[bytes, ...]:
+    problems: list[str] = []
+    contents = []
+    paths = [files.certificate, files.key, *([files.client_ca] if files.client_ca else [])]
+    for path in paths:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+            continue
+        if b"-----BEGIN " not in content:
+            problems.append(f"{path}: is not in PEM form")
+        contents.append(content)
+    if problems:
+        raise StartupError(problems)
+    return tuple(contents)

@@ -1,0 +1,342 @@
+"""Who gets in, over which wire, and how much of it: TLS, client certificates, API keys, limits, stalled readers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1 import model_pb2
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from service.access import Permission
+from service.app import serve
+from service.client import ask
+from service.client import health as probe
+from service.config import AskConfig, HealthConfig, ServeConfig
+from service.errors import StartupError
+from service.transport.permissions import PERMISSIONS
+from service.transport.server import SERVICES
+from service.transport.tls import TlsFiles, server_credentials
+from tests.fakes import FakeRunner, Gate
+from tests.servers import (
+    MODEL,
+    SLOTS,
+    Running,
+    eventually,
+    generate_request,
+    read,
+    read_accepted,
+    rich_details,
+    running,
+    served_model,
+    status_of,
+    stream_request,
+    tokens_of,
+)
+
+# gRPC's poller holds on to every event loop it has met: one for all.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+HOST = "localhost"
+KEY = "an-api-key"
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """A certificate authority and files that it signed."""
+
+    ca: trustme.CA
+    folder: Path
+
+    @property
+    def pem(self) -> Path:
+        path = self.folder / "ca.pem"
+        self.ca.cert_pem.write_to_path(path)
+        return path
+
+    def issue(self, name: str, *hosts: str) -> tuple[Path, Path]:
+        """The certificate's file and its key's; under the same name, new ones replace them."""
+        issued = self.ca.issue_cert(*hosts)
+        certificate, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
+        certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+        issued.private_key_pem.write_to_path(key)
+        return certificate, key
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(trustme.CA(), tmp_path_factory.mktemp("authority"))
+
+
+@asynccontextmanager
+async def secured(server: Running, authority: Authority, *own: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel over TLS, with a certificate of its own (certificate, key) where given."""
+    certificate, key = (path.read_bytes() for path in own) if own else (None, None)
+    credentials = grpc.ssl_channel_credentials(authority.pem.read_bytes(), key, certificate)
+    # Or it would share a connection, and the handshake with it, with the channel before.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.secure_channel(f"{HOST}:{server.endpoint.port}", credentials, options) as channel:
+        yield channel
+
+
+async def is_serving(channel: grpc.aio.Channel) -> bool:
+    stub = health_pb2_grpc.HealthStub(channel)
+    return bool((await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status)
+
+
+async def test_tls_serves_whoever_trusts_its_authority_and_nobody_in_the_clear(authority: Authority) -> None:
+    certificate, key = authority.issue("server", HOST)
+    async with running(tls_certificate=certificate, tls_key=key) as server:
+        async with secured(server, authority) as channel:
+            answer = await GenerationServiceStub(channel).Generate(generate_request("ab", max_tokens=2))
+            assert len(answer.outputs[0].token_ids) == 2
+        stranger = Authority(trustme.CA(), authority.folder / "stranger")
+        stranger.folder.mkdir()
+        async with secured(server, stranger) as channel:
+            assert (await status_of(is_serving(channel))).code() is grpc.StatusCode.UNAVAILABLE
+        async with grpc.aio.insecure_channel(f"{HOST}:{server.endpoint.port}") as channel:
+            assert (await status_of(is_serving(channel))).code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_mutual_tls_refuses_the_handshake_without_a_certificate_of_the_right_authority(
+    authority: Authority, tmp_path: Path
+) -> None:
+    certificate, key = authority.issue("server", HOST)
+    async with running(tls_certificate=certificate, tls_key=key, tls_client_ca=authority.pem) as server:
+        async with secured(server, authority, *authority.issue("client", "client.example")) as channel:
+            assert await is_serving(channel)
+        async with secured(server, authority) as channel:
+            assert (await status_of(is_serving(channel))).code() is grpc.StatusCode.UNAVAILABLE
+        stranger = Authority(trustme.CA(), tmp_path)
+        async with secured(server, authority, *stranger.issue("client", "client.example")) as channel:
+            assert (await status_of(is_serving(channel))).code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_new_certificate_is_shown_to_the_next_who_connects(authority: Authority, tmp_path: Path) -> None:
+    old, new = Authority(trustme.CA(), tmp_path / "old"), Authority(trustme.CA(), tmp_path / "new")
+    for each in (old, new):
+        each.folder.mkdir()
+    certificate, key = old.issue("server", HOST)
+    async with running(tls_certificate=certificate, tls_key=key) as server, secured(server, old) as before:
+        assert await is_serving(before)
+        for path, fresh in zip((certificate, key), new.issue("server", HOST), strict=True):
+            path.write_bytes(fresh.read_bytes())
+        async with secured(server, new) as channel:
+            assert await is_serving(channel)
+        async with secured(server, old) as channel:
+            assert (await status_of(is_serving(channel))).code() is grpc.StatusCode.UNAVAILABLE
+        assert await is_serving(before), "who is connected already stays so"
+        certificate.write_bytes(b"half a file")
+        async with secured(server, new) as channel:
+            assert await is_serving(channel)
+
+
+async def test_unreadable_certificates_are_named_before_anything_listens(tmp_path: Path) -> None:
+    garbage = tmp_path / "garbage"
+    garbage.write_bytes(b"x")
+    with pytest.raises(StartupError) as caught:
+        server_credentials(TlsFiles(garbage, tmp_path / "missing", tmp_path / "missing-too"))
+    assert [problem.partition(": ")[0] for problem in caught.value.problems] == [
+        str(garbage),
+        str(tmp_path / "missing"),
+        str(tmp_path / "missing-too"),
+    ]
+
+
+def keys_file(folder: Path, permissions: str = '["generate"]', rest: str = "") -> Path:
+    path = folder / "keys.toml"
+    path.write_text(
+        f'[keys.alice]\nsha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}"\npermissions = {permissions}\n{rest}\n'
+    )
+    return path
+
+
+def bearer(key: str = KEY) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [(), bearer("wrong"), (("authorization", KEY),), (("authorization", f"Basic {KEY}"),), bearer() + bearer()],
+    ids=["none", "wrong", "no scheme", "another scheme", "twice"],
+)
+async def test_no_key_wrong_key_is_unauthenticated(tmp_path: Path, metadata: Any) -> None:
+    async with running(api_keys=keys_file(tmp_path)) as server:
+        error = await status_of(server.generation.Generate(generate_request("ab"), metadata=metadata))
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert KEY not in str(error.details())
+        error = await status_of(server.generation.GenerateStream(stream_request("ab"), metadata=metadata))
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        # Garbage is not even looked at.
+        call = server.channel.unary_unary(f"/{SERVICES[0]}/Generate")
+        assert (await status_of(call(b"\xff\xff", metadata=metadata))).code() is grpc.StatusCode.UNAUTHENTICATED
+        assert server.metric("grpc_server_handled_total", grpc_method="Generate", grpc_code="UNAUTHENTICATED") == 2
+        assert server.ended() == {}
+
+
+async def test_a_key_opens_what_it_is_for_and_health_needs_none(tmp_path: Path) -> None:
+    async with running(api_keys=keys_file(tmp_path)) as server:
+        answer = await server.generation.Generate(generate_request("ab", max_tokens=2), metadata=bearer())
+        assert len(answer.outputs[0].token_ids) == 2
+        assert (await server.models.ListModels(model_pb2.ListModelsRequest(), metadata=bearer())).models[
+            0
+        ].name == MODEL
+        error = await status_of(server.models.VerifyParity(model_pb2.VerifyParityRequest(), metadata=bearer()))
+        assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert await is_serving(server.channel)
+
+
+async def test_a_managing_key_may_have_a_model_verified(tmp_path: Path) -> None:
+    async with running(api_keys=keys_file(tmp_path, '["manage"]')) as server:
+        answer = await server.models.VerifyParity(model_pb2.VerifyParityRequest(), metadata=bearer())
+        assert answer.parity.passed
+        error = await status_of(server.generation.Generate(generate_request("ab"), metadata=bearer()))
+        assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_used_up_key_is_told_when_to_come_again(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, rest="requests_per_second = 0.01\nburst = 2")
+    async with running(api_keys=path) as server:
+        for _ in range(2):
+            await server.generation.Generate(generate_request("ab", max_tokens=1), metadata=bearer())
+        error = await status_of(server.generation.Generate(generate_request("ab"), metadata=bearer()))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        retry = error_details_pb2.RetryInfo()
+        assert rich_details(error)[0].Unpack(retry)
+        assert 90 < retry.retry_delay.seconds <= 100
+
+
+async def test_a_keys_calls_at_once_are_bounded_and_a_cancelled_one_frees_its_place(tmp_path: Path) -> None:
+    gate = Gate()
+    async with running(
+        api_keys=keys_file(tmp_path, rest="max_concurrent_requests = 1"), runner=FakeRunner(SLOTS, before_run=gate)
+    ) as server:
+        with gate.closed():
+            held = server.generation.GenerateStream(stream_request("ab"), metadata=bearer())
+            await read_accepted(held)
+            error = await status_of(server.generation.Generate(generate_request("ab"), metadata=bearer()))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            held.cancel()
+        await server.until_ended(1)
+        await server.generation.Generate(generate_request("ab", max_tokens=1), metadata=bearer())
+
+
+async def test_every_method_of_ours_has_a_permission() -> None:
+    methods = {
+        method.name
+        for file in (pb.DESCRIPTOR, model_pb2.DESCRIPTOR)
+        for service in file.services_by_name.values()
+        for method in service.methods
+    }
+    assert set(PERMISSIONS) == methods
+    changing = {"VerifyParity", "LoadModel", "UnloadModel", "ReloadModel"}
+    assert {name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE} == changing
+
+
+async def test_people_and_probes_bring_their_key_and_trust(authority: Authority, tmp_path: Path) -> None:
+    certificate, key = authority.issue("server", HOST)
+    own, own_key = authority.issue("client", "client.example")
+    key_file = tmp_path / "key"
+    key_file.write_text(f"{KEY}\n")
+    files = {"tls_certificate": certificate, "tls_key": key, "tls_client_ca": authority.pem}
+    async with running(api_keys=keys_file(tmp_path), **files) as server:
+        connection: dict[str, Any] = {
+            "target": f"127.0.0.1:{server.endpoint.port}",
+            "server_name": HOST,
+            "api_key_file": key_file,
+            "ca_certificate": authority.pem,
+            "client_certificate": own,
+            "client_key": own_key,
+        }
+        out, err = io.StringIO(), io.StringIO()
+        assert await asyncio.to_thread(probe, HealthConfig(**connection), out, err) == 0
+        for stream in (False, True):
+            config = AskConfig(model=MODEL, text="ab", max_tokens=3, temperature=0, stream=stream, **connection)
+            assert await asyncio.to_thread(ask, config, out, err) == 0, err.getvalue()
+        assert err.getvalue() == ""
+        connection["api_key_file"] = None
+        config = AskConfig(model=MODEL, text="ab", **connection)
+        assert await asyncio.to_thread(ask, config, out, err) == 1
+        assert err.getvalue().startswith("UNAUTHENTICATED: ")
+
+
+async def test_a_half_given_client_certificate_is_refused_by_name(authority: Authority) -> None:
+    own, _ = authority.issue("client", "client.example")
+    with pytest.raises(StartupError) as caught:
+        await asyncio.to_thread(probe, HealthConfig(client_certificate=own), io.StringIO(), io.StringIO())
+    assert len(caught.value.problems) == 2
+
+
+async def test_more_metadata_than_the_limit_is_refused_and_the_next_call_is_not() -> None:
+    async with running(max_metadata_bytes=2048) as server:
+        error = await status_of(
+            server.generation.Generate(generate_request("ab"), metadata=(("x-padding", "x" * 4096),))
+        )
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await server.generation.Generate(generate_request("ab", max_tokens=1), metadata=(("x-padding", "x" * 1024),))
+
+
+async def test_more_calls_than_the_limit_are_refused_and_hurt_nobody() -> None:
+    gate = Gate()
+    async with running(max_concurrent_rpcs=3, runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        with gate.closed():
+            held = [await read_accepted(server.stream(max_tokens=3, ignore_eos=True)) for _ in range(3)]
+            error = await status_of(server.generation.Generate(generate_request("ab")))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in held:
+            assert len(tokens_of(await read(call))) == 3
+        assert await server.until_ended(3) == {"length": 3}
+
+
+@pytest.mark.parametrize("is_offered", [True, False])
+async def test_reflection_can_be_turned_off(*, is_offered: bool) -> None:
+    async with running(reflection=is_offered) as server:
+        stub = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        calls = stub.ServerReflectionInfo(iter([request]))
+        if is_offered:
+            names = {each.name for each in (await calls.read()).list_services_response.service}
+            assert set(SERVICES) <= names
+        else:
+            assert (await status_of(calls.read())).code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_client_that_stops_reading_loses_its_place_and_the_others_keep_theirs() -> None:
+    # Far more than the windows of HTTP/2 hold, all of it with alternatives to every token.
+    model = served_model(context=200_000)
+    async with running([model], max_stall_seconds=0.5) as server:
+        request = stream_request("ab", max_tokens=50_000, ignore_eos=True)
+        request.response.logprobs = 20
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65535)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.endpoint.port}", options) as channel:
+            stalled = GenerationServiceStub(channel).GenerateStream(request)
+            await read_accepted(stalled)
+            ended = {"grpc_method": "GenerateStream", "grpc_code": "ABORTED"}
+            await eventually(lambda: server.metric("grpc_server_handled_total", **ended) == 1)
+            await server.until_ended(1)
+            assert server.ended() == {"cancelled": 1}
+            await server.generation.Generate(generate_request("ab", max_tokens=2))
+            stalled.cancel()
+
+
+@pytest.mark.parametrize(("host", "is_warned"), [("0.0.0.0", True), ("127.0.0.1", False)])
+async def test_an_open_door_is_warned_about(
+    host: str, is_warned: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(StartupError):
+        serve(ServeConfig(models=tmp_path, host=host), lambda _: None)
+    assert ("without TLS and API keys" in caplog.text) is is_warned

@@ -1,0 +1,194 @@
+"""API keys: who is let in, how often, and what a changed file changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.access import KeyAccess, Permission, read_keys
+from service.errors import PermissionDenied, RateLimited, StartupError, Unauthenticated
+
+PERMISSIONS: Mapping[str, Permission] = {"Generate": Permission.GENERATE, "LoadModel": Permission.MANAGE}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def table(name: str, key: str, permissions: str = '["generate"]', rest: str = "") -> str:
+    return f'[keys.{name}]\nsha256 = "{digest(key)}"\npermissions = {permissions}\n{rest}\n'
+
+
+def access(path: Path, content: str, clock: Clock | None = None) -> KeyAccess:
+    path.write_text(content)
+    return KeyAccess(path, PERMISSIONS, clock or Clock())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.toml"
+
+
+def use(keys: KeyAccess, key: str | None, method: str = "Generate") -> None:
+    with keys.admitted(method, key):
+        pass
+
+
+def test_a_known_key_is_let_in_and_no_other(path: Path) -> None:
+    keys = access(path, table("alice", "secret") + table("bob", "other"))
+    use(keys, "secret")
+    use(keys, "other")
+    for wrong in ("Secret", "secret ", digest("secret"), "", None, "\udc80"):
+        with pytest.raises(Unauthenticated) as caught:
+            use(keys, wrong)
+        assert not wrong or wrong not in str(caught.value)
+
+
+def test_a_key_is_good_for_its_methods_alone(path: Path) -> None:
+    keys = access(
+        path, table("alice", "a") + table("root", "r", '["generate", "manage"]') + table("op", "o", '["manage"]')
+    )
+    use(keys, "r", "LoadModel")
+    use(keys, "o", "LoadModel")
+    for key, method in (("a", "LoadModel"), ("o", "Generate"), ("a", "NobodyThoughtOfIt")):
+        with pytest.raises(PermissionDenied) as caught:
+            use(keys, key, method)
+        assert method in str(caught.value)
+
+
+def test_a_rate_lets_a_burst_through_and_then_says_when_to_come_again(path: Path) -> None:
+    clock = Clock()
+    keys = access(path, table("alice", "a", rest="requests_per_second = 2.0\nburst = 3") + table("bob", "b"), clock)
+    for _ in range(3):
+        use(keys, "a")
+    with pytest.raises(RateLimited) as caught:
+        use(keys, "a")
+    assert caught.value.retry_after_seconds == pytest.approx(0.5)
+    use(keys, "b")
+    clock.now += 0.49
+    with pytest.raises(RateLimited):
+        use(keys, "a")
+    clock.now += 0.02
+    use(keys, "a")
+
+
+@given(
+    st.floats(0.1, 50),
+    st.integers(1, 20),
+    st.lists(st.floats(0, 3), min_size=1, max_size=60),
+)
+def test_no_pattern_of_calls_gets_more_than_the_rate(rate: float, burst: int, gaps: list[float]) -> None:
+    clock = Clock()
+    content = table("alice", "a", rest=f"requests_per_second = {rate!r}\nburst = {burst}")
+    with TemporaryDirectory() as folder:
+        keys = access(Path(folder) / "keys.toml", content, clock)
+        began, passed, waits = clock.now, 0, []
+        for gap in gaps:
+            clock.now += gap
+            for _ in range(4):
+                try:
+                    use(keys, "a")
+                    passed += 1
+                except RateLimited as error:
+                    waits.append(error.retry_after_seconds)
+    assert passed <= burst + rate * (clock.now - began) + 1e-6
+    assert all(0 < wait <= 1 / rate + 1e-6 for wait in waits)
+
+
+def test_so_many_calls_run_at_once_and_a_refused_one_costs_nothing(path: Path) -> None:
+    keys = access(path, table("alice", "a", rest="max_concurrent_requests = 2\nrequests_per_second = 3.0"))
+    with ExitStack() as running:
+        running.enter_context(keys.admitted("Generate", "a"))
+        running.enter_context(keys.admitted("Generate", "a"))
+        for _ in range(5):
+            with pytest.raises(RateLimited):
+                use(keys, "a")
+    use(keys, "a")
+
+
+def test_a_call_that_fails_gives_its_place_back(path: Path) -> None:
+    keys = access(path, table("alice", "a", rest="max_concurrent_requests = 1"))
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), keys.admitted("Generate", "a"):
+            raise ZeroDivisionError
+    use(keys, "a")
+
+
+def test_a_changed_file_is_read_within_a_second(path: Path) -> None:
+    clock = Clock()
+    keys = access(path, table("alice", "old"), clock)
+    path.write_text(table("alice", "new") + table("bob", "b"))
+    clock.now += 1.0
+    use(keys, "new")
+    use(keys, "b")
+    with pytest.raises(Unauthenticated):
+        use(keys, "old")
+
+
+@pytest.mark.parametrize("content", ["", "nonsense", None], ids=["empty", "garbled", "removed"])
+def test_a_file_that_cannot_be_read_leaves_the_keys_as_they_were(path: Path, content: str | None) -> None:
+    clock = Clock()
+    keys = access(path, table("alice", "a"), clock)
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    clock.now += 1.0
+    use(keys, "a")
+    path.write_text(table("alice", "mended"))
+    clock.now += 1.0
+    use(keys, "mended")
+
+
+def test_a_new_file_does_not_renew_an_allowance(path: Path) -> None:
+    clock = Clock()
+    content = table("alice", "a", rest="requests_per_second = 0.1\nburst = 1")
+    keys = access(path, content, clock)
+    use(keys, "a")
+    path.write_text(content + "\n# changed\n")
+    clock.now += 1.0
+    with pytest.raises(RateLimited):
+        use(keys, "a")
+
+
+def test_everything_wrong_with_a_file_is_told_at_once_and_no_digest(path: Path) -> None:
+    path.write_text(
+        'title = "x"\n'
+        '[keys.a]\nsha256 = "12"\npermissions = ["all"]\n'
+        f'[keys.b]\nsha256 = "{digest("b")}"\nrate = 1\n'
+        f'[keys.c]\nsha256 = "{digest("c")}"\npermissions = ["generate"]\nrequests_per_second = inf\nburst = 0\n'
+        f'[keys.d]\nsha256 = "{digest("d")}"\npermissions = ["generate"]\nburst = 1\nmax_concurrent_requests = true\n'
+        f'[keys.e]\nsha256 = "{digest("e")}"\npermissions = []\n[keys.f]\nsha256 = "{digest("e")}"\npermissions = []\n'
+    )
+    with pytest.raises(StartupError) as caught:
+        read_keys(path)
+    told = "\n".join(caught.value.problems)
+    for each in (
+        "title", "keys.a.sha256", "keys.a.permissions", "keys.b.rate", "keys.b.permissions",
+        "keys.c.requests_per_second", "keys.c.burst", "keys.d.burst", "keys.d.max_concurrent_requests",
+        "keys.e.sha256", "keys.f.sha256",
+    ):  # fmt: skip
+        assert f": {each}: " in told
+    assert len(caught.value.problems) == 11
+    assert digest("b") not in told
+
+
+@pytest.mark.parametrize("content", ["", "[keys]\n", "keys = 3\n"])
+def test_a_file_without_keys_is_refused(path: Path, content: str) -> None:
+    path.write_text(content)
+    with pytest.raises(StartupError):
+        read_keys(path)
