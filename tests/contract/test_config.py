@@ -34,57 +34,77 @@ def test_serve_needs_only_a_folder_and_listens_on_loopback() -> None:
     assert (config.host, config.port, config.metrics_port, config.max_batch_size) == ("127.0.0.1", 8001, 8002, 32)
 
 
+# For each flag of `serve` a text other than its default's, and what it means.
+THIS_FILE = Path(__file__)
+GIVEN: dict[str, tuple[str, object]] = {
+    "models": ("elsewhere", Path("elsewhere")),
+    "host": ("0.0.0.0", "0.0.0.0"),
+    "port": ("0", 0),
+    "metrics": ("off", False),
+    "metrics_port": ("9", 9),
+    "max_batch_size": ("4", 4),
+    "max_queue_size": ("0", 0),
+    "prefill_chunk": ("16", 16),
+    "prefill_provider": ("OpenVINO", PrefillProvider.OPENVINO),
+    "kv_memory": ("2GiB", 2 << 30),
+    "threads": ("3", 3),
+    "spin": ("no", False),
+    "huge_pages": ("false", False),
+    "drain_grace_seconds": ("1.5", 1.5),
+    "max_message_bytes": ("2048", 2048),
+    "max_metadata_bytes": ("4096", 4096),
+    "max_concurrent_rpcs": ("7", 7),
+    "max_stall_seconds": ("2.5", 2.5),
+    "tls_certificate": (str(THIS_FILE), THIS_FILE),
+    "tls_key": (str(THIS_FILE), THIS_FILE),
+    "tls_client_ca": (str(THIS_FILE), THIS_FILE),
+    "api_keys": (str(THIS_FILE), THIS_FILE),
+    "reflection": ("0", False),
+    "log_level": ("DEBUG", LogLevel.DEBUG),
+    "max_generated_tokens": ("5", 5),
+    "max_stop_strings": ("6", 6),
+    "max_stop_string_length": ("7", 7),
+    "max_stop_token_ids": ("8", 8),
+    "max_logprobs": ("9", 9),
+    "max_request_id_length": ("64", 64),
+    "max_tokenize_bytes": ("10", 10),
+    "max_detokenize_tokens": ("11", 11),
+    "max_logit_bias": ("12", 12),
+    "max_outputs": ("13", 13),
+    "max_beam_size": ("14", 14),
+}
+
+
 def test_every_flag_has_an_environment_twin() -> None:
-    given = {
-        "models": "elsewhere", "host": "0.0.0.0", "port": "0", "metrics": "off", "metrics_port": "9", "spin": "no",
-        "huge_pages": "false",
-        "max_batch_size": "4", "max_queue_size": "0", "prefill_chunk": "16", "threads": "3", "log_level": "DEBUG",
-        "drain_grace_seconds": "1.5", "max_message_bytes": "2048", "max_generated_tokens": "5", "max_stop_strings": "6",
-        "max_stop_string_length": "7", "max_stop_token_ids": "8", "max_logprobs": "9", "max_request_id_length": "64",
-        "max_tokenize_bytes": "10", "max_detokenize_tokens": "11", "max_logit_bias": "12", "max_outputs": "13",
-        "max_beam_size": "14", "kv_memory": "2GiB", "prefill_provider": "OpenVINO",
-    }  # fmt: skip
-    assert set(given) == set(options(ServeConfig)) | set(options(RequestLimits))
-    switches = {"metrics": "--no-metrics", "spin": "--no-spin", "huge_pages": "--no-huge-pages"}
+    known = options(ServeConfig) | options(RequestLimits)
+    assert set(GIVEN) == set(known)
     flags = [
         part
-        for name, value in given.items()
-        for part in ([switches.get(name)] if name in switches else [flag(name), value])
+        for name, (text, _) in GIVEN.items()
+        for part in ([f"--no-{name.replace('_', '-')}"] if known[name].is_switch else [flag(name), text])
     ]
-    by_flag = parse(["serve", *map(str, flags)], {})
-    by_environment = parse(["serve"], {variable(name): value for name, value in given.items()})
+    by_flag = parse(["serve", *flags], {})
+    by_environment = parse(["serve"], {variable(name): text for name, (text, _) in GIVEN.items()})
     assert by_flag == by_environment
-    assert by_environment == ServeConfig(
-        models=Path("elsewhere"),
-        host="0.0.0.0",
-        port=0,
-        metrics=False,
-        metrics_port=9,
-        max_batch_size=4,
-        max_queue_size=0,
-        prefill_chunk=16,
-        prefill_provider=PrefillProvider.OPENVINO,
-        kv_memory=2 << 30,
-        threads=3,
-        spin=False,
-        huge_pages=False,
-        drain_grace_seconds=1.5,
-        max_message_bytes=2048,
-        log_level=LogLevel.DEBUG,
-        limits=RequestLimits(
-            max_generated_tokens=5,
-            max_stop_strings=6,
-            max_stop_string_length=7,
-            max_stop_token_ids=8,
-            max_logprobs=9,
-            max_request_id_length=64,
-            max_tokenize_bytes=10,
-            max_detokenize_tokens=11,
-            max_logit_bias=12,
-            max_outputs=13,
-            max_beam_size=14,
-        ),
-    )
+    assert isinstance(by_flag, ServeConfig)
+    default = ServeConfig(models=Path("folder"))
+    for name, (_, value) in GIVEN.items():
+        holder, before = (by_flag, default) if hasattr(by_flag, name) else (by_flag.limits, default.limits)
+        assert getattr(holder, name) == value, name
+        assert getattr(before, name) != value, name
+
+
+def test_a_certificate_without_its_key_is_refused() -> None:
+    for given in ("--tls-certificate", "--tls-key", "--tls-client-ca"):
+        with pytest.raises(StartupError) as caught:
+            serve(given, str(THIS_FILE))
+        assert caught.value.problems[0].startswith(f"{given} means nothing without ")
+
+
+def test_a_file_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(StartupError) as caught:
+        serve("--api-keys", "missing.toml")
+    assert caught.value.problems == ("--api-keys is 'missing.toml', must be a file",)
 
 
 @pytest.mark.parametrize(
