@@ -23,9 +23,11 @@ from prometheus_client import CollectorRegistry, start_http_server
 from service.access import KeyAccess, OpenAccess
 from service.async_engine import AsyncEngine
 from service.config import ServeConfig
+from service.engine.engine import LastRun
 from service.engine_thread import StepEngine
 from service.errors import EngineFailed, RequestError, StartupError
 from service.generator import Generator
+from service.library import Library
 from service.loading import build_engines, load_models
 from service.metrics import Metrics
 from service.models import Models, ModelState, Parity, ServedModel
@@ -87,12 +89,15 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
             "%s is reached from outside: without TLS and API keys only a trusted network should", config.host
         )
     models = load_models(config.models, config.prefill_provider)
-    engines = build_engines(config.models, models, config)
+    last_run = LastRun()
+    engines = build_engines(config.models, models, config, last_run)
     for model in models:
         budget = model.kv_memory_bytes(config.max_batch_size, config.kv_memory)
         _LOGGER.info("%s has %d bytes (%.1f MiB) for keys and values", model.name, budget, budget / (1 << 20))
         _LOGGER.info("%s has its prompts computed by the provider %s", model.name, model.prefill_provider)
-    return asyncio.run(run(App(config, models, engines), announce))
+    app = App(config, models, engines, last_run=last_run)
+    del engines  # a model that is unloaded must leave its memory
+    return asyncio.run(run(app, announce))
 
 
 async def run(app: App, announce: Callable[[Ready], None]) -> int:
@@ -126,6 +131,7 @@ class App:
         models: what is served.
         engines: an engine for each model, by name; the engine thread owns them once the app runs.
         registry: where metrics go.
+        last_run: what the engines share.
     """
 
     def __init__(
@@ -134,15 +140,25 @@ class App:
         models: Collection[ServedModel],
         engines: Mapping[str, StepEngine],
         registry: CollectorRegistry | None = None,
+        last_run: LastRun | None = None,
     ) -> None:
         self._config = config
         self._registry = registry or CollectorRegistry()
         self._metrics = Metrics(self._registry)
         self._models = Models(models)
         self._engine = AsyncEngine(
-            engines, self._metrics, max_batch_size=config.max_batch_size, max_queue_size=config.max_queue_size
+            engines,
+            self._metrics,
+            max_batch_size=config.max_batch_size,
+            max_queue_size=config.max_queue_size,
+            failing=self._failing,
         )
         self._verifier = Verifier(self._engine, self._models, self._metrics, self._tell_health)
+        self._library = Library(
+            config, self._engine, self._models, self._metrics, last_run or LastRun(), self._tell_health
+        )
+        self._told: set[str] = set()
+        self._mending: set[asyncio.Task[None]] = set()
         self._prompts = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="prompts")
         # A thread of its own: whoever tokenises for its own sake waits in line and holds up no prompt.
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
@@ -215,7 +231,7 @@ class App:
         generator = Generator(self._engine, self._models, self._prompts)
         return GrpcServer(
             GenerationServicer(generator, self._models, self._config.request_limits, self._texts),
-            ModelServicer(self._models, self._verifier.verify, self._config),
+            ModelServicer(self._models, self._verifier.verify, self._library, self._config),
             [self._calls],
             TransportLimits(
                 max_message_bytes=self._config.max_message_bytes,
@@ -226,7 +242,25 @@ class App:
             has_reflection=self._config.reflection,
         )
 
+    def _failing(self, name: str) -> None:
+        """A model fails step after step: it is not asked any more until its golden cases pass again."""
+        _LOGGER.error("%s does not serve, its steps fail one after the other", name)
+        self._models.failing(name)
+        task = asyncio.get_running_loop().create_task(self._mend(name))
+        self._mending.add(task)
+        task.add_done_callback(self._mending.discard)
+
+    async def _mend(self, name: str) -> None:
+        await self._tell_health()
+        try:
+            await self._verifier.verify(name)
+        except RequestError as error:
+            _LOGGER.error("%s does not serve, its golden cases could not be replayed: %s", name, error)
+
     async def _tell_health(self) -> None:
+        for name in self._told - set(self._models.names):
+            await self._server.set_health(name, is_serving=False)
+        self._told |= set(self._models.names)
         serving = {name: self._models.state(name) is ModelState.SERVING for name in self._models.names}
         for name, is_serving in serving.items():
             await self._server.set_health(name, is_serving=is_serving)
@@ -245,6 +279,9 @@ class App:
         await self._server.stop(_CLOSING_SECONDS)
         # Cancelled handlers clean up after `stop` has returned.
         await _within(_CLOSING_SECONDS, self._calls.wait_idle, "cancelled calls did not end")
+        for task in self._mending:
+            task.cancel()
+        self._library.close()
         for executor in (self._prompts, self._texts):
             executor.shutdown(wait=False, cancel_futures=True)
 

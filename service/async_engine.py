@@ -27,6 +27,8 @@ from service.metrics import Metrics, ModelMetrics, RequestRecord
 
 # A client far behind gets many tokens in a message, but not so many that no message holds them.
 _MAX_EVENTS_TAKEN = 128
+# One bad step may be a bad request's; so many in a row are the model's.
+_MAX_FAILURES = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +46,7 @@ class _Stream:
 
     request_id: str
     model: str
+    lane: Lane
     request: GenerationRequest | None = None
     events: list[TokenEvent] = field(default_factory=list)
     waiter: asyncio.Future[None] | None = None
@@ -140,13 +143,24 @@ class AsyncEngine:
         metrics: where steps and requests are counted.
         max_batch_size: slots of each engine.
         max_queue_size: requests that may wait besides, per model.
+        failing: told of a model whose steps fail one after the other.
     """
 
     def __init__(
-        self, engines: Mapping[str, StepEngine], metrics: Metrics, *, max_batch_size: int, max_queue_size: int
+        self,
+        engines: Mapping[str, StepEngine],
+        metrics: Metrics,
+        *,
+        max_batch_size: int,
+        max_queue_size: int,
+        failing: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._engines = engines
-        self._lanes = {name: Lane(name, max_batch_size, max_queue_size, metrics.for_model(name)) for name in engines}
+        # Handed to the thread by `start`, and not kept: a model that is removed must leave its memory.
+        self._engines = dict(engines)
+        self._make_lane = lambda name: Lane(name, max_batch_size, max_queue_size, metrics.for_model(name))
+        self._lanes = {name: self._make_lane(name) for name in engines}
+        self._failing = failing
+        self._failures: dict[str, int] = {}
         self._streams: dict[str, _Stream] = {}
         self._refuse: Callable[[], RequestError] | None = partial(NotServing, "the server is starting")
         self._idle = asyncio.Event()
@@ -164,6 +178,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         self._thread = EngineThread(self._engines, self, loop.call_soon_threadsafe)
+        self._engines = {}
         self._thread.start()
         self._refuse = None
 
@@ -181,17 +196,46 @@ class AsyncEngine:
                 raise self._refuse()
             if request_id in self._streams:
                 raise InvalidRequest("request_id", request_id, "must not be in use by another request")
-            self._lanes[model].take()
+            lane = self._lanes.get(model)
+            if lane is None:
+                raise NotServing(f"{model} is not served any more")
+            lane.take()
         except RequestError as error:
             self.refused(model, error, request_id)
             raise
-        stream = self._streams[request_id] = _Stream(request_id, model)
+        stream = self._streams[request_id] = _Stream(request_id, model, lane)
         self._idle.clear()
         return Admission(self, stream)
 
     def refused(self, model: str, error: RequestError, request_id: str | None = None) -> None:
         """Counts a request that was refused before it took a place; `admit` counts its own refusals."""
-        self._lanes[model].refused(error.label, request_id)
+        if lane := self._lanes.get(model):
+            lane.refused(error.label, request_id)
+
+    def install(self, model: str, engine: StepEngine) -> None:
+        """Serves a model with this engine from now on; another that it had ends what it has begun."""
+        self._failures.pop(model, None)
+        if model not in self._lanes:
+            self._lanes[model] = self._make_lane(model)
+        self._thread.install(model, engine)
+
+    async def remove(self, model: str, grace_seconds: float) -> None:
+        """Takes a model away once its requests are over; what is not over after the grace ends with NotServing.
+
+        New requests must be kept away before.
+        """
+        lane = self._lanes[model]
+        try:
+            await asyncio.wait_for(lane.wait_idle(), grace_seconds)
+        except TimeoutError:
+            now = time.monotonic()
+            for stream in [stream for stream in self._streams.values() if stream.model == model]:
+                if stream.request is not None:
+                    self._thread.abort(model, stream.request_id)
+                self._fail(stream, NotServing(f"{model} is not served any more"), now)
+        self._thread.remove(model)
+        lane.metrics.idle()
+        del self._lanes[model]
 
     async def call(self, model: str, function: Callable[[StepEngine], Result], max_wait_seconds: float) -> Result:
         """Runs `function` on a model's engine once that is idle; the model's new requests wait behind it.
@@ -241,7 +285,11 @@ class AsyncEngine:
     def step_done(self, model: str, output: StepOutput, now: float) -> None:
         """Hands a step's events to their streams (`Listener`)."""
         with self._faults_are_fatal():
-            self._hand_out(self._lanes[model].metrics, output, now)
+            lane = self._lanes.get(model)
+            if lane is None:  # it is on its way out, and so is everybody who asked it
+                return
+            self._hand_out(lane.metrics, output, now)
+            self._watch(model, output)
 
     def rejected(self, request_id: str, error: RequestError, now: float) -> None:
         """Ends the stream of a request that the engine refused (`Listener`)."""
@@ -283,6 +331,15 @@ class AsyncEngine:
             if event.is_terminal:
                 self._finish(stream, event)
 
+    def _watch(self, model: str, output: StepOutput) -> None:
+        """Counts steps that fail one after the other; one that computes something ends the row."""
+        if output.is_failed:
+            self._failures[model] = self._failures.get(model, 0) + 1
+            if self._failures[model] == _MAX_FAILURES:
+                self._failing(model)
+        elif output.stats.num_tokens:
+            self._failures.pop(model, None)
+
     def _refuse_and_fail_all(self, error: EngineFailed | None) -> None:
         stopped = partial(NotServing, "the server has stopped")
         self._refuse = stopped if error is None else partial(EngineFailed, error.error_id)
@@ -310,7 +367,7 @@ class AsyncEngine:
         """The consumer is gone. A place in use stays taken until the engine says that the request is over."""
         if stream.request is None:
             self._release(stream, None)
-            self._lanes[stream.model].refused(_outcome(error), stream.request_id)
+            stream.lane.refused(_outcome(error), stream.request_id)
         elif self._streams.get(stream.request_id) is stream:
             self._thread.abort(stream.model, stream.request_id)
 
@@ -340,13 +397,13 @@ class AsyncEngine:
             seconds_per_token=stream.seconds_per_token,
         )
         error_id = event.error.error_id if isinstance(event.error, EngineFailed) else None
-        self._lanes[stream.model].ended(record, stream.request_id, error_id)
+        stream.lane.ended(record, stream.request_id, error_id)
 
     def _release(self, stream: _Stream, service_seconds: float | None) -> None:
         if self._streams.get(stream.request_id) is not stream:
             return
         del self._streams[stream.request_id]
-        self._lanes[stream.model].give_back(service_seconds)
+        stream.lane.give_back(service_seconds)
         if not self._streams:
             self._idle.set()
 

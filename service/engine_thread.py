@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from model.golden import CaseResult, GoldenCase, Tolerance
 from service.engine.failure import report_failure
 from service.engine.types import GenerationRequest, StepOutput
-from service.errors import EngineFailed, RequestError
+from service.errors import EngineFailed, NotServing, RequestError
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -80,11 +80,22 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
+class _Install:
+    model: str
+    engine: StepEngine
+
+
+@dataclass(frozen=True, slots=True)
+class _Remove:
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Command = _Submit | _Abort | _Call | _Stop
+_Command = _Submit | _Abort | _Call | _Install | _Remove | _Stop
 
 
 class _Outbox:
@@ -182,6 +193,8 @@ class EngineThread:
 
     def __init__(self, engines: Mapping[str, StepEngine], listener: Listener, post: Callable[..., object]) -> None:
         self._stations = {model: _Station(engine) for model, engine in engines.items()}
+        # Engines that were replaced or removed: they end what they have begun, and then nobody holds them any more.
+        self._retiring: list[tuple[str, StepEngine]] = []
         self._listener = listener
         self._outbox = _Outbox(post)
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -211,6 +224,14 @@ class EngineThread:
         self._inbox.put(_Call(model, function, future))
         return future
 
+    def install(self, model: str, engine: StepEngine) -> None:
+        """Gives a model its engine, or another one: requests from now on go there, the old one ends what it has."""
+        self._inbox.put(_Install(model, engine))
+
+    def remove(self, model: str) -> None:
+        """Takes a model's engine away. It still ends what it has begun; calls that wait for it are cancelled."""
+        self._inbox.put(_Remove(model))
+
     def stop(self) -> None:
         """Ends the thread before its next step; `Listener.ended` follows."""
         self._inbox.put(_Stop())
@@ -219,6 +240,9 @@ class EngineThread:
         error: EngineFailed | None = None
         try:
             while self._obey():
+                # Those on their way out first, so that what a model's gauges say last is of the engine that serves.
+                if self._retiring:
+                    self._advance_retiring()
                 for model, station in self._stations.items():
                     self._advance(model, station)
         except BaseException as cause:  # whatever ends the thread, every stream must hear of it
@@ -230,7 +254,7 @@ class EngineThread:
 
     def _obey(self) -> bool:
         """Empties the inbox, waiting for a first command only when there is nothing to do; False means stop."""
-        block = not any(station.has_work for station in self._stations.values())
+        block = not self._retiring and not any(station.has_work for station in self._stations.values())
         while True:
             try:
                 command = self._inbox.get(block=block)
@@ -241,21 +265,62 @@ class EngineThread:
                 return False
             self._apply(command)
 
-    def _apply(self, command: _Submit | _Abort | _Call) -> None:
-        station = self._stations[command.model]
+    def _apply(self, command: _Submit | _Abort | _Call | _Install | _Remove) -> None:
         match command:
+            case _Install(model, engine):
+                self._install(model, engine)
+            case _Remove(model):
+                self._remove(model)
+            case _Abort(model, request_id):
+                self._abort(model, request_id)
+            case _Call() if command.model in self._stations:
+                self._stations[command.model].calls.append(command)
             case _Call():
-                station.calls.append(command)
-            case _Abort(_, request_id):
-                if parked := station.parked.pop(request_id, None):
-                    self._add(station.engine, parked)
-                station.engine.abort(request_id)
-            case _Submit(_, request):
+                if command.future.set_running_or_notify_cancel():
+                    command.future.set_exception(_gone(command.model))
+            case _Submit(model, request) if model in self._stations:
+                station = self._stations[model]
                 # Behind those that wait already, even if what they waited for is just over.
                 if station.calls or station.parked:
                     station.parked[request.request_id] = request
                 else:
                     self._add(station.engine, request)
+            case _Submit(model, request):
+                self._outbox.send(self._listener.rejected, request.request_id, _gone(model), time.monotonic())
+
+    def _abort(self, model: str, request_id: str) -> None:
+        if station := self._stations.get(model):
+            if parked := station.parked.pop(request_id, None):
+                self._add(station.engine, parked)
+            station.engine.abort(request_id)
+        for name, engine in self._retiring:
+            if name == model:
+                engine.abort(request_id)
+
+    def _remove(self, model: str) -> None:
+        station = self._stations.pop(model)
+        for call in station.calls:
+            if call.future.set_running_or_notify_cancel():
+                call.future.set_exception(_gone(model))
+        for request in station.parked.values():
+            self._add(station.engine, request)
+        self._retiring.append((model, station.engine))
+
+    def _install(self, model: str, engine: StepEngine) -> None:
+        station = self._stations.get(model)
+        if station is None:
+            self._stations[model] = _Station(engine)
+            return
+        # What waits stays where it is, and so does its order.
+        self._retiring.append((model, station.engine))
+        station.engine = engine
+
+    def _advance_retiring(self) -> None:
+        """One step of each engine that is on its way out, and away with those that are done."""
+        for model, engine in self._retiring:
+            if engine.has_work:
+                self._outbox.send(self._listener.step_done, model, engine.step(), time.monotonic())
+        self._retiring = [(model, engine) for model, engine in self._retiring if engine.has_work]
 
     def _advance(self, model: str, station: _Station) -> None:
         """One step, or one call: the inbox is looked at between any two."""
@@ -275,3 +340,7 @@ class EngineThread:
         except Exception as cause:  # one bad request must not end the others
             failure = report_failure(f"request {request.request_id} could not be queued", cause)
             self._outbox.send(self._listener.rejected, request.request_id, failure, time.monotonic())
+
+
+def _gone(model: str) -> NotServing:
+    return NotServing(f"{model} is not served any more")

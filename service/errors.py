@@ -5,6 +5,7 @@
     │   ├── InvalidRequest               a field has a value outside its limit
     │   │   └── PromptTooLong            the prompt or target prefix leaves no room in the context
     │   ├── UnknownModel                 no such model is served
+    │   ├── ModelUnfit                   an artefact that cannot be served; lists every problem
     │   ├── UnsupportedFeature           a field asks for what this model or version does not offer
     │   ├── AnswerTooLarge               the answer is there, but no message can hold it
     │   ├── Unauthenticated              no API key, or an unknown one
@@ -65,6 +66,17 @@ class UnknownModel(RequestError):
         self.served = tuple(served)
         asked = f"model: {_shorten(model)} is not served" if model else "model: must be named, several are served"
         super().__init__(f"{asked}; served: {', '.join(served) or 'none'}")
+
+
+class ModelUnfit(RequestError):
+    """A model that was to be loaded cannot be served. `problems` names everything that is wrong with its artefact."""
+
+    label = "model_unfit"
+
+    def __init__(self, model: str, problems: Sequence[str]) -> None:
+        self.model = model
+        self.problems = tuple(problems)
+        super().__init__(f"{_shorten(model)} cannot be served: {'; '.join(problems)}")
 
 
 class UnsupportedFeature(RequestError):

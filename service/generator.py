@@ -137,6 +137,10 @@ class Generator:
         self._require_serving(model.name, call.request_id)
         with self._engine.admit(model.name, call.request_id) as place:
             request = await self._prepare(call, model, arrival, time_remaining)
+            # What was tokenised for one model means nothing to another that has taken its place meanwhile.
+            while (current := self._models.resolve(model.name)) is not model:
+                model = current
+                request = await self._prepare(call, model, arrival, time_remaining)
             # Before `Accepted` is told: a client that is slow to read it must not be late in the queue.
             place.submit(request)
             yield Accepted(request.request_id, request.model)
@@ -159,6 +163,9 @@ class Generator:
         with self._engine.admit(model.name, call.request_id) as place:
             loop = asyncio.get_running_loop()
             task = await loop.run_in_executor(self._executor, make_task, model, call.prompt, call.target)
+            while (current := self._models.resolve(model.name)) is not model:
+                model = current
+                task = await loop.run_in_executor(self._executor, make_task, model, call.prompt, call.target)
             request = GenerationRequest(
                 request_id=call.request_id,
                 model=model.name,

@@ -1,11 +1,13 @@
 """One model's lane: how many places it has, how long requests lately held them, and how each request ended.
 
 Every request of a known model is counted here exactly once and told in one line of the log, under its finish reason or
-its error's label, whether it ran or was refused. Knows nothing of streams and threads.
+its error's label, whether it ran or was refused. Lives on the event loop. Knows
+nothing of streams and threads.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
 
@@ -36,6 +38,8 @@ class Lane:
         self._max_batch_size = max_batch_size
         self._limit = max_batch_size + max_queue_size
         self._taken = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._service_seconds: deque[float] = deque(maxlen=_RECENT_REQUESTS)
 
     @property
@@ -44,6 +48,10 @@ class Lane:
         recent = self._service_seconds
         mean = sum(recent) / len(recent) if recent else _UNKNOWN_SERVICE_SECONDS
         return min(max(mean / self._max_batch_size, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+
+    async def wait_idle(self) -> None:
+        """Waits until no request has a place."""
+        await self._idle.wait()
 
     def take(self) -> None:
         """Takes a place.
@@ -54,10 +62,13 @@ class Lane:
         if self._taken >= self._limit:
             raise Overloaded(self._model, self._taken, self._limit, self.retry_after_seconds)
         self._taken += 1
+        self._idle.clear()
 
     def give_back(self, service_seconds: float | None) -> None:
         """Gives a place back; `service_seconds` is how long its request held a slot, None if it never did."""
         self._taken -= 1
+        if not self._taken:
+            self._idle.set()
         if service_seconds is not None:
             self._service_seconds.append(service_seconds)
 

@@ -36,17 +36,31 @@ def load_models(folder: Path, prefill: PrefillProvider = PrefillProvider.CPU) ->
     Raises:
         StartupError: listing all that is wrong with any of them.
     """
-    try:
-        subfolders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    except OSError as error:
-        raise StartupError([f"{folder} cannot be read: {error.strerror}"]) from error
+    subfolders = _subfolders(folder)
     if not subfolders:
         raise StartupError([f"{folder} has no subfolder, and so no model to serve"])
-    return _load_all(subfolders, lambda subfolder: _load_model(subfolder, prefill))
+    return _load_all(subfolders, lambda subfolder: load_model(subfolder, prefill))
 
 
-def build_engines(folder: Path, models: Iterable[ServedModel], config: ServeConfig) -> dict[str, Engine]:
+def model_names(folder: Path) -> tuple[str, ...]:
+    """The models that `folder` has now, served or not.
+
+    Raises:
+        StartupError: when it cannot be read.
+    """
+    return tuple(subfolder.name for subfolder in _subfolders(folder))
+
+
+def build_engines(
+    folder: Path, models: Iterable[ServedModel], config: ServeConfig, last_run: LastRun | None = None
+) -> dict[str, Engine]:
     """Loads every model's graphs and reserves its key-value cache.
+
+    Args:
+        folder: of the artefacts.
+        models: what is to be served of it.
+        config: sizes and threads.
+        last_run: shared by all engines that one thread steps; a new one unless given.
 
     Raises:
         StartupError: listing all that is wrong with any of them.
@@ -57,7 +71,7 @@ def build_engines(folder: Path, models: Iterable[ServedModel], config: ServeConf
         max_prefill_tokens=config.prefill_chunk,
         kv_memory_bytes=config.kv_memory,
     )
-    last_run = LastRun()
+    shared = LastRun() if last_run is None else last_run
     options = SessionOptions(intra_op_threads=config.threads or 0, allow_spinning=config.spin)
 
     def build(model: ServedModel) -> tuple[str, Engine]:
@@ -67,14 +81,19 @@ def build_engines(folder: Path, models: Iterable[ServedModel], config: ServeConf
             model.output_tokenizer.decode,
             limits,
             options,
-            last_run,
+            shared,
             model.prefill_provider,
         )
 
     return dict(_load_all(models, build))
 
 
-def _load_model(folder: Path, prefill: PrefillProvider) -> ServedModel:
+def load_model(folder: Path, prefill: PrefillProvider) -> ServedModel:
+    """Reads and checks one artefact; its folder's name is the model's.
+
+    Raises:
+        StartupError: listing all that is wrong with it.
+    """
     try:
         manifest = load(folder)
     except ArtifactError as error:
@@ -103,6 +122,13 @@ def _load_model(folder: Path, prefill: PrefillProvider) -> ServedModel:
         golden_cases=cases,
         prefill_provider=prefill,
     )
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError as error:
+        raise StartupError([f"{folder} cannot be read: {error.strerror}"]) from error
 
 
 def _prompt_vocab_size(manifest: Manifest) -> int:

@@ -134,6 +134,11 @@ class ModelMetrics:
         self._step_batch = metrics.step_batch.labels(model)
         self._step_tokens = metrics.step_tokens.labels(model)
 
+    def idle(self) -> None:
+        """The model is gone: nothing of it runs or waits. What was counted stays counted."""
+        for gauge in (self._running, self._waiting, self._kv_usage):
+            gauge.set(0)
+
     def parity_checked(self, max_abs_error: float) -> None:
         """The golden cases were replayed."""
         self._parity.labels(self._model).set(max_abs_error)

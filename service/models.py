@@ -207,7 +207,9 @@ class Models:
             case ModelState.STARTING:
                 raise NotServing(f"{name} is starting")
             case ModelState.FAILED:
-                raise NotServing(f"{name} does not answer as its golden cases say")
+                raise NotServing(f"{name} does not answer as its golden cases say, or fails")
+            case ModelState.DRAINING:
+                raise NotServing(f"{name} is draining")
 
     def state(self, name: str) -> ModelState:
         """Whether a model answers."""
@@ -219,9 +221,31 @@ class Models:
 
     def verified(self, name: str, parity: Parity) -> None:
         """Takes note of a replay: a model that failed answers no more, one that passed does, unless it is draining."""
+        if name not in self._models:
+            return
         self._parity[name] = parity
         if self._states[name] is not ModelState.DRAINING:
             self._states[name] = ModelState.SERVING if parity.passed else ModelState.FAILED
+
+    def serve(self, model: ServedModel, parity: Parity) -> None:
+        """A model that has passed its golden cases is served from now on, in place of any other of its name."""
+        self._models = dict(sorted({**self._models, model.name: model}.items()))
+        self._states[model.name] = ModelState.SERVING
+        self._parity[model.name] = parity
+
+    def withdraw(self, name: str) -> None:
+        """A model takes no more requests: it is about to be removed."""
+        self._states[name] = ModelState.DRAINING
+
+    def remove(self, name: str) -> None:
+        """A model is served no more."""
+        for known in (self._models, self._states, self._parity):
+            known.pop(name, None)
+
+    def failing(self, name: str) -> None:
+        """A model's engine fails step after step: it answers no more, until it is proven or loaded anew."""
+        if self._states.get(name) is ModelState.SERVING:
+            self._states[name] = ModelState.FAILED
 
     def drain(self) -> None:
         """The server is stopping."""

@@ -139,7 +139,7 @@ class Engine:
         rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         failure = report_failure(f"a step failed with requests {', '.join(names[:_MAX_NAMED])}{rest}", error)
         events = self._scheduler.fail_running(failure.error_id, self._clock())
-        return StepOutput(events, self._stats(ScheduledBatch(), 0.0, None))
+        return StepOutput(events, self._stats(ScheduledBatch(), 0.0, None), is_failed=True)
 
     def _take_preemptions(self) -> int:
         total, before = self._scheduler.num_preemptions, self._num_preemptions

@@ -205,7 +205,8 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What `Engine.step` returns: events in schedule order, and the step's numbers."""
+    """What `Engine.step` returns: events in schedule order, the step's numbers, and whether it failed."""
 
     events: tuple[TokenEvent, ...]
     stats: StepStats
+    is_failed: bool = False

@@ -12,7 +12,7 @@ from model.golden import CaseResult
 from proto.onward.v1 import model_pb2 as pb
 from proto.onward.v1.model_pb2_grpc import ModelServiceServicer
 from service.config import ServeConfig
-from service.errors import UnsupportedFeature
+from service.library import Library
 from service.models import Models, ModelState, Parity, ServedModel
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -35,12 +35,16 @@ class ModelServicer(ModelServiceServicer):
     Args:
         models: what is served.
         verify: replays a model's golden cases and takes note of the outcome.
+        library: loads and unloads models.
         config: the operator's limits.
     """
 
-    def __init__(self, models: Models, verify: Callable[[str], Awaitable[Parity]], config: ServeConfig) -> None:
+    def __init__(
+        self, models: Models, verify: Callable[[str], Awaitable[Parity]], library: Library, config: ServeConfig
+    ) -> None:
         self._models = models
         self._verify = verify
+        self._library = library
         self._config = config
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
@@ -75,16 +79,19 @@ class ModelServicer(ModelServiceServicer):
         return pb.VerifyParityResponse(parity=_summary(parity), cases=map(_case, parity.cases))
 
     async def LoadModel(self, request: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
-        """Not offered."""
-        raise UnsupportedFeature("LoadModel")
+        """Answers once the model is proven and serves."""
+        await self._library.load(request.model)
+        return pb.LoadModelResponse()
 
     async def UnloadModel(self, request: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
-        """Not offered."""
-        raise UnsupportedFeature("UnloadModel")
+        """Answers once the model's last request is over."""
+        await self._library.unload(request.model)
+        return pb.UnloadModelResponse()
 
     async def ReloadModel(self, request: pb.ReloadModelRequest, context: Context) -> pb.ReloadModelResponse:
-        """Not offered."""
-        raise UnsupportedFeature("ReloadModel")
+        """Answers once new requests go to what the folder now holds."""
+        await self._library.reload(request.model)
+        return pb.ReloadModelResponse()
 
 
 def _architecture(model: ServedModel) -> pb.ModelArchitecture:

@@ -1,0 +1,231 @@
+"""Which models are served, changed while others answer: load, unload, reload.
+
+    load      read and check the artefact ─> build its engine ─> replay its golden cases ─> serve it
+    reload    the same beside the old engine, which ends what it has begun and then goes
+    unload    refuse new requests ─> let those in flight end, for a grace ─> let the engine go
+
+A model answers only once it is proven, and a reload that fails leaves the old one where it was. All of this happens on
+one thread beside the event loop and the engine thread, one model at a time; but ONNX Runtime holds the interpreter's
+lock while it makes a session, so that every stream halts for as long. A large artefact is therefore tried out in a
+process of its own first: what is unfit is found there, and what is fit is in the page cache by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from model.golden import tolerance_of
+from service.async_engine import AsyncEngine
+from service.config import ServeConfig
+from service.engine.engine import Engine, LastRun
+from service.errors import ModelUnfit, RequestError, StartupError, UnknownModel
+from service.loading import build_engines, load_model, model_names
+from service.metrics import Metrics
+from service.models import Models, Parity, ServedModel
+
+_LOGGER = logging.getLogger(__name__)
+
+TRIAL_BYTES = 64 << 20
+"""From how large an artefact on it is tried out first."""
+
+_HEARTBEAT_SECONDS = 0.01
+_LONG_STALL_SECONDS = 1.0
+_MAX_TRIAL_SECONDS = 600.0
+
+
+class Library:
+    """Changes what is served.
+
+    Args:
+        config: the operator's; `models` is the folder that models come from.
+        engine: where they run.
+        models: what is known of them.
+        metrics: where their largest error is shown.
+        last_run: shared by the engines of the thread.
+        state_changed: called after each change.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        engine: AsyncEngine,
+        models: Models,
+        metrics: Metrics,
+        last_run: LastRun,
+        state_changed: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._models = models
+        self._metrics = metrics
+        self._last_run = last_run
+        self._state_changed = state_changed
+        self._turn = asyncio.Lock()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="library")
+
+    async def load(self, name: str) -> None:
+        """Serves a model of the folder. One that is served already stays as it is.
+
+        Raises:
+            UnknownModel: when the folder has none of this name.
+            ModelUnfit: listing all that is wrong with it.
+        """
+        async with self._turn:
+            if name not in self._models.names:
+                await self._bring(name)
+
+    async def reload(self, name: str) -> None:
+        """Serves what a model's folder now holds, in place of what it held; no request is lost.
+
+        Raises:
+            UnknownModel: when it is not served, or not in the folder any more.
+            ModelUnfit: listing all that is wrong with it; the model is served as before.
+        """
+        async with self._turn:
+            self._models.resolve(name)
+            await self._bring(name)
+
+    async def unload(self, name: str) -> None:
+        """Serves a model no more. Its requests in flight have the drain's grace to end.
+
+        Raises:
+            UnknownModel: when it is not served.
+        """
+        async with self._turn:
+            model = self._models.resolve(name).name
+            self._models.withdraw(model)
+            await self._state_changed()
+            await self._engine.remove(model, self._config.drain_grace_seconds)
+            self._models.remove(model)
+            await self._state_changed()
+            gc.collect()  # sessions and buffers are large: whatever cycle holds them should not do so until some day
+            _LOGGER.info("%s is served no more", model)
+
+    def close(self) -> None:
+        """Begins nothing new."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _bring(self, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        began = time.monotonic()
+        async with _stall() as stall:
+            model, engine, parity = await loop.run_in_executor(self._executor, self._prepare, name)
+        if not parity.passed:
+            failed = ", ".join(case.name for case in parity.cases if not case.passed)
+            raise ModelUnfit(name, [f"golden cases failed: {failed or 'there are none'}"])
+        self._engine.install(name, engine)
+        self._models.serve(model, parity)
+        self._metrics.for_model(name).parity_checked(parity.max_abs_error)
+        await self._state_changed()
+        _LOGGER.log(
+            logging.WARNING if stall() > _LONG_STALL_SECONDS else logging.INFO,
+            "%s is served after %.1f s, in which streams stood still for %.3f s at most",
+            name,
+            time.monotonic() - began,
+            stall(),
+        )
+
+    def _prepare(self, name: str) -> tuple[ServedModel, Engine, Parity]:
+        """Everything that takes time. On the library's thread."""
+        with _told_without_paths(self._config.models, name):
+            served = model_names(self._config.models)
+            # Compared with what is there, not joined: a name is never a path.
+            if name not in served:
+                raise UnknownModel(name, served)
+            folder = self._config.models / name
+            if sum(path.stat().st_size for path in folder.iterdir()) >= TRIAL_BYTES:
+                _try_out(self._config, name)
+            model = load_model(folder, self._config.prefill_provider)
+            engine = build_engines(self._config.models, [model], self._config, self._last_run)[name]
+            return model, engine, prove(model, engine)
+
+
+def prove(model: ServedModel, engine: Engine) -> Parity:
+    """How a model's golden cases go on its idle engine."""
+    tolerance = tolerance_of(model.manifest.precision, model.manifest.kv_cache.precision)
+    return Parity(tuple(engine.verify_golden(model.golden_cases, tolerance)))
+
+
+def _try_out(config: ServeConfig, name: str) -> None:
+    """Loads and proves a model in a process that has nothing to lose.
+
+    Raises:
+        StartupError: with what it found.
+    """
+    settings = {
+        "folder": str(config.models),
+        "name": name,
+        "max_batch_size": config.max_batch_size,
+        "prefill_chunk": config.prefill_chunk,
+        "prefill_provider": str(config.prefill_provider),
+        "kv_memory": config.kv_memory,
+        "threads": config.threads,
+    }
+    command = [sys.executable, "-m", "service.trial", json.dumps(settings)]
+    try:
+        done = subprocess.run(  # noqa: S603 (ourselves)
+            command, capture_output=True, text=True, check=False, timeout=_MAX_TRIAL_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StartupError([f"it could not be tried out in {_MAX_TRIAL_SECONDS:g} s"]) from error
+    answer = _last_json(done.stdout)
+    if answer is None:
+        _LOGGER.error("trying out %s ended with %d: %s", name, done.returncode, done.stderr.strip()[-2000:])
+        raise StartupError([f"the process that tried it out ended with {done.returncode}"])
+    if problems := answer["problems"]:
+        raise StartupError(problems)
+    _LOGGER.info("%s was tried out: its sessions took %.1f s to make", name, answer["session_seconds"])
+
+
+def _last_json(text: str) -> dict[str, Any] | None:
+    try:
+        answer: dict[str, Any] = json.loads(text.strip().rpartition("\n")[2])
+    except ValueError:
+        return None
+    return answer
+
+
+@contextmanager
+def _told_without_paths(folder: Path, name: str) -> Iterator[None]:
+    """Whatever is wrong with an artefact becomes ModelUnfit, for a client that need not know where things lie."""
+    try:
+        yield
+    except StartupError as error:
+        problems = [
+            problem.replace(str(folder / name), name).replace(str(folder), "models") for problem in error.problems
+        ]
+        raise ModelUnfit(name, problems) from error
+    except RequestError:
+        raise
+    except OSError as error:
+        raise ModelUnfit(name, [error.strerror or "it cannot be read"]) from error
+
+
+@asynccontextmanager
+async def _stall() -> AsyncIterator[Callable[[], float]]:
+    """How long the event loop stood still at most, during the block."""
+    longest = 0.0
+
+    async def beat() -> None:
+        nonlocal longest
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(_HEARTBEAT_SECONDS)
+            longest = max(longest, time.monotonic() - before - _HEARTBEAT_SECONDS)
+
+    beating = asyncio.create_task(beat())
+    try:
+        yield lambda: longest
+    finally:
+        beating.cancel()

@@ -1,0 +1,48 @@
+"""`python -m service.trial SETTINGS`: loads and proves one model, in a process that may fail.
+
+What `service.library` starts before it loads a large artefact beside running streams. SETTINGS is JSON; the last line
+of stdout is JSON too: what is wrong with the artefact, if anything, and how long its sessions took to make.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from service.config import ServeConfig
+from service.engine.types import PrefillProvider
+from service.errors import StartupError
+from service.library import prove
+from service.loading import build_engines, load_model
+
+
+def main(argv: Sequence[str]) -> int:
+    """Tries it out; 0 whether the model is fit or not."""
+    (text,) = argv
+    settings = json.loads(text)
+    name = settings.pop("name")
+    config = ServeConfig(
+        models=Path(settings.pop("folder")),
+        prefill_provider=PrefillProvider(settings.pop("prefill_provider")),
+        **settings,
+    )
+    problems: list[str] = []
+    seconds = 0.0
+    try:
+        model = load_model(config.models / name, config.prefill_provider)
+        began = time.monotonic()
+        engine = build_engines(config.models, [model], config)[name]
+        seconds = time.monotonic() - began
+        parity = prove(model, engine)
+        problems += [f"golden case {case.name} failed" for case in parity.cases if not case.passed]
+    except StartupError as error:
+        problems += error.problems
+    sys.stdout.write(json.dumps({"problems": problems, "session_seconds": seconds}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

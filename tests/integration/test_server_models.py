@@ -1,0 +1,308 @@
+"""Models that come and go while others answer: load, unload, reload, and a model whose steps fail."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from prometheus_client import CollectorRegistry
+
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1 import model_pb2
+from service import library
+from service.app import App
+from service.config import ServeConfig
+from service.engine.engine import LastRun
+from service.loading import build_engines, load_models
+from service.models import ModelState
+from tests.artifacts import tiny_artifact
+from tests.fakes import FakeRunner
+from tests.servers import (
+    MODEL,
+    SLOTS,
+    Running,
+    connect,
+    eventually,
+    generate_request,
+    read,
+    read_accepted,
+    running,
+    status_of,
+    stream_request,
+    tokens_of,
+)
+
+# gRPC's poller holds on to every event loop it has met: one for all.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+OLD = partial(tiny_artifact, "decoder-only")
+NEW = partial(tiny_artifact, "decoder-only", d_ff=80)
+OTHER = partial(tiny_artifact, "encoder-decoder")
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """A folder of models, and a server that began with what was there."""
+
+    folder: Path
+    server: Running
+
+    def put(self, name: str, artefact: Path) -> None:
+        """A new artefact in the place of any other, moved in whole."""
+        staged = self.folder / f".{name}"
+        shutil.copytree(artefact, staged)
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        staged.rename(self.folder / name)
+
+    async def load(self, name: str) -> None:
+        await self.server.models.LoadModel(model_pb2.LoadModelRequest(model=name))
+
+    async def unload(self, name: str) -> None:
+        await self.server.models.UnloadModel(model_pb2.UnloadModelRequest(model=name))
+
+    async def reload(self, name: str) -> None:
+        await self.server.models.ReloadModel(model_pb2.ReloadModelRequest(model=name))
+
+    async def names(self) -> list[str]:
+        return [model.name for model in (await self.server.models.ListModels(model_pb2.ListModelsRequest())).models]
+
+    async def health(self, name: str) -> int:
+        return (await self.server.health.Check(health_pb2.HealthCheckRequest(service=name))).status
+
+    async def tokens(self, model: str, text: str = "3 May") -> list[int]:
+        request = generate_request(text, model=model, max_tokens=12, ignore_eos=True)
+        return list((await self.server.generation.Generate(request)).outputs[0].token_ids)
+
+
+@asynccontextmanager
+async def shelf(folder: Path, artefact: Callable[[], Path] = OLD) -> AsyncIterator[Shelf]:
+    """A server over an artefact as "a", on real graphs."""
+    shutil.copytree(artefact(), folder / "a")
+    config = ServeConfig(
+        models=folder, port=0, metrics=False, max_batch_size=4, threads=1, spin=False, prefill_chunk=16
+    )
+    models, last_run = load_models(folder), LastRun()
+    registry = CollectorRegistry()
+    app = App(config, models, build_engines(folder, models, config, last_run), registry, last_run)
+    async with app.listening() as endpoint, connect(app, endpoint, registry) as server:
+        await app.verify_all()
+        yield Shelf(folder, server)
+
+
+async def test_a_model_is_loaded_beside_another_and_answers_as_if_it_had_always_been_there(tmp_path: Path) -> None:
+    async with shelf(tmp_path) as shelved:
+        before = await shelved.tokens("a")
+        shelved.put("b", NEW())
+        shelved.put("c", OTHER())
+        await asyncio.gather(shelved.load("b"), shelved.load("c"))
+        assert await shelved.names() == ["a", "b", "c"]
+        assert [await shelved.health(name) for name in ("", "a", "b", "c")] == [SERVING] * 4
+        assert await shelved.tokens("a") == before
+        assert await shelved.tokens("b") != before
+        assert len(await shelved.tokens("c")) == 12
+        await shelved.load("b")  # there already
+        assert shelved.server.metric("parity_max_abs_error", model_name="b") > 0
+
+
+async def test_a_reloaded_model_answers_as_one_that_was_there_from_the_start(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    async with shelf(tmp_path_factory.mktemp("reloaded")) as shelved:
+        shelved.put("a", NEW())
+        await shelved.reload("a")
+        tokens = await shelved.tokens("a")
+    async with shelf(tmp_path_factory.mktemp("begun"), NEW) as shelved:
+        assert await shelved.tokens("a") == tokens
+
+
+@pytest.mark.parametrize("name", ["b", "../a", "a/../a", "/etc", "", ".", "..", "a\x00", ".hidden"])
+async def test_what_is_no_model_of_the_folder_is_not_found(tmp_path: Path, name: str) -> None:
+    async with shelf(tmp_path) as shelved:
+        shutil.copytree(OLD(), tmp_path / ".hidden")
+        error = await status_of(shelved.load(name))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        assert str(tmp_path) not in str(error.details())
+        assert await shelved.names() == ["a"]
+
+
+async def test_an_unfit_model_is_refused_by_what_is_wrong_and_harms_nobody(tmp_path: Path) -> None:
+    async with shelf(tmp_path) as shelved:
+        before = await shelved.tokens("a")
+        shelved.put("b", NEW())
+        (tmp_path / "b" / "golden.npz").write_bytes(b"garbage")
+        error = await status_of(shelved.load("b"))
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "golden.npz" in str(error.details())
+        assert str(tmp_path) not in str(error.details())
+        shutil.rmtree(tmp_path / "a")
+        shelved.put("a", NEW())
+        (tmp_path / "a" / "decoder.onnx").unlink()
+        assert (await status_of(shelved.reload("a"))).code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert await shelved.names() == ["a"]
+        assert await shelved.health("a") == SERVING
+        assert await shelved.tokens("a") == before
+
+
+@pytest.mark.parametrize("is_fit", [True, False])
+async def test_a_large_model_is_tried_out_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_fit: bool
+) -> None:
+    monkeypatch.setattr(library, "TRIAL_BYTES", 0)
+    loaded = []
+    monkeypatch.setattr(library, "load_model", lambda *given: loaded.append(given) or _load_model(*given))
+    async with shelf(tmp_path) as shelved:
+        shelved.put("b", NEW())
+        if not is_fit:
+            (tmp_path / "b" / "tokenizer.json").write_text("{}")
+        if is_fit:
+            await shelved.load("b")
+            assert len(await shelved.tokens("b")) == 12
+            return
+        error = await status_of(shelved.load("b"))
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "tokenizer.json" in str(error.details())
+        assert loaded == [], "this process never touched it"
+
+
+_load_model = library.load_model
+
+
+async def test_reloading_under_load_loses_no_request_and_mixes_no_answer(tmp_path: Path) -> None:
+    async with shelf(tmp_path) as shelved:
+        old = await shelved.tokens("a")
+        answers: list[list[int]] = []
+        is_over = asyncio.Event()
+
+        async def ask_on() -> None:
+            while not is_over.is_set():
+                answers.append(await shelved.tokens("a"))
+
+        asking = [asyncio.create_task(ask_on()) for _ in range(6)]
+        await eventually(lambda: len(answers) > 12)
+        shelved.put("a", NEW())
+        await shelved.reload("a")
+        num_before = len(answers)
+        await eventually(lambda: len(answers) > num_before + 24)
+        is_over.set()
+        await asyncio.gather(*asking)
+        new = await shelved.tokens("a")
+        assert new != old
+        assert {tuple(answer) for answer in answers} == {tuple(old), tuple(new)}
+        assert answers[-1] == new
+        ended = shelved.server.ended("a")
+        assert ended == {"length": len(answers) + 2}
+        await eventually(lambda: shelved.server.metric("num_requests_running", model_name="a") == 0)
+
+
+async def test_unloading_lets_requests_end_and_then_gives_the_memory_back(tmp_path: Path) -> None:
+    async with shelf(tmp_path) as shelved:
+        shelved.put("b", NEW())
+        built: list[weakref.ref[Any]] = []
+        install = shelved.server.app._engine.install  # what else would hold the engine
+
+        def note(model: str, engine: Any) -> None:
+            built.append(weakref.ref(engine))
+            install(model, engine)
+
+        shelved.server.app._engine.install = note  # type: ignore[method-assign]
+        await shelved.load("b")
+        del note
+        call = shelved.server.generation.GenerateStream(stream_request("ab", model="b", max_tokens=60, ignore_eos=True))
+        await read_accepted(call)
+        events, _ = await asyncio.gather(read(call), shelved.unload("b"))
+        assert len(tokens_of(events)) == 60
+        assert await shelved.names() == ["a"]
+        assert await shelved.health("b") == NOT_SERVING
+        assert await shelved.health("") == SERVING
+        assert (await status_of(shelved.server.generation.Generate(generate_request("ab", model="b")))).code() is (
+            grpc.StatusCode.NOT_FOUND
+        )
+        assert shelved.server.metric("kv_cache_usage_ratio", model_name="b") == 0
+        await shelved.tokens("a")  # the thread goes round once more
+        gc.collect()
+        await eventually(lambda: built[0]() is None)
+        assert (await status_of(shelved.unload("b"))).code() is grpc.StatusCode.NOT_FOUND
+        await shelved.load("b")
+        assert len(await shelved.tokens("b")) == 12
+
+
+async def test_unloading_ends_what_outlives_the_grace_with_a_status() -> None:
+    entered = threading.Event()
+    release = threading.Event()
+
+    def hold(_: object) -> None:
+        entered.set()
+        release.wait()
+
+    async with running(
+        runner=FakeRunner(SLOTS, before_run=hold), verify=False, trust=True, drain_grace_seconds=0.0
+    ) as server:
+        call = await read_accepted(server.stream())
+        await asyncio.to_thread(entered.wait)
+        unloading = asyncio.create_task(_unload(server))
+        error = await status_of(call)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        release.set()
+        await unloading
+        assert (await status_of(server.generation.Generate(generate_request()))).code() is grpc.StatusCode.NOT_FOUND
+
+
+async def _unload(server: Running) -> None:
+    await server.models.UnloadModel(model_pb2.UnloadModelRequest(model=MODEL))
+
+
+async def test_a_model_whose_steps_fail_one_after_the_other_is_not_asked_until_it_is_proven_again() -> None:
+    is_broken = threading.Event()
+
+    def fail(_: object) -> None:
+        if is_broken.is_set():
+            raise RuntimeError("a secret of the graph")
+
+    async with running(runner=FakeRunner(SLOTS, before_run=fail)) as server:
+        is_broken.set()
+        for _ in range(3):
+            error = await status_of(server.generation.Generate(generate_request()))
+            assert error.code() is grpc.StatusCode.INTERNAL
+            assert "secret" not in str(error.details())
+        await eventually(lambda: server.app.models.state(MODEL) is ModelState.FAILED)
+        for name in ("", MODEL):
+            watch = server.health.Watch(health_pb2.HealthCheckRequest(service=name))
+            while (await watch.read()).status != NOT_SERVING:
+                pass
+            watch.cancel()
+        assert (await status_of(server.generation.Generate(generate_request()))).code() is grpc.StatusCode.UNAVAILABLE
+        is_broken.clear()
+        await server.models.VerifyParity(model_pb2.VerifyParityRequest())
+        answer = await server.generation.Generate(generate_request(max_tokens=2))
+        assert isinstance(answer, pb.GenerateResponse)
+        assert (await server.health.Check(health_pb2.HealthCheckRequest(service=MODEL))).status == SERVING
+
+
+async def test_failed_steps_between_good_ones_leave_the_model_serving() -> None:
+    is_broken = threading.Event()
+
+    def fail(_: object) -> None:
+        if is_broken.is_set():
+            raise RuntimeError("once")
+
+    async with running(runner=FakeRunner(SLOTS, before_run=fail)) as server:
+        for _ in range(4):
+            is_broken.set()
+            await status_of(server.generation.Generate(generate_request()))
+            is_broken.clear()
+            await server.generation.Generate(generate_request(max_tokens=1))
+        assert (await server.health.Check(health_pb2.HealthCheckRequest(service=MODEL))).status == SERVING
