@@ -9,7 +9,7 @@ SERVING := build/serving-venv
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check serve bench scenarios proto format serving-check clean
+.PHONY: help demo test check serve bench scenarios faults soak image proto format serving-check clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -46,6 +46,16 @@ scenarios: $(STAMP) ## a long prompt amid streams, a shared prefix, translation 
 	$(BIN)/python -m benchmarks.interference $(SCENARIOS)
 	$(BIN)/python -m benchmarks.prefix $(SCENARIOS)
 	$(BIN)/python -m benchmarks.translation $(SCENARIOS)
+
+faults: $(STAMP) ## a hundred thousand fuzzed requests, two hundred killed clients (half an hour)
+	$(BIN)/python -m pytest tests/faults --fuzz 100000 --kills 200 --timeout 3600
+
+soak: $(STAMP) ## ten minutes of load with cancels, then the same with a leak that must be found
+	$(BIN)/python -m benchmarks.soak $(SOAK)
+	$(BIN)/python -m benchmarks.soak --leak-mb-per-hour 20 $(SOAK)
+
+image: ## build the container image (EXTRA=gpu for CUDA)
+	docker build --build-arg EXTRA=$(or $(EXTRA),cpu) --build-arg REVISION=$$(git rev-parse --short HEAD) --tag onward:$(or $(EXTRA),cpu) .
 
 proto: $(STAMP) ## regenerate the wire stubs
 	$(BIN)/python -m proto.generate

@@ -27,7 +27,7 @@ def serving(models: Path, *flags: str) -> Iterator[str]:
     command: Sequence[str] = [sys.executable, "-m", "service", "serve", "--models", str(models), "--port", "0", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            yield _wait_ready(process)
+            yield wait_ready(process)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -39,7 +39,12 @@ def serving(models: Path, *flags: str) -> Iterator[str]:
             raise RuntimeError(f"the server exited with {code}")
 
 
-def _wait_ready(process: subprocess.Popen[str]) -> str:
+def wait_ready(process: subprocess.Popen[str]) -> str:
+    """The "host:port" that a starting server announces.
+
+    Raises:
+        RuntimeError: when it ends before.
+    """
     assert process.stdout is not None  # noqa: S101 (PIPE was asked for; this tells the type checker)
     for line in process.stdout:
         if match := _READY.search(line):

@@ -10,7 +10,6 @@ import pytest
 from google.rpc import error_details_pb2
 
 from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
 from tests.fakes import FakeRunner
 from tests.servers import (
     SLOTS,
@@ -315,14 +314,6 @@ async def test_bad_score_is_refused_by_its_field_and_counted(
 async def test_generation_methods_of_later_versions_are_unimplemented_by_name(method: str) -> None:
     async with running() as server:
         error = await status_of(getattr(server.generation, method)(getattr(pb, f"{method}Request")()))
-    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert method in str(error.details())
-
-
-@pytest.mark.parametrize("method", ["LoadModel", "UnloadModel", "ReloadModel"])
-async def test_model_methods_of_later_versions_are_unimplemented_by_name(method: str) -> None:
-    async with running() as server:
-        error = await status_of(getattr(server.models, method)(getattr(model_pb2, f"{method}Request")()))
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
     assert method in str(error.details())
 
