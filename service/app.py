@@ -34,10 +34,12 @@ from service.models import Models, ModelState, Parity, ServedModel
 from service.transport.generation import GenerationServicer
 from service.transport.interceptors import CallInterceptor
 from service.transport.model_service import ModelServicer
+from service.transport.oip import InferenceServicer
 from service.transport.permissions import PERMISSIONS
 from service.transport.server import (
     EVERYTHING,
     GENERATION_SERVICE,
+    INFERENCE_SERVICE,
     MODEL_SERVICE,
     SERVICES,
     GrpcServer,
@@ -232,6 +234,7 @@ class App:
         return GrpcServer(
             GenerationServicer(generator, self._models, self._config.request_limits, self._texts),
             ModelServicer(self._models, self._verifier.verify, self._library, self._config),
+            InferenceServicer(generator, self._models, self._library, self._config.request_limits),
             [self._calls],
             TransportLimits(
                 max_message_bytes=self._config.max_message_bytes,
@@ -264,7 +267,7 @@ class App:
         serving = {name: self._models.state(name) is ModelState.SERVING for name in self._models.names}
         for name, is_serving in serving.items():
             await self._server.set_health(name, is_serving=is_serving)
-        for name in (EVERYTHING, GENERATION_SERVICE):
+        for name in (EVERYTHING, GENERATION_SERVICE, INFERENCE_SERVICE):
             await self._server.set_health(name, is_serving=all(serving.values()))
         await self._server.set_health(MODEL_SERVICE, is_serving=True)
 

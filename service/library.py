@@ -112,6 +112,13 @@ class Library:
             gc.collect()  # sessions and buffers are large: whatever cycle holds them should not do so until some day
             _LOGGER.info("%s is served no more", model)
 
+    async def names(self) -> tuple[str, ...]:
+        """The models of the folder, served or not; none while it cannot be read."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, model_names, self._config.models)
+        except StartupError:
+            return ()
+
     def close(self) -> None:
         """Begins nothing new."""
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -85,6 +85,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         # Requests are parsed in here and not by gRPC, which would answer garbage with UNKNOWN, uncounted; answers are
         # serialised in here, or one that no message can hold would be counted as OK and end otherwise.
         codec = _Codec(handler.request_deserializer, handler.response_serializer, self._max_message_bytes)
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(self._wrap_exchange(handler.stream_stream, codec, method))
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(self._wrap_stream(handler.unary_stream, codec, method))
         return grpc.unary_unary_rpc_method_handler(self._wrap_unary(handler.unary_unary, codec, method))
@@ -103,6 +105,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             async with self._watch(method, context):
                 with self._access.admitted(method, _api_key(context)):
                     async with aclosing(handler(codec.parse(data), context)) as responses:
+                        async for response in responses:
+                            await self._send(codec.serialize(response), context)
+
+        return call
+
+    def _wrap_exchange(self, handler: StreamHandler, codec: _Codec, method: str) -> Any:
+        async def call(messages: AsyncIterator[bytes], context: Context) -> None:
+            async with self._watch(method, context):
+                with self._access.admitted(method, _api_key(context)):
+                    parsed = (codec.parse(data) async for data in messages)
+                    async with aclosing(handler(parsed, context)) as responses:
                         async for response in responses:
                             await self._send(codec.serialize(response), context)
 

@@ -12,6 +12,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from proto.inference import open_inference_pb2
+from proto.inference.open_inference_pb2_grpc import (
+    GRPCInferenceServiceServicer,
+    add_GRPCInferenceServiceServicer_to_server,
+)
 from proto.onward.v1 import generation_pb2, model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 from proto.onward.v1.model_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
@@ -19,7 +24,8 @@ from service.errors import StartupError
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MODEL_SERVICE = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
-SERVICES = (GENERATION_SERVICE, MODEL_SERVICE)
+INFERENCE_SERVICE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+SERVICES = (GENERATION_SERVICE, MODEL_SERVICE, INFERENCE_SERVICE)
 EVERYTHING = ""
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -41,6 +47,7 @@ class GrpcServer:
     Args:
         generation: answers `GenerationService`.
         models: answers `ModelService`.
+        inference: answers the Open Inference Protocol.
         interceptors: around every call, outermost first.
         limits: of what the transport takes.
         credentials: for TLS; None serves in the clear.
@@ -51,6 +58,7 @@ class GrpcServer:
         self,
         generation: GenerationServiceServicer,
         models: ModelServiceServicer,
+        inference: GRPCInferenceServiceServicer,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
         limits: TransportLimits,
         *,
@@ -74,6 +82,7 @@ class GrpcServer:
         )
         add_GenerationServiceServicer_to_server(generation, self._server)
         add_ModelServiceServicer_to_server(models, self._server)
+        add_GRPCInferenceServiceServicer_to_server(inference, self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if has_reflection:

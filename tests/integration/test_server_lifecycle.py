@@ -220,6 +220,7 @@ async def test_reflection_lists_the_services() -> None:
         "grpc.reflection.v1alpha.ServerReflection",
         "onward.v1.GenerationService",
         "onward.v1.ModelService",
+        "inference.GRPCInferenceService",
     }
 
 

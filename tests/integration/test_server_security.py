@@ -19,6 +19,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from proto.inference import open_inference_pb2
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
@@ -238,12 +239,13 @@ async def test_a_keys_calls_at_once_are_bounded_and_a_cancelled_one_frees_its_pl
 async def test_every_method_of_ours_has_a_permission() -> None:
     methods = {
         method.name
-        for file in (pb.DESCRIPTOR, model_pb2.DESCRIPTOR)
+        for file in (pb.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
         for service in file.services_by_name.values()
         for method in service.methods
     }
     assert set(PERMISSIONS) == methods
     changing = {"VerifyParity", "LoadModel", "UnloadModel", "ReloadModel"}
+    changing |= {"RepositoryModelLoad", "RepositoryModelUnload"}
     assert {name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE} == changing
 
 

@@ -1,0 +1,265 @@
+"""The Open Inference Protocol v2 at both ends of `Generator.run`, and its repository calls at `Library`.
+
+A unary request has the whole text for an answer, a stream's request has a piece of it in each. Answers in a stream
+carry the request's id, so that many may run at once; an error ends its own request alone, as text beside the id. A
+request's last answer says `triton_final_response`: it is empty for clients that ask for that, and an empty text for
+others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+
+from proto.inference import open_inference_pb2 as oip
+from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceServicer
+from service.config import RequestLimits
+from service.errors import InvalidRequest, RequestError, UnknownModel
+from service.generator import Accepted, Finished, Generator, Outcome, Piece
+from service.library import Library
+from service.models import Models, ModelState
+from service.transport import codec
+from service.transport.oip_codec import (
+    EMPTY_FINAL,
+    FINAL,
+    InferCall,
+    check_version,
+    decode_infer,
+    encode_infer,
+    finish_reasons,
+    metadata,
+    renamed,
+)
+from service.transport.status import to_status
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+SERVER_NAME = "onward"
+EXTENSIONS = ("model_repository", EMPTY_FINAL)
+_READY = "READY"
+_UNAVAILABLE = "UNAVAILABLE"
+# Of one stream: as many more wait in HTTP/2's window.
+_MAX_IN_FLIGHT = 64
+
+
+class InferenceServicer(GRPCInferenceServiceServicer):
+    """Answers clients of the protocol.
+
+    Args:
+        generator: runs requests.
+        models: what is served.
+        library: what could be.
+        limits: what one request may ask.
+    """
+
+    def __init__(self, generator: Generator, models: Models, library: Library, limits: RequestLimits) -> None:
+        self._generator = generator
+        self._models = models
+        self._library = library
+        self._limits = limits
+
+    async def ServerLive(self, request: oip.ServerLiveRequest, context: Context) -> oip.ServerLiveResponse:
+        """It answers, so it lives."""
+        return oip.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: oip.ServerReadyRequest, context: Context) -> oip.ServerReadyResponse:
+        """Ready is who serves every model."""
+        states = [self._models.state(name) for name in self._models.names]
+        return oip.ServerReadyResponse(ready=all(state is ModelState.SERVING for state in states))
+
+    async def ModelReady(self, request: oip.ModelReadyRequest, context: Context) -> oip.ModelReadyResponse:
+        """Whether one model serves; one that is not there is not ready."""
+        check_version(request.version)
+        try:
+            name = self._models.resolve(request.name).name
+        except UnknownModel:
+            return oip.ModelReadyResponse(ready=False)
+        return oip.ModelReadyResponse(ready=self._models.state(name) is ModelState.SERVING)
+
+    async def ServerMetadata(self, request: oip.ServerMetadataRequest, context: Context) -> oip.ServerMetadataResponse:
+        """Name, version, extensions."""
+        return oip.ServerMetadataResponse(name=SERVER_NAME, version=version("onward"), extensions=EXTENSIONS)
+
+    async def ModelMetadata(self, request: oip.ModelMetadataRequest, context: Context) -> oip.ModelMetadataResponse:
+        """The tensors of a model."""
+        check_version(request.version)
+        return metadata(self._models.resolve(request.name).name)
+
+    async def ModelInfer(self, request: oip.ModelInferRequest, context: Context) -> oip.ModelInferResponse:
+        """The whole text at once."""
+        call = self._decode(request)
+        texts: defaultdict[int, list[str]] = defaultdict(list)
+        ends: list[Finished] = []
+        model, parameters = request.model_name, {}
+        try:
+            async with aclosing(self._run(call, context.time_remaining())) as parts:
+                async for part in parts:
+                    match part:
+                        case Accepted():
+                            model = part.model
+                        case Piece():
+                            texts[part.output_index].append(part.text)
+                        case Finished():
+                            ends.append(part)
+                        case Outcome():
+                            parameters = _usage(part)
+        except InvalidRequest as error:
+            raise renamed(error) from error
+        ends.sort(key=lambda end: end.output_index)
+        parameters |= {"finish_reason": finish_reasons(end.finish_reason for end in ends)}
+        return encode_infer(model, call.id, ("".join(texts[end.output_index]) for end in ends), parameters)
+
+    async def ModelStreamInfer(
+        self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Context
+    ) -> AsyncGenerator[oip.ModelStreamInferResponse, None]:
+        """Answers as they come, of all requests of the stream; it ends when the client has no more and all are over."""
+        # One that is full holds its requests up, and so does a client that reads nothing.
+        answers: asyncio.Queue[oip.ModelStreamInferResponse | None] = asyncio.Queue(_MAX_IN_FLIGHT)
+        places = asyncio.Semaphore(_MAX_IN_FLIGHT)
+
+        async def answer(request: oip.ModelInferRequest) -> None:
+            try:
+                await self._stream(request, context, answers)
+            finally:
+                places.release()
+
+        async def take_in() -> None:
+            async with asyncio.TaskGroup() as group:
+                async for request in request_iterator:
+                    await places.acquire()
+                    group.create_task(answer(request))
+            await answers.put(None)
+
+        taking = asyncio.create_task(take_in())
+        try:
+            while True:
+                getting = asyncio.create_task(answers.get())
+                await asyncio.wait((getting, taking), return_when=asyncio.FIRST_COMPLETED)
+                if not getting.done():
+                    getting.cancel()
+                    await taking  # it failed, or there would be an answer
+                    continue
+                response = getting.result()
+                if response is None:
+                    return
+                yield response
+        finally:
+            taking.cancel()
+            # Its requests are tasks of their own, which give back what they hold before this stream is over.
+            await asyncio.gather(taking, return_exceptions=True)
+
+    async def RepositoryIndex(
+        self, request: oip.RepositoryIndexRequest, context: Context
+    ) -> oip.RepositoryIndexResponse:
+        """Models that are served, and those that could be loaded."""
+        _check_repository(request.repository_name)
+        response = oip.RepositoryIndexResponse()
+        for name in sorted({*self._models.names, *await self._library.names()}):
+            state = self._models.state(name) if name in self._models.names else None
+            if state is ModelState.SERVING:
+                response.models.add(name=name, version="1", state=_READY)
+            elif not request.ready:
+                response.models.add(
+                    name=name, version="1", state=_UNAVAILABLE, reason=str(state) if state else "not loaded"
+                )
+        return response
+
+    async def RepositoryModelLoad(
+        self, request: oip.RepositoryModelLoadRequest, context: Context
+    ) -> oip.RepositoryModelLoadResponse:
+        """Loads a model; one that is served is loaded anew, as clients of the protocol expect."""
+        _check_repository(request.repository_name)
+        _check_no_parameters(request.parameters)
+        if request.model_name in self._models.names:
+            await self._library.reload(request.model_name)
+        else:
+            await self._library.load(request.model_name)
+        return oip.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(
+        self, request: oip.RepositoryModelUnloadRequest, context: Context
+    ) -> oip.RepositoryModelUnloadResponse:
+        """Unloads a model."""
+        _check_repository(request.repository_name)
+        # What Triton's clients send: whether models that this one is made of go too. Ours are made of none.
+        _check_no_parameters({name: value for name, value in request.parameters.items() if name != "unload_dependents"})
+        await self._library.unload(request.model_name)
+        return oip.RepositoryModelUnloadResponse()
+
+    def _decode(self, request: oip.ModelInferRequest) -> InferCall:
+        try:
+            check_version(request.model_version)
+            return decode_infer(request)
+        except RequestError as error:
+            self._generator.refused(request.model_name, error)
+            raise
+
+    def _run(self, call: InferCall, time_remaining: float | None) -> AsyncGenerator[Any, None]:
+        try:
+            decoded = codec.decode_generate(call.request, self._limits)
+        except RequestError as error:
+            self._generator.refused(call.request.model, error)
+            raise
+        return self._generator.run(decoded, time_remaining)
+
+    async def _stream(
+        self,
+        request: oip.ModelInferRequest,
+        context: Context,
+        answers: asyncio.Queue[oip.ModelStreamInferResponse | None],
+    ) -> None:
+        """Puts one request's answers into the queue, the last of them marked, or its error."""
+        model = request.model_name
+
+        async def tell(
+            texts: tuple[str, ...], parameters: dict[str, str | int | bool], *, is_final: bool = False
+        ) -> None:
+            answer = encode_infer(model, request.id, texts, {**parameters, FINAL: is_final})
+            await answers.put(oip.ModelStreamInferResponse(infer_response=answer))
+
+        try:
+            call = self._decode(request)
+            reasons: dict[int, str] = {}
+            async with aclosing(self._run(call, context.time_remaining())) as parts:
+                async for part in parts:
+                    match part:
+                        case Accepted():
+                            model = part.model
+                        case Piece() if part.text:
+                            await tell((part.text,), {"output_index": part.output_index})
+                        case Finished():
+                            reasons[part.output_index] = str(part.finish_reason)
+                        case Outcome():
+                            ended = ",".join(reason for _, reason in sorted(reasons.items()))
+                            texts = () if call.wants_empty_final else ("",)
+                            await tell(texts, {**_usage(part), "finish_reason": ended}, is_final=True)
+        except Exception as error:
+            known = renamed(error) if isinstance(error, InvalidRequest) else error
+            status = to_status(known)
+            answer = encode_infer(model, request.id, (), {FINAL: True})
+            text = f"[{status.code.name}] {status.message}"
+            await answers.put(oip.ModelStreamInferResponse(error_message=text, infer_response=answer))
+
+
+def _usage(outcome: Outcome) -> dict[str, str | int | bool]:
+    return {
+        "prompt_tokens": outcome.num_prompt_tokens,
+        "cached_tokens": outcome.num_cached_tokens,
+        "generated_tokens": outcome.num_generated_tokens,
+    }
+
+
+def _check_repository(name: str) -> None:
+    if name:
+        raise InvalidRequest("repository_name", name, "must be empty: there is one")
+
+
+def _check_no_parameters(parameters: Any) -> None:
+    for name in parameters:
+        raise InvalidRequest(f"parameters.{name}", name, "is not known here: a model is what its folder holds")

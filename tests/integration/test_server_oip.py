@@ -1,0 +1,224 @@
+"""The Open Inference Protocol: an unmodified client of it, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from proto.inference import open_inference_pb2 as oip
+from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.fakes import FakeRunner, Gate
+from tests.faults.process import DECODER, MODELS, ServerProcess, greedy, serving
+from tests.servers import MODEL, SLOTS, Running, eventually, generate_request, running, status_of
+
+CLIENT = Path(__file__).with_name("triton_client.py")
+INVALID, NOT_FOUND = "StatusCode.INVALID_ARGUMENT", "StatusCode.NOT_FOUND"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with serving(tmp_path_factory.mktemp("models")) as server:
+        yield server
+        assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def seen(server: ServerProcess) -> dict[str, Any]:
+    """What the client saw."""
+    done = subprocess.run(
+        [sys.executable, CLIENT, server.target, DECODER], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(server: ServerProcess, seen: dict[str, Any]) -> str:
+    """The answer over our own wire; after the client, which must not depend on it."""
+    with server.channel() as channel:
+        return GenerationServiceStub(channel).Generate(greedy(DECODER, max_tokens=12)).outputs[0].text
+
+
+def test_tritonclient_lists_and_reads_metadata(seen: dict[str, Any]) -> None:
+    assert [seen[each] for each in ("live", "ready", "model_ready", "nobody_ready")] == [True, True, True, False]
+    assert seen["server"][0] == "onward"
+    assert seen["inputs"] == [["text_input", "BYTES", [1]]]
+    assert seen["outputs"] == [["text_output", "BYTES", [-1]]]
+    assert seen["index"] == [[model, "READY"] for model in sorted(MODELS)]
+
+
+def test_tritonclient_infers_what_our_own_wire_answers(seen: dict[str, Any], expected: str) -> None:
+    assert seen["text"] == [expected]
+    assert seen["id"] == "one"
+    assert seen["usage"]["generated_tokens"] == 12
+    assert seen["usage"]["finish_reason"] == "length"
+    assert len(seen["several"]) == 3
+
+
+@pytest.mark.parametrize("name", ["plain", "empty"])
+def test_tritonclient_streams_pieces_and_a_marked_end(seen: dict[str, Any], expected: str, name: str) -> None:
+    answer = seen["stream"][name]
+    assert "".join(answer["pieces"]) == expected
+    assert len(answer["finals"]) > 1
+    assert answer["finals"] == [False] * (len(answer["finals"]) - 1) + [True]
+    assert answer["outputs_of_last"] == (0 if name == "empty" else 1)
+    assert answer["finish_reason"] == "length"
+    assert answer["errors"] == []
+
+
+def test_tritonclient_hears_of_an_error_in_a_stream_and_the_others_go_on(seen: dict[str, Any]) -> None:
+    (words,) = seen["stream"]["bad"]["errors"]
+    assert "INVALID_ARGUMENT" in words
+    assert "parameters.top_p" in words
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "words"),
+    [
+        ("unknown model", NOT_FOUND, "'nobody' is not served"),
+        ("unknown version", INVALID, "model_version: the only version is 1, got '2'"),
+        ("wrong dtype", INVALID, "text_input.datatype: must be BYTES, got 'FP32'"),
+        ("wrong shape", INVALID, "text_input.shape: must be [1]: one text a request, got [2]"),
+        ("missing input", INVALID, "inputs: must have text_input once, got ['text']"),
+        ("unknown output", INVALID, "outputs: the only output is text_output, got 'logits'"),
+        ("unknown parameter", INVALID, "parameters.warmth: is none of "),
+        ("parameter beyond its limit", INVALID, "parameters.top_p: must be "),
+        ("parameter of another type", INVALID, "parameters.max_tokens: must be an integer, got 'many'"),
+        ("no such method", "StatusCode.UNIMPLEMENTED", ""),
+    ],
+)
+def test_tritonclient_is_told_what_is_wrong(seen: dict[str, Any], case: str, code: str, words: str) -> None:
+    found_code, found_words = seen["refusals"][case]
+    assert found_code == code
+    assert words in found_words
+
+
+def test_tritonclient_unloads_and_loads(seen: dict[str, Any]) -> None:
+    assert seen["unload"] is False
+    assert seen["load"] is True
+    assert seen["text_again"] == seen["text"]
+
+
+def infer_request(text: str = "ab", request_id: str = "", **parameters: Any) -> oip.ModelInferRequest:
+    request = oip.ModelInferRequest(model_name=MODEL, id=request_id)
+    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(text.encode())
+    for name, value in {"temperature": 0, **parameters}.items():
+        field = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
+        setattr(request.parameters[name], field, value)
+    return request
+
+
+def raw(*chunks: bytes) -> oip.ModelInferRequest:
+    request = infer_request()
+    request.inputs[0].ClearField("contents")
+    request.raw_input_contents.extend(chunks)
+    return request
+
+
+def twice(request: oip.ModelInferRequest) -> oip.ModelInferRequest:
+    request.inputs.append(request.inputs[0])
+    return request
+
+
+def stub_of(server: Running) -> Any:
+    return GRPCInferenceServiceStub(server.channel)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (raw(), "text_input.contents: "),
+        (raw(b"ab"), "raw_input_contents: must be one text behind its length"),
+        (raw(struct.pack("<I", 9) + b"ab"), "raw_input_contents: must be one text behind its length"),
+        (raw(struct.pack("<I", 1) + b"ab"), "raw_input_contents: must be one text behind its length"),
+        (raw(struct.pack("<I", 1) + b"a", b""), "raw_input_contents: must have one entry for each input"),
+        (raw(struct.pack("<I", 2) + b"\xff\xfe"), "text_input: must be UTF-8"),
+        (raw(struct.pack("<I", 0)), "text_input: must not be empty"),
+        (twice(infer_request()), "inputs: must have text_input once"),
+        (infer_request(max_tokens=2**40), "parameters.max_tokens: is out of its type's range"),
+        (infer_request(stop="[1, 2]"), "parameters.stop: must be a JSON list of its type's entries"),
+        (infer_request(logit_bias="[]"), "parameters.logit_bias: must be a JSON object"),
+        (infer_request(stop_token_ids="7"), "parameters.stop_token_ids: must be a JSON list"),
+        (infer_request(ignore_eos="yes"), "parameters.ignore_eos: must be a truth value"),
+        (infer_request(timeout="soon"), "parameters.timeout: must be a number of microseconds"),
+        (infer_request(beam_size=3), "parameters.temperature: must not be set with beam_search"),
+    ],
+)
+async def test_a_bad_request_is_refused_by_its_tensor_or_parameter(request_: oip.ModelInferRequest, words: str) -> None:
+    async with running() as server:
+        error = await status_of(stub_of(server).ModelInfer(request_))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in str(error.details())
+        assert sum(server.ended().values()) == 1
+
+
+async def test_a_stream_tells_tokens_as_they_come() -> None:
+    async with running(runner=FakeRunner(SLOTS, before_run=lambda _: time.sleep(0.01))) as server:
+        call = stub_of(server).ModelStreamInfer()
+        await call.write(infer_request(request_id="a", max_tokens=6, ignore_eos=True))
+        await call.done_writing()
+        answers = [response.infer_response async for response in call]
+        texts = [answer.raw_output_contents[0][4:].decode() for answer in answers]
+        own = await server.generation.Generate(generate_request("ab", max_tokens=6, ignore_eos=True))
+    assert "".join(texts) == own.outputs[0].text
+    assert len([text for text in texts if text]) > 1
+    assert {answer.id for answer in answers} == {"a"}
+
+
+async def test_a_time_limit_in_microseconds_is_a_deadline() -> None:
+    gate = Gate()
+    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        with gate.closed():
+            call = stub_of(server).ModelInfer(infer_request(timeout=50_000))
+            await gate.until_entered()
+            await asyncio.sleep(0.1)
+        assert (await status_of(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await server.until_ended(1)
+
+
+async def test_leaving_a_stream_frees_what_all_its_requests_held() -> None:
+    gate = Gate()
+    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        call = stub_of(server).ModelStreamInfer()
+        with gate.closed():
+            for number in range(SLOTS + 2):
+                await call.write(infer_request(request_id=str(number), max_tokens=50, ignore_eos=True))
+            await gate.until_entered()
+            await eventually(lambda: server.app._engine.num_streams == SLOTS + 2)  # what holds a place
+            call.cancel()
+            cancelled = {"grpc_method": "ModelStreamInfer", "grpc_code": "CANCELLED"}
+            await eventually(lambda: server.metric("grpc_server_handled_total", **cancelled) == 1)
+        assert await server.until_ended(SLOTS + 2) == {"cancelled": SLOTS + 2}
+
+
+async def test_more_requests_than_a_stream_may_have_in_flight_wait_and_are_answered() -> None:
+    async with running(max_queue_size=1000) as server:
+        call = stub_of(server).ModelStreamInfer()
+
+        async def ask() -> None:
+            for number in range(150):
+                await call.write(infer_request(request_id=str(number), max_tokens=2, ignore_eos=True))
+            await call.done_writing()
+
+        asking = asyncio.create_task(ask())
+        finals = [
+            response.infer_response.id
+            async for response in call
+            if response.infer_response.parameters["triton_final_response"].bool_param
+        ]
+        await asking
+        assert sorted(finals, key=int) == [str(number) for number in range(150)]
+        assert server.ended() == {"length": 150}
