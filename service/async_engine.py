@@ -157,7 +157,9 @@ class AsyncEngine:
     ) -> None:
         # Handed to the thread by `start`, and not kept: a model that is removed must leave its memory.
         self._engines = dict(engines)
-        self._make_lane = lambda name: Lane(name, max_batch_size, max_queue_size, metrics.for_model(name))
+        self._metrics = metrics
+        self._max_batch_size = max_batch_size
+        self._max_queue_size = max_queue_size
         self._lanes = {name: self._make_lane(name) for name in engines}
         self._failing = failing
         self._failures: dict[str, int] = {}
@@ -281,6 +283,9 @@ class AsyncEngine:
         self.drain()
         self._thread.stop()
         await self.wait_ended()
+
+    def _make_lane(self, model: str) -> Lane:
+        return Lane(model, self._max_batch_size, self._max_queue_size, self._metrics.for_model(model))
 
     def step_done(self, model: str, output: StepOutput, now: float) -> None:
         """Hands a step's events to their streams (`Listener`)."""

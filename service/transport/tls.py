@@ -32,7 +32,9 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     certificates = _Certificates(files, contents)
     # Asking for a certificate and not insisting would let those in who have none.
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(contents), certificates.fetch, require_client_authentication=files.client_ca is not None
+        _configuration(contents),
+        certificates.fetch,  # type: ignore[arg-type]  # None is for no change
+        require_client_authentication=files.client_ca is not None,
     )
 
 
