@@ -172,6 +172,8 @@ def _openvino_device() -> Any | None:
 
 
 def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any:
+    # Builds of ONNX Runtime report on sessions to its makers; what is served here is nobody else's business.
+    ort.disable_telemetry_events()
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = options.intra_op_threads
     settings.log_severity_level = _LOG_ERRORS
