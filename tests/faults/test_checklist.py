@@ -1,0 +1,241 @@
+"""The rows of docs/reliability.md that have no test elsewhere under their name: an input or a fault, and its status.
+
+Rows on garbage, dying clients, signals, the queue, soaks and processes are in the files beside this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from proto.onward.v1 import generation_pb2 as pb
+from service.engine.batch import ScheduledBatch
+from tests.artifacts import rehash, tiny_artifact
+from tests.fakes import BOS, VOCAB_SIZE, Death, FakeRunner
+from tests.servers import (
+    MODEL,
+    SLOTS,
+    generate_request,
+    read,
+    running,
+    status_of,
+    stream_request,
+    tokens_of,
+)
+
+# gRPC's poller holds on to every event loop it has met: one for all.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+ROOT = Path(__file__).parents[2]
+Code = grpc.StatusCode
+
+BEYOND_LIMITS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "empty prompt": ({"text": ""}, "prompt.text"),
+    "max_tokens 0": ({"max_tokens": 0}, "stopping.max_tokens"),
+    "max_tokens over the limit": ({"max_tokens": 2**31 - 1}, "stopping.max_tokens"),
+    "NaN temperature": ({"sampling": pb.SamplingParams(temperature=math.nan)}, "sampling.temperature"),
+    "infinite temperature": ({"sampling": pb.SamplingParams(temperature=math.inf)}, "sampling.temperature"),
+    "negative temperature": ({"sampling": pb.SamplingParams(temperature=-1)}, "sampling.temperature"),
+    "top_p 0": ({"sampling": pb.SamplingParams(top_p=0)}, "sampling.top_p"),
+    "top_p over 1": ({"sampling": pb.SamplingParams(top_p=1.5)}, "sampling.top_p"),
+    "NaN top_p": ({"sampling": pb.SamplingParams(top_p=math.nan)}, "sampling.top_p"),
+    "n over the limit": ({"sampling": pb.SamplingParams(temperature=1, n=1000)}, "sampling.n"),
+    "logprobs over the limit": ({"response": pb.ResponseOptions(logprobs=10_000)}, "response.logprobs"),
+    "too many stop texts": ({"stop": ["a"] * 1000}, "stopping.stop"),
+    "a stop text too long": ({"stop": ["a" * 10_000]}, "stopping.stop[0]"),
+}
+
+
+@pytest.mark.parametrize(("fields", "field"), BEYOND_LIMITS.values(), ids=BEYOND_LIMITS.keys())
+async def test_value_beyond_its_limit_is_invalid_argument_with_its_field_before_any_kv_allocation(
+    fields: dict[str, Any], field: str
+) -> None:
+    runner = FakeRunner(SLOTS)
+    async with running(runner=runner) as server:
+        before = len(runner.batches)
+        error = await status_of(server.generation.Generate(generate_request(**fields)))
+        assert error.code() is Code.INVALID_ARGUMENT
+        assert str(error.details()).startswith(f"{field}: ")
+        assert len(runner.batches) == before
+        assert server.metric("kv_cache_usage_ratio", model_name=MODEL) == 0
+
+
+@pytest.mark.parametrize("token_id", [VOCAB_SIZE, 2**32 - 1])
+async def test_token_id_out_of_the_vocabulary_is_invalid_argument(token_id: int) -> None:
+    async with running() as server:
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[BOS, token_id]))
+        error = await status_of(server.generation.Generate(request))
+        assert error.code() is Code.INVALID_ARGUMENT
+        assert str(error.details()).startswith("prompt.token_ids.ids[1]: ")
+
+
+async def test_special_token_text_in_a_prompt_is_ordinary_characters_and_never_control_tokens() -> None:
+    from model.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(tiny_artifact("decoder-only") / "tokenizer.json")
+    plain, special = tokenizer.encode("x"), tokenizer.encode("<eos><bos><pad>")
+    # One control token at the beginning, as for any text; the rest spells what was written.
+    assert special[: len(plain) - 1] == plain[: len(plain) - 1]
+    controls = {0, 1, 2}
+    assert not controls & set(special[1:])
+    assert len(special) > len(plain)
+
+
+async def test_prompt_at_least_as_long_as_the_context_is_out_of_range_and_max_tokens_is_cut() -> None:
+    async with running() as server:
+        limit = server.app.models.resolve(MODEL).max_prompt_tokens
+        error = await status_of(server.generation.Generate(generate_request("a" * (limit + 5))))
+        assert error.code() is Code.OUT_OF_RANGE
+        answer = await server.generation.Generate(generate_request("a" * (limit - 3), max_tokens=60, ignore_eos=True))
+        assert 1 <= len(answer.outputs[0].token_ids) < 60
+
+
+async def test_message_over_limit_and_request_that_can_never_fit_are_resource_exhausted_or_invalid_by_name() -> None:
+    async with running(max_message_bytes=4096) as server:
+        error = await status_of(server.generation.Generate(generate_request("a" * 10_000)))
+        assert error.code() is Code.RESOURCE_EXHAUSTED
+        answer = await server.generation.Generate(generate_request(max_tokens=2))
+        assert len(answer.outputs[0].token_ids) == 2
+
+
+async def test_kv_full_for_now_lets_a_request_wait_and_then_serves_it() -> None:
+    async with running() as server:
+        answers = await asyncio.gather(
+            *(
+                server.generation.Generate(generate_request("ab", max_tokens=8, ignore_eos=True))
+                for _ in range(SLOTS * 2)
+            )
+        )
+        assert {tuple(answer.outputs[0].token_ids) for answer in answers} == {tuple(answers[0].outputs[0].token_ids)}
+
+
+async def test_model_raises_in_one_step_that_batch_is_internal_and_the_loop_lives() -> None:
+    is_broken = threading.Event()
+
+    def fail(_: ScheduledBatch) -> None:
+        if is_broken.is_set():
+            is_broken.clear()
+            raise RuntimeError("/secret/path of a graph")
+
+    async with running(runner=FakeRunner(SLOTS, before_run=fail)) as server:
+        is_broken.set()
+        error = await status_of(server.generation.Generate(generate_request()))
+        assert error.code() is Code.INTERNAL
+        assert re.fullmatch(r"internal error [0-9a-f]+", str(error.details()))
+        await server.generation.Generate(generate_request(max_tokens=2))
+
+
+async def test_engine_thread_death_ends_every_stream_with_a_status() -> None:
+    is_dying = threading.Event()
+
+    def die(_: ScheduledBatch) -> None:
+        if is_dying.is_set():
+            raise Death
+
+    async with running(runner=FakeRunner(SLOTS, before_run=die)) as server:
+        is_dying.set()
+        errors = await asyncio.gather(*(status_of(server.stream(max_tokens=9)) for _ in range(SLOTS + 2)))
+        assert {error.code() for error in errors} == {Code.INTERNAL}
+
+
+CORRUPTED = {
+    "wrong hash": lambda folder: (folder / "decoder.onnx").write_bytes(b"x" + (folder / "decoder.onnx").read_bytes()),
+    "missing file": lambda folder: (folder / "decoder.onnx.data").unlink(),
+    "truncated manifest": lambda folder: (folder / "manifest.json").write_text("{"),
+    "file that leaves the folder": lambda folder: _rename_in_manifest(folder, "../golden.npz"),
+    "absolute path": lambda folder: _rename_in_manifest(folder, "/etc/passwd"),
+    "pickle for golden cases": lambda folder: _replace(folder, "golden.npz", pickle.dumps({"a": Trap()})),
+    "graph that is none": lambda folder: _replace(folder, "decoder.onnx", b"garbage"),
+    "nested JSON": lambda folder: _replace(folder, "tokenizer.json", b"[" * 100_000),
+}
+
+
+class Trap:
+    """What unpickling would run."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path(__file__).with_name("it-was-unpickled"),))
+
+
+def _replace(folder: Path, name: str, data: bytes) -> None:
+    (folder / name).write_bytes(data)
+    rehash(folder)
+
+
+def _rename_in_manifest(folder: Path, name: str) -> None:
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = manifest["files"].pop("golden.npz")
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("corrupt", CORRUPTED.values(), ids=CORRUPTED.keys())
+async def test_bad_model_file_is_refused_at_the_start_with_an_exit_code_that_is_not_0(
+    tmp_path: Path, corrupt: Any
+) -> None:
+    shutil.copytree(tiny_artifact("decoder-only"), tmp_path / "models" / "bad")
+    corrupt(tmp_path / "models" / "bad")
+    command = [sys.executable, "-m", "service", "serve", "--models", tmp_path / "models", "--port", "0", "--no-metrics"]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "onward: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not Path(__file__).with_name("it-was-unpickled").exists()
+
+
+async def test_scrape_while_saturated_answers_and_labels_do_not_explode() -> None:
+    async with running(metrics=True, metrics_port=0) as server:
+        url = f"http://{server.endpoint.host}:{server.endpoint.metrics_port}/metrics"
+
+        def scrape() -> tuple[int, float]:
+            began = time.monotonic()
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                return answer.read().count(b"\n"), time.monotonic() - began
+
+        await server.generation.Generate(generate_request(max_tokens=1))
+        await status_of(server.generation.Generate(generate_request(model="nobody")))
+        before, _ = await asyncio.to_thread(scrape)
+        asking = asyncio.gather(
+            *(read(server.stream(max_tokens=50, ignore_eos=True)) for _ in range(SLOTS)),
+            *(status_of(server.generation.Generate(generate_request(model=f"nobody-{n}"))) for n in range(100)),
+            *(
+                status_of(server.channel.unary_unary(f"/onward.v1.GenerationService/Method{n}")(b""))
+                for n in range(100)
+            ),
+        )
+        during = [await asyncio.to_thread(scrape) for _ in range(5)]
+        await asking
+        after, _ = await asyncio.to_thread(scrape)
+    # A few more reasons and codes, but nothing for each name that was made up.
+    assert max(after, *(lines for lines, _ in during)) < before + 60
+
+
+async def test_neighbours_tokens_are_bit_identical_whatever_happens_beside_them() -> None:
+    async with running(max_queue_size=100) as server:
+        alone = tokens_of(await read(server.stream("cd", max_tokens=40, ignore_eos=True)))
+        calls = [
+            server.generation.GenerateStream(stream_request("cd", max_tokens=40, ignore_eos=True)) for _ in range(4)
+        ]
+        beside = [server.stream("zz", max_tokens=40, ignore_eos=True) for _ in range(20)]
+        for number, call in enumerate(beside):
+            if number % 2:
+                call.cancel()
+        bad = [status_of(server.generation.Generate(generate_request(max_tokens=0))) for _ in range(20)]
+        answers = await asyncio.gather(*(read(call) for call in calls))
+        await asyncio.gather(*bad)
+        assert [tokens_of(events) for events in answers] == [alone] * 4

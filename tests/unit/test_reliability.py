@@ -1,0 +1,23 @@
+"""The table of faults names tests that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+TABLE = TESTS.parent / "docs" / "reliability.md"
+
+
+def test_every_row_has_its_tests() -> None:
+    rows = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 25
+    defined = {
+        name
+        for path in TESTS.rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)\(", path.read_text(encoding="utf-8"))
+    }
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named, row
+        assert set(named) <= defined, set(named) - defined
