@@ -131,6 +131,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if not stall.expired():
                 raise
             raise ClientStalled(self._max_stall_seconds) from error
+        except grpc.aio.InternalError as error:
+            # The call ended before its handler was told so.
+            raise asyncio.CancelledError from error
 
     @asynccontextmanager
     async def _watch(self, method: str, context: Context) -> AsyncIterator[None]:
