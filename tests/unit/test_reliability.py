@@ -10,7 +10,8 @@ TABLE = TESTS.parent / "docs" / "reliability.md"
 
 
 def test_every_row_has_its_tests() -> None:
-    rows = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
+    table, *_ = TABLE.read_text(encoding="utf-8").partition("\n## ")
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 25
     defined = {
         name
