@@ -18,18 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from service.access import KeyAccess, OpenAccess
 from service.async_engine import AsyncEngine
-from service.config import ServeConfig
+from service.config import MetricsCompat, ServeConfig
 from service.engine.engine import LastRun
 from service.engine_thread import StepEngine
-from service.errors import EngineFailed, RequestError, StartupError
+from service.errors import EngineFailed, RequestError
+from service.exposition import exposing
 from service.generator import Generator
 from service.library import Library
 from service.loading import build_engines, load_models
-from service.metrics import Metrics
+from service.metrics import Metrics, Objectives
 from service.models import Models, ModelState, Parity, ServedModel
 from service.transport.generation import GenerationServicer
 from service.transport.interceptors import CallInterceptor
@@ -47,6 +48,7 @@ from service.transport.server import (
 )
 from service.transport.tls import TlsFiles, server_credentials
 from service.verifier import Verifier
+from service.vllm_names import VllmNames
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -86,6 +88,8 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
         StartupError: listing every problem that keeps the server from starting.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+    # When each series was born is of no use, and a series itself.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     if not _is_loopback(config.host) and (config.api_keys is None or config.tls_certificate is None):
         _LOGGER.warning(
             "%s is reached from outside: without TLS and API keys only a trusted network should", config.host
@@ -146,7 +150,14 @@ class App:
     ) -> None:
         self._config = config
         self._registry = registry or CollectorRegistry()
-        self._metrics = Metrics(self._registry)
+        objectives = Objectives(
+            time_to_first_token=config.slo_time_to_first_token,
+            inter_token_latency=config.slo_inter_token_latency,
+            e2e_latency=config.slo_e2e_latency,
+        )
+        self._metrics = Metrics(self._registry, objectives)
+        if config.metrics_compat is MetricsCompat.VLLM:
+            self._registry.register(VllmNames(self._metrics))
         self._models = Models(models)
         self._engine = AsyncEngine(
             engines,
@@ -215,6 +226,7 @@ class App:
             except RequestError as error:
                 _LOGGER.error("%s does not serve, its golden cases could not be replayed: %s", name, error)
                 self._models.verified(name, Parity(()))
+                self._metrics.for_model(name).parity_checked(Parity(()).max_abs_error, passed=False)
         await self._tell_health()
 
     async def wait(self, stop: asyncio.Event) -> EngineFailed | None:
@@ -264,6 +276,7 @@ class App:
         for name in self._told - set(self._models.names):
             await self._server.set_health(name, is_serving=False)
         self._told |= set(self._models.names)
+        self._show_states()
         serving = {name: self._models.state(name) is ModelState.SERVING for name in self._models.names}
         for name, is_serving in serving.items():
             await self._server.set_health(name, is_serving=is_serving)
@@ -271,8 +284,13 @@ class App:
             await self._server.set_health(name, is_serving=all(serving.values()))
         await self._server.set_health(MODEL_SERVICE, is_serving=True)
 
+    def _show_states(self) -> None:
+        for name in self._models.names:
+            self._metrics.for_model(name).serves(is_serving=self._models.state(name) is ModelState.SERVING)
+
     async def _stop(self, hurry: asyncio.Event) -> None:
         self._models.drain()
+        self._show_states()
         self._engine.drain()
         await self._server.withdraw()
         await self._drain(hurry)
@@ -322,18 +340,9 @@ async def _within(seconds: float, wait: Callable[[], Awaitable[None]], complaint
 
 @contextmanager
 def _metrics_server(config: ServeConfig, registry: CollectorRegistry) -> Iterator[int | None]:
-    """Serves metrics over HTTP for the length of the block, on a thread of its own; yields the port."""
+    """Serves metrics for the length of the block, unless they are off; yields the port."""
     if not config.metrics:
         yield None
         return
-    try:
-        server, thread = start_http_server(config.metrics_port, config.host, registry)
-    except OSError as error:
-        address = f"{config.host}:{config.metrics_port}"
-        raise StartupError([f"cannot serve metrics on {address}: {error.strerror}"]) from error
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with exposing(registry, config.host, config.metrics_port) as port:
+        yield port

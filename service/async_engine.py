@@ -64,6 +64,11 @@ class _Stream:
         return sum(tokens.count for tokens in self.tokens.values())
 
     @property
+    def num_longest_tokens(self) -> int:
+        """Tokens of the output that has most."""
+        return max((tokens.count for tokens in self.tokens.values()), default=0)
+
+    @property
     def seconds_per_token(self) -> float | None:
         """Mean time of the tokens after each output's first; None where there are none, or time tells nothing."""
         outputs = self.tokens.values()
@@ -327,9 +332,9 @@ class AsyncEngine:
             if stream is None:
                 continue
             if event.token_id is not None:
-                _time_token(metrics, stream, event.output_index, now)
+                _time_token(metrics, stream, event, now)
             elif event.prompt_logprobs and event.is_terminal and stream.request is not None:
-                metrics.prompt_scored(stream.request.num_prompt_tokens)
+                metrics.prompt_done(stream.request.num_prompt_tokens, event.num_cached_tokens)
             if event.finish_reason is not None:
                 stream.last_reason = event.finish_reason
             stream.push(event)
@@ -397,8 +402,8 @@ class AsyncEngine:
             outcome=str(stream.last_reason) if event.error is None else _outcome(event.error),
             timings=timings,
             num_prompt_tokens=stream.request.num_prompt_tokens,
-            num_cached_tokens=event.num_cached_tokens,
             num_generated_tokens=stream.num_tokens,
+            num_longest_tokens=stream.num_longest_tokens,
             seconds_per_token=stream.seconds_per_token,
         )
         error_id = event.error.error_id if isinstance(event.error, EngineFailed) else None
@@ -413,8 +418,8 @@ class AsyncEngine:
             self._idle.set()
 
 
-def _time_token(metrics: ModelMetrics, stream: _Stream, output_index: int, now: float) -> None:
-    tokens = stream.tokens.get(output_index)
+def _time_token(metrics: ModelMetrics, stream: _Stream, event: TokenEvent, now: float) -> None:
+    tokens = stream.tokens.get(event.output_index)
     if tokens is not None:
         if stream.tells_as_it_happens:
             metrics.next_token(now - tokens.last_time)
@@ -422,8 +427,9 @@ def _time_token(metrics: ModelMetrics, stream: _Stream, output_index: int, now: 
         tokens.last_time = now
         return
     if not stream.tokens and stream.request is not None:
-        metrics.first_token(stream.request.num_prompt_tokens, now - stream.request.arrival_time)
-    stream.tokens[output_index] = _Tokens(now, now)
+        metrics.prompt_done(stream.request.num_prompt_tokens, event.num_cached_tokens)
+        metrics.first_token(now - stream.request.arrival_time)
+    stream.tokens[event.output_index] = _Tokens(now, now)
 
 
 def _outcome(error: BaseException | None) -> str:

@@ -29,6 +29,13 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class MetricsCompat(StrEnum):
+    """Under whose names metrics are shown besides our own."""
+
+    NONE = "none"
+    VLLM = "vllm"
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One flag: what it means, and how its text becomes a value. `parse` raises ValueError saying what is wanted."""
@@ -57,6 +64,10 @@ def _file(text: str) -> Path:
     if not path.is_file():
         raise ValueError("must be a file")
     return path
+
+
+_MAX_OBJECTIVES = 8
+_MAX_OBJECTIVE_SECONDS = 3600.0
 
 
 def _boolean(text: str) -> bool:
@@ -104,6 +115,25 @@ def _number(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
+def _objectives(text: str) -> tuple[float, ...]:
+    """Seconds, in order and each once; every one costs a series of each model."""
+    try:
+        values = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        values = []
+    if not 1 <= len(values) <= _MAX_OBJECTIVES or not all(0 < value <= _MAX_OBJECTIVE_SECONDS for value in values):
+        limits = f"1 to {_MAX_OBJECTIVES} numbers above 0 and at most {_MAX_OBJECTIVE_SECONDS:g}"
+        raise ValueError(f"must be {limits}, with commas between them, as in 0.2,1")
+    return tuple(values)
+
+
+def _metrics_compat(text: str) -> MetricsCompat:
+    try:
+        return MetricsCompat(text.lower())
+    except ValueError:
+        raise ValueError(f"must be one of {', '.join(MetricsCompat)}") from None
+
+
 def _log_level(text: str) -> LogLevel:
     try:
         return LogLevel(text.lower())
@@ -148,6 +178,16 @@ class ServeConfig:
     port: Annotated[int, Option("port for gRPC calls; 0 lets the system choose", _integer(0, 65535))] = 8001
     metrics: Annotated[bool, Option("serve Prometheus metrics over HTTP", _boolean)] = True
     metrics_port: Annotated[int, Option("port for metrics; 0 lets the system choose", _integer(0, 65535))] = 8002
+    metrics_compat: Annotated[
+        MetricsCompat, Option("show metrics under another server's names too: none or vllm", _metrics_compat)
+    ] = MetricsCompat.NONE
+    slo_time_to_first_token: Annotated[
+        tuple[float, ...], Option("objectives for the first token in seconds, as in 0.2,1: exact shares", _objectives)
+    ] = ()
+    slo_inter_token_latency: Annotated[
+        tuple[float, ...], Option("objectives between tokens in seconds, single and on average", _objectives)
+    ] = ()
+    slo_e2e_latency: Annotated[tuple[float, ...], Option("objectives for whole requests in seconds", _objectives)] = ()
     max_batch_size: Annotated[int, Option("sequences that run at once, per model", _integer(1, 1024))] = 32
     max_queue_size: Annotated[int, Option("requests that may wait besides, per model", _integer(0, 1_000_000))] = 256
     prefill_chunk: Annotated[int, Option("prompt tokens computed per step", _integer(1, 65536))] = 128
@@ -371,7 +411,7 @@ def _add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
     defaults = {each.name: each.default for each in dataclasses.fields(config)}
     for name, option in options(config).items():
         default = defaults[name]
-        shown = "" if default in (None, dataclasses.MISSING) else f" (default: {default})"
+        shown = "" if default in (None, (), dataclasses.MISSING) else f" (default: {default})"
         text = f"{option.help}{shown} [{variable(name)}]"
         if option.is_switch:
             negated = "--no-" + name.replace("_", "-")

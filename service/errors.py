@@ -178,6 +178,16 @@ class EngineFailed(RequestError):
         super().__init__(f"internal error {error_id}")
 
 
+def error_labels() -> tuple[str, ...]:
+    """The label of every request error, sorted."""
+    kinds, labels = [*RequestError.__subclasses__()], set()
+    while kinds:
+        kind = kinds.pop()
+        labels.add(kind.label)
+        kinds += kind.__subclasses__()
+    return tuple(sorted(labels))
+
+
 class StartupError(OnwardError):
     """The server refuses to start; `problems` names everything that is wrong, not just the first."""
 

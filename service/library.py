@@ -133,7 +133,7 @@ class Library:
             raise ModelUnfit(name, [f"golden cases failed: {failed or 'there are none'}"])
         self._engine.install(name, engine)
         self._models.serve(model, parity)
-        self._metrics.for_model(name).parity_checked(parity.max_abs_error)
+        self._metrics.for_model(name).parity_checked(parity.max_abs_error, passed=parity.passed)
         await self._state_changed()
         _LOGGER.log(
             logging.WARNING if stall() > _LONG_STALL_SECONDS else logging.INFO,

@@ -1,18 +1,21 @@
-"""Every metric of the server: name, meaning, unit, buckets.
+"""Every metric of the server: name, meaning, unit, buckets; `docs/metrics.md` lists them for people.
 
 Names are vLLM's suffixes under the prefix `onward_`; the registry is injected, so that tests share no counters. Labels
-are bounded: served models, finish reasons and error labels, our own methods, gRPC codes. Knows nothing of who observes.
+are bounded: served models, finish reasons and error labels, our own methods, gRPC codes, objectives. Knows nothing of
+who observes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from service.engine.types import RequestTimings, StepStats
+from service.engine.types import FinishReason, RequestTimings, StepStats
+from service.errors import error_labels
 
 NAMESPACE = "onward"
 _MODEL = "model_name"
@@ -35,31 +38,47 @@ TOKEN_BUCKETS = geometric_buckets(1, 2, 131072)
 BATCH_BUCKETS = geometric_buckets(1, 2, 1024)
 
 
+OUTCOMES = tuple(sorted({*map(str, FinishReason), *error_labels()}))
+"""How a request can end, as a label. Each is there from the start: what appears at 1 has no rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objectives:
+    """Seconds that an operator promises. Each becomes a bucket boundary, so that the share within it is exact."""
+
+    time_to_first_token: tuple[float, ...] = ()
+    inter_token_latency: tuple[float, ...] = ()
+    e2e_latency: tuple[float, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
     """One request that is over, as the metrics see it. `outcome` is a finish reason or an error's label.
 
-    Generated tokens are those of all its outputs; `seconds_per_token` is their mean time after each output's first,
-    None where that means nothing.
+    Generated tokens are those of all its outputs, `num_longest_tokens` those of the longest; `seconds_per_token` is
+    their mean time after each output's first, None where that means nothing.
     """
 
     outcome: str
     timings: RequestTimings
     num_prompt_tokens: int
-    num_cached_tokens: int
     num_generated_tokens: int
+    num_longest_tokens: int
     seconds_per_token: float | None
 
 
-class Metrics:
-    """All metrics, registered once in `registry`."""
+_NO_OBJECTIVES = Objectives()
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+
+class Metrics:
+    """All metrics, registered once in `registry`; `objectives` are boundaries of the histograms they speak of."""
+
+    def __init__(self, registry: CollectorRegistry, objectives: Objectives = _NO_OBJECTIVES) -> None:
         def make(kind: type[_Metric], name: str, meaning: str, *labels: str, **options: Any) -> _Metric:
             return kind(name, meaning, labels, namespace=NAMESPACE, registry=registry, **options)
 
-        def seconds(name: str, meaning: str) -> Histogram:
-            return make(Histogram, name, meaning, _MODEL, buckets=TIME_BUCKETS)
+        def seconds(name: str, meaning: str, bounds: Sequence[float] = ()) -> Histogram:
+            return make(Histogram, name, meaning, _MODEL, buckets=sorted({*TIME_BUCKETS, *bounds}))
 
         def sizes(name: str, meaning: str, buckets: Sequence[float]) -> Histogram:
             return make(Histogram, name, meaning, _MODEL, buckets=buckets)
@@ -68,9 +87,12 @@ class Metrics:
         self.running = make(Gauge, "num_requests_running", "Requests that run.", _MODEL)
         self.waiting = make(Gauge, "num_requests_waiting", "Requests that wait for their place.", _MODEL)
         self.kv_usage = make(Gauge, "kv_cache_usage_ratio", "Share of the key-value cache in use, 0 to 1.", _MODEL)
+        self.serving = make(Gauge, "model_serving", "Whether the model answers requests, 1 or 0.", _MODEL)
         self.parity = make(
             Gauge, "parity_max_abs_error", "Largest logit difference from PyTorch in the golden cases.", _MODEL
         )
+        self.parity_passed = make(Gauge, "parity_passed", "Whether every golden case passed, 1 or 0.", _MODEL)
+        slo = make(Gauge, "slo_seconds", "Objectives that were given; each is a bucket boundary.", "slo", "bound")
         self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens taken in, cached ones included.", _MODEL)
         self.cached_prompt_tokens = make(
             Counter, "cached_prompt_tokens", "Prompt tokens whose keys and values were at hand.", _MODEL
@@ -86,20 +108,34 @@ class Metrics:
         self.handled = make(
             Counter, "grpc_server_handled", "Calls that ended, by method and status code.", "grpc_method", "grpc_code"
         )
-        self.first_token = seconds("time_to_first_token_seconds", "From arrival to the first token.")
-        self.inter_token = seconds("inter_token_latency_seconds", "Between two tokens of one output.")
-        self.per_token = seconds(
-            "time_per_output_token_seconds", "Mean time per token after an output's first, per request."
+        self.first_token = seconds(
+            "time_to_first_token_seconds", "From arrival to the first token.", objectives.time_to_first_token
         )
-        self.end_to_end = seconds("e2e_request_latency_seconds", "From arrival to the end.")
+        self.inter_token = seconds(
+            "inter_token_latency_seconds", "Between two tokens of one output.", objectives.inter_token_latency
+        )
+        self.per_token = seconds(
+            "time_per_output_token_seconds",
+            "Mean time per token after an output's first, per request.",
+            objectives.inter_token_latency,
+        )
+        self.end_to_end = seconds("e2e_request_latency_seconds", "From arrival to the end.", objectives.e2e_latency)
         self.queue = seconds("request_queue_time_seconds", "From arrival to being scheduled.")
         self.prefill = seconds("request_prefill_time_seconds", "From being scheduled to the first token.")
         self.decode = seconds("request_decode_time_seconds", "From the first token to the end.")
+        self.inference = seconds("request_inference_time_seconds", "From being scheduled to the end.")
+        self.run = seconds("engine_run_seconds", "Time of a step in its graphs.")
         self.host = seconds("engine_host_seconds", "Time between two runs of graphs while there was work.")
         self.request_prompt = sizes("request_prompt_tokens", "Prompt tokens per request.", TOKEN_BUCKETS)
         self.request_generation = sizes("request_generation_tokens", "Generated tokens per request.", TOKEN_BUCKETS)
+        self.request_longest = sizes(
+            "request_max_num_generation_tokens", "Generated tokens of a request's longest output.", TOKEN_BUCKETS
+        )
         self.step_batch = sizes("step_batch_size", "Rows per step.", BATCH_BUCKETS)
         self.step_tokens = sizes("step_tokens", "Tokens per step.", TOKEN_BUCKETS)
+        for field in dataclasses.fields(objectives):
+            for bound in getattr(objectives, field.name):
+                slo.labels(field.name, repr(bound)).set(bound)
 
     def for_model(self, model: str) -> ModelMetrics:
         """The metrics of one served model; its gauges and counters show up at zero from now on."""
@@ -111,8 +147,11 @@ class ModelMetrics:
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._model = model
-        self._requests = metrics.requests
+        self._requests = {outcome: metrics.requests.labels(model, outcome) for outcome in OUTCOMES}
+        self._serving = metrics.serving.labels(model)
         self._parity = metrics.parity
+        self._parity_passed = metrics.parity_passed
+        self._states = (metrics.serving, metrics.parity, metrics.parity_passed)
         self._running = metrics.running.labels(model)
         self._waiting = metrics.waiting.labels(model)
         self._kv_usage = metrics.kv_usage.labels(model)
@@ -128,20 +167,30 @@ class ModelMetrics:
         self._queue = metrics.queue.labels(model)
         self._prefill = metrics.prefill.labels(model)
         self._decode = metrics.decode.labels(model)
+        self._inference = metrics.inference.labels(model)
+        self._run = metrics.run.labels(model)
         self._host = metrics.host.labels(model)
         self._request_prompt = metrics.request_prompt.labels(model)
         self._request_generation = metrics.request_generation.labels(model)
+        self._request_longest = metrics.request_longest.labels(model)
         self._step_batch = metrics.step_batch.labels(model)
         self._step_tokens = metrics.step_tokens.labels(model)
 
     def idle(self) -> None:
-        """The model is gone: nothing of it runs or waits. What was counted stays counted."""
+        """The model is gone: nothing of it runs or waits, and nobody asks for its state. What was counted stays."""
         for gauge in (self._running, self._waiting, self._kv_usage):
             gauge.set(0)
+        for state in self._states:
+            state.remove(self._model)
 
-    def parity_checked(self, max_abs_error: float) -> None:
+    def serves(self, *, is_serving: bool) -> None:
+        """The model answers from now on, or does not."""
+        self._serving.set(is_serving)
+
+    def parity_checked(self, max_abs_error: float, *, passed: bool) -> None:
         """The golden cases were replayed."""
         self._parity.labels(self._model).set(max_abs_error)
+        self._parity_passed.labels(self._model).set(passed)
 
     def step_done(self, stats: StepStats) -> None:
         """The engine took a step. A step that computed nothing moves the gauges alone."""
@@ -153,6 +202,7 @@ class ModelMetrics:
             self._step_batch.observe(stats.num_rows)
             self._step_tokens.observe(stats.num_tokens)
             self._padding_tokens.inc(stats.num_padding_tokens)
+            self._run.observe(stats.run_seconds)
         if stats.host_seconds is not None:
             self._host.observe(stats.host_seconds)
 
@@ -160,13 +210,13 @@ class ModelMetrics:
         """A step told so many tokens, over all requests."""
         self._generation_tokens.inc(count)
 
-    def prompt_scored(self, num_prompt_tokens: int) -> None:
-        """A request that generates nothing is through."""
+    def prompt_done(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A request's prompt is through, of which so many tokens needed no work."""
         self._prompt_tokens.inc(num_prompt_tokens)
+        self._cached_prompt_tokens.inc(num_cached_tokens)
 
-    def first_token(self, num_prompt_tokens: int, seconds: float) -> None:
+    def first_token(self, seconds: float) -> None:
         """A request got its first token, `seconds` after it arrived."""
-        self._prompt_tokens.inc(num_prompt_tokens)
         self._first_token.observe(seconds)
 
     def next_token(self, seconds: float) -> None:
@@ -175,19 +225,20 @@ class ModelMetrics:
 
     def request_refused(self, outcome: str) -> None:
         """A request ended before the engine had it: it is counted, but took no time that would mean anything."""
-        self._requests.labels(self._model, outcome).inc()
+        self._requests[outcome].inc()
 
     def request_done(self, record: RequestRecord) -> None:
         """A request is over. Phases that it never reached are not observed."""
         timings = record.timings
-        self._requests.labels(self._model, record.outcome).inc()
+        self._requests[record.outcome].inc()
         self._end_to_end.observe(timings.finished_time - timings.arrival_time)
-        self._cached_prompt_tokens.inc(record.num_cached_tokens)
         self._request_prompt.observe(record.num_prompt_tokens)
         self._request_generation.observe(record.num_generated_tokens)
+        self._request_longest.observe(record.num_longest_tokens)
         if timings.scheduled_time is None:
             return
         self._queue.observe(timings.scheduled_time - timings.arrival_time)
+        self._inference.observe(timings.finished_time - timings.scheduled_time)
         if timings.first_token_time is None:
             return
         self._prefill.observe(timings.first_token_time - timings.scheduled_time)

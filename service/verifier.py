@@ -83,7 +83,7 @@ class Verifier:
 
         parity = await self._engine.call(name, replay, _MAX_WAIT_SECONDS)
         self._models.verified(name, parity)
-        self._metrics.for_model(name).parity_checked(parity.max_abs_error)
+        self._metrics.for_model(name).parity_checked(parity.max_abs_error, passed=parity.passed)
         if not parity.passed:
             failed = ", ".join(case.name for case in parity.cases if not case.passed)
             _LOGGER.error("%s does not serve, golden cases failed: %s", name, failed or "there are none")

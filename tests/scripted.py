@@ -32,7 +32,7 @@ class ScriptedEngine:
     Args:
         script: a request to its events, step by step.
         before_step: called before every step; may block.
-        num_cached_tokens: what every terminal event tells.
+        num_cached_tokens: what every event tells.
         num_preemptions: what every step tells.
     """
 
@@ -76,7 +76,10 @@ class ScriptedEngine:
         self._before_step()
         told: list[TokenEvent] = []
         for request_id, (request, steps) in list(self._pending.items()):
-            events = [replace(event, request_id=request_id) for event in steps.popleft()]
+            events = [
+                replace(event, request_id=request_id, num_cached_tokens=self._num_cached_tokens)
+                for event in steps.popleft()
+            ]
             self._ended[request_id] |= {event.output_index for event in events if event.finish_reason is not None}
             if not steps:
                 timings = RequestTimings(
@@ -85,7 +88,7 @@ class ScriptedEngine:
                     first_token_time=request.arrival_time,
                     finished_time=time.monotonic(),
                 )
-                events[-1] = replace(events[-1], timings=timings, num_cached_tokens=self._num_cached_tokens)
+                events[-1] = replace(events[-1], timings=timings)
                 del self._pending[request_id]
             told += events
         stats = StepStats(

@@ -150,7 +150,7 @@ class Running:
         return {
             sample.labels["finish_reason"]: int(sample.value)
             for sample in samples
-            if sample.name == "onward_requests_total" and sample.labels["model_name"] == model
+            if sample.name == "onward_requests_total" and sample.labels["model_name"] == model and sample.value
         }
 
     async def until_ended(self, count: int, model: str = MODEL) -> dict[str, int]:

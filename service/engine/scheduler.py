@@ -410,6 +410,7 @@ class Scheduler:
                     output_index=index,
                     token_id=token_id,
                     logprobs=None if group.request.logprobs is None else logprobs,
+                    num_cached_tokens=group.num_cached_tokens,
                 )
                 for token_id, logprobs in zip(hypothesis.token_ids, hypothesis.logprobs, strict=True)
             ]
@@ -483,6 +484,7 @@ class Scheduler:
                 logprobs=result.logprobs,
                 finish_reason=appended.finish_reason,
                 matched_stop=appended.matched_stop,
+                num_cached_tokens=group.num_cached_tokens,
             )
         )
         if appended.finish_reason is None:

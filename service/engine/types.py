@@ -159,7 +159,8 @@ class TokenEvent:
     Every output of a request that does not fail has one event with `finish_reason`, its last; with beam search that has
     the hypothesis's `score`, and where fewer hypotheses exist than were asked for, nothing is told of the others.
     Exactly one event of a request is terminal, the last one: it has `timings`, and an `error` where the request failed,
-    which ends all its outputs at once. `num_cached_tokens` is told there, too: tokens given whose K/V were at hand.
+    which ends all its outputs at once. `num_cached_tokens` is told there and with every token: tokens given whose K/V
+    were at hand.
     """
 
     request_id: str

@@ -9,6 +9,7 @@ import pytest
 from service.config import (
     AskConfig,
     LogLevel,
+    MetricsCompat,
     RequestLimits,
     ServeConfig,
     flag,
@@ -42,6 +43,10 @@ GIVEN: dict[str, tuple[str, object]] = {
     "port": ("0", 0),
     "metrics": ("off", False),
     "metrics_port": ("9", 9),
+    "metrics_compat": ("vLLM", MetricsCompat.VLLM),
+    "slo_time_to_first_token": ("1,0.2", (0.2, 1.0)),
+    "slo_inter_token_latency": ("0.03", (0.03,)),
+    "slo_e2e_latency": ("5,5.0", (5.0,)),
     "max_batch_size": ("4", 4),
     "max_queue_size": ("0", 0),
     "prefill_chunk": ("16", 16),
@@ -137,6 +142,21 @@ def test_prompts_go_to_whatever_provider_is_faster_unless_one_is_named() -> None
     with pytest.raises(StartupError) as refusal:
         serve("--prefill-provider", "gpu")
     assert refusal.value.problems == ("--prefill-provider is 'gpu', must be one of auto, cpu, openvino",)
+
+
+def test_metrics_go_under_other_names_only_when_told() -> None:
+    assert serve().metrics_compat is MetricsCompat.NONE
+    with pytest.raises(StartupError) as refusal:
+        serve("--metrics-compat", "tgi")
+    assert refusal.value.problems == ("--metrics-compat is 'tgi', must be one of none, vllm",)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "0.2,", "nan", "inf", "3601", "0.2;1", "fast", "1,2,3,4,5,6,7,8,9"])
+def test_objectives_that_are_no_seconds_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(StartupError) as refusal:
+        serve("--slo-e2e-latency", text)
+    wanted = "must be 1 to 8 numbers above 0 and at most 3600, with commas between them, as in 0.2,1"
+    assert refusal.value.problems == (f"--slo-e2e-latency is {text!r}, {wanted}",)
 
 
 def test_flag_wins_over_its_twin() -> None:

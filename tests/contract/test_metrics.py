@@ -7,10 +7,19 @@ import itertools
 import pytest
 from prometheus_client import CollectorRegistry
 
-from service.engine.types import RequestTimings, StepStats
-from service.metrics import TIME_BUCKETS, Metrics, RequestRecord
+from service.engine.types import FinishReason, RequestTimings, StepStats
+from service.errors import DeadlineExceeded, Overloaded, PromptTooLong
+from service.metrics import TIME_BUCKETS, Metrics, Objectives, RequestRecord
 
-GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio", "parity_max_abs_error"}
+GAUGES = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_ratio",
+    "model_serving",
+    "parity_max_abs_error",
+    "parity_passed",
+    "slo_seconds",
+}
 COUNTERS = {
     "prompt_tokens",
     "cached_prompt_tokens",
@@ -28,9 +37,17 @@ SECONDS = {
     "request_queue_time_seconds",
     "request_prefill_time_seconds",
     "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "engine_run_seconds",
     "engine_host_seconds",
 }
-SIZES = {"request_prompt_tokens", "request_generation_tokens", "step_batch_size", "step_tokens"}
+SIZES = {
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_max_num_generation_tokens",
+    "step_batch_size",
+    "step_tokens",
+}
 
 
 @pytest.fixture
@@ -69,13 +86,15 @@ def test_time_buckets_grow_by_half_from_100_microseconds_to_150_seconds() -> Non
 def test_every_metric_of_a_model_carries_its_name_alone_but_for_the_finish_reason(registry: CollectorRegistry) -> None:
     model = Metrics(registry).for_model("m")
     model.request_done(record())
-    model.parity_checked(0.0)
+    model.parity_checked(0.0, passed=True)
     labels = {
         metric.name.removeprefix("onward_"): frozenset(sample.labels) - {"le"}
         for metric in registry.collect()
         for sample in metric.samples
     }
-    expected = {name: {"model_name"} for name in (GAUGES | COUNTERS | SECONDS | SIZES) - {"grpc_server_handled"}}
+    expected = {
+        name: {"model_name"} for name in (GAUGES | COUNTERS | SECONDS | SIZES) - {"grpc_server_handled", "slo_seconds"}
+    }
     expected["requests"] = {"model_name", "finish_reason"}
     assert {name: names for name, names in labels.items() if not name.startswith("process_")} == expected
 
@@ -91,8 +110,8 @@ def record(*, scheduled: float | None = 2.0, first: float | None = 5.0, tokens: 
         outcome="stop",
         timings=RequestTimings(arrival_time=1.0, scheduled_time=scheduled, first_token_time=first, finished_time=9.0),
         num_prompt_tokens=11,
-        num_cached_tokens=6,
         num_generated_tokens=tokens,
+        num_longest_tokens=tokens - 1,
         seconds_per_token=1.5 if tokens > 1 else None,
     )
 
@@ -105,15 +124,22 @@ def test_finished_request_is_observed_phase_by_phase(registry: CollectorRegistry
     assert value(registry, "request_prefill_time_seconds_sum") == 3.0
     assert value(registry, "request_decode_time_seconds_sum") == 4.0
     assert value(registry, "time_per_output_token_seconds_sum") == 1.5
-    assert value(registry, "cached_prompt_tokens_total") == 6
+    assert value(registry, "request_inference_time_seconds_sum") == 7.0
     assert value(registry, "request_prompt_tokens_sum") == 11
     assert value(registry, "request_generation_tokens_sum") == 4
+    assert value(registry, "request_max_num_generation_tokens_sum") == 3
 
 
 def test_phase_that_was_never_reached_is_not_observed(registry: CollectorRegistry) -> None:
     Metrics(registry).for_model("m").request_done(record(scheduled=None, first=None, tokens=0))
     assert value(registry, "e2e_request_latency_seconds_count") == 1
-    for name in ("request_queue_time", "request_prefill_time", "request_decode_time", "time_per_output_token"):
+    for name in (
+        "request_queue_time",
+        "request_prefill_time",
+        "request_decode_time",
+        "request_inference_time",
+        "time_per_output_token",
+    ):
         assert value(registry, f"{name}_seconds_count") == 0
 
 
@@ -146,20 +172,90 @@ def test_step_sets_gauges_and_counts_work_and_waste(registry: CollectorRegistry)
     assert value(registry, "step_batch_size_sum") == 2
     assert value(registry, "step_tokens_sum") == 10
     assert value(registry, "engine_host_seconds_sum") == 0.25
+    assert value(registry, "engine_run_seconds_sum") == 0.5
 
 
 def test_step_without_work_moves_the_gauges_alone(registry: CollectorRegistry) -> None:
     Metrics(registry).for_model("m").step_done(step(0))
     assert value(registry, "num_requests_running") == 2
     assert value(registry, "step_batch_size_count") == 0
+    assert value(registry, "engine_run_seconds_count") == 0
 
 
 def test_tokens_are_counted_and_timed(registry: CollectorRegistry) -> None:
     model = Metrics(registry).for_model("m")
-    model.first_token(num_prompt_tokens=7, seconds=0.5)
+    model.prompt_done(num_prompt_tokens=7, num_cached_tokens=6)
+    model.first_token(0.5)
     model.next_token(0.25)
     model.tokens_generated(2)
     assert value(registry, "generation_tokens_total") == 2
     assert value(registry, "prompt_tokens_total") == 7
+    assert value(registry, "cached_prompt_tokens_total") == 6
     assert value(registry, "time_to_first_token_seconds_sum") == 0.5
     assert value(registry, "inter_token_latency_seconds_sum") == 0.25
+
+
+def test_every_way_to_end_is_there_before_the_first_request(registry: CollectorRegistry) -> None:
+    # What appears at 1 has no increase: an alert would sleep through the first failure.
+    Metrics(registry).for_model("m")
+    outcomes = (*FinishReason, Overloaded.label, PromptTooLong.label, DeadlineExceeded.label)
+    assert {value(registry, "requests_total", finish_reason=outcome) for outcome in outcomes} == {0.0}
+
+
+def test_states_of_a_model_are_shown(registry: CollectorRegistry) -> None:
+    model = Metrics(registry).for_model("m")
+    assert value(registry, "model_serving") == 0
+    assert value(registry, "parity_passed") is None, "not asked yet"
+    model.parity_checked(0.5, passed=False)
+    assert (value(registry, "parity_max_abs_error"), value(registry, "parity_passed")) == (0.5, 0)
+    model.parity_checked(1e-5, passed=True)
+    model.serves(is_serving=True)
+    assert (value(registry, "model_serving"), value(registry, "parity_passed")) == (1, 1)
+
+
+OBJECTIVES = Objectives(time_to_first_token=(0.2, 1.0), inter_token_latency=(0.03,), e2e_latency=(200.0,))
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        ("time_to_first_token", (0.2, 1.0)),
+        ("inter_token_latency", (0.03,)),
+        ("time_per_output_token", (0.03,)),
+        ("e2e_request_latency", (200.0,)),
+        ("request_queue_time", ()),
+    ],
+)
+def test_objectives_are_boundaries_of_what_they_speak_of(
+    registry: CollectorRegistry, name: str, bounds: tuple[float, ...]
+) -> None:
+    Metrics(registry, OBJECTIVES).for_model("m")
+    found = {
+        float(sample.labels["le"])
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name == f"onward_{name}_seconds_bucket"
+    }
+    assert found == {*TIME_BUCKETS, *bounds, float("inf")}
+
+
+def test_share_within_an_objective_is_exact(registry: CollectorRegistry) -> None:
+    model = Metrics(registry, OBJECTIVES).for_model("m")
+    # 0.1946 and 0.2919 are the nearest boundaries otherwise: nothing would tell these two apart.
+    for seconds in (0.2, 0.2001):
+        model.first_token(seconds)
+    assert value(registry, "time_to_first_token_seconds_bucket", le="0.2") == 1
+
+
+def test_objectives_are_shown_by_the_name_of_their_bucket(registry: CollectorRegistry) -> None:
+    Metrics(registry, OBJECTIVES).for_model("m")
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    shown = {(s.labels["slo"], s.labels["bound"]): s.value for s in samples if s.name == "onward_slo_seconds"}
+    assert shown == {
+        ("time_to_first_token", "0.2"): 0.2,
+        ("time_to_first_token", "1.0"): 1.0,
+        ("inter_token_latency", "0.03"): 0.03,
+        ("e2e_latency", "200.0"): 200.0,
+    }
+    buckets = {s.labels["le"] for s in samples if s.name.startswith("onward_") and "le" in s.labels}
+    assert {bound for _, bound in shown} <= buckets

@@ -540,11 +540,14 @@ async def test_higher_priority_goes_before_those_that_came_earlier() -> None:
     assert first_batch("high") < first_batch("same") <= first_batch("low")
 
 
-async def test_prompt_that_was_computed_before_is_told_as_cached() -> None:
+@pytest.mark.parametrize("way", [{}, {"beam_search": pb.BeamSearchParams(beam_size=2)}])
+async def test_prompt_that_was_computed_before_is_told_as_cached(way: dict[str, Any]) -> None:
     # Three chunks of eight tokens, and a rest.
-    text = "abcdefghijklmnopqrstuvwxyz"
+    asked = generate_request("abcdefghijklmnopqrstuvwxyz", max_tokens=3, **way)
+    if way:
+        asked.ClearField("sampling")
     async with running() as server:
-        first, second = [await server.generation.Generate(generate_request(text, max_tokens=3)) for _ in range(2)]
+        first, second = [await server.generation.Generate(asked) for _ in range(2)]
         await server.until_ended(2)
         cached = second.usage.cached_tokens
         assert server.metric("cached_prompt_tokens_total", model_name=MODEL) == cached

@@ -144,8 +144,10 @@ async def test_health_follows_start_and_golden_cases() -> None:
     async with running(verify=False) as server:
         assert [await health(server, name) for name in names[:2]] == [NOT_SERVING] * 2
         error = await status_of(server.stream())
+        assert server.metric("model_serving", model_name=MODEL) == 0
         await server.app.verify_all()
         assert [await health(server, name) for name in names] == [SERVING] * 3
+        assert server.metric("model_serving", model_name=MODEL) == 1
         assert await health(server, "onward.v1.ModelService") == SERVING
         with pytest.raises(grpc.aio.AioRpcError) as unknown:
             await health(server, "nobody")
@@ -162,6 +164,8 @@ async def test_model_that_fails_its_golden_cases_does_not_serve_and_others_do() 
         assert (await server.generation.Generate(generate_request(model="good"))).outputs
         described = await server.models.GetModel(model_pb2.GetModelRequest(model="wrong"))
         assert server.metric("parity_max_abs_error", model_name="wrong") == pytest.approx(0.5)
+        for name in ("model_serving", "parity_passed"):
+            assert [server.metric(name, model_name=model) for model in ("good", "wrong")] == [1, 0]
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert described.state == model_pb2.MODEL_STATE_FAILED
     assert not described.parity.passed
@@ -236,6 +240,7 @@ async def test_stopping_withdraws_health_refuses_new_requests_and_lets_those_in_
             call = await read_accepted(generate.GenerateStream(stream_request(max_tokens=7)))
             stopping = asyncio.create_task(held.__aexit__(None, None, None))
             assert (await watch.read()).status == NOT_SERVING
+            assert server.metric("model_serving", model_name=MODEL) == 0
             error = await status_of(generate.Generate(generate_request()))
         events = await read(call)
         await stopping

@@ -1,0 +1,176 @@
+"""Scrapes over HTTP: what is answered, how much of it, and that no client can make it more."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import http.client
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, enable_created_metrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from proto.onward.v1 import generation_pb2 as pb
+from service.app import App
+from service.config import MetricsCompat
+from service.exposition import exposing
+from service.metrics import OUTCOMES
+from service.transport.status import STATUS_CODES
+from tests.servers import CONFIG, MODEL, engine_for, generate_request, read, running, served_model, status_of
+
+# As Prometheus 2.42 sends it: it would rather have OpenMetrics.
+ACCEPT = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    Counter("sheep", "Sheep.", registry=registry).inc(3)
+    return registry
+
+
+@pytest.fixture
+def connection(registry: CollectorRegistry) -> Iterator[http.client.HTTPConnection]:
+    with exposing(registry, "127.0.0.1", 0) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        yield connection
+        connection.close()
+
+
+def get(connection: http.client.HTTPConnection, path: str = "/metrics", **headers: str) -> http.client.HTTPResponse:
+    connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    return connection.getresponse()
+
+
+def test_scrape_is_plain_text_whatever_the_scraper_would_rather_have(connection: http.client.HTTPConnection) -> None:
+    answer = get(connection, Accept=ACCEPT)
+    assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert "sheep_total 3.0\n" in answer.read().decode()
+
+
+def test_connection_stays_open_for_the_next_scrape(connection: http.client.HTTPConnection) -> None:
+    get(connection).read()
+    assert connection.sock is not None
+    local = connection.sock.getsockname()
+    assert b"sheep_total 3.0" in get(connection).read()
+    assert connection.sock.getsockname() == local
+
+
+@pytest.mark.parametrize(
+    ("accepted", "is_packed"), [("gzip", True), ("deflate, gzip;q=0.5", True), ("gzip;q=0", False), ("deflate", False)]
+)
+def test_answer_is_packed_for_those_who_can_unpack_it(
+    connection: http.client.HTTPConnection, accepted: str, is_packed: bool
+) -> None:
+    answer = get(connection, Accept_Encoding=accepted)
+    body = answer.read()
+    assert answer.headers.get("Content-Encoding") == ("gzip" if is_packed else None)
+    assert b"sheep_total 3.0\n" in (gzip.decompress(body) if is_packed else body)
+
+
+def test_other_paths_are_not_found(connection: http.client.HTTPConnection) -> None:
+    answer = get(connection, "/")
+    assert answer.status == 404
+    answer.read()
+    assert get(connection, "/metrics?name=x").status == 200
+
+
+def test_failed_scrape_is_told_to_the_log_and_the_next_one_is_answered(
+    registry: CollectorRegistry, connection: http.client.HTTPConnection, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        is_broken = True
+
+        def collect(self) -> list[object]:
+            if self.is_broken:
+                raise ValueError("no sheep today")
+            return []
+
+    broken = Broken()
+    registry.register(broken)  # type: ignore[arg-type]
+    with pytest.raises(http.client.RemoteDisconnected):
+        get(connection)
+    connection.close()
+    broken.is_broken = False
+    assert b"sheep_total" in get(connection).read()
+    assert "no sheep today" in caplog.text
+
+
+def series(registry: CollectorRegistry) -> list[tuple[str, tuple[tuple[str, str], ...]]]:
+    return [(s.name, tuple(sorted(s.labels.items()))) for metric in registry.collect() for s in metric.samples]
+
+
+METHODS = {"Generate", "GenerateStream", "Score", "Tokenize", "Detokenize", "GetModel"}
+GARBAGE: dict[str, Callable[[int], pb.GenerateRequest]] = {
+    "models": lambda i: generate_request(model=f"model-{i}"),
+    "ids": lambda i: generate_request(request_id=f"id-{i}", max_tokens=1),
+    "bad ids": lambda i: generate_request(request_id=f"\0{i}"),
+    "values": lambda i: generate_request(sampling=pb.SamplingParams(temperature=-1.0 - i)),
+}
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_clients_cannot_make_series() -> None:
+    async with running() as server:
+
+        async def send(number: int) -> None:
+            for make in GARBAGE.values():
+                await asyncio.gather(server.generation.Generate(make(number)), return_exceptions=True)
+            for method in (f"/onward.v1.GenerationService/No{number}", f"/nobody.v{number}/Generate"):
+                error = await status_of(server.channel.unary_unary(method)(b""))
+                assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+            garbled = server.channel.unary_unary("/onward.v1.GenerationService/Score")(b"\xff%d" % number)
+            assert (await status_of(garbled)).code() is grpc.StatusCode.INVALID_ARGUMENT
+            await read(server.stream(max_tokens=1))
+
+        await send(0)
+        before = series(server.registry)
+        for number in range(1, 30):
+            await send(number)
+        assert series(server.registry) == before
+    allowed = {
+        "model_name": {MODEL},
+        "finish_reason": set(OUTCOMES),
+        "grpc_method": METHODS,
+        "grpc_code": {"OK", *(code.name for code in STATUS_CODES.values())},
+    }
+    for name, values in allowed.items():
+        assert {value for _, pairs in before for key, value in pairs if key == name} <= values, name
+
+
+@pytest.fixture
+def _as_served() -> Iterator[None]:
+    """What `serve` turns off for the whole process."""
+    disable_created_metrics()
+    yield
+    enable_created_metrics()
+
+
+@pytest.mark.parametrize(
+    ("compat", "max_series", "max_bytes"), [(MetricsCompat.NONE, 540, 42_000), (MetricsCompat.VLLM, 980, 83_000)]
+)
+@pytest.mark.usefixtures("_as_served")
+def test_a_model_costs_so_many_series_and_bytes(compat: MetricsCompat, max_series: int, max_bytes: int) -> None:
+    # How long a scrape takes is for `python -m benchmarks.clocks` to say: this is what that time grows with.
+    def scrape(count: int) -> str:
+        models = [served_model(f"model-{number}") for number in range(count)]
+        registry = CollectorRegistry()
+        App(
+            replace(CONFIG, metrics_compat=compat),
+            models,
+            {model.name: engine_for(model) for model in models},
+            registry,
+        )
+        with exposing(registry, "127.0.0.1", 0) as port:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            text = get(connection).read().decode()
+            connection.close()
+        return text
+
+    one, two = scrape(1), scrape(2)
+    num_series = [sum(len(family.samples) for family in text_string_to_metric_families(text)) for text in (one, two)]
+    assert num_series[1] - num_series[0] <= max_series
+    assert len(two) - len(one) <= max_bytes
