@@ -11,10 +11,20 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 _READY = re.compile(r"listening on (\S+?:\d+)")
+_METRICS = re.compile(r"metrics on http://(\S+?:\d+)")
 _STOP_SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Where a server listens, "host:port" each; `metrics` is empty where there are none."""
+
+    target: str
+    metrics: str
 
 
 @contextmanager
@@ -24,10 +34,17 @@ def serving(models: Path, *flags: str) -> Iterator[str]:
     Raises:
         RuntimeError: when the server ends before it is ready, or does not end cleanly.
     """
+    with served(models, *flags) as server:
+        yield server.target
+
+
+@contextmanager
+def served(models: Path, *flags: str) -> Iterator[Served]:
+    """As `serving`; yields where the metrics are, too."""
     command: Sequence[str] = [sys.executable, "-m", "service", "serve", "--models", str(models), "--port", "0", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            yield wait_ready(process)
+            yield _wait_served(process)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -45,8 +62,13 @@ def wait_ready(process: subprocess.Popen[str]) -> str:
     Raises:
         RuntimeError: when it ends before.
     """
+    return _wait_served(process).target
+
+
+def _wait_served(process: subprocess.Popen[str]) -> Served:
     assert process.stdout is not None  # noqa: S101 (PIPE was asked for; this tells the type checker)
     for line in process.stdout:
         if match := _READY.search(line):
-            return match[1]
+            metrics = _METRICS.search(line)
+            return Served(match[1], metrics[1] if metrics else "")
     raise RuntimeError(f"the server ended before it was ready, exit code {process.wait()}")

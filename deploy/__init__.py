@@ -1,0 +1,1 @@
+"""What runs beside a server: Prometheus with its rules, Grafana with its dashboard."""

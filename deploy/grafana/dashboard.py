@@ -1,0 +1,366 @@
+"""The dashboard: rows of panels, each a title, a unit and what it asks Prometheus; written as the JSON of Grafana.
+
+    python -m deploy.grafana.dashboard            writes deploy/grafana/dashboards/onward.json
+    python -m deploy.grafana.dashboard --check    exits with 1 if that file is not what would be written
+
+The file is committed, since Grafana reads files; `python -m benchmarks.dashboard` draws it without Grafana. Knows the
+names of the metrics (docs/metrics.md) and nothing else of the server.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from grafana_foundation_sdk.builders import dashboard as builders
+from grafana_foundation_sdk.builders.common import (
+    StackingConfig,
+    VizLegendOptions,
+    VizTooltipOptions,
+)
+from grafana_foundation_sdk.builders.prometheus import Dataquery
+from grafana_foundation_sdk.builders.timeseries import Panel as TimeSeries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import (
+    LegendDisplayMode,
+    LegendPlacement,
+    SortOrder,
+    StackingMode,
+    TooltipDisplayMode,
+    VisibilityMode,
+)
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DataSourceRef,
+    VariableOption,
+    VariableRefresh,
+    VariableSort,
+)
+
+FILE = Path(__file__).parent / "dashboards" / "onward.json"
+
+_HEIGHT = 8
+_WIDTH = 8
+_DATA_SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+SECONDS, RATIO, BYTES, NUMBER = "s", "percentunit", "bytes", "short"
+"""Grafana's names of units."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel. `queries` are expressions by legend; a legend may quote labels, as in `{{model_name}}`."""
+
+    title: str
+    unit: str
+    meaning: str
+    queries: Mapping[str, str]
+    is_stacked: bool = False
+
+
+def _of(metric: str, *more: str) -> str:
+    """The series of the chosen models and servers."""
+    matchers = ", ".join(('model_name=~"$model"', 'instance=~"$instance"', *more))
+    return f"{metric}{{{matchers}}}"
+
+
+def _rate(metric: str, *more: str) -> str:
+    return f"rate({_of(metric, *more)}[$__rate_interval])"
+
+
+def _sum(metric: str, *more: str, by: str = "model_name") -> str:
+    return f"sum by ({by}) ({_rate(metric, *more)})"
+
+
+def _mean(histogram: str) -> str:
+    return f"{_sum(f'{histogram}_sum')} / {_sum(f'{histogram}_count')}"
+
+
+def _quantile(share: float, histogram: str) -> str:
+    return f"histogram_quantile({share}, {_sum(f'{histogram}_bucket', by='model_name, le')})"
+
+
+def _quantiles(histogram: str, shares: Sequence[float] = (0.5, 0.9, 0.99)) -> dict[str, str]:
+    return {f"{{{{model_name}}}} p{share * 100:g}": _quantile(share, histogram) for share in shares}
+
+
+def _within(histogram: str) -> str:
+    return f'model_le:{histogram}:within_ratio_rate5m{{model_name=~"$model"}}'
+
+
+ROWS: Mapping[str, Sequence[Panel]] = {
+    "Load": (
+        Panel(
+            "Requests that ended",
+            "reqps",
+            "By how they ended, refusals included.",
+            {"{{finish_reason}}": f"{_sum('onward_requests_total', by='finish_reason')} > 0"},
+            is_stacked=True,
+        ),
+        Panel(
+            "Requests in the server",
+            NUMBER,
+            "A queue that does not empty is a server that is too small.",
+            {
+                "{{model_name}} running": f"sum by (model_name) ({_of('onward_num_requests_running')})",
+                "{{model_name}} waiting": f"sum by (model_name) ({_of('onward_num_requests_waiting')})",
+            },
+        ),
+        Panel(
+            "Tokens a second",
+            NUMBER,
+            "Prompt tokens count when their request has its first token, whether they were computed or at hand.",
+            {
+                "{{model_name}} generated": _sum("onward_generation_tokens_total"),
+                "{{model_name}} prompt": _sum("onward_prompt_tokens_total"),
+            },
+        ),
+        Panel(
+            "Calls that failed",
+            "reqps",
+            "By gRPC's status code. A client that hangs up is CANCELLED.",
+            {
+                "{{grpc_code}}": "sum by (grpc_code) (rate(onward_grpc_server_handled_total"
+                '{instance=~"$instance", grpc_code!="OK"}[$__rate_interval]))'
+            },
+            is_stacked=True,
+        ),
+        Panel(
+            "Within objectives",
+            RATIO,
+            "Exact shares over five minutes; there are some where the server was given objectives (`--slo-…`).",
+            {
+                "{{model_name}} first token, {{le}} s": _within("onward_time_to_first_token_seconds"),
+                "{{model_name}} between tokens, {{le}} s": _within("onward_inter_token_latency_seconds"),
+                "{{model_name}} request, {{le}} s": _within("onward_e2e_request_latency_seconds"),
+            },
+        ),
+        Panel(
+            "Alerts",
+            NUMBER,
+            "How many fire.",
+            {"firing": 'count(ALERTS{alertname=~"Onward.+", alertstate="firing"}) or vector(0)'},
+        ),
+    ),
+    "Latency": (
+        Panel(
+            "Time to first token",
+            SECONDS,
+            "From a request's arrival, queueing included.",
+            _quantiles("onward_time_to_first_token_seconds"),
+        ),
+        Panel(
+            "Between tokens",
+            SECONDS,
+            "Every wait between two tokens of one output.",
+            _quantiles("onward_inter_token_latency_seconds"),
+        ),
+        Panel(
+            "Time per output token",
+            SECONDS,
+            "A request's mean after its outputs' first tokens.",
+            _quantiles("onward_time_per_output_token_seconds"),
+        ),
+        Panel("Whole requests", SECONDS, "From arrival to the end.", _quantiles("onward_e2e_request_latency_seconds")),
+        Panel("Queue", SECONDS, "From arrival to a slot.", _quantiles("onward_request_queue_time_seconds")),
+        Panel(
+            "Where a request's time goes",
+            SECONDS,
+            "Means of the three phases.",
+            {
+                "{{model_name}} queue": _mean("onward_request_queue_time_seconds"),
+                "{{model_name}} prefill": _mean("onward_request_prefill_time_seconds"),
+                "{{model_name}} decode": _mean("onward_request_decode_time_seconds"),
+            },
+            is_stacked=True,
+        ),
+    ),
+    "Engine": (
+        Panel(
+            "Rows of a step",
+            NUMBER,
+            "Sequences that moved together.",
+            {
+                "{{model_name}} mean": _mean("onward_step_batch_size"),
+                "{{model_name}} p99": _quantile(0.99, "onward_step_batch_size"),
+            },
+        ),
+        Panel(
+            "Tokens of a step",
+            NUMBER,
+            "Of prompts, sources and outputs; padding aside.",
+            {
+                "{{model_name}} mean": _mean("onward_step_tokens"),
+                "{{model_name}} p99": _quantile(0.99, "onward_step_tokens"),
+            },
+        ),
+        Panel(
+            "Padding",
+            RATIO,
+            "Share of all tokens computed that were in vain.",
+            {
+                "{{model_name}}": f"{_sum('onward_padding_tokens_total')} / "
+                f"({_sum('onward_padding_tokens_total')} + {_sum('onward_step_tokens_sum')})"
+            },
+        ),
+        Panel("A step's graphs", SECONDS, "Time of one run.", _quantiles("onward_engine_run_seconds")),
+        Panel(
+            "Between two runs",
+            SECONDS,
+            "While there was work: sampling, events, waiting for the interpreter's lock.",
+            _quantiles("onward_engine_host_seconds"),
+        ),
+        Panel(
+            "Graphs that stand still",
+            RATIO,
+            "Share of the time that there was work.",
+            {
+                "{{model_name}}": f"{_sum('onward_engine_host_seconds_sum')} / "
+                f"({_sum('onward_engine_host_seconds_sum')} + {_sum('onward_engine_run_seconds_sum')})"
+            },
+        ),
+    ),
+    "Cache": (
+        Panel(
+            "K/V memory in use",
+            RATIO,
+            "Of the budget for keys and values.",
+            {"{{model_name}}": f"max by (model_name) ({_of('onward_kv_cache_usage_ratio')})"},
+        ),
+        Panel(
+            "Prompt tokens at hand",
+            RATIO,
+            "Share of prompt tokens whose keys and values needed no work.",
+            {"{{model_name}}": f"{_sum('onward_cached_prompt_tokens_total')} / {_sum('onward_prompt_tokens_total')}"},
+        ),
+        Panel(
+            "Preemptions a second",
+            NUMBER,
+            "Requests that made way for more urgent ones.",
+            {"{{model_name}}": _sum("onward_preemptions_total")},
+        ),
+    ),
+    "Process": (
+        Panel(
+            "Models that serve",
+            NUMBER,
+            "1 where a model answers requests, and where its golden cases passed.",
+            {
+                "{{model_name}} serves": f"min by (model_name) ({_of('onward_model_serving')})",
+                "{{model_name}} parity": f"min by (model_name) ({_of('onward_parity_passed')})",
+            },
+        ),
+        Panel(
+            "Parity",
+            NUMBER,
+            "Largest logit difference from PyTorch in the golden cases.",
+            {"{{model_name}}": f"max by (model_name) ({_of('onward_parity_max_abs_error')})"},
+        ),
+        Panel(
+            "Memory",
+            BYTES,
+            "Resident set of the process.",
+            {"{{instance}}": 'process_resident_memory_bytes{job="onward", instance=~"$instance"}'},
+        ),
+        Panel(
+            "Processors in use",
+            NUMBER,
+            "Cores' worth of time.",
+            {"{{instance}}": 'rate(process_cpu_seconds_total{job="onward", instance=~"$instance"}[$__rate_interval])'},
+        ),
+        Panel(
+            "Scrapes",
+            SECONDS,
+            "How long the server takes to answer Prometheus.",
+            {"{{instance}}": 'scrape_duration_seconds{job="onward", instance=~"$instance"}'},
+        ),
+    ),
+}
+
+
+def render() -> str:
+    """The dashboard as JSON, with a newline at its end."""
+    board = (
+        builders.Dashboard("Onward")
+        .uid("onward")
+        .description("Requests, latencies, the engine's steps and the process, for every model of every server.")
+        .tags(["onward"])
+        .refresh("15s")
+        .time("now-30m", "now")
+        .timezone("browser")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .with_variable(builders.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(_choice("model", "Model", "label_values(onward_num_requests_running, model_name)"))
+        .with_variable(_choice("instance", "Server", 'label_values(up{job="onward"}, instance)'))
+    )
+    ids = count(1)
+    for title, panels in ROWS.items():
+        board = board.with_row(builders.Row(title).id(next(ids)))
+        for panel in panels:
+            board = board.with_panel(_panel(panel).id(next(ids)))
+    return str(JSONEncoder(sort_keys=True, indent=1).encode(board.build())) + "\n"
+
+
+def _choice(name: str, label: str, query: str) -> builders.QueryVariable:
+    """A choice of several values of a label, all of them to begin with."""
+    return (
+        builders.QueryVariable(name)
+        .label(label)
+        .query(query)
+        .datasource(_DATA_SOURCE)
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".+")
+        .current(VariableOption(selected=True, text="All", value="$__all"))
+    )
+
+
+def _panel(panel: Panel) -> TimeSeries:
+    built = (
+        TimeSeries()
+        .title(panel.title)
+        .description(panel.meaning)
+        .unit(panel.unit)
+        .datasource(_DATA_SOURCE)
+        .height(_HEIGHT)
+        .span(_WIDTH)
+        .min(0)
+        .line_width(1)
+        .fill_opacity(20 if panel.is_stacked else 0)
+        .show_points(VisibilityMode.NEVER)
+        .legend(
+            VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM).show_legend(True)
+        )
+        .tooltip(VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
+    )
+    if panel.is_stacked:
+        built = built.stacking(StackingConfig().mode(StackingMode.NORMAL))
+    for number, (legend, expression) in enumerate(panel.queries.items()):
+        built = built.with_target(
+            Dataquery().expr(expression).legend_format(legend).ref_id(chr(ord("A") + number)).range()
+        )
+    return built
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes the file, or compares it."""
+    wanted = render()
+    if list(arguments) == ["--check"]:
+        if FILE.exists() and FILE.read_text(encoding="utf-8") == wanted:
+            return 0
+        print(f"{FILE} is out of date: python -m deploy.grafana.dashboard", file=sys.stderr)
+        return 1
+    if arguments:
+        print("python -m deploy.grafana.dashboard [--check]", file=sys.stderr)
+        return 2
+    FILE.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,144 @@
+"""Rules, alerts and dashboard: Prometheus accepts them, each alert has been seen to fire and clear, all names exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+
+from benchmarks.dashboard import DASHBOARD, read_panels
+from deploy.grafana import dashboard
+from service.metrics import Metrics, Objectives
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+RULES = sorted((PROMETHEUS / "rules").glob("*.yml"))
+TESTS = sorted((PROMETHEUS / "tests").glob("*.yml"))
+# What Prometheus says of every target by itself.
+ITS_OWN = {"up", "scrape_duration_seconds", "ALERTS"}
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_configuration_and_rules_are_what_prometheus_takes(promtool: str) -> None:
+    assert f"{len(RULES)} rule files found" in run(promtool, "check", "config", PROMETHEUS / "prometheus.yml")
+
+
+def test_alerts_fire_and_clear_as_their_tests_say(promtool: str) -> None:
+    assert run(promtool, "test", "rules", *TESTS).count("SUCCESS") == len(TESTS)
+
+
+def read(file: Path) -> Any:
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+@cache
+def rules() -> list[dict[str, Any]]:
+    return [rule for file in RULES for group in read(file)["groups"] for rule in group["rules"]]
+
+
+@cache
+def stories() -> list[dict[str, Any]]:
+    return [story for file in TESTS for story in read(file)["tests"]]
+
+
+ALERTS = [rule["alert"] for rule in rules() if "alert" in rule]
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_every_alert_is_seen_quiet_then_firing_then_quiet_again(alert: str) -> None:
+    seen: defaultdict[str, list[bool]] = defaultdict(list)
+    for story in stories():
+        for case in story.get("alert_rule_test", []):
+            if case["alertname"] == alert:
+                seen[story["name"]].append(bool(case.get("exp_alerts")))
+    assert [False, True, False] in [[fires for fires, _ in groupby(story)] for story in seen.values()]
+
+
+def test_every_alert_says_how_urgent_it_is_and_what_is_the_matter() -> None:
+    for rule in rules():
+        if "alert" in rule:
+            assert rule["labels"]["severity"] in ("page", "ticket"), rule["alert"]
+            assert rule["annotations"]["summary"].endswith("."), rule["alert"]
+
+
+@cache
+def exposed() -> set[str]:
+    """The names of all series that a server with objectives can have."""
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, Objectives(time_to_first_token=(0.2,)))
+    metrics.for_model("m").parity_checked(0.0, passed=True)
+    metrics.handled.labels("Generate", "OK")
+    return {sample.name for family in registry.collect() for sample in family.samples}
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    for rule in rules():
+        yield rule.get("alert") or rule["record"], rule["expr"]
+    for panel in read_panels(DASHBOARD):
+        for query in panel.queries.values():
+            yield panel.title, query
+
+
+@pytest.mark.parametrize(("where", "expression"), list(expressions()))
+def test_every_metric_that_is_asked_for_is_there(where: str, expression: str) -> None:
+    known = exposed() | ITS_OWN | {rule["record"] for rule in rules() if "record" in rule}
+    bare = re.sub(r'"[^"]*"|\[[^\]]*\]', "", expression)
+    bare = re.sub(r"\b(?:by|on|ignoring|without)\s*\([^)]*\)|\{[^}]*\}", "", bare)
+    words = set(re.findall(r"[a-zA-Z_:][\w:]*(?![\w:]*\s*\()", bare)) - {"and", "or", "unless", "group_left", "bool"}
+    assert words, "there is no metric in it"
+    assert words <= known
+
+
+def test_metrics_are_named_as_prometheus_wants_them(promtool: str) -> None:
+    registry = CollectorRegistry()
+    Metrics(registry, Objectives(time_to_first_token=(0.2,))).for_model("m").parity_checked(0.0, passed=True)
+    lines = generate_latest(registry).decode().splitlines(keepends=True)
+    text = "".join(line for line in lines if "_created" not in line)
+    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_dashboard_is_the_one_that_the_program_writes() -> None:
+    assert DASHBOARD == dashboard.FILE
+    assert dashboard.main(["--check"]) == 0
+
+
+def test_stale_dashboard_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stale = tmp_path / "onward.json"
+    stale.write_text(dashboard.FILE.read_text(encoding="utf-8").replace("Onward", "Inward"), encoding="utf-8")
+    monkeypatch.setattr(dashboard, "FILE", stale)
+    assert dashboard.main(["--check"]) == 1
+    assert "out of date" in capsys.readouterr().err
+    assert dashboard.main([]) == dashboard.main(["--check"]) == 0
+
+
+def test_dashboard_fits_its_provisioning() -> None:
+    folder = DASHBOARD.parents[1] / "provisioning"
+    (source,) = read(folder / "datasources" / "prometheus.yml")["datasources"]
+    config = read(PROMETHEUS / "prometheus.yml")
+    assert source["jsonData"]["timeInterval"] == config["global"]["scrape_interval"]
+    assert read(folder / "dashboards" / "onward.yml")["providers"]
+    board = json.loads(DASHBOARD.read_text())
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    assert {panel["datasource"]["type"] for panel in board["panels"] if panel["type"] != "row"} == {source["type"]}
+    assert {job["job_name"] for job in config["scrape_configs"]} == {"onward"}
