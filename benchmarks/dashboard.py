@@ -144,9 +144,7 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
         end = time.time()
         answered = evaluate(prometheus, read_panels(DASHBOARD), start, end, settings.scrape_seconds)
         rules = check_rules(prometheus, end)
-    empty = [f"panel {each.panel.title}: no data for {query}" for each in answered for query in each.without_data]
-    if problems := empty + rules.pop("problems"):
-        raise RuntimeError("; ".join(problems))
+    require_data(answered, rules.pop("problems"))
     facts = {"scenario": NAME, "version": version(), "settings": asdict(settings), "machine": scenario.machine()}
     panels = [{"title": each.panel.title, "series": len(each.lines)} for each in answered]
     return facts | {"asked": asked, "panels": panels, "rules": rules, "answered": answered, "start": start}
@@ -181,6 +179,21 @@ def evaluate(
         return tuple(prometheus.query_range(pattern.sub(lambda name: variables[name[0]], query), start, end, step))
 
     return [Answered(panel, {legend: ask(query) for legend, query in panel.queries.items()}) for panel in panels]
+
+
+def require_data(answered: Sequence[Answered], problems: Sequence[str]) -> None:
+    """Refuses a dashboard with gaps.
+
+    Args:
+        answered: its panels.
+        problems: what is wrong besides.
+
+    Raises:
+        RuntimeError: naming all that is wrong.
+    """
+    empty = [f"panel {each.panel.title}: no data for {query}" for each in answered for query in each.without_data]
+    if empty or problems:
+        raise RuntimeError("; ".join([*empty, *problems]))
 
 
 def check_rules(prometheus: Prometheus, at: float) -> dict[str, Any]:

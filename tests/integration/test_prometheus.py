@@ -1,0 +1,206 @@
+"""Debian's Prometheus beside a real server: it scrapes, records, answers every panel; the arithmetic of two clocks."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import clocks, dashboard, prometheus, scenario
+from benchmarks.clocks import Histogram, Stream
+from benchmarks.dashboard import Answered, Panel
+from benchmarks.peers.protocol import Options
+from benchmarks.prometheus import Series, scraping
+from tests.artifacts import tiny_artifact
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
+    """Has the scenarios serve a tiny artefact that is there already."""
+    place = tmp_path / "fp32" / "model"
+    place.parent.mkdir()
+    place.symlink_to(tiny_artifact("decoder-only"), target_is_directory=True)
+    made = Options(tmp_path, tmp_path, "fp32", threads=1, max_batch=4, context=0)
+    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: made)
+    return made
+
+
+# Two clocks.
+
+BOUNDS = (0.1, 0.2, 0.4, 0.8, math.inf)
+
+
+def stream(sent: float, *messages: tuple[float, int]) -> Stream:
+    return Stream(sent, messages, messages[-1][0] + 0.05)
+
+
+def test_message_of_several_tokens_is_as_many_waits_of_equal_parts() -> None:
+    found = stream(1.0, (1.5, 2), (1.8, 1), (2.4, 3))
+    assert found.first_token_seconds == 0.5
+    assert found.seconds == pytest.approx(1.45)
+    # Two tokens that came with the first message have waited for nothing that the client could see.
+    assert found.token_waits == pytest.approx([0.3, 0.2, 0.2, 0.2])
+    assert [count for _, count in found.waits] == [1, 3]
+
+
+def histograms(**quantiles: float) -> dict[str, Histogram]:
+    """Of ten streams with eleven tokens each, as they are seen below."""
+    told = {"first token": 0.15, "between tokens": 0.15, "request": 0.7, **quantiles}
+    counts = {"first token": 10.0, "between tokens": 100.0, "request": 10.0}
+    return {
+        name: Histogram(BOUNDS, (0.0, 1.0, 2.0, 3.0, counts[name]), dict.fromkeys(clocks.SHARES, told[name]))
+        for name in clocks.HISTOGRAMS
+    }
+
+
+STREAMS = [Stream(0.0, tuple((0.15 + 0.05 * number, 1) for number in range(11)), 0.7) for _ in range(10)]
+SCRAPES = {
+    "count": 9.0,
+    "median": 0.01,
+    "p99": 0.02,
+    "max": 0.05,
+    "samples": 7.0,
+    "mean_running": 4.0,
+    "mean_waiting": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("seen", "apart", "agree"),
+    [
+        ({}, 1, True),
+        ({"first token": 0.2}, 1, True),
+        ({"first token": 0.39}, 1, True),
+        ({"first token": 0.41}, 2, False),
+        ({"between tokens": 0.3}, 2, False),
+        ({"request": 0.05}, 3, False),
+    ],
+)
+def test_clocks_agree_when_every_percentile_is_a_bucket_away_at_most(
+    seen: dict[str, float], apart: int, agree: bool
+) -> None:
+    found = clocks.judge(STREAMS, histograms(**seen), SCRAPES)
+    assert (found["most_buckets_apart"], found["clocks_agree"]) == (apart, agree)
+    assert found["percentiles"]["request"]["p99"]["client"] == 0.7
+    assert (found["tokens"], found["tokens_in_company_share"]) == (110, 0)
+
+
+def test_tokens_that_came_in_company_are_told() -> None:
+    streams = [*STREAMS[:9], stream(0.0, (0.15, 3), (0.4, 2), *((0.5 + number / 100, 1) for number in range(6)))]
+    found = clocks.judge(streams, histograms(), SCRAPES)
+    assert found["tokens_in_company_share"] == pytest.approx(5 / 110)
+    assert found["tokens_with_the_first"] == 2
+
+
+def test_other_requests_than_the_clients_own_are_noticed() -> None:
+    with pytest.raises(RuntimeError, match="onward_e2e_request_latency_seconds counts 10, the client 9"):
+        clocks.judge(
+            STREAMS[:9],
+            histograms()
+            | {
+                "first token": replace(histograms()["first token"], counts=(9.0,)),
+                "between tokens": replace(histograms()["between tokens"], counts=(90.0,)),
+            },
+            SCRAPES,
+        )
+
+
+@pytest.mark.parametrize(("slowest", "in_time"), [(0.1, True), (0.11, False)])
+def test_slowest_scrape_is_what_counts(slowest: float, in_time: bool) -> None:
+    assert clocks.judge(STREAMS, histograms(), {**SCRAPES, "max": slowest})["scrapes_in_time"] is in_time
+
+
+@pytest.mark.usefixtures("options", "prometheus")
+def test_clocks_are_compared_on_a_real_server(tmp_path: Path) -> None:
+    settings = clocks.Settings(
+        requests=40, warm_up=4, slots=4, in_flight=6, prompt_least=4, prompt_most=32, new_least=4, new_most=24
+    )
+    results = clocks.measure(settings, tmp_path)
+    # That it counts exactly the client's tokens is checked in there; which bucket they fall in is for a quiet machine.
+    assert results["requests"] == 40
+    assert set(results["percentiles"]) == set(clocks.HISTOGRAMS)
+    assert results["scrapes"]["count"] >= 1
+    assert results["scrapes"]["samples"] > 900, "vLLM's names are among them"
+    assert "| request, p99 |" in clocks.render(results)
+    assert "<svg" in clocks.draw_picture(results)
+    json.dumps(results, allow_nan=False)
+
+
+# The dashboard.
+
+PANEL = Panel("Sheep", "short", is_stacked=False, queries={"{{name}} counted": "sheep_total", "asleep": "0 / 0"})
+
+
+def test_query_that_answers_with_nothing_or_no_number_has_no_data() -> None:
+    numbers, none = Series({"name": "Dolly"}, ((1.0, 2.0),)), Series({}, ((1.0, math.nan),))
+    full = Answered(PANEL, {"{{name}} counted": (none, numbers), "asleep": (numbers,)})
+    assert full.without_data == []
+    assert set(full.lines) == {"Dolly counted", "asleep"}
+    empty = Answered(PANEL, {"{{name}} counted": (), "asleep": (none,)})
+    assert empty.without_data == ["sheep_total", "0 / 0"]
+    dashboard.require_data([full], [])
+    with pytest.raises(RuntimeError, match=r"panel Sheep: no data for sheep_total; panel Sheep: .*; rule r is wrong"):
+        dashboard.require_data([full, empty], ["rule r is wrong"])
+
+
+@pytest.mark.usefixtures("options", "prometheus")
+def test_every_panel_and_every_rule_has_data_on_a_real_server(tmp_path: Path) -> None:
+    settings = dashboard.Settings(
+        clients=(2, 12, 3), seconds=4.5, slots=2, queue=2, prompt_least=4, prompt_most=16, shared=24, new_most=24,
+        scrape_seconds=0.25,
+    )  # fmt: skip
+    results = dashboard.measure(settings, tmp_path)
+    assert len(results["panels"]) == len(dashboard.read_panels(dashboard.DASHBOARD)) > 20
+    assert results["rules"]["recording"] >= 20
+    assert {"OK", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "OUT_OF_RANGE"} <= set(results["asked"])
+    picture = dashboard.draw_picture(results)
+    assert all(panel["title"] in picture for panel in results["panels"])
+    assert f"All {len(results['panels'])} panels" in dashboard.render(results)
+
+
+def test_requests_repeat_themselves_and_are_of_all_kinds() -> None:
+    class Config:
+        vocab_size, context = 100, 200
+
+    def wishes() -> list[dashboard._Wish]:
+        made = dashboard._Wishes(dashboard.Settings(), Config, [9] * 5, random.Random(1))  # type: ignore[arg-type]
+        return [made.next() for _ in range(300)]
+
+    first = wishes()
+    assert first == wishes()
+    assert {wish.request.priority for wish in first} == {0, 5}
+    assert {wish.request.sampling.n for wish in first} == {0, 2}
+    assert sum(wish.seconds is not None for wish in first) > 0 < sum(wish.messages is not None for wish in first)
+    assert any(list(wish.request.token_ids.ids[:5]) == [9] * 5 for wish in first)
+
+
+# Prometheus itself.
+
+
+def test_absence_of_prometheus_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus.shutil, "which", lambda _: None)
+    with pytest.raises(RuntimeError, match="apt-get install prometheus"), scraping("127.0.0.1:1", tmp_path):
+        pass
+
+
+@pytest.mark.usefixtures("prometheus")
+def test_configuration_that_prometheus_refuses_is_said(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"did not start: .*is not a valid hostname"),
+        scraping("http://127.0.0.1:1", tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.usefixtures("prometheus")
+def test_query_that_prometheus_refuses_is_said(tmp_path: Path) -> None:
+    with scraping("127.0.0.1:1", tmp_path, interval_seconds=0.2) as running:
+        with pytest.raises(RuntimeError, match=r"parse error.*\(sum by\)"):
+            running.query("sum by")
+        with pytest.raises(RuntimeError, match="has 0 series"):
+            running.number("nothing")
+        assert running.number("1 + 1") == 2
