@@ -60,7 +60,8 @@ def test_connection_stays_open_for_the_next_scrape(connection: http.client.HTTPC
 
 
 @pytest.mark.parametrize(
-    ("accepted", "is_packed"), [("gzip", True), ("deflate, gzip;q=0.5", True), ("gzip;q=0", False), ("deflate", False)]
+    ("accepted", "is_packed"),
+    [("gzip", True), ("deflate, gzip;q=0.5", True), ("gzip;q=0", False), ("xgzip, deflate", False)],
 )
 def test_answer_is_packed_for_those_who_can_unpack_it(
     connection: http.client.HTTPConnection, accepted: str, is_packed: bool
@@ -97,6 +98,22 @@ def test_failed_scrape_is_told_to_the_log_and_the_next_one_is_answered(
     broken.is_broken = False
     assert b"sheep_total" in get(connection).read()
     assert "no sheep today" in caplog.text
+
+
+def test_objectives_that_an_operator_gives_reach_their_histograms() -> None:
+    config = replace(
+        CONFIG, slo_time_to_first_token=(0.11,), slo_inter_token_latency=(0.22,), slo_e2e_latency=(0.44, 0.33)
+    )
+    model, registry = served_model(), CollectorRegistry()
+    App(config, [model], {model.name: engine_for(model)}, registry)
+    bounds = {(name.removeprefix("onward_"), dict(labels).get("le")) for name, labels in series(registry)}
+    for histogram, given in (
+        ("time_to_first_token", ("0.11",)),
+        ("inter_token_latency", ("0.22",)),
+        ("time_per_output_token", ("0.22",)),
+        ("e2e_request_latency", ("0.33", "0.44")),
+    ):
+        assert {(f"{histogram}_seconds_bucket", bound) for bound in given} <= bounds
 
 
 def series(registry: CollectorRegistry) -> list[tuple[str, tuple[tuple[str, str], ...]]]:
@@ -171,6 +188,7 @@ def test_a_model_costs_so_many_series_and_bytes(compat: MetricsCompat, max_serie
         return text
 
     one, two = scrape(1), scrape(2)
+    assert ("vllm:" in one) is (compat is MetricsCompat.VLLM)
     num_series = [sum(len(family.samples) for family in text_string_to_metric_families(text)) for text in (one, two)]
     assert num_series[1] - num_series[0] <= max_series
     assert len(two) - len(one) <= max_bytes

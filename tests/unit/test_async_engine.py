@@ -173,6 +173,7 @@ async def test_request_of_several_outputs_is_over_with_the_last_and_counted_as_t
     assert registry.get_sample_value("onward_requests_total", {**labels, "finish_reason": "stop"}) == 1
     assert registry.get_sample_value("onward_inter_token_latency_seconds_count", labels) == 1
     assert registry.get_sample_value("onward_request_generation_tokens_sum", labels) == 3
+    assert registry.get_sample_value("onward_request_max_num_generation_tokens_sum", labels) == 2
 
 
 async def test_others_are_heard_between_the_parts_of_a_burst() -> None:
