@@ -59,7 +59,7 @@ _MOST_POINTS = 160
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 _LABEL = re.compile(r"\{\{(\w+)\}\}")
 # Who is refused comes again, and not at once.
-_PAUSE_SECONDS = 0.05
+_PAUSE_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from service.config import MetricsCompat, ServeConfig
 from service.engine.engine import LastRun
 from service.engine_thread import StepEngine
 from service.errors import EngineFailed, RequestError
-from service.exposition import exposing
+from service.exposition import exposing, metrics_app
 from service.generator import Generator
 from service.library import Library
 from service.loading import build_engines, load_models
@@ -344,5 +344,5 @@ def _metrics_server(config: ServeConfig, registry: CollectorRegistry) -> Iterato
     if not config.metrics:
         yield None
         return
-    with exposing(registry, config.host, config.metrics_port) as port:
+    with exposing(metrics_app(registry), config.host, config.metrics_port) as port:
         yield port
