@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from benchmarks.dashboard import DASHBOARD, read_panels
 from deploy.grafana import dashboard
+from service.config import ServeConfig
 from service.metrics import Metrics, Objectives
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,4 +142,14 @@ def test_dashboard_fits_its_provisioning() -> None:
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
     assert {panel["datasource"]["type"] for panel in board["panels"] if panel["type"] != "row"} == {source["type"]}
-    assert {job["job_name"] for job in config["scrape_configs"]} == {"onward"}
+
+
+def test_prometheus_is_told_where_a_server_is_and_grafana_where_prometheus_is() -> None:
+    (job,) = read(PROMETHEUS / "prometheus.yml")["scrape_configs"]
+    assert job["job_name"] == "onward", "the rules ask for it"
+    assert job["static_configs"] == [{"targets": [f"127.0.0.1:{ServeConfig(models=Path('any')).metrics_port}"]}]
+    (source,) = read(DASHBOARD.parents[1] / "provisioning" / "datasources" / "prometheus.yml")["datasources"]
+    assert source["url"] == "http://localhost:9090", "where Prometheus listens unless it is told"
+    services = read(ROOT / "deploy" / "compose.yaml")["services"]
+    for name in ("prometheus", "grafana"):
+        assert services[name]["network_mode"] == "service:onward", "one loopback for all of them"

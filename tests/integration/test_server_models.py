@@ -71,6 +71,11 @@ class Shelf:
     async def load(self, name: str) -> None:
         await self.server.models.LoadModel(model_pb2.LoadModelRequest(model=name))
 
+    def state(self, name: str) -> list[float | None]:
+        """Whether it serves and has passed its golden cases, as the metrics tell; None where they say nothing."""
+        samples = self.server.registry.get_sample_value
+        return [samples(f"onward_{metric}", {"model_name": name}) for metric in ("model_serving", "parity_passed")]
+
     async def unload(self, name: str) -> None:
         await self.server.models.UnloadModel(model_pb2.UnloadModelRequest(model=name))
 
@@ -221,6 +226,7 @@ async def test_unloading_lets_requests_end_and_then_gives_the_memory_back(tmp_pa
         shelved.server.app._engine.install = note  # type: ignore[method-assign]
         await shelved.load("b")
         del note
+        assert shelved.state("b") == [1, 1]
         call = shelved.server.generation.GenerateStream(stream_request("ab", model="b", max_tokens=60, ignore_eos=True))
         await read_accepted(call)
         events, _ = await asyncio.gather(read(call), shelved.unload("b"))
@@ -232,12 +238,15 @@ async def test_unloading_lets_requests_end_and_then_gives_the_memory_back(tmp_pa
             grpc.StatusCode.NOT_FOUND
         )
         assert shelved.server.metric("kv_cache_usage_ratio", model_name="b") == 0
+        # Nobody is to be woken because a model that was taken away does not answer.
+        assert shelved.state("b") == [None, None]
         await shelved.tokens("a")  # the thread goes round once more
         gc.collect()
         await eventually(lambda: built[0]() is None)
         assert (await status_of(shelved.unload("b"))).code() is grpc.StatusCode.NOT_FOUND
         await shelved.load("b")
         assert len(await shelved.tokens("b")) == 12
+        assert shelved.state("b") == [1, 1]
 
 
 async def test_unloading_ends_what_outlives_the_grace_with_a_status() -> None:
