@@ -55,6 +55,11 @@ def num_embedding_parameters(config: ModelConfig) -> int:
     return config.d_model * (tokens + (positions if config.positions is Positions.LEARNED else 0))
 
 
+def causal_pairs(length: int, start: int = 0) -> int:
+    """Pairs that `length` tokens form behind `start` others, each with all before it and with itself: one layer's."""
+    return length * start + length * (length + 1) // 2
+
+
 def attended_pairs(config: ModelConfig, length: int, source_length: int = 0) -> int:
     """Pairs of a query and a key that the masks let meet, over all layers, for each head.
 
@@ -66,7 +71,7 @@ def attended_pairs(config: ModelConfig, length: int, source_length: int = 0) -> 
     Raises:
         ValueError: for lengths that the model has no use for.
     """
-    return _pairs(config, length, source_length, length * (length + 1) // 2)
+    return _pairs(config, length, source_length, causal_pairs(length))
 
 
 def computed_pairs(config: ModelConfig, length: int, source_length: int = 0) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from model.cost import causal_pairs
 from service.engine.logits import LogitsRules
 from service.engine.types import SamplingParams
 
@@ -204,15 +205,12 @@ class ScheduledBatch:
         """Rows that compute something."""
         prefilled = {row.slot for group in self.prefill_groups for row in group.rows}
         prefilled.update(chunk.slot for chunk in self.prefills)
-        return sum(not row.is_padding for row in self.decode) + len(prefilled)
+        return self.num_decode_rows + len(prefilled)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that do work: sources encoded, prompts prefilled, one for each decoding row."""
-        groups: tuple[EncodeGroup | PrefillGroup, ...] = (*self.encodes, *self.prefill_groups)
-        grouped = sum(len(row.token_ids) for group in groups for row in group.rows)
-        decoded = sum(not row.is_padding for row in self.decode)
-        return grouped + decoded + sum(len(chunk.token_ids) for chunk in self.prefills)
+        return self.num_encoder_tokens + self.num_decode_rows + self.num_prefill_tokens
 
     @property
     def num_padding_tokens(self) -> int:
@@ -220,3 +218,45 @@ class ScheduledBatch:
         groups: tuple[EncodeGroup | PrefillGroup, ...] = (*self.encodes, *self.prefill_groups)
         grouped = sum(group.padded_length - len(row.token_ids) for group in groups for row in group.rows)
         return grouped + sum(row.is_padding for row in self.decode)
+
+    @property
+    def num_prefill_runs(self) -> int:
+        """Runs of a graph that compute prompts: one for each group and each chunk."""
+        return len(self.prefill_groups) + len(self.prefills)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of prompts computed by them, padding aside."""
+        grouped = sum(len(row.token_ids) for group in self.prefill_groups for row in group.rows)
+        return grouped + sum(len(chunk.token_ids) for chunk in self.prefills)
+
+    @property
+    def num_prefill_pairs(self) -> int:
+        """Pairs of a query and a key that the mask lets meet for these tokens, in one layer, for each head."""
+        grouped = sum(causal_pairs(len(row.token_ids)) for group in self.prefill_groups for row in group.rows)
+        return grouped + sum(causal_pairs(len(chunk.token_ids), chunk.start) for chunk in self.prefills)
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Rows of the one-token run, padding aside."""
+        return sum(not row.is_padding for row in self.decode)
+
+    @property
+    def num_decode_pairs(self) -> int:
+        """Pairs of these rows: each with all tokens that it then has, and with those of its source."""
+        return sum(row.position + 1 + row.source_length for row in self.decode if not row.is_padding)
+
+    @property
+    def num_encoder_runs(self) -> int:
+        """Runs of the encoder."""
+        return len(self.encodes)
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Tokens of sources encoded, padding aside."""
+        return sum(len(row.token_ids) for group in self.encodes for row in group.rows)
+
+    @property
+    def num_encoder_pairs(self) -> int:
+        """Pairs of these tokens, each with all of its source."""
+        return sum(len(row.token_ids) ** 2 for group in self.encodes for row in group.rows)

@@ -157,4 +157,12 @@ class Engine:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             kv_usage_ratio=self._scheduler.kv_usage_ratio,
+            num_prefill_runs=batch.num_prefill_runs,
+            num_prefill_tokens=batch.num_prefill_tokens,
+            num_prefill_pairs=batch.num_prefill_pairs,
+            num_decode_rows=batch.num_decode_rows,
+            num_decode_pairs=batch.num_decode_pairs,
+            num_encoder_runs=batch.num_encoder_runs,
+            num_encoder_tokens=batch.num_encoder_tokens,
+            num_encoder_pairs=batch.num_encoder_pairs,
         )

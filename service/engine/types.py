@@ -185,12 +185,17 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """One step in numbers, for metrics: rows and tokens that did work, padding that did not, seconds spent.
+    """One step in numbers, for metrics and forecasts: what did work, padding that did not, seconds spent.
 
     `host_seconds` is how long the graphs stood still before this step's run while there was work for them: sampling,
     events, new requests, waiting for the interpreter's lock; None for the first run after a pause. A step that failed
     counts as no work. `num_preemptions` counts requests that lost their place to more urgent ones before the step.
     `num_running` and `num_waiting`, in requests, and `kv_usage_ratio` describe the moment after the step.
+
+    The work, by what computes it, none of it padding: `num_prefill_tokens` of prompts in `num_prefill_runs` runs of a
+    graph, `num_encoder_tokens` of sources in `num_encoder_runs`, one token for each of `num_decode_rows` in one run.
+    Pairs are those of a query and a key that the masks let meet, in one layer and for each head: those of a decoding
+    row are its tokens, the one that is fed included, and its source's.
     """
 
     num_rows: int
@@ -202,6 +207,14 @@ class StepStats:
     num_running: int
     num_waiting: int
     kv_usage_ratio: float
+    num_prefill_runs: int = 0
+    num_prefill_tokens: int = 0
+    num_prefill_pairs: int = 0
+    num_decode_rows: int = 0
+    num_decode_pairs: int = 0
+    num_encoder_runs: int = 0
+    num_encoder_tokens: int = 0
+    num_encoder_pairs: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from service.engine.batch import PrefillChunk, ScheduledBatch
 from service.engine.engine import LastRun
 from service.engine.scheduler import EngineLimits
 from service.engine.text import TextStream
-from service.engine.types import FinishReason, SamplingParams, StoppingParams
+from service.engine.types import FinishReason, SamplingParams, StepStats, StoppingParams
 from service.errors import EngineFailed, InvalidRequest, PromptTooLong
 from tests.fakes import (
     BOS,
@@ -531,6 +531,48 @@ def test_engine_stats_count_work_and_padding() -> None:
     # Spoken for are the padded source, the start token and four to generate, of four slots with two contexts each.
     assert (stats.num_running, stats.num_waiting, stats.kv_usage_ratio) == (1, 0, (16 + 1 + 4) / (4 * 2 * CONTEXT))
     assert stats.run_seconds == 1.0
+
+
+def lower_triangle(queries: range) -> int:
+    return sum(1 for query in queries for key in range(queries.stop) if key <= query)
+
+
+@FAMILIES
+def test_engine_stats_count_every_pair_that_a_mask_lets_meet(encoder_decoder: bool) -> None:
+    runner = FakeRunner()
+    limits = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=32)
+    engine = fake_engine(runner, encoder_decoder=encoder_decoder, limits=limits)
+    outputs = []
+    # Beginnings of 2 to 8 tokens are computed in groups, whole chunks and what follows them alone, single tokens with
+    # those that decode; the last two prompts have a beginning in common.
+    for index, length in enumerate([6, 5, 20, 3, 1, 9, 5, 40, 40]):
+        prompt, sampling = range(3, 3 + length), SamplingParams(temperature=0.0, n=1 + index % 2)
+        engine.add_request(request(f"r{index}", prompt, max_tokens=2 + index % 4, sampling=sampling))
+        if index % 3 == 2:
+            outputs.append(engine.step())
+    outputs += drain(engine)
+    assert len(runner.batches) == len(outputs)
+    for output, batch in zip(outputs, runner.batches, strict=True):
+        stats = output.stats
+        prompts = [range(len(row.token_ids)) for group in batch.prefill_groups for row in group.rows]
+        prompts += [range(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in batch.prefills]
+        assert stats.num_prefill_runs == len(batch.prefill_groups) + len(batch.prefills)
+        assert stats.num_prefill_tokens == sum(map(len, prompts))
+        assert stats.num_prefill_pairs == sum(map(lower_triangle, prompts))
+        rows = [row for row in batch.decode if not row.is_padding]
+        assert stats.num_decode_rows == len(rows)
+        fed = [(range(row.position, row.position + 1), row.source_length) for row in rows]
+        assert stats.num_decode_pairs == sum(lower_triangle(queries) + length for queries, length in fed)
+        sources = [row.token_ids for group in batch.encodes for row in group.rows]
+        assert stats.num_encoder_runs == len(batch.encodes)
+        assert stats.num_encoder_tokens == sum(map(len, sources))
+        assert stats.num_encoder_pairs == sum(1 for source in sources for _ in source for _ in source)
+        work = stats.num_prefill_tokens + stats.num_decode_rows + stats.num_encoder_tokens
+        assert work == stats.num_tokens
+    kinds = {name for name in StepStats.__slots__ if any(getattr(output.stats, name) for output in outputs)}
+    absent = {f"num_{'prefill' if encoder_decoder else 'encoder'}_{each}" for each in ("runs", "tokens", "pairs")}
+    assert kinds & absent == set()
+    assert any(len(group.rows) > 1 for batch in runner.batches for group in (*batch.prefill_groups, *batch.encodes))
 
 
 def test_engine_host_seconds_are_between_two_runs_while_there_is_work() -> None:
