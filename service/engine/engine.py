@@ -105,11 +105,11 @@ class Engine:
             expanded = self._sampler.expand(logits, batch.beams)
             events = self._scheduler.commit(batch, sampled, self._clock(), scored, expanded)
         except Exception as error:
-            return self._fail_step(error)
+            return self._fail_step(error, started)
         if not self.has_work:
             self._last_run.ended = None
         host_seconds = None if last_ended is None else started - last_ended
-        return StepOutput(events, self._stats(batch, ended - started, host_seconds))
+        return StepOutput(events, self._stats(batch, started, ended - started, host_seconds))
 
     def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> tuple[CaseResult, ...]:
         """Replays golden cases on the runner that serves; the proof to ask for before taking requests.
@@ -132,22 +132,25 @@ class Engine:
         finally:
             self._scheduler.forget_kv()
 
-    def _fail_step(self, error: Exception) -> StepOutput:
+    def _fail_step(self, error: Exception, started: float) -> StepOutput:
         """Ends what ran, and reports a step that did nothing: what was computed is lost."""
         self._last_run.ended = None
         names = self._scheduler.running_ids
         rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         failure = report_failure(f"a step failed with requests {', '.join(names[:_MAX_NAMED])}{rest}", error)
         events = self._scheduler.fail_running(failure.error_id, self._clock())
-        return StepOutput(events, self._stats(ScheduledBatch(), 0.0, None), is_failed=True)
+        return StepOutput(events, self._stats(ScheduledBatch(), started, 0.0, None), failure.error_id)
 
     def _take_preemptions(self) -> int:
         total, before = self._scheduler.num_preemptions, self._num_preemptions
         self._num_preemptions = total
         return total - before
 
-    def _stats(self, batch: ScheduledBatch, run_seconds: float, host_seconds: float | None) -> StepStats:
+    def _stats(
+        self, batch: ScheduledBatch, started: float, run_seconds: float, host_seconds: float | None
+    ) -> StepStats:
         return StepStats(
+            start_time=started,
             num_rows=batch.num_rows,
             num_tokens=batch.num_tokens,
             num_padding_tokens=batch.num_padding_tokens,

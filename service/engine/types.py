@@ -187,10 +187,11 @@ class TokenEvent:
 class StepStats:
     """One step in numbers, for metrics and forecasts: what did work, padding that did not, seconds spent.
 
-    `host_seconds` is how long the graphs stood still before this step's run while there was work for them: sampling,
-    events, new requests, waiting for the interpreter's lock; None for the first run after a pause. A step that failed
-    counts as no work. `num_preemptions` counts requests that lost their place to more urgent ones before the step.
-    `num_running` and `num_waiting`, in requests, and `kv_usage_ratio` describe the moment after the step.
+    `start_time` is when its run began, and `host_seconds` how long the graphs had stood still by then while there was
+    work for them: sampling, events, new requests, waiting for the interpreter's lock; None for the first run after a
+    pause. A step that failed counts as no work. `num_preemptions` counts requests that lost their place to more urgent
+    ones before the step. `num_running` and `num_waiting`, in requests, and `kv_usage_ratio` describe the moment after
+    the step.
 
     The work, by what computes it, none of it padding: `num_prefill_tokens` of prompts in `num_prefill_runs` runs of a
     graph, `num_encoder_tokens` of sources in `num_encoder_runs`, one token for each of `num_decode_rows` in one run.
@@ -198,6 +199,7 @@ class StepStats:
     row are its tokens, the one that is fed included, and its source's.
     """
 
+    start_time: float = 0.0
     num_rows: int
     num_tokens: int
     num_padding_tokens: int
@@ -219,8 +221,13 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What `Engine.step` returns: events in schedule order, the step's numbers, and whether it failed."""
+    """What `Engine.step` returns: events in schedule order, the step's numbers; of one that failed, the log's id."""
 
     events: tuple[TokenEvent, ...]
     stats: StepStats
-    is_failed: bool = False
+    error_id: str | None = None
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether the step failed."""
+        return self.error_id is not None

@@ -444,6 +444,7 @@ def test_engine_failed_step_ends_its_requests_and_the_next_ones_are_right(caplog
     assert all(isinstance(error, EngineFailed) for error in errors)
     assert errors[0] is not errors[1], "raised twice, one error would carry both tracebacks"
     assert str(errors[0]) == str(errors[1])
+    assert str(errors[0]) == f"internal error {output.error_id}"
     assert "a step failed with requests a, b" in caplog.text
     assert (stats.num_rows, stats.num_tokens, stats.num_padding_tokens, stats.run_seconds) == (0, 0, 0, 0.0)
     assert stats.host_seconds is None
@@ -575,7 +576,7 @@ def test_engine_stats_count_every_pair_that_a_mask_lets_meet(encoder_decoder: bo
     assert any(len(group.rows) > 1 for batch in runner.batches for group in (*batch.prefill_groups, *batch.encodes))
 
 
-def test_engine_host_seconds_are_between_two_runs_while_there_is_work() -> None:
+def test_engine_host_seconds_are_between_two_runs_while_there_is_work_and_the_run_begins_then() -> None:
     now = 0.0
 
     def run(batch: ScheduledBatch) -> None:
@@ -587,7 +588,7 @@ def test_engine_host_seconds_are_between_two_runs_while_there_is_work() -> None:
     assert engine.step().stats.host_seconds is None
     now += 1.5
     stats = engine.step().stats
-    assert (stats.host_seconds, stats.run_seconds) == (1.5, 8.0)
+    assert (stats.host_seconds, stats.start_time, stats.run_seconds) == (1.5, 9.5, 8.0)
     assert not engine.has_work
     now += 100.0
     engine.add_request(request("b", max_tokens=2))
