@@ -1,4 +1,4 @@
-"""`python -m service serve …`, `python -m service ask MODEL TEXT …` and `python -m service health`.
+"""`python -m service serve …`, `ask MODEL TEXT …`, `health` and `trace`.
 
 Exit status: 0 done, 1 failed while running, 2 refused to start.
 """
@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from service.config import AskConfig, HealthConfig, LogLevel, ServeConfig, parse_command_line
+from service.config import AskConfig, HealthConfig, LogLevel, ServeConfig, TraceConfig, parse_command_line
 from service.errors import StartupError
 from service.huge_pages import restart_with_huge_pages
 
@@ -35,6 +35,8 @@ def main(argv: Sequence[str], *, may_restart: bool = False) -> int:
                 return _ask(config)
             case HealthConfig():
                 return _health(config)
+            case TraceConfig():
+                return _trace(config)
     except StartupError as error:
         for problem in error.problems:
             print(f"onward: {problem}", file=sys.stderr)
@@ -68,6 +70,12 @@ def _health(config: HealthConfig) -> int:
     from service.client import health
 
     return health(config)
+
+
+def _trace(config: TraceConfig) -> int:
+    from service.trace_file import trace
+
+    return trace(config, sys.stdout, sys.stderr)
 
 
 def _level(level: LogLevel) -> int:

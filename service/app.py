@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from service.access import KeyAccess, OpenAccess
 from service.async_engine import AsyncEngine
 from service.config import MetricsCompat, ServeConfig
+from service.debug import from_loop, with_debug
 from service.engine.engine import LastRun
 from service.engine_thread import StepEngine
 from service.errors import EngineFailed, RequestError
@@ -32,6 +33,7 @@ from service.library import Library
 from service.loading import build_engines, load_models
 from service.metrics import Metrics, Objectives
 from service.models import Models, ModelState, Parity, ServedModel
+from service.recorder import FlightLog, FlightRecorder
 from service.transport.generation import GenerationServicer
 from service.transport.interceptors import CallInterceptor
 from service.transport.model_service import ModelServicer
@@ -165,6 +167,7 @@ class App:
             max_batch_size=config.max_batch_size,
             max_queue_size=config.max_queue_size,
             failing=self._failing,
+            recorder=FlightRecorder(config.recorder_steps),
         )
         self._verifier = Verifier(self._engine, self._models, self._metrics, self._tell_health)
         self._library = Library(
@@ -195,7 +198,8 @@ class App:
 
         Setting `hurry` ends the time that requests in flight are given.
         """
-        with _metrics_server(self._config, self._registry) as metrics_port:
+        take = from_loop(asyncio.get_running_loop(), self._engine.flight_log)
+        with _metrics_server(self._config, self._registry, take) as metrics_port:
             self._server = self._make_server()
             port = await self._server.start(self._config.host, self._config.port)
             self._engine.start()
@@ -339,10 +343,13 @@ async def _within(seconds: float, wait: Callable[[], Awaitable[None]], complaint
 
 
 @contextmanager
-def _metrics_server(config: ServeConfig, registry: CollectorRegistry) -> Iterator[int | None]:
-    """Serves metrics for the length of the block, unless they are off; yields the port."""
+def _metrics_server(
+    config: ServeConfig, registry: CollectorRegistry, take: Callable[[], FlightLog]
+) -> Iterator[int | None]:
+    """Serves metrics and the recorder's log for the length of the block, unless they are off; yields the port."""
     if not config.metrics:
         yield None
         return
-    with exposing(metrics_app(registry), config.host, config.metrics_port) as port:
+    app = with_debug(metrics_app(registry), take, is_on=config.recorder_steps > 0)
+    with exposing(app, config.host, config.metrics_port) as port:
         yield port

@@ -24,6 +24,7 @@ from service.engine_thread import EngineThread, Result, StepEngine
 from service.errors import EngineFailed, InvalidRequest, NotServing, RequestCancelled, RequestError
 from service.lane import Lane
 from service.metrics import Metrics, ModelMetrics, RequestRecord
+from service.recorder import FlightLog, FlightRecorder, RecordedRequest
 
 # A client far behind gets many tokens in a message, but not so many that no message holds them.
 _MAX_EVENTS_TAKEN = 128
@@ -149,6 +150,7 @@ class AsyncEngine:
         max_batch_size: slots of each engine.
         max_queue_size: requests that may wait besides, per model.
         failing: told of a model whose steps fail one after the other.
+        recorder: remembers steps and requests; by default nothing.
     """
 
     def __init__(
@@ -159,12 +161,14 @@ class AsyncEngine:
         max_batch_size: int,
         max_queue_size: int,
         failing: Callable[[str], None] = lambda _: None,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         # Handed to the thread by `start`, and not kept: a model that is removed must leave its memory.
         self._engines = dict(engines)
         self._metrics = metrics
         self._max_batch_size = max_batch_size
         self._max_queue_size = max_queue_size
+        self._recorder = recorder or FlightRecorder(0)
         self._lanes = {name: self._make_lane(name) for name in engines}
         self._failing = failing
         self._failures: dict[str, int] = {}
@@ -242,6 +246,7 @@ class AsyncEngine:
                 self._fail(stream, NotServing(f"{model} is not served any more"), now)
         self._thread.remove(model)
         lane.metrics.idle()
+        self._recorder.forget(model)
         del self._lanes[model]
 
     async def call(self, model: str, function: Callable[[StepEngine], Result], max_wait_seconds: float) -> Result:
@@ -270,6 +275,11 @@ class AsyncEngine:
             # Waiting for a future does not cancel it, and what is not cancelled runs.
             result.cancel()
 
+    def flight_log(self) -> FlightLog:
+        """What the recorder remembers, and the requests that the engines have."""
+        streams = self._streams.values()
+        return self._recorder.take((each.model, found) for each in streams if (found := _open_request(each)))
+
     def drain(self) -> None:
         """Refuses new requests from now on; those admitted go on."""
         if self._refuse is None:
@@ -290,6 +300,7 @@ class AsyncEngine:
         await self.wait_ended()
 
     def _make_lane(self, model: str) -> Lane:
+        self._recorder.begin(model)
         return Lane(model, self._max_batch_size, self._max_queue_size, self._metrics.for_model(model))
 
     def step_done(self, model: str, output: StepOutput, now: float) -> None:
@@ -298,6 +309,7 @@ class AsyncEngine:
             lane = self._lanes.get(model)
             if lane is None:  # it is on its way out, and so is everybody who asked it
                 return
+            self._recorder.step_done(model, output, now)
             self._hand_out(lane.metrics, output, now)
             self._watch(model, output)
 
@@ -312,6 +324,8 @@ class AsyncEngine:
         error = error or self._fault
         self._refuse_and_fail_all(error)
         self._end().set_result(error)
+        if error is not None:
+            self._recorder.engine_died(error.error_id)
 
     @contextmanager
     def _faults_are_fatal(self) -> Iterator[None]:
@@ -408,6 +422,7 @@ class AsyncEngine:
         )
         error_id = event.error.error_id if isinstance(event.error, EngineFailed) else None
         stream.lane.ended(record, stream.request_id, error_id)
+        self._recorder.request_ended(stream.model, stream.request_id, record, event.num_cached_tokens)
 
     def _release(self, stream: _Stream, service_seconds: float | None) -> None:
         if self._streams.get(stream.request_id) is not stream:
@@ -430,6 +445,24 @@ def _time_token(metrics: ModelMetrics, stream: _Stream, event: TokenEvent, now: 
         metrics.prompt_done(stream.request.num_prompt_tokens, event.num_cached_tokens)
         metrics.first_token(now - stream.request.arrival_time)
     stream.tokens[event.output_index] = _Tokens(now, now)
+
+
+def _open_request(stream: _Stream) -> RecordedRequest | None:
+    """A request that is not over as the recorder shows it; None while it is not the engine's."""
+    request = stream.request
+    if request is None:
+        return None
+    return RecordedRequest(
+        request_id=stream.request_id,
+        outcome=None,
+        arrival_time=request.arrival_time,
+        scheduled_time=None,
+        first_token_time=min((tokens.first_time for tokens in stream.tokens.values()), default=None),
+        finished_time=None,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=None,
+        num_generated_tokens=stream.num_tokens,
+    )
 
 
 def _outcome(error: BaseException | None) -> str:

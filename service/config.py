@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 from service.engine.types import PrefillProvider
 from service.errors import StartupError
@@ -141,6 +142,17 @@ def _log_level(text: str) -> LogLevel:
         raise ValueError(f"must be one of {', '.join(LogLevel)}") from None
 
 
+def _address(text: str) -> str:
+    try:
+        address = urlsplit(f"//{text}")
+        is_good = address.netloc == text and address.hostname and address.port
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ValueError("must be a host and a port, as in 127.0.0.1:8002")
+    return text
+
+
 def _prefill_provider(text: str) -> PrefillProvider:
     try:
         return PrefillProvider(text.lower())
@@ -232,6 +244,10 @@ class ServeConfig:
     api_keys: Annotated[Path | None, Option("TOML file of the API keys; calls need one then", _file)] = None
     reflection: Annotated[bool, Option("let clients ask for the wire contract", _boolean)] = True
     log_level: Annotated[LogLevel, Option("least severe message logged", _log_level)] = LogLevel.INFO
+    # Some 80 s of steps that take 10 ms, in a few MB per model.
+    recorder_steps: Annotated[
+        int, Option("last steps and requests that the flight recorder keeps, per model; 0: none", _integer(0, 1 << 20))
+    ] = 8192
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     @property
@@ -279,7 +295,15 @@ class HealthConfig(ConnectionConfig):
     timeout_seconds: Annotated[float, Option("how long the server may take to answer", _number(0.001, 3600))] = 5.0
 
 
-Config = ServeConfig | AskConfig | HealthConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """All that `trace` can be told."""
+
+    metrics_target: Annotated[str, Option("address of the server's metrics", _address)] = "127.0.0.1:8002"
+    out: Annotated[Path, Option("file to write", _folder)] = Path("trace.json")
+
+
+Config = ServeConfig | AskConfig | HealthConfig | TraceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +324,7 @@ _COMMANDS: Mapping[str, _Command] = {
         positionals={"model": "the model's name", "text": "the prompt or source text"},
     ),
     "health": _Command(config=HealthConfig, help="exit with 0 if a server answers requests, with 1 if not"),
+    "trace": _Command(config=TraceConfig, help="write what a server's flight recorder keeps to a file for Perfetto"),
 }
 
 

@@ -12,6 +12,7 @@ from service.config import (
     MetricsCompat,
     RequestLimits,
     ServeConfig,
+    TraceConfig,
     flag,
     options,
     parse,
@@ -66,6 +67,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "api_keys": (str(THIS_FILE), THIS_FILE),
     "reflection": ("0", False),
     "log_level": ("DEBUG", LogLevel.DEBUG),
+    "recorder_steps": ("16", 16),
     "max_generated_tokens": ("5", 5),
     "max_stop_strings": ("6", 6),
     "max_stop_string_length": ("7", 7),
@@ -197,11 +199,23 @@ def test_help_names_every_flag_default_and_variable(capsys: pytest.CaptureFixtur
     assert "(default: 127.0.0.1)" in text
 
 
-@pytest.mark.parametrize("command", ["serve", "ask"])
+@pytest.mark.parametrize("command", ["serve", "ask", "trace"])
 def test_help_explains_the_variables(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse([command, "--help"], {})
     assert "may be given as the environment variable in brackets" in " ".join(capsys.readouterr().out.split())
+
+
+def test_trace_asks_the_metrics_of_this_machine_unless_told() -> None:
+    assert parse(["trace"], {}) == TraceConfig(metrics_target="127.0.0.1:8002", out=Path("trace.json"))
+    told = parse(["trace", "--out", "t.json"], {"ONWARD_METRICS_TARGET": "[::1]:9"})
+    assert told == TraceConfig(metrics_target="[::1]:9", out=Path("t.json"))
+
+
+@pytest.mark.parametrize("text", ["8002", "host", "host:", ":8002", "host:port", "http://host:1", "host:1/path"])
+def test_trace_refuses_what_is_no_address(text: str) -> None:
+    with pytest.raises(StartupError, match=r"--metrics-target is .*, must be a host and a port, as in 127.0.0.1:8002"):
+        parse(["trace", "--metrics-target", text], {})
 
 
 def test_ask_refuses_text_that_no_message_can_carry() -> None:
