@@ -34,6 +34,7 @@ from service.loading import build_engines, load_models
 from service.metrics import Metrics, Objectives
 from service.models import Models, ModelState, Parity, ServedModel
 from service.recorder import FlightLog, FlightRecorder
+from service.tracing import NoTracer, Tracer, open_tracer
 from service.transport.generation import GenerationServicer
 from service.transport.interceptors import CallInterceptor
 from service.transport.model_service import ModelServicer
@@ -61,7 +62,8 @@ _TOKENIZER_THREADS = 2
 _SWITCH_INTERVAL_SECONDS = 0.0005
 # For a step in progress to end.
 _ENGINE_SECONDS = 5.0
-# For the last statuses to reach their clients; then for gRPC to end what is open; then for that to clean up.
+# For the last statuses to reach their clients; then for gRPC to end what is open; then for that to clean up; then for
+# the last spans to be exported.
 _CLOSING_SECONDS = 1.0
 
 
@@ -96,6 +98,8 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
         _LOGGER.warning(
             "%s is reached from outside: without TLS and API keys only a trusted network should", config.host
         )
+    # It may refuse to start, and models take long to load.
+    tracer = open_tracer(config.telemetry, config.otel_endpoint)
     models = load_models(config.models, config.prefill_provider)
     last_run = LastRun()
     engines = build_engines(config.models, models, config, last_run)
@@ -103,7 +107,7 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
         budget = model.kv_memory_bytes(config.max_batch_size, config.kv_memory)
         _LOGGER.info("%s has %d bytes (%.1f MiB) for keys and values", model.name, budget, budget / (1 << 20))
         _LOGGER.info("%s has its prompts computed by the provider %s", model.name, model.prefill_provider)
-    app = App(config, models, engines, last_run=last_run)
+    app = App(config, models, engines, last_run=last_run, tracer=tracer)
     del engines  # a model that is unloaded must leave its memory
     return asyncio.run(run(app, announce))
 
@@ -140,6 +144,7 @@ class App:
         engines: an engine for each model, by name; the engine thread owns them once the app runs.
         registry: where metrics go.
         last_run: what the engines share.
+        tracer: where traces go; by default nowhere.
     """
 
     def __init__(
@@ -149,6 +154,7 @@ class App:
         engines: Mapping[str, StepEngine],
         registry: CollectorRegistry | None = None,
         last_run: LastRun | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._config = config
         self._registry = registry or CollectorRegistry()
@@ -160,6 +166,7 @@ class App:
         self._metrics = Metrics(self._registry, objectives)
         if config.metrics_compat is MetricsCompat.VLLM:
             self._registry.register(VllmNames(self._metrics))
+        self._tracer = tracer or NoTracer()
         self._models = Models(models)
         self._engine = AsyncEngine(
             engines,
@@ -168,6 +175,7 @@ class App:
             max_queue_size=config.max_queue_size,
             failing=self._failing,
             recorder=FlightRecorder(config.recorder_steps),
+            tracer=self._tracer,
         )
         self._verifier = Verifier(self._engine, self._models, self._metrics, self._tell_health)
         self._library = Library(
@@ -184,6 +192,7 @@ class App:
             OpenAccess() if config.api_keys is None else KeyAccess(config.api_keys, PERMISSIONS),
             max_message_bytes=config.max_message_bytes,
             max_stall_seconds=config.max_stall_seconds,
+            tracer=self._tracer,
         )
         self._credentials = None if (files := _tls_files(config)) is None else server_credentials(files)
 
@@ -307,6 +316,7 @@ class App:
         for task in self._mending:
             task.cancel()
         self._library.close()
+        await self._tracer.close(_CLOSING_SECONDS)
         for executor in (self._prompts, self._texts):
             executor.shutdown(wait=False, cancel_futures=True)
 

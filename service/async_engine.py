@@ -25,6 +25,7 @@ from service.errors import EngineFailed, InvalidRequest, NotServing, RequestCanc
 from service.lane import Lane
 from service.metrics import Metrics, ModelMetrics, RequestRecord
 from service.recorder import FlightLog, FlightRecorder, RecordedRequest
+from service.tracing import NoTracer, RequestTrace, Tracer
 
 # A client far behind gets many tokens in a message, but not so many that no message holds them.
 _MAX_EVENTS_TAKEN = 128
@@ -48,11 +49,17 @@ class _Stream:
     request_id: str
     model: str
     lane: Lane
+    trace: RequestTrace
     request: GenerationRequest | None = None
     events: list[TokenEvent] = field(default_factory=list)
     waiter: asyncio.Future[None] | None = None
     tokens: dict[int, _Tokens] = field(default_factory=dict)
-    last_reason: FinishReason | None = None
+    reasons: dict[int, FinishReason] = field(default_factory=dict)
+
+    @property
+    def last_reason(self) -> FinishReason | None:
+        """Why its last output ended; None while none has."""
+        return next(reversed(self.reasons.values()), None)
 
     @property
     def tells_as_it_happens(self) -> bool:
@@ -151,6 +158,7 @@ class AsyncEngine:
         max_queue_size: requests that may wait besides, per model.
         failing: told of a model whose steps fail one after the other.
         recorder: remembers steps and requests; by default nothing.
+        tracer: hears of requests; by default nobody does.
     """
 
     def __init__(
@@ -162,6 +170,7 @@ class AsyncEngine:
         max_queue_size: int,
         failing: Callable[[str], None] = lambda _: None,
         recorder: FlightRecorder | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         # Handed to the thread by `start`, and not kept: a model that is removed must leave its memory.
         self._engines = dict(engines)
@@ -169,6 +178,7 @@ class AsyncEngine:
         self._max_batch_size = max_batch_size
         self._max_queue_size = max_queue_size
         self._recorder = recorder or FlightRecorder(0)
+        self._tracer = tracer or NoTracer()
         self._lanes = {name: self._make_lane(name) for name in engines}
         self._failing = failing
         self._failures: dict[str, int] = {}
@@ -202,6 +212,7 @@ class AsyncEngine:
             NotServing: while starting, draining or stopped.
             EngineFailed: after the engine thread has died.
         """
+        trace = self._tracer.request(model)
         try:
             if self._refuse is not None:
                 raise self._refuse()
@@ -214,7 +225,7 @@ class AsyncEngine:
         except RequestError as error:
             self.refused(model, error, request_id)
             raise
-        stream = self._streams[request_id] = _Stream(request_id, model, lane)
+        stream = self._streams[request_id] = _Stream(request_id, model, lane, trace)
         self._idle.clear()
         return Admission(self, stream)
 
@@ -350,7 +361,7 @@ class AsyncEngine:
             elif event.prompt_logprobs and event.is_terminal and stream.request is not None:
                 metrics.prompt_done(stream.request.num_prompt_tokens, event.num_cached_tokens)
             if event.finish_reason is not None:
-                stream.last_reason = event.finish_reason
+                stream.reasons[event.output_index] = event.finish_reason
             stream.push(event)
             if event.is_terminal:
                 self._finish(stream, event)
@@ -385,6 +396,7 @@ class AsyncEngine:
         if stream.request_id not in self._streams:
             raise self._refuse() if self._refuse is not None else NotServing("the place was given up")
         stream.request = request
+        stream.trace.submitted(request)
         self._thread.submit(stream.model, request)
 
     def _leave(self, stream: _Stream, error: BaseException | None) -> None:
@@ -423,6 +435,8 @@ class AsyncEngine:
         error_id = event.error.error_id if isinstance(event.error, EngineFailed) else None
         stream.lane.ended(record, stream.request_id, error_id)
         self._recorder.request_ended(stream.model, stream.request_id, record, event.num_cached_tokens)
+        reasons = [reason for _, reason in sorted(stream.reasons.items())]
+        stream.trace.ended(record, event.num_cached_tokens, reasons)
 
     def _release(self, stream: _Stream, service_seconds: float | None) -> None:
         if self._streams.get(stream.request_id) is not stream:

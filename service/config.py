@@ -37,6 +37,14 @@ class MetricsCompat(StrEnum):
     VLLM = "vllm"
 
 
+class Telemetry(StrEnum):
+    """What is exported by OpenTelemetry."""
+
+    OFF = "off"
+    TRACES = "traces"
+    ALL = "all"
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One flag: what it means, and how its text becomes a value. `parse` raises ValueError saying what is wanted."""
@@ -142,6 +150,24 @@ def _log_level(text: str) -> LogLevel:
         raise ValueError(f"must be one of {', '.join(LogLevel)}") from None
 
 
+def _telemetry(text: str) -> Telemetry:
+    try:
+        return Telemetry(text.lower())
+    except ValueError:
+        raise ValueError(f"must be one of {', '.join(Telemetry)}") from None
+
+
+def _otlp_endpoint(text: str) -> str:
+    try:
+        url = urlsplit(text)
+        is_good = url.scheme in ("http", "https") and url.hostname and url.port != 0 and not url.path.strip("/")
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ValueError("must be http:// or https:// with a host and a port, as in http://127.0.0.1:4317")
+    return text
+
+
 def _address(text: str) -> str:
     try:
         address = urlsplit(f"//{text}")
@@ -226,7 +252,7 @@ class ServeConfig:
     ] = True
     # With the few seconds that closing may take besides, the default stays below the 30 s after which Kubernetes kills.
     drain_grace_seconds: Annotated[
-        float, Option("time for requests in flight to end; closing takes up to 8 s more", _number(0, 3600))
+        float, Option("time for requests in flight to end; closing takes up to 9 s more", _number(0, 3600))
     ] = 20.0
     max_message_bytes: Annotated[int, Option("largest message in bytes, either way", _integer(1024, 1 << 30))] = 4 << 20
     max_metadata_bytes: Annotated[int, Option("most metadata of a call in bytes", _integer(1024, 1 << 20))] = 16 << 10
@@ -244,11 +270,30 @@ class ServeConfig:
     api_keys: Annotated[Path | None, Option("TOML file of the API keys; calls need one then", _file)] = None
     reflection: Annotated[bool, Option("let clients ask for the wire contract", _boolean)] = True
     log_level: Annotated[LogLevel, Option("least severe message logged", _log_level)] = LogLevel.INFO
-    # Some 80 s of steps that take 10 ms, in a few MB per model.
+    # 80 s of steps that take 10 ms, 8 s of a small model's that take 1 ms; with as many requests below 6 MB per model.
     recorder_steps: Annotated[
         int, Option("last steps and requests that the flight recorder keeps, per model; 0: none", _integer(0, 1 << 20))
     ] = 8192
+    otel: Annotated[
+        Telemetry | None,
+        Option(
+            "what OpenTelemetry exports (extra `otel`): off, traces, or all, which is traces and metrics; default: all "
+            "with --otel-endpoint, else off",
+            _telemetry,
+        ),
+    ] = None
+    otel_endpoint: Annotated[
+        str | None,
+        Option("OTLP/gRPC endpoint, as in http://127.0.0.1:4317; default: the OTEL_… variables'", _otlp_endpoint),
+    ] = None
     limits: RequestLimits = field(default_factory=RequestLimits)
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """`otel`, or what follows from `otel_endpoint` where nothing is said."""
+        if self.otel is not None:
+            return self.otel
+        return Telemetry.OFF if self.otel_endpoint is None else Telemetry.ALL
 
     @property
     def request_limits(self) -> RequestLimits:

@@ -30,6 +30,7 @@ from service.engine.engine import Engine
 from service.engine.scheduler import EngineLimits
 from service.engine_thread import StepEngine
 from service.models import Parity, ServedModel
+from service.tracing import Tracer
 from tests.fakes import BOS, CONTEXT, EOS, NUM_SPECIAL, PAD, VOCAB_SIZE, FakeRunner, fake_engine, noise, spell
 
 MODEL = "fake"
@@ -169,6 +170,7 @@ async def running(
     runner: FakeRunner | None = None,
     verify: bool = True,
     trust: bool = False,
+    tracer: Tracer | None = None,
     **changes: Any,
 ) -> AsyncIterator[Running]:
     """Runs a server over fake models: by default one, on `runner`. `changes` are to `CONFIG`.
@@ -178,7 +180,7 @@ async def running(
     served = served or [served_model()]
     engines = engines or {model.name: engine_for(model, runner) for model in served}
     registry = CollectorRegistry()
-    app = App(replace(CONFIG, **changes), served, engines, registry)
+    app = App(replace(CONFIG, **changes), served, engines, registry, tracer=tracer)
     async with app.listening() as endpoint, connect(app, endpoint, registry) as server:
         if trust:
             for model in served:

@@ -12,10 +12,14 @@ import sys
 import service
 
 UNWANTED = ("torch", "onnx", "onnxscript", "babel", "matplotlib", "safetensors", "rich", "grpc_tools", "pytest")
+UNWANTED += ("opentelemetry",)
+# Imported only where their extra is wanted.
+OF_EXTRAS = ("service.otel",)
 
 present = [name for name in UNWANTED if importlib.util.find_spec(name)]
 assert not present, f"the serving install brought {present}"
-names = [module.name for module in pkgutil.walk_packages(service.__path__, "service.") if "__main__" not in module.name]
+found = [module.name for module in pkgutil.walk_packages(service.__path__, "service.")]
+names = [name for name in found if "__main__" not in name and name not in OF_EXTRAS]
 for name in names:
     importlib.import_module(name)
 assert len(names) > 10, f"only {names} were found: is the package whole?"

@@ -21,6 +21,7 @@ from prometheus_client import Counter
 
 from service.access import Access
 from service.errors import AnswerTooLarge, ClientStalled, InvalidRequest
+from service.tracing import NoTracer, Tracer
 from service.transport.status import Status, to_status
 
 _LOGGER = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ StreamHandler = Callable[[Any, Context], AsyncGenerator[Any, None]]
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Maps errors to statuses, counts and logs calls.
+    """Maps errors to statuses, counts, traces and logs calls.
 
     Args:
         services: full names of the services whose calls are wrapped.
@@ -43,6 +44,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         access: who may call what.
         max_message_bytes: largest answer, or part of one.
         max_stall_seconds: how long a stream waits for its client to read.
+        tracer: hears of each call's begin and end; by default nobody does.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         *,
         max_message_bytes: int,
         max_stall_seconds: float,
+        tracer: Tracer | None = None,
     ) -> None:
         self._services = frozenset(services)
         self._handled = handled
         self._access = access
         self._max_message_bytes = max_message_bytes
         self._max_stall_seconds = max_stall_seconds
+        self._tracer = tracer or NoTracer()
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -79,41 +83,42 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Wraps the handler of a call; a method that nobody implements has none, and gRPC answers UNIMPLEMENTED."""
         handler: Any = await continuation(handler_call_details)
-        service, _, method = handler_call_details.method.lstrip("/").partition("/")
+        path = handler_call_details.method.lstrip("/")
+        service = path.partition("/")[0]
         if handler is None or service not in self._services:
             return handler
         # Requests are parsed in here and not by gRPC, which would answer garbage with UNKNOWN, uncounted; answers are
         # serialised in here, or one that no message can hold would be counted as OK and end otherwise.
         codec = _Codec(handler.request_deserializer, handler.response_serializer, self._max_message_bytes)
         if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(self._wrap_exchange(handler.stream_stream, codec, method))
+            return grpc.stream_stream_rpc_method_handler(self._wrap_exchange(handler.stream_stream, codec, path))
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._wrap_stream(handler.unary_stream, codec, method))
-        return grpc.unary_unary_rpc_method_handler(self._wrap_unary(handler.unary_unary, codec, method))
+            return grpc.unary_stream_rpc_method_handler(self._wrap_stream(handler.unary_stream, codec, path))
+        return grpc.unary_unary_rpc_method_handler(self._wrap_unary(handler.unary_unary, codec, path))
 
-    def _wrap_unary(self, handler: UnaryHandler, codec: _Codec, method: str) -> Any:
+    def _wrap_unary(self, handler: UnaryHandler, codec: _Codec, path: str) -> Any:
         async def call(data: bytes, context: Context) -> bytes:
-            async with self._watch(method, context):
+            async with self._watch(path, context):
                 # Before anything of the request is looked at.
-                with self._access.admitted(method, _api_key(context)):
+                with self._access.admitted(_method(path), _api_key(context)):
                     return codec.serialize(await handler(codec.parse(data), context))
 
         return call
 
-    def _wrap_stream(self, handler: StreamHandler, codec: _Codec, method: str) -> Any:
+    def _wrap_stream(self, handler: StreamHandler, codec: _Codec, path: str) -> Any:
         async def call(data: bytes, context: Context) -> None:
-            async with self._watch(method, context):
-                with self._access.admitted(method, _api_key(context)):
+            async with self._watch(path, context):
+                with self._access.admitted(_method(path), _api_key(context)):
                     async with aclosing(handler(codec.parse(data), context)) as responses:
                         async for response in responses:
                             await self._send(codec.serialize(response), context)
 
         return call
 
-    def _wrap_exchange(self, handler: StreamHandler, codec: _Codec, method: str) -> Any:
+    def _wrap_exchange(self, handler: StreamHandler, codec: _Codec, path: str) -> Any:
         async def call(messages: AsyncIterator[bytes], context: Context) -> None:
-            async with self._watch(method, context):
-                with self._access.admitted(method, _api_key(context)):
+            async with self._watch(path, context, has_many=True):
+                with self._access.admitted(_method(path), _api_key(context)):
                     parsed = (codec.parse(data) async for data in messages)
                     async with aclosing(handler(parsed, context)) as responses:
                         async for response in responses:
@@ -136,7 +141,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raise asyncio.CancelledError from error
 
     @asynccontextmanager
-    async def _watch(self, method: str, context: Context) -> AsyncIterator[None]:
+    async def _watch(self, path: str, context: Context, *, has_many: bool = False) -> AsyncIterator[None]:
+        method = _method(path)
+        trace = self._tracer.call(path, context, has_many=has_many)
         self._num_open += 1
         self._idle.clear()
         started = time.monotonic()
@@ -154,6 +161,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             finally:
                 # Counted before the client hears of it, so that whoever has an answer finds it counted.
                 self._handled.labels(method, status.code.name).inc()
+                trace.ended(status.code.name, status.message)
                 _LOGGER.info("%s %s %.3f s", method, status.code.name, time.monotonic() - started)
             if status.code is not grpc.StatusCode.OK:
                 await context.abort(status.code, status.message, status.trailing_metadata)
@@ -182,6 +190,11 @@ class _Codec:
         if len(data) > self._max_message_bytes:
             raise AnswerTooLarge(len(data), self._max_message_bytes)
         return data
+
+
+def _method(path: str) -> str:
+    """The name without its service's."""
+    return path.rpartition("/")[2]
 
 
 def _api_key(context: Context) -> str | None:

@@ -12,6 +12,7 @@ from service.config import (
     MetricsCompat,
     RequestLimits,
     ServeConfig,
+    Telemetry,
     TraceConfig,
     flag,
     options,
@@ -68,6 +69,8 @@ GIVEN: dict[str, tuple[str, object]] = {
     "reflection": ("0", False),
     "log_level": ("DEBUG", LogLevel.DEBUG),
     "recorder_steps": ("16", 16),
+    "otel": ("Traces", Telemetry.TRACES),
+    "otel_endpoint": ("https://collector:4317", "https://collector:4317"),
     "max_generated_tokens": ("5", 5),
     "max_stop_strings": ("6", 6),
     "max_stop_string_length": ("7", 7),
@@ -204,6 +207,24 @@ def test_help_explains_the_variables(command: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         parse([command, "--help"], {})
     assert "may be given as the environment variable in brackets" in " ".join(capsys.readouterr().out.split())
+
+
+def test_telemetry_is_off_unless_asked_for_or_given_an_endpoint() -> None:
+    endpoint = ("--otel-endpoint", "http://127.0.0.1:4317")
+    assert serve().telemetry is Telemetry.OFF
+    assert serve(*endpoint).telemetry is Telemetry.ALL
+    assert serve("--otel", "traces").telemetry is Telemetry.TRACES
+    assert serve("--otel", "off", *endpoint).telemetry is Telemetry.OFF
+
+
+@pytest.mark.parametrize(
+    "text", ["127.0.0.1:4317", "grpc://h:1", "http://", "http://h:0", "http://h:x", "http://h:70000", "http://h:1/v1"]
+)
+def test_otlp_endpoint_that_is_no_url_of_a_collector_is_refused(text: str) -> None:
+    with pytest.raises(StartupError) as refusal:
+        serve("--otel-endpoint", text)
+    wanted = "must be http:// or https:// with a host and a port, as in http://127.0.0.1:4317"
+    assert refusal.value.problems == (f"--otel-endpoint is {text!r}, {wanted}",)
 
 
 def test_trace_asks_the_metrics_of_this_machine_unless_told() -> None:
