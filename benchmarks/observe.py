@@ -1,0 +1,162 @@
+"""What it costs to be watched: a step for the flight recorder, taking its log, a traced call beside an untraced one.
+
+    python -m benchmarks.observe [--steps 8192] [--repeats 7]
+
+Nothing runs but the watching: the numbers of steps and the times of requests are made up. A traced call is one that is
+sampled, with all its spans and metrics, as far as the event loop pays for it; exporting is another thread's. Seconds
+are the least of the repeats. The last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+
+from service.debug import encode
+from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, StepStats
+from service.metrics import RequestRecord
+from service.otel import OtelTracer
+from service.recorder import FlightRecorder
+from service.tracing import NoTracer, Tracer
+
+_MODEL = "watched"
+_REQUEST = GenerationRequest(request_id="0" * 32, model=_MODEL, prompt_token_ids=(1, 2, 3))
+_CALLS = 2000
+
+
+class _Context:
+    """What a call of a client that traces looks like."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        """Its metadata."""
+        return (("user-agent", "grpc-c/51"), ("traceparent", f"00-{1:032x}-{1:016x}-01"))
+
+    def peer(self) -> str:
+        """Its address."""
+        return "ipv4:127.0.0.1:50000"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.observe", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8192, help="steps and requests that the recorder keeps")
+    parser.add_argument("--repeats", type=int, default=7)
+    given = parser.parse_args(arguments)
+    found = measure_recorder(given.steps, given.repeats)
+    meters = MeterProvider([InMemoryMetricReader()], shutdown_on_exit=False)
+    traced = OtelTracer(TracerProvider(shutdown_on_exit=False), meters)
+    found["untraced_call_seconds"] = measure_calls(NoTracer(), given.repeats)
+    found["traced_call_seconds"] = measure_calls(traced, given.repeats)
+    print(json.dumps({"steps": given.steps, **found}))
+    return 0
+
+
+def measure_recorder(num_steps: int, repeats: int) -> dict[str, float]:
+    """Seconds of one step, of taking a full log and of the longest stretch of encoding it; bytes of both."""
+    outputs = [StepOutput((), _stats(number)) for number in range(num_steps)]
+    records = [_record(float(number)) for number in range(num_steps)]
+    tracemalloc.start()
+    recorder = FlightRecorder(num_steps)
+    recorder.begin(_MODEL)
+    for number in range(num_steps):
+        # Numbers of its own for each, as steps have.
+        recorder.step_done(_MODEL, StepOutput((), _stats(number)), number * 0.01)
+        recorder.request_ended(_MODEL, f"{number:032x}", _record(float(number)), 512)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    def steps() -> None:
+        for output in outputs:
+            recorder.step_done(_MODEL, output, 1.0)
+
+    def requests() -> None:
+        for record in records:
+            recorder.request_ended(_MODEL, "0" * 32, record, 512)
+
+    log = recorder.take(())
+    stretches, num_bytes = [], 0
+    for _ in range(repeats):
+        pieces, num_bytes, longest = encode(log), 0, 0.0
+        began = time.perf_counter()
+        for piece in pieces:
+            longest, num_bytes = max(longest, time.perf_counter() - began), num_bytes + len(piece)
+            began = time.perf_counter()
+        stretches.append(longest)
+    return {
+        "step_seconds": _least(steps, repeats) / num_steps,
+        "request_seconds": _least(requests, repeats) / num_steps,
+        "take_seconds": _least(lambda: recorder.take(()), repeats),
+        "encode_stretch_seconds": min(stretches),
+        "kept_bytes": kept,
+        "json_bytes": num_bytes,
+    }
+
+
+def measure_calls(tracer: Tracer, repeats: int) -> float:
+    """Seconds that a tracer takes for one call with one request, from end to end."""
+    context, record = _Context(), _record(time.monotonic())
+
+    def calls() -> None:
+        for _ in range(_CALLS):
+            call = tracer.call("onward.v1.GenerationService/Generate", context, has_many=False)
+            request = tracer.request(_MODEL)
+            request.submitted(_REQUEST)
+            request.ended(record, 512, (FinishReason.LENGTH,))
+            call.ended("OK", "")
+
+    return _least(calls, repeats) / _CALLS
+
+
+def _least(function: Callable[[], object], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def _stats(number: int) -> StepStats:
+    step = StepStats(
+        start_time=number * 0.01,
+        num_rows=8,
+        num_tokens=1000 + number,
+        num_padding_tokens=0,
+        run_seconds=0.003 + number * 1e-9,
+        host_seconds=0.0003 + number * 1e-9,
+        num_preemptions=0,
+        num_running=8,
+        num_waiting=0,
+        kv_usage_ratio=0.3 + number * 1e-9,
+    )
+    return replace(step, num_decode_rows=8, num_decode_pairs=9000 + number)
+
+
+def _record(arrival: float) -> RequestRecord:
+    timings = RequestTimings(
+        arrival_time=arrival,
+        scheduled_time=arrival + 0.1,
+        first_token_time=arrival + 0.2,
+        finished_time=arrival + 0.3,
+    )
+    return RequestRecord(
+        outcome="length",
+        timings=timings,
+        num_prompt_tokens=1000,
+        num_generated_tokens=1000,
+        num_longest_tokens=1000,
+        seconds_per_token=0.01,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
