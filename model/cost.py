@@ -1,4 +1,4 @@
-"""What a transformer costs, from its configuration alone: parameters, floating-point operations, K/V memory.
+"""What a transformer costs, from its configuration alone: parameters, floating-point operations, K/V memory, requests.
 
 The law of attention in code: what is linear grows with the tokens, what attends grows with their pairs, and at some
 length the second overtakes the first. Standard library only; the tests hold every figure to the real model.
@@ -7,6 +7,10 @@ Operations are those of matrix products, two for each multiply-add. Norms, softm
 additive scores are left out, as is usual; they are of lower order in the width. Attention is counted as the formula is
 written, over all pairs of a query and a key: a kernel that skips what the causal mask forbids does half of it, for long
 texts, in self-attention (`attended_pairs` against `computed_pairs`).
+
+A request is counted as it is served (`request_work`): with a K/V cache, its prompt in pieces, then a token at a time,
+logits only where one is chosen. Its attention operations are those of the pairs that it needs, no more; what padding
+computes besides is told apart, in pairs.
 
 Source of the convention: Kaplan et al., "Scaling Laws for Neural Language Models" (2020), section 2.1.
 """
@@ -91,16 +95,10 @@ def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> F
         ValueError: for lengths that the model has no use for.
     """
     _check_lengths(config, length, source_length)
-    d, width = config.d_model, _query_width(config)
-    per_target = config.num_layers * (_self_attention_weights(config) + _feed_forward_weights(config))
-    per_target += d * config.vocab_size
-    per_source = config.num_encoder_layers * (_self_attention_weights(config) + _feed_forward_weights(config))
-    if config.is_encoder_decoder:
-        per_target += config.num_layers * 2 * d * width
-        per_source += config.num_layers * 2 * d * _kv_width(config)
-    linear = 2 * (length * per_target + source_length * per_source)
-    # One multiply-add a channel for the scores, another for the weighted sum of the values.
-    return Flops(linear, 4 * width * computed_pairs(config, length, source_length))
+    linear = length * (_target_token_flops(config) + _logits_flops(config)) + source_length * _source_token_flops(
+        config
+    )
+    return Flops(linear, pair_flops(config) * computed_pairs(config, length, source_length))
 
 
 def training_flops(config: ModelConfig, length: int, source_length: int = 0) -> Flops:
@@ -109,11 +107,151 @@ def training_flops(config: ModelConfig, length: int, source_length: int = 0) -> 
     return Flops(BACKWARD_AND_FORWARD * forward.linear, BACKWARD_AND_FORWARD * forward.attention)
 
 
+def pair_flops(config: ModelConfig) -> int:
+    """Operations of a query that meets a key in one layer, over all heads."""
+    # One multiply-add a channel for the scores, another for the weighted sum of the values.
+    return 4 * _query_width(config)
+
+
 def kv_bytes(config: ModelConfig, length: int, source_length: int = 0) -> int:
     """Bytes of float32 keys and values that one sequence holds while it is decoded, those of its source included."""
     _check_lengths(config, length, source_length)
     # Cross-attention keeps as much of a source token as self-attention of a target token.
     return (length + source_length) * config.kv_bytes_per_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestShape:
+    """One request as it is served, as far as its cost depends on it. Everything is in tokens.
+
+    Attributes:
+        prompt_tokens: what the decoder is given: the prompt, or an encoder-decoder's start token and target prefix.
+        generated_tokens: how many each row chooses, one entry for each output. A beam search has an entry for each
+            beam, and each is the number of its steps.
+        source_tokens: the encoder's; 0 for a decoder-only model.
+        cached_tokens: of these, tokens whose K/V were at hand: of the prompt, or, all or none, of the source.
+        chunk: prompts are computed in pieces that end at its multiples; None computes a prompt in one piece.
+        padded_prompt_tokens: the length that the beginning of the prompt is padded to; None where it is not.
+        padded_source_tokens: the same of the source.
+        scores_prompt: whether logits are wanted at every position of the prompt, not after its pieces alone.
+
+    Raises:
+        ValueError: naming a number that cannot be.
+    """
+
+    prompt_tokens: int
+    generated_tokens: tuple[int, ...]
+    source_tokens: int = 0
+    cached_tokens: int = 0
+    chunk: int | None = None
+    padded_prompt_tokens: int | None = None
+    padded_source_tokens: int | None = None
+    scores_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1:
+            raise ValueError(f"prompt_tokens is {self.prompt_tokens}, must be at least 1")
+        if not self.generated_tokens or min(self.generated_tokens) < 0:
+            raise ValueError(
+                f"generated_tokens is {self.generated_tokens}, must have an entry of at least 0 for each row"
+            )
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk is {self.chunk}, must be at least 1")
+        if self.source_tokens and self.cached_tokens not in (0, self.source_tokens):
+            raise ValueError(f"cached_tokens is {self.cached_tokens}, a source is cached as a whole or not at all")
+        if not self.source_tokens and not 0 <= self.cached_tokens < self.prompt_tokens:
+            limit = f"must be at least 0 and below the {self.prompt_tokens} of the prompt"
+            raise ValueError(f"cached_tokens is {self.cached_tokens}, {limit}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseWork:
+    """What one phase of a request computes, by what computes it. No padding is counted, but for the two of that name.
+
+    A step computes a piece of a prompt or a token for each row, whatever else it computes for others. A piece of one
+    token is computed as a decoding row is. Pairs are one layer's, for each head; `num_padded_pairs` are the decoder's.
+    `kv_token_steps` is how many tokens of the decoder have their K/V held, over all rows, summed over the steps;
+    `kv_source_token_steps` the same of the source.
+    """
+
+    num_steps: int = 0
+    num_logits: int = 0
+    num_encoder_runs: int = 0
+    num_encoder_tokens: int = 0
+    num_encoder_pairs: int = 0
+    num_padded_encoder_pairs: int = 0
+    num_prefill_runs: int = 0
+    num_prefill_tokens: int = 0
+    num_prefill_pairs: int = 0
+    num_padded_pairs: int = 0
+    num_decode_steps: int = 0
+    num_decode_rows: int = 0
+    num_decode_pairs: int = 0
+    kv_token_steps: int = 0
+    kv_source_token_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestWork:
+    """What a request computes until its first token is chosen, and after that."""
+
+    prefill: PhaseWork
+    decode: PhaseWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCost:
+    """What a request costs. Pairs are those of all layers, for each head; operations leave padding out."""
+
+    attended_pairs: int
+    padded_pairs: int
+    linear_flops: int
+    attention_flops: int
+    kv_byte_steps: int
+
+    def __add__(self, other: RequestCost) -> RequestCost:
+        """Both together."""
+        return RequestCost(
+            attended_pairs=self.attended_pairs + other.attended_pairs,
+            padded_pairs=self.padded_pairs + other.padded_pairs,
+            linear_flops=self.linear_flops + other.linear_flops,
+            attention_flops=self.attention_flops + other.attention_flops,
+            kv_byte_steps=self.kv_byte_steps + other.kv_byte_steps,
+        )
+
+
+def request_work(shape: RequestShape) -> RequestWork:
+    """What a request computes, piece by piece and token by token."""
+    return RequestWork(_prefill_work(shape), _decode_work(shape))
+
+
+def request_cost(config: ModelConfig, shape: RequestShape, kv_token_bytes: int | None = None) -> RequestCost:
+    """What a request costs, first token and all; arguments as in `phase_cost`."""
+    work = request_work(shape)
+    return phase_cost(config, work.prefill, kv_token_bytes) + phase_cost(config, work.decode, kv_token_bytes)
+
+
+def phase_cost(config: ModelConfig, work: PhaseWork, kv_token_bytes: int | None = None) -> RequestCost:
+    """What one phase of a request costs.
+
+    Args:
+        config: the model.
+        work: what is computed.
+        kv_token_bytes: bytes of the K/V of a decoder token; None is float32's. A source's are float32 always.
+    """
+    pairs = config.num_layers * (work.num_prefill_pairs + work.num_decode_pairs)
+    pairs += config.num_encoder_layers * work.num_encoder_pairs
+    padded = config.num_layers * work.num_padded_pairs + config.num_encoder_layers * work.num_padded_encoder_pairs
+    linear = (work.num_prefill_tokens + work.num_decode_rows) * _target_token_flops(config)
+    linear += work.num_encoder_tokens * _source_token_flops(config) + work.num_logits * _logits_flops(config)
+    token_bytes = config.kv_bytes_per_token if kv_token_bytes is None else kv_token_bytes
+    return RequestCost(
+        attended_pairs=pairs,
+        padded_pairs=padded,
+        linear_flops=linear,
+        attention_flops=pair_flops(config) * pairs,
+        kv_byte_steps=work.kv_token_steps * token_bytes + work.kv_source_token_steps * config.kv_bytes_per_token,
+    )
 
 
 def crossover_length(config: ModelConfig) -> int:
@@ -163,6 +301,73 @@ def _pairs(config: ModelConfig, length: int, source_length: int, causal: int) ->
         config.num_layers * (causal + length * source_length)
         + config.num_encoder_layers * source_length * source_length
     )
+
+
+def _prefill_work(shape: RequestShape) -> PhaseWork:
+    """One row, until the prompt is computed."""
+    source, prompt = shape.source_tokens, shape.prompt_tokens
+    first = 0 if source else shape.cached_tokens
+    chunk = shape.chunk or prompt
+    ends = [*range((first // chunk + 1) * chunk, prompt, chunk), prompt]
+    starts = [first, *ends[:-1]]
+    singles = [end for start, end in zip(starts, ends, strict=True) if end - start == 1]
+    longer = [(end - start, start) for start, end in zip(starts, ends, strict=True) if end - start > 1]
+    beginning = ends[0] if first == 0 else 0
+    padded = shape.padded_prompt_tokens if beginning > 1 and shape.padded_prompt_tokens else beginning
+    is_encoded = bool(source) and not shape.cached_tokens
+    padded_source = shape.padded_source_tokens or source
+    return PhaseWork(
+        num_steps=len(ends),
+        num_logits=prompt - first if shape.scores_prompt else len(ends),
+        num_encoder_runs=int(is_encoded),
+        num_encoder_tokens=source * is_encoded,
+        num_encoder_pairs=source**2 * is_encoded,
+        num_padded_encoder_pairs=(padded_source**2 - source**2) * is_encoded,
+        num_prefill_runs=len(longer),
+        num_prefill_tokens=sum(length for length, _ in longer),
+        num_prefill_pairs=sum(causal_pairs(length, start) + source * length for length, start in longer),
+        num_padded_pairs=causal_pairs(padded) - causal_pairs(beginning),
+        num_decode_steps=len(singles),
+        num_decode_rows=len(singles),
+        num_decode_pairs=sum(singles) + source * len(singles),
+        kv_token_steps=sum(ends),
+        kv_source_token_steps=source * len(ends),
+    )
+
+
+def _decode_work(shape: RequestShape) -> PhaseWork:
+    """All rows: each feeds every token that it has chosen, except the last."""
+    fed = [max(count - 1, 0) for count in shape.generated_tokens]
+    own = sum(causal_pairs(count, shape.prompt_tokens) for count in fed)
+    cross = shape.source_tokens * sum(fed)
+    return PhaseWork(
+        num_steps=max(fed),
+        num_logits=sum(fed),
+        num_decode_steps=max(fed),
+        num_decode_rows=sum(fed),
+        num_decode_pairs=own + cross,
+        # A token that is fed meets all that are held, itself among them.
+        kv_token_steps=own,
+        kv_source_token_steps=cross,
+    )
+
+
+def _target_token_flops(config: ModelConfig) -> int:
+    """Linear operations of a token of the decoder, its logits aside."""
+    weights = _self_attention_weights(config) + _feed_forward_weights(config)
+    if config.is_encoder_decoder:
+        weights += 2 * config.d_model * _query_width(config)
+    return 2 * config.num_layers * weights
+
+
+def _source_token_flops(config: ModelConfig) -> int:
+    """Linear operations of a token of the source, the K/V that every decoder layer makes of it included."""
+    encoder = config.num_encoder_layers * (_self_attention_weights(config) + _feed_forward_weights(config))
+    return 2 * (encoder + config.num_layers * 2 * config.d_model * _kv_width(config))
+
+
+def _logits_flops(config: ModelConfig) -> int:
+    return 2 * config.d_model * config.vocab_size
 
 
 def _query_width(config: ModelConfig) -> int:

@@ -81,6 +81,11 @@ class ServedModel:
         """The key-value budget of its engine: what the operator gave, else room for every sequence at full length."""
         return plan_kv_memory(self.manifest, max_batch_size, kv_memory).num_bytes
 
+    @property
+    def kv_token_bytes(self) -> int:
+        """What the keys and values of one decoder token take."""
+        return plan_kv_memory(self.manifest, 1, None).token_bytes
+
     def encode_prompt(self, prompt: str | tuple[int, ...], max_tokens: int | None = None) -> tuple[int, ...]:
         """Token ids of a prompt; text may take milliseconds, so call this off the event loop.
 

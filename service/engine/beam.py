@@ -88,6 +88,11 @@ class BeamSearch:
         return len(self._beams)
 
     @property
+    def num_steps(self) -> int:
+        """Steps so far: how often the beams were extended."""
+        return self._length
+
+    @property
     def num_candidates(self) -> int:
         """How many continuations of each beam are wanted, or all there are if fewer.
 

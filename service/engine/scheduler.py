@@ -150,9 +150,9 @@ class Scheduler:
         return self._num_preemptions
 
     @property
-    def max_batch_size(self) -> int:
-        """How many sequences can hold a slot."""
-        return self._limits.max_batch_size
+    def limits(self) -> EngineLimits:
+        """How much runs at once."""
+        return self._limits
 
     @property
     def kv_usage_ratio(self) -> float:
@@ -165,13 +165,18 @@ class Scheduler:
         Raises:
             InvalidRequest: when the id is in use or something is out of range; nothing was queued then.
         """
-        if request.request_id in self._live:
-            raise InvalidRequest("request_id", request.request_id, "must not be in use by another request")
-        group = self._intake.make(request)
-        self._check_size(group)
+        group = self._make(request)
         self._live[request.request_id] = group
         self._waiting.add(group)
         self._deadlines.add(group)
+
+    def num_cached_tokens(self, request: GenerationRequest) -> int:
+        """How many tokens of a request's prompt, or of its source, it would find computed if it were admitted now.
+
+        Raises:
+            InvalidRequest: when `add` would refuse it.
+        """
+        return self._ledger.num_tokens_at_hand(self._make(request))
 
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step boundary; one that is over already is left alone."""
@@ -274,6 +279,14 @@ class Scheduler:
                 raise AssertionError(f"slot {slot}: {sequence.num_computed_tokens} of {sequence.num_tokens} computed")
         if any(bool(group.num_computed_tokens) != bool(group.handles) for group in self._waiting):
             raise AssertionError("a waiting request has K/V that are not saved")
+
+    def _make(self, request: GenerationRequest) -> SequenceGroup:
+        """A request that could run, as the engine has it; nothing is queued yet."""
+        if request.request_id in self._live:
+            raise InvalidRequest("request_id", request.request_id, "must not be in use by another request")
+        group = self._intake.make(request)
+        self._check_size(group)
+        return group
 
     def _check_size(self, group: SequenceGroup) -> None:
         """Refuses a request that could not run even alone."""
@@ -505,7 +518,10 @@ class Scheduler:
         self._changed[group] = None
         group.sequences = []
         self._events[-1] = dataclasses.replace(
-            self._events[-1], timings=group.timings(now), num_cached_tokens=group.num_cached_tokens
+            self._events[-1],
+            timings=group.timings(now),
+            num_cached_tokens=group.num_cached_tokens,
+            num_search_steps=0 if group.beams is None else group.beams.num_steps,
         )
 
     def _release(self) -> None:

@@ -160,7 +160,7 @@ class TokenEvent:
     the hypothesis's `score`, and where fewer hypotheses exist than were asked for, nothing is told of the others.
     Exactly one event of a request is terminal, the last one: it has `timings`, and an `error` where the request failed,
     which ends all its outputs at once. `num_cached_tokens` is told there and with every token: tokens given whose K/V
-    were at hand.
+    were at hand. `num_search_steps` is told there: how often a beam search extended its beams.
     """
 
     request_id: str
@@ -176,6 +176,7 @@ class TokenEvent:
     error: Exception | None = None
     timings: RequestTimings | None = None
     num_cached_tokens: int = 0
+    num_search_steps: int = 0
 
     @property
     def is_terminal(self) -> bool:
