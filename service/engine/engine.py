@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from model.golden import CaseResult, GoldenCase, Tolerance, compare
 from service.engine.batch import ScheduledBatch
+from service.engine.calibration import calibrate
 from service.engine.failure import report_failure
+from service.engine.plan import Pieces
 from service.engine.replay import replay
 from service.engine.runner import Runner
 from service.engine.sampler import Sampler
@@ -74,6 +76,19 @@ class Engine:
         """Requests that wait for one."""
         return self._scheduler.num_waiting
 
+    @property
+    def pieces(self) -> Pieces:
+        """How it cuts and pads what it computes: for life."""
+        return self._scheduler.pieces
+
+    def num_cached_tokens(self, request: GenerationRequest) -> int:
+        """How many tokens of a request's prompt, or of its source, it would find computed if it started now.
+
+        Raises:
+            InvalidRequest: when `add_request` would refuse it.
+        """
+        return self._scheduler.num_cached_tokens(request)
+
     def add_request(self, request: GenerationRequest) -> None:
         """Accepts a request; it starts with the next step that has room, and ends with exactly one terminal event.
 
@@ -126,9 +141,28 @@ class Engine:
         if self.has_work:
             raise RuntimeError("golden cases can only be replayed on an idle engine")
         self._last_run.ended = None
-        pieces, num_slots = self._scheduler.pieces, self._scheduler.max_batch_size
+        pieces, num_slots = self._scheduler.pieces, self._scheduler.limits.max_batch_size
         try:
             return tuple(compare(case, replay(self._runner, case, pieces, num_slots), tolerance) for case in cases)
+        finally:
+            self._scheduler.forget_kv()
+
+    def calibrate(self, max_seconds: float) -> tuple[StepStats, ...]:
+        """Runs steps of a few sizes for so long at most (`service.engine.calibration`), to learn how long they take.
+
+        Nothing that was kept for later requests outlives it.
+
+        Raises:
+            RuntimeError: when requests live here.
+        """
+        if self.has_work:
+            raise RuntimeError("only an idle engine can be calibrated")
+        self._last_run.ended = None
+        try:
+            limits = self._scheduler.limits
+            return calibrate(
+                self, self.pieces, limits.max_batch_size, limits.max_prefill_tokens, max_seconds, self._clock
+            )
         finally:
             self._scheduler.forget_kv()
 

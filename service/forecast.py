@@ -1,0 +1,259 @@
+"""How long a request will take: its work at the rates at which steps have run lately, behind those that came before it.
+
+    forecast  =  queue    until rows are free, given who runs and who waits before it
+              +  prefill  until its first token
+              +  decode   until its last one, outputs taken to be as long as they may
+
+One forecaster a model, on the event loop alone. It learns from every step (`service.step_times`), knows the requests
+that were handed to the engine and have not ended, and compares each request's prediction with what it then took.
+
+The queue is foretold simply. Steps take what they would with all rows that there are and will be; who runs ends when it
+has as many tokens as such requests have come to lately (`ignore_eos`: as many as it may have); whoever waits takes the
+first rows that are free, in the order of turns, and prompts are computed one after another. Not foretold: who will
+come, stops, prefixes that a request before it will leave behind, K/V memory where that is scarcer than rows, steps of
+other models.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from model.cost import RequestWork, request_work
+from service.costing import Cost, CostModel
+from service.engine.types import FinishReason, GenerationRequest, StepStats, TokenEvent
+from service.step_times import ALONE, Company, Rates, StepTimes
+
+# Of the seconds that are foretold: what is not known yet may make so much of them, or nothing is told.
+_MOST_UNKNOWN = 0.5
+# How fast the averages follow: of a step, and of a request.
+_STEP_RATE = 0.02
+_REQUEST_RATE = 0.05
+_WHOLE = frozenset({FinishReason.END_OF_SEQUENCE, FinishReason.STOP, FinishReason.LENGTH})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Seconds that a request is predicted to spend, each part on its own.
+
+    `decode_seconds` is for outputs as long as they may be; `likely_share` is how much of that requests lately needed, 1
+    for one that ignores the end of a sequence.
+    """
+
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    likely_share: float = 1.0
+
+    @property
+    def service_seconds(self) -> float:
+        """From its place to its end."""
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def finish_seconds(self) -> float:
+        """From now to its end, at the latest by what is known."""
+        return self.queue_seconds + self.service_seconds
+
+    @property
+    def likely_finish_seconds(self) -> float:
+        """From now to its end, if it is as long as such requests lately were."""
+        return self.queue_seconds + self.prefill_seconds + self.likely_share * self.decode_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a request would cost, and its forecast; None while too few steps were seen to tell."""
+
+    cost: Cost
+    forecast: Forecast | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """What was known when a request was handed over: enough to say later what would have been predicted then."""
+
+    rates: Rates
+    company: Company
+
+    def phases(self, work: RequestWork) -> tuple[float, float] | None:
+        """Seconds until the first token of this work, and from there to its end; None where too little was known."""
+        prefill, decode = (self.rates.seconds(phase, self.company) for phase in (work.prefill, work.decode))
+        unknown = self.rates.deviation(work.prefill, work.decode)
+        return (prefill, decode) if unknown < _MOST_UNKNOWN * (prefill + decode) else None
+
+    def seconds(self, work: RequestWork) -> float | None:
+        """Both together."""
+        phases = self.phases(work)
+        return None if phases is None else sum(phases)
+
+
+@dataclass(slots=True)
+class _Outstanding:
+    """A request that the engine has: `num_tokens` have been told over all rows, which may have `most_tokens` each."""
+
+    priority: int
+    num_rows: int
+    most_tokens: int
+    ignores_eos: bool
+    prefill_seconds: float
+    num_tokens: int = 0
+
+
+class Forecaster:
+    """Foretells one model's requests.
+
+    Args:
+        costs: counts their work.
+        max_batch_size: rows that its engine has.
+    """
+
+    def __init__(self, costs: CostModel, max_batch_size: int) -> None:
+        self.costs = costs
+        self._max_rows = max_batch_size
+        self._times = StepTimes(costs.config, max_batch_size)
+        self._outstanding: dict[str, _Outstanding] = {}
+        self._pairs_per_row = 0.0
+        self._stretch = 1.0
+        self._likely_share = 1.0
+        self._relative_error: float | None = None
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """Seconds by term (`service.step_times`)."""
+        return self._times.coefficients()
+
+    @property
+    def relative_error(self) -> float | None:
+        """Mean of |predicted - measured| / measured of the requests lately ended; None before the first."""
+        return self._relative_error
+
+    def step_done(self, stats: StepStats, events: Iterable[TokenEvent] = ()) -> None:
+        """Learns from a step, and takes note of the tokens that it told."""
+        for event in events:
+            if event.token_id is not None and (known := self._outstanding.get(event.request_id)):
+                known.num_tokens += 1
+        if self._times.learn(stats) and stats.num_decode_rows:
+            pairs = stats.num_decode_pairs / stats.num_decode_rows
+            self._pairs_per_row += _STEP_RATE * (pairs - self._pairs_per_row)
+            self._stretch += _STEP_RATE * (self._times.rates.stretch(stats) - self._stretch)
+
+    def calibrated(self, steps: Iterable[StepStats]) -> None:
+        """Learns from steps that nobody asked for: from each, however quick."""
+        for stats in steps:
+            self._times.learn(stats, is_due=True)
+
+    def submitted(self, request: GenerationRequest) -> Quote:
+        """A request was handed to the engine: outstanding work grows. What is known now."""
+        quote, work = self._quote(request), self.costs.work(request)
+        self._outstanding[request.request_id] = _Outstanding(
+            priority=request.priority,
+            num_rows=request.num_rows,
+            most_tokens=self.costs.most_tokens(request),
+            ignores_eos=request.stopping.ignore_eos,
+            prefill_seconds=quote.rates.seconds(work.prefill),
+        )
+        return quote
+
+    def ended(self, request_id: str) -> None:
+        """A request is over, however it ended; unknown ones are ignored."""
+        self._outstanding.pop(request_id, None)
+
+    def forecast(self, request: GenerationRequest, cached_tokens: int = 0) -> Forecast | None:
+        """What a request that is handed over now will take; None while too few steps were seen to tell.
+
+        Args:
+            request: one whose lengths fit the model.
+            cached_tokens: of its prompt or source, tokens whose K/V are at hand.
+        """
+        quote = self._quote(request)
+        phases = quote.phases(self.costs.work(request, cached_tokens))
+        if phases is None:
+            return None
+        return Forecast(
+            queue_seconds=self._queue_seconds(request, quote),
+            prefill_seconds=phases[0],
+            decode_seconds=phases[1],
+            likely_share=self._share(request.stopping.ignore_eos),
+        )
+
+    def estimate(self, request: GenerationRequest, cached_tokens: int = 0) -> Estimate:
+        """What a request would cost, were it handed over now; arguments as for `forecast`."""
+        forecast = self.forecast(request, cached_tokens)
+        counts = self.costs.count(self.costs.shape(request, cached_tokens))
+        predicted_seconds = None if forecast is None else forecast.service_seconds
+        return Estimate(Cost(counts=counts, predicted_seconds=predicted_seconds), forecast)
+
+    def settle(self, quote: Quote, request: GenerationRequest, told: Mapping[int, int], end: TokenEvent) -> Cost | None:
+        """What a request has cost; None where it ended before its first token, or by an error.
+
+        The prediction told is what was known when it was handed over, with the tokens that turned out to be cached and
+        outputs as long as they may be. The error that goes into `relative_error` is that for their true lengths.
+
+        Args:
+            quote: what was known then.
+            request: the request.
+            told: how many tokens each output had.
+            end: its terminal event.
+        """
+        timings = end.timings
+        if timings is None or timings.scheduled_time is None or timings.first_token_time is None or end.error:
+            return None
+        lengths = tuple(told.values()) if request.beam_search is None else (end.num_search_steps,) * request.num_rows
+        shape = self.costs.shape(request, end.num_cached_tokens, lengths)
+        measured = timings.finished_time - timings.scheduled_time
+        if (predicted := quote.seconds(request_work(shape))) is not None and measured > 0:
+            self._note_error(abs(predicted - measured) / measured)
+        if not request.stopping.ignore_eos and end.finish_reason in _WHOLE:
+            share = sum(lengths) / len(lengths) / self.costs.most_tokens(request)
+            self._likely_share += _REQUEST_RATE * (share - self._likely_share)
+        return Cost(
+            counts=self.costs.count(shape),
+            predicted_seconds=quote.seconds(self.costs.work(request, end.num_cached_tokens)),
+            measured_seconds=measured,
+        )
+
+    def _note_error(self, error: float) -> None:
+        known = self._relative_error
+        self._relative_error = error if known is None else known + _REQUEST_RATE * (error - known)
+
+    def _quote(self, request: GenerationRequest) -> Quote:
+        """What is known now, for a request that would share its steps with all that is outstanding."""
+        others = sum(known.num_rows for known in self._outstanding.values())
+        rows = max(0, min(others, self._max_rows - request.num_rows))
+        company = Company(rows, self._pairs_per_row, self._stretch) if rows else ALONE
+        return Quote(self._times.rates, company)
+
+    def _share(self, ignores_eos: bool) -> float:  # noqa: FBT001 (it is what the request says)
+        """How much of the tokens that it may have such a request will likely need."""
+        return 1.0 if ignores_eos else self._likely_share
+
+    def _tokens_left(self, known: _Outstanding) -> float:
+        """Steps that a request will likely decode for: one at least, as it has not ended."""
+        likely = self._share(known.ignores_eos) * known.most_tokens
+        return max(likely - known.num_tokens / known.num_rows, 1.0)
+
+    def _queue_seconds(self, request: GenerationRequest, quote: Quote) -> float:
+        """Until rows are free for a request that is handed over now, and no prompt is left before its own."""
+        rows = min(request.num_rows + quote.company.num_rows, self._max_rows)
+        step = quote.rates.step_seconds(rows, rows * self._pairs_per_row) * quote.company.stretch
+        # Less urgent ones make way.
+        rivals = [each for each in self._outstanding.values() if each.priority >= request.priority]
+        running = [each for each in rivals if each.num_tokens]
+        ahead = [each for each in rivals if not each.num_tokens]
+        ahead.sort(key=lambda each: -each.priority)
+        free = self._max_rows - sum(each.num_rows for each in running)
+        ends = [(self._tokens_left(each) * step, each.num_rows) for each in running]
+        heapq.heapify(ends)
+        now = computed = 0.0
+        for each in (*ahead, None):
+            wanted = request.num_rows if each is None else each.num_rows
+            while free < wanted and ends:
+                end, num_rows = heapq.heappop(ends)
+                now, free = max(now, end), free + num_rows
+            if each is not None:
+                computed = max(now, computed) + each.prefill_seconds
+                heapq.heappush(ends, (computed + self._tokens_left(each) * step, wanted))
+                free -= wanted
+        return max(now, computed)
