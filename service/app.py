@@ -1,6 +1,6 @@
 """The composition root: puts the server together, starts it, watches it, stops it, in the right order.
 
-    start   load ─> listen (NOT_SERVING) ─> replay the golden cases on the engine thread ─> SERVING
+    start   load ─> listen (NOT_SERVING) ─> learn how long steps take ─> replay the golden cases ─> SERVING
     stop    NOT_SERVING ─> refuse new requests ─> let those in flight end ─> end the engine thread ─> close
 
 If the engine thread dies, every stream is told, health flips and the process exits with 1: it never limps.
@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from service.access import KeyAccess, OpenAccess
 from service.async_engine import AsyncEngine
 from service.config import MetricsCompat, ServeConfig
+from service.costing import CostModel
 from service.debug import from_loop, with_debug
 from service.engine.engine import LastRun
 from service.engine_thread import StepEngine
@@ -60,6 +61,8 @@ _TOKENIZER_THREADS = 2
 # After a run the engine thread waits for the interpreter's lock behind whatever the event loop does, for up to a whole
 # switch interval: CPython's 5 ms are several steps of a small model, and a step's wait falls to the tenth with this.
 _SWITCH_INTERVAL_SECONDS = 0.0005
+# For steps that nobody asked for, per model; what is not learned in it is learned from requests.
+_CALIBRATION_SECONDS = 2.0
 # For a step in progress to end.
 _ENGINE_SECONDS = 5.0
 # For the last statuses to reach their clients; then for gRPC to end what is open; then for that to clean up; then for
@@ -171,6 +174,7 @@ class App:
         self._engine = AsyncEngine(
             engines,
             self._metrics,
+            {model.name: CostModel.of(model, engines[model.name]) for model in models},
             max_batch_size=config.max_batch_size,
             max_queue_size=config.max_queue_size,
             failing=self._failing,
@@ -232,7 +236,10 @@ class App:
         return is_done
 
     async def verify_all(self) -> None:
-        """Replays every model's golden cases and serves the models that pass."""
+        """Replays every model's golden cases and serves the models that pass; before that, learns their step times."""
+        if self._config.calibrate:
+            for name in self._models.names:
+                await self._calibrate(name)
         for name in self._models.names:
             try:
                 await self._verifier.verify(name)
@@ -241,6 +248,14 @@ class App:
                 self._models.verified(name, Parity(()))
                 self._metrics.for_model(name).parity_checked(Parity(()).max_abs_error, passed=False)
         await self._tell_health()
+
+    async def _calibrate(self, name: str) -> None:
+        try:
+            num_steps = await self._engine.calibrate(name, _CALIBRATION_SECONDS, _CALIBRATION_SECONDS)
+        except RequestError as error:
+            _LOGGER.error("%s begins without knowing its step times: %s", name, error)
+        else:
+            _LOGGER.info("%s: step times learned from %d steps", name, num_steps)
 
     async def wait(self, stop: asyncio.Event) -> EngineFailed | None:
         """Waits until `stop` is set (None) or the engine thread died (its error)."""

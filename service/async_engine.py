@@ -10,6 +10,7 @@ is locked. Knows nothing of protobuf, gRPC or text.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,10 +19,12 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+from service.costing import Cost, CostModel
 from service.engine.failure import report_failure
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, TokenEvent
 from service.engine_thread import EngineThread, Result, StepEngine
 from service.errors import EngineFailed, InvalidRequest, NotServing, RequestCancelled, RequestError
+from service.forecast import Estimate, Forecaster, Quote
 from service.lane import Lane
 from service.metrics import Metrics, ModelMetrics, RequestRecord
 from service.recorder import FlightLog, FlightRecorder, RecordedRequest
@@ -44,7 +47,10 @@ class _Tokens:
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One request between admission and its last event. `request` is None until it is handed to the engine."""
+    """One request between admission and its last event. `request` is None until it is handed to the engine.
+
+    `quote` is what `forecaster` knew of its future then, `cost` what became of it, where it came to a token.
+    """
 
     request_id: str
     model: str
@@ -53,6 +59,9 @@ class _Stream:
     request: GenerationRequest | None = None
     events: list[TokenEvent] = field(default_factory=list)
     waiter: asyncio.Future[None] | None = None
+    forecaster: Forecaster | None = None
+    quote: Quote | None = None
+    cost: Cost | None = None
     tokens: dict[int, _Tokens] = field(default_factory=dict)
     reasons: dict[int, FinishReason] = field(default_factory=dict)
 
@@ -127,6 +136,11 @@ class Admission:
         """
         self._engine._submit(self._stream, request)
 
+    @property
+    def cost(self) -> Cost | None:
+        """What the request has cost, once it is over; None if it had no first token."""
+        return self._stream.cost
+
     async def events(self) -> AsyncGenerator[tuple[TokenEvent, ...], None]:
         """Yields whatever events wait, one or more at a time; the terminal event is the last.
 
@@ -154,6 +168,7 @@ class AsyncEngine:
     Args:
         engines: by model name; the engine thread owns them from `start` on.
         metrics: where steps and requests are counted.
+        costs: by model name, what counts its requests; what foretells them is built on it.
         max_batch_size: slots of each engine.
         max_queue_size: requests that may wait besides, per model.
         failing: told of a model whose steps fail one after the other.
@@ -165,6 +180,7 @@ class AsyncEngine:
         self,
         engines: Mapping[str, StepEngine],
         metrics: Metrics,
+        costs: Mapping[str, CostModel],
         *,
         max_batch_size: int,
         max_queue_size: int,
@@ -179,7 +195,7 @@ class AsyncEngine:
         self._max_queue_size = max_queue_size
         self._recorder = recorder or FlightRecorder(0)
         self._tracer = tracer or NoTracer()
-        self._lanes = {name: self._make_lane(name) for name in engines}
+        self._lanes = {name: self._make_lane(name, costs[name]) for name in engines}
         self._failing = failing
         self._failures: dict[str, int] = {}
         self._streams: dict[str, _Stream] = {}
@@ -214,13 +230,7 @@ class AsyncEngine:
         """
         trace = self._tracer.request(model)
         try:
-            if self._refuse is not None:
-                raise self._refuse()
-            if request_id in self._streams:
-                raise InvalidRequest("request_id", request_id, "must not be in use by another request")
-            lane = self._lanes.get(model)
-            if lane is None:
-                raise NotServing(f"{model} is not served any more")
+            lane = self._lane_with_place(model, request_id)
             lane.take()
         except RequestError as error:
             self.refused(model, error, request_id)
@@ -229,16 +239,54 @@ class AsyncEngine:
         self._idle.clear()
         return Admission(self, stream)
 
+    def require_place(self, model: str, request_id: str) -> None:
+        """Raises what `admit` would now; takes no place, and counts nothing."""
+        self._lane_with_place(model, request_id)
+
+    async def estimate(self, request: GenerationRequest) -> Estimate:
+        """What a request would cost and when it would end, were it submitted now.
+
+        The engine is asked which of its tokens are cached, between two steps.
+
+        Raises:
+            RequestError: when the engine would refuse it; EngineFailed or NotServing where the thread is over.
+        """
+        self._end()
+        question = self._thread.ask(request.model, lambda engine: engine.num_cached_tokens(request))
+        cached_tokens = await self._answer(question)
+        lane = self._lanes.get(request.model)
+        if lane is None:
+            raise NotServing(f"{request.model} is not served any more")
+        return lane.forecaster.estimate(request, cached_tokens)
+
+    async def calibrate(self, model: str, max_seconds: float, max_wait_seconds: float) -> int:
+        """Learns step times from steps that nobody asked for, on the idle engine; how many there were.
+
+        Raises:
+            RequestError: as `call` does.
+        """
+        steps = await self.call(model, lambda engine: engine.calibrate(max_seconds), max_wait_seconds)
+        lane = self._lanes[model]
+        lane.forecaster.calibrated(steps)
+        lane.tell_cost_model()
+        return len(steps)
+
     def refused(self, model: str, error: RequestError, request_id: str | None = None) -> None:
         """Counts a request that was refused before it took a place; `admit` counts its own refusals."""
         if lane := self._lanes.get(model):
             lane.refused(error.label, request_id)
 
-    def install(self, model: str, engine: StepEngine) -> None:
-        """Serves a model with this engine from now on; another that it had ends what it has begun."""
+    def install(self, model: str, engine: StepEngine, costs: CostModel) -> None:
+        """Serves a model with this engine from now on; another that it had ends what it has begun.
+
+        What is known of its step times stays, if its work is counted as before.
+        """
         self._failures.pop(model, None)
-        if model not in self._lanes:
-            self._lanes[model] = self._make_lane(model)
+        lane = self._lanes.get(model)
+        if lane is None:
+            self._lanes[model] = self._make_lane(model, costs)
+        elif lane.forecaster.costs != costs:
+            lane.forecaster = Forecaster(costs, self._max_batch_size)
         self._thread.install(model, engine)
 
     async def remove(self, model: str, grace_seconds: float) -> None:
@@ -269,22 +317,9 @@ class AsyncEngine:
             RequestError: raised by `function`; EngineFailed for anything else it raised; NotServing if it never ran, as
                 the model was not idle for `max_wait_seconds` or the engine thread is over.
         """
-        ended = self._end()
+        self._end()
         call = self._thread.call(model, function)
-        result = asyncio.wrap_future(call)
-        either = (result, ended)
-        try:
-            done, _ = await asyncio.wait(either, timeout=max_wait_seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                if call.cancel():
-                    raise NotServing(f"{model} was not idle for {max_wait_seconds:g} s; try again")
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if result.done():
-                return result.result()
-            raise ended.result() or NotServing("the server has stopped")
-        finally:
-            # Waiting for a future does not cancel it, and what is not cancelled runs.
-            result.cancel()
+        return await self._answer(call, max_wait_seconds, f"{model} was not idle for {max_wait_seconds:g} s; try again")
 
     def flight_log(self) -> FlightLog:
         """What the recorder remembers, and the requests that the engines have."""
@@ -310,9 +345,41 @@ class AsyncEngine:
         self._thread.stop()
         await self.wait_ended()
 
-    def _make_lane(self, model: str) -> Lane:
+    def _make_lane(self, model: str, costs: CostModel) -> Lane:
         self._recorder.begin(model)
-        return Lane(model, self._max_batch_size, self._max_queue_size, self._metrics.for_model(model))
+        forecaster = Forecaster(costs, self._max_batch_size)
+        return Lane(model, self._max_batch_size, self._max_queue_size, self._metrics.for_model(model), forecaster)
+
+    def _lane_with_place(self, model: str, request_id: str) -> Lane:
+        """Where a request may take a place now, or raises why it may not."""
+        if self._refuse is not None:
+            raise self._refuse()
+        if request_id in self._streams:
+            raise InvalidRequest("request_id", request_id, "must not be in use by another request")
+        lane = self._lanes.get(model)
+        if lane is None:
+            raise NotServing(f"{model} is not served any more")
+        lane.require_place()
+        return lane
+
+    async def _answer(
+        self, call: concurrent.futures.Future[Result], max_wait_seconds: float | None = None, complaint: str = ""
+    ) -> Result:
+        """What the engine thread answers; a NotServing with this complaint if it has not begun to for so long."""
+        result, ended = asyncio.wrap_future(call), self._end()
+        either = (result, ended)
+        try:
+            done, _ = await asyncio.wait(either, timeout=max_wait_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                if call.cancel():
+                    raise NotServing(complaint)
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if result.done():
+                return result.result()
+            raise ended.result() or NotServing("the server has stopped")
+        finally:
+            # Waiting for a future does not cancel it, and what is not cancelled runs.
+            result.cancel()
 
     def step_done(self, model: str, output: StepOutput, now: float) -> None:
         """Hands a step's events to their streams (`Listener`)."""
@@ -321,6 +388,7 @@ class AsyncEngine:
             if lane is None:  # it is on its way out, and so is everybody who asked it
                 return
             self._recorder.step_done(model, output, now)
+            lane.forecaster.step_done(output.stats, output.events)
             self._hand_out(lane.metrics, output, now)
             self._watch(model, output)
 
@@ -396,6 +464,8 @@ class AsyncEngine:
         if stream.request_id not in self._streams:
             raise self._refuse() if self._refuse is not None else NotServing("the place was given up")
         stream.request = request
+        stream.forecaster = stream.lane.forecaster
+        stream.quote = stream.forecaster.submitted(request)
         stream.trace.submitted(request)
         self._thread.submit(stream.model, request)
 
@@ -424,6 +494,7 @@ class AsyncEngine:
         # A request that was never handed to the engine is counted by `_leave`.
         if timings is None or stream.request is None:
             return
+        stream.cost = self._settle(stream, event)
         record = RequestRecord(
             outcome=str(stream.last_reason) if event.error is None else _outcome(event.error),
             timings=timings,
@@ -438,11 +509,24 @@ class AsyncEngine:
         reasons = [reason for _, reason in sorted(stream.reasons.items())]
         stream.trace.ended(record, event.num_cached_tokens, reasons)
 
+    def _settle(self, stream: _Stream, event: TokenEvent) -> Cost | None:
+        """What a request that is over has cost, if that can be told."""
+        if stream.request is None or stream.forecaster is None or stream.quote is None:
+            return None
+        told = {index: tokens.count for index, tokens in stream.tokens.items()}
+        try:
+            return stream.forecaster.settle(stream.quote, stream.request, told, event)
+        except Exception as cause:  # what is told besides must not end those who run
+            report_failure(f"what request {stream.request_id} cost could not be counted", cause)
+            return None
+
     def _release(self, stream: _Stream, service_seconds: float | None) -> None:
         if self._streams.get(stream.request_id) is not stream:
             return
         del self._streams[stream.request_id]
         stream.lane.give_back(service_seconds)
+        if stream.forecaster is not None:
+            stream.forecaster.ended(stream.request_id)
         if not self._streams:
             self._idle.set()
 

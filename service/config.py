@@ -250,6 +250,13 @@ class ServeConfig:
     huge_pages: Annotated[
         bool, Option("ask for memory in huge pages, where Linux gives them on request: faster reads", _boolean)
     ] = True
+    calibrate: Annotated[
+        bool,
+        Option(
+            "before serving, run steps of a few sizes for up to 2 s per model, to predict times from the start",
+            _boolean,
+        ),
+    ] = True
     # With the few seconds that closing may take besides, the default stays below the 30 s after which Kubernetes kills.
     drain_grace_seconds: Annotated[
         float, Option("time for requests in flight to end; closing takes up to 9 s more", _number(0, 3600))

@@ -19,7 +19,8 @@ from typing import Any, Protocol, TypeVar
 
 from model.golden import CaseResult, GoldenCase, Tolerance
 from service.engine.failure import report_failure
-from service.engine.types import GenerationRequest, StepOutput
+from service.engine.plan import Pieces
+from service.engine.types import GenerationRequest, StepOutput, StepStats
 from service.errors import EngineFailed, NotServing, RequestError
 
 _LOGGER = logging.getLogger(__name__)
@@ -31,8 +32,15 @@ class StepEngine(Protocol):
     """What the thread needs of an engine. After `start`, only the thread calls it."""
 
     @property
+    def pieces(self) -> Pieces:
+        """How it cuts and pads what it computes: for life, and for anybody to read."""
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
+
+    def num_cached_tokens(self, request: GenerationRequest) -> int:
+        """How many tokens of a request it would find computed, or raises RequestError; leaves no trace of it."""
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queues a request, or raises RequestError and leaves no trace of it."""
@@ -45,6 +53,9 @@ class StepEngine(Protocol):
 
     def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> Sequence[CaseResult]:
         """Replays golden cases on the provider in use; only while it has no work."""
+
+    def calibrate(self, max_seconds: float) -> Sequence[StepStats]:
+        """Runs steps that nobody asked for, to learn how long they take; only while it has no work."""
 
 
 class Listener(Protocol):
@@ -77,6 +88,7 @@ class _Call:
     model: str
     function: Callable[[StepEngine], Any]
     future: concurrent.futures.Future[Any]
+    needs_idle: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +179,8 @@ class _Station:
             del self.parked[request.request_id]
         return ready
 
-    def run_call(self) -> None:
-        """Runs the first waiting call on the idle engine, unless its caller has gone."""
-        call = self.calls.popleft()
+    def run(self, call: _Call) -> None:
+        """Runs a call on the engine, unless its caller has gone."""
         if not call.future.set_running_or_notify_cancel():
             return
         try:
@@ -220,9 +231,11 @@ class EngineThread:
         EngineFailed, RequestErrors aside. The future stays undone if the thread ends first: wait for `Listener.ended`
         too.
         """
-        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
-        self._inbox.put(_Call(model, function, future))
-        return future
+        return self._call(model, function, needs_idle=True)
+
+    def ask(self, model: str, function: Callable[[StepEngine], Result]) -> concurrent.futures.Future[Result]:
+        """As `call`, before the next step, however busy the engine is: for what is quick and changes nothing."""
+        return self._call(model, function, needs_idle=False)
 
     def install(self, model: str, engine: StepEngine) -> None:
         """Gives a model its engine, or another one: requests from now on go there, the old one ends what it has."""
@@ -235,6 +248,13 @@ class EngineThread:
     def stop(self) -> None:
         """Ends the thread before its next step; `Listener.ended` follows."""
         self._inbox.put(_Stop())
+
+    def _call(
+        self, model: str, function: Callable[[StepEngine], Result], *, needs_idle: bool
+    ) -> concurrent.futures.Future[Result]:
+        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        self._inbox.put(_Call(model, function, future, needs_idle))
+        return future
 
     def _run(self) -> None:
         error: EngineFailed | None = None
@@ -273,8 +293,10 @@ class EngineThread:
                 self._remove(model)
             case _Abort(model, request_id):
                 self._abort(model, request_id)
-            case _Call() if command.model in self._stations:
+            case _Call() if command.model in self._stations and command.needs_idle:
                 self._stations[command.model].calls.append(command)
+            case _Call() if command.model in self._stations:
+                self._stations[command.model].run(command)
             case _Call():
                 if command.future.set_running_or_notify_cancel():
                     command.future.set_exception(_gone(command.model))
@@ -330,7 +352,7 @@ class EngineThread:
             output = station.step()
             self._outbox.send(self._listener.step_done, model, output, time.monotonic())
         elif station.calls:
-            station.run_call()
+            station.run(station.calls.popleft())
 
     def _add(self, engine: StepEngine, request: GenerationRequest) -> None:
         try:

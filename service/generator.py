@@ -13,9 +13,10 @@ import time
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.async_engine import AsyncEngine
+from service.costing import Cost
 from service.engine.text import Decode, TextStream
 from service.engine.types import (
     BeamSearchParams,
@@ -29,6 +30,7 @@ from service.engine.types import (
     TokenLogprobs,
 )
 from service.errors import DeadlineExceeded, NotServing, RequestCancelled, RequestError, UnknownModel
+from service.forecast import Estimate
 from service.models import Models, ServedModel
 from service.scoring import Score, ScoreCall, make_task
 
@@ -49,6 +51,7 @@ class GenerateCall:
     beam_search: BeamSearchParams | None
     logprobs: int | None
     prompt_logprobs: int | None
+    wants_cost: bool
     priority: int
     timeout_seconds: float | None
 
@@ -93,12 +96,13 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The request is over with all its outputs, whose tokens are summed. Comes last."""
+    """The request is over with all its outputs, whose tokens are summed. Comes last. `cost` is there if asked for."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
     timings: RequestTimings
+    cost: Cost | None = None
 
 
 Part = Accepted | PromptScores | Piece | Finished | Outcome
@@ -149,7 +153,20 @@ class Generator:
                 async for events in batches:
                     for part in outputs.take(events):
                         yield part
-            yield outputs.outcome()
+            outcome = outputs.outcome()
+            yield replace(outcome, cost=place.cost) if call.wants_cost else outcome
+
+    async def estimate(self, call: GenerateCall) -> Estimate:
+        """What a call would cost and how long it would take, were it run now. No place is taken, nothing is computed.
+
+        Raises:
+            RequestError: what `run` would raise before it runs.
+        """
+        model = self._models.resolve(call.model)
+        self._models.require_serving(model.name)
+        self._engine.require_place(model.name, call.request_id)
+        request = await self._prepare(call, model, time.monotonic(), None)
+        return await self._engine.estimate(request)
 
     async def score(self, call: ScoreCall, time_remaining: float | None) -> Score:
         """How probable a given text is. It waits for its turn as `run` does; cancelling it frees what it holds.

@@ -1,4 +1,4 @@
-"""One model's lane: how many places it has, how long requests lately held them, and how each request ended.
+"""One model's lane: how many places it has, what requests in it will take, and how each request ended.
 
 Every request of a known model is counted here exactly once and told in one line of the log, under its finish reason or
 its error's label, whether it ran or was refused. Lives on the event loop. Knows
@@ -12,6 +12,7 @@ import logging
 from collections import deque
 
 from service.errors import Overloaded
+from service.forecast import Forecaster
 from service.metrics import ModelMetrics, RequestRecord
 
 _LOGGER = logging.getLogger(__name__)
@@ -30,10 +31,14 @@ class Lane:
         max_batch_size: slots of its engine.
         max_queue_size: requests that may be there besides as many as there are slots.
         metrics: where its steps and requests are counted.
+        forecaster: what foretells its requests; another one where the model becomes another.
     """
 
-    def __init__(self, model: str, max_batch_size: int, max_queue_size: int, metrics: ModelMetrics) -> None:
+    def __init__(
+        self, model: str, max_batch_size: int, max_queue_size: int, metrics: ModelMetrics, forecaster: Forecaster
+    ) -> None:
         self.metrics = metrics
+        self.forecaster = forecaster
         self._model = model
         self._max_batch_size = max_batch_size
         self._limit = max_batch_size + max_queue_size
@@ -59,10 +64,18 @@ class Lane:
         Raises:
             Overloaded: when there is none.
         """
-        if self._taken >= self._limit:
-            raise Overloaded(self._model, self._taken, self._limit, self.retry_after_seconds)
+        self.require_place()
         self._taken += 1
         self._idle.clear()
+
+    def require_place(self) -> None:
+        """Takes none.
+
+        Raises:
+            Overloaded: when there is none.
+        """
+        if self._taken >= self._limit:
+            raise Overloaded(self._model, self._taken, self._limit, self.retry_after_seconds)
 
     def give_back(self, service_seconds: float | None) -> None:
         """Gives a place back; `service_seconds` is how long its request held a slot, None if it never did."""
@@ -80,6 +93,7 @@ class Lane:
     def ended(self, record: RequestRecord, request_id: str, error_id: str | None) -> None:
         """A request that the engine had is over; `error_id` is where the log has more of it."""
         self.metrics.request_done(record)
+        self.tell_cost_model()
         timings = record.timings
         scheduled = timings.finished_time if timings.scheduled_time is None else timings.scheduled_time
         _LOGGER.info(
@@ -93,3 +107,7 @@ class Lane:
             timings.finished_time - timings.arrival_time,
             scheduled - timings.arrival_time,
         )
+
+    def tell_cost_model(self) -> None:
+        """Shows what is known of the model's step times; often enough if done whenever a request has ended."""
+        self.metrics.cost_model(self.forecaster.coefficients, self.forecaster.relative_error)

@@ -28,6 +28,7 @@ from typing import Any
 from model.golden import tolerance_of
 from service.async_engine import AsyncEngine
 from service.config import ServeConfig
+from service.costing import CostModel
 from service.engine.engine import Engine, LastRun
 from service.errors import ModelUnfit, RequestError, StartupError, UnknownModel
 from service.loading import build_engines, load_model, model_names
@@ -131,7 +132,8 @@ class Library:
         if not parity.passed:
             failed = ", ".join(case.name for case in parity.cases if not case.passed)
             raise ModelUnfit(name, [f"golden cases failed: {failed or 'there are none'}"])
-        self._engine.install(name, engine)
+        # Its step times are learned from its requests: measured beside running streams, they would be theirs as well.
+        self._engine.install(name, engine, CostModel.of(model, engine))
         self._models.serve(model, parity)
         self._metrics.for_model(name).parity_checked(parity.max_abs_error, passed=parity.passed)
         await self._state_changed()

@@ -1,14 +1,14 @@
 """Every metric of the server: name, meaning, unit, buckets; `docs/metrics.md` lists them for people.
 
 Names are vLLM's suffixes under the prefix `onward_`; the registry is injected, so that tests share no counters. Labels
-are bounded: served models, finish reasons and error labels, our own methods, gRPC codes, objectives. Knows nothing of
-who observes.
+are bounded: served models, finish reasons and error labels, our own methods, gRPC codes, objectives, terms of the cost
+model. Knows nothing of who observes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -92,6 +92,15 @@ class Metrics:
             Gauge, "parity_max_abs_error", "Largest logit difference from PyTorch in the golden cases.", _MODEL
         )
         self.parity_passed = make(Gauge, "parity_passed", "Whether every golden case passed, 1 or 0.", _MODEL)
+        self.coefficient = make(
+            Gauge, "cost_model_coefficient", "Seconds of a step by term, learned from the steps.", _MODEL, "term"
+        )
+        self.relative_error = make(
+            Gauge,
+            "cost_model_relative_error",
+            "By how much of it service times lately differed from what was predicted.",
+            _MODEL,
+        )
         slo = make(Gauge, "slo_seconds", "Objectives that were given; each is a bucket boundary.", "slo", "bound")
         self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens taken in, cached ones included.", _MODEL)
         self.cached_prompt_tokens = make(
@@ -151,6 +160,8 @@ class ModelMetrics:
         self._serving = metrics.serving.labels(model)
         self._parity = metrics.parity
         self._parity_passed = metrics.parity_passed
+        self._coefficient = metrics.coefficient
+        self._relative_error = metrics.relative_error
         self._states = (metrics.serving, metrics.parity, metrics.parity_passed)
         self._running = metrics.running.labels(model)
         self._waiting = metrics.waiting.labels(model)
@@ -182,6 +193,8 @@ class ModelMetrics:
             gauge.set(0)
         for state in self._states:
             state.remove(self._model)
+        for learned in (self._coefficient, self._relative_error):
+            learned.remove_by_labels({_MODEL: self._model})
 
     def serves(self, *, is_serving: bool) -> None:
         """The model answers from now on, or does not."""
@@ -191,6 +204,13 @@ class ModelMetrics:
         """The golden cases were replayed."""
         self._parity.labels(self._model).set(max_abs_error)
         self._parity_passed.labels(self._model).set(passed)
+
+    def cost_model(self, coefficients: Mapping[str, float], relative_error: float | None) -> None:
+        """What is known of the model's step times, in seconds by term, and how far off predictions were."""
+        for term, seconds in coefficients.items():
+            self._coefficient.labels(self._model, term).set(seconds)
+        if relative_error is not None:
+            self._relative_error.labels(self._model).set(relative_error)
 
     def step_done(self, stats: StepStats) -> None:
         """The engine took a step. A step that computed nothing moves the gauges alone."""

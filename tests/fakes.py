@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
+from model.config import Architecture, ModelConfig
+from service.costing import CostModel
 from service.engine.batch import (
     KVCopy,
     KVDrop,
@@ -30,6 +32,7 @@ from service.engine.batch import (
 from service.engine.engine import Engine, LastRun
 from service.engine.intake import ModelShape
 from service.engine.kv_ledger import KVBudget
+from service.engine.plan import Pieces
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.text import Decode
@@ -246,6 +249,22 @@ def fake_engine(
         last_run or LastRun(),
         clock,
     )
+
+
+def fake_costs(pieces: Pieces, *, encoder_decoder: bool = False) -> CostModel:
+    """What counts the requests of an engine that cuts so, over a small model."""
+    encoder = {"num_encoder_layers": 1, "source_context": pieces.source_context} if encoder_decoder else {}
+    config = ModelConfig(
+        architecture=Architecture.ENCODER_DECODER if encoder_decoder else Architecture.DECODER_ONLY,
+        vocab_size=VOCAB_SIZE,
+        context=pieces.context,
+        d_model=8,
+        num_layers=1,
+        num_heads=1,
+        d_ff=8,
+        **encoder,
+    )
+    return CostModel(config, pieces)
 
 
 def fake_model(*, encoder_decoder: bool = False, context: int = CONTEXT) -> ModelShape:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from model.golden import CaseResult, GoldenCase, Tolerance
+from service.engine.plan import Pieces
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, StepStats, TokenEvent
 
+PIECES = Pieces(chunk=128, context=1024, prompt_padding=4, short_prompt=32, source_padding=16, source_context=0)
 Steps = Sequence[Sequence[TokenEvent]]
 
 
@@ -51,6 +53,15 @@ class ScriptedEngine:
         self._num_preemptions = num_preemptions
         self._pending: dict[str, tuple[GenerationRequest, deque[Sequence[TokenEvent]]]] = {}
         self._ended: dict[str, set[int]] = {}
+
+    @property
+    def pieces(self) -> Pieces:
+        """As a real engine cuts by default."""
+        return PIECES
+
+    def num_cached_tokens(self, request: GenerationRequest) -> int:
+        """What every terminal event tells."""
+        return self._num_cached_tokens
 
     @property
     def has_work(self) -> bool:
@@ -107,3 +118,7 @@ class ScriptedEngine:
     def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> Sequence[CaseResult]:
         """Nothing to replay on."""
         raise NotImplementedError
+
+    def calibrate(self, max_seconds: float) -> Sequence[StepStats]:
+        """Nothing that would take time."""
+        return ()

@@ -38,7 +38,13 @@ MODEL = "fake"
 PROMPT = (BOS, *spell("ab"))
 SLOTS = 4
 CONFIG = ServeConfig(
-    models=Path("unused"), port=0, metrics=False, max_batch_size=SLOTS, max_queue_size=4, drain_grace_seconds=60.0
+    models=Path("unused"),
+    port=0,
+    metrics=False,
+    max_batch_size=SLOTS,
+    max_queue_size=4,
+    calibrate=False,
+    drain_grace_seconds=60.0,
 )
 TRUSTED = CaseResult("trusted", 0.0, 0.0, 1.0, 1.0, passed=True)
 GREEDY = pb.SamplingParams(temperature=0.0)

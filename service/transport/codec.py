@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from proto.onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
+from service.costing import Cost
 from service.engine.types import (
     BeamSearchParams,
     FinishReason,
@@ -23,6 +24,7 @@ from service.engine.types import (
     TokenLogprobs,
 )
 from service.errors import InvalidRequest, UnsupportedFeature
+from service.forecast import Estimate
 from service.generator import GenerateCall, Outcome
 from service.scoring import Score, ScoreCall
 
@@ -65,6 +67,7 @@ def decode_generate(
         beam_search=beam_search,
         logprobs=_logprobs(message.response, "logprobs", limits),
         prompt_logprobs=_logprobs(message.response, "prompt_logprobs", limits),
+        wants_cost=message.response.cost,
         priority=message.priority,
         timeout_seconds=_timeout(message),
     )
@@ -92,7 +95,6 @@ def _refuse_unsupported(message: pb.GenerateRequest | pb.GenerateStreamRequest) 
     asked = {
         "prompt.chat": message.HasField("chat"),
         "partial_on_deadline": message.partial_on_deadline,
-        "response.cost": message.response.cost,
     }
     for field, is_asked in asked.items():
         if is_asked:
@@ -276,6 +278,29 @@ def encode_timings(timings: RequestTimings) -> pb.Timings:
     )
     if timings.first_token_time is not None:
         message.time_to_first_token = first - arrived
+    return message
+
+
+def encode_cost(cost: Cost) -> pb.Cost:
+    """Counts, and seconds as far as they are known."""
+    counts = cost.counts
+    return pb.Cost(
+        attended_pairs=counts.attended_pairs,
+        padded_pairs=counts.padded_pairs,
+        linear_flops=counts.linear_flops,
+        attention_flops=counts.attention_flops,
+        kv_byte_steps=counts.kv_byte_steps,
+        predicted_seconds=cost.predicted_seconds,
+        measured_seconds=cost.measured_seconds,
+    )
+
+
+def encode_estimate(estimate: Estimate) -> pb.EstimateResponse:
+    """What is known of a request that nobody has sent."""
+    message = pb.EstimateResponse(cost=encode_cost(estimate.cost))
+    if estimate.forecast is not None:
+        message.queue_seconds = estimate.forecast.queue_seconds
+        message.finish_seconds = estimate.forecast.finish_seconds
     return message
 
 

@@ -68,6 +68,8 @@ class GenerationServicer(GenerationServiceServicer):
                             output.text = "".join(texts[output.index])
                         response.usage.CopyFrom(codec.encode_usage(part))
                         response.timings.CopyFrom(codec.encode_timings(part.timings))
+                        if part.cost is not None:
+                            response.cost.CopyFrom(codec.encode_cost(part.cost))
         return response
 
     async def GenerateStream(
@@ -98,8 +100,9 @@ class GenerationServicer(GenerationServiceServicer):
         return codec.encode_score(await self._generator.score(call, context.time_remaining()))
 
     async def Estimate(self, request: pb.EstimateRequest, context: Context) -> pb.EstimateResponse:
-        """Not offered."""
-        raise UnsupportedFeature("Estimate")
+        """Tells what a request would cost, without running it."""
+        call = codec.decode_generate(request.request, self._limits)
+        return codec.encode_estimate(await self._generator.estimate(call))
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         """Not offered."""
@@ -164,6 +167,8 @@ def _event(part: Part) -> pb.GenerateStreamResponse:
         case Outcome():
             event.summary.usage.CopyFrom(codec.encode_usage(part))
             event.summary.timings.CopyFrom(codec.encode_timings(part.timings))
+            if part.cost is not None:
+                event.summary.cost.CopyFrom(codec.encode_cost(part.cost))
     return event
 
 

@@ -152,6 +152,7 @@ def describe_capabilities(*, is_encoder_decoder: bool) -> pb.ModelCapabilities:
         logit_control=True,
         min_tokens=True,
         scoring=True,
+        cost=True,
         target_prefix=is_encoder_decoder,
     )
 

@@ -30,7 +30,6 @@ ONE_TOKEN = pb.TokenIds(ids=[7])
 UNSUPPORTED: dict[str, tuple[pb.GenerateRequest, str]] = {
     "prompt.chat": (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])), "chat"),
     "partial_on_deadline": (pb.GenerateRequest(text="a", partial_on_deadline=True), "partial_on_deadline"),
-    "response.cost": (pb.GenerateRequest(text="a", response=pb.ResponseOptions(cost=True)), "cost"),
 }
 
 
@@ -61,6 +60,7 @@ def test_request_that_says_nothing_but_its_prompt_gets_the_documented_defaults()
         beam_search=None,
         logprobs=None,
         prompt_logprobs=None,
+        wants_cost=False,
         priority=0,
         timeout_seconds=None,
     )
@@ -93,7 +93,7 @@ def test_every_offered_field_is_read() -> None:
             ignore_eos=True,
             include_stop_in_output=True,
         ),
-        response=pb.ResponseOptions(logprobs=5, prompt_logprobs=3),
+        response=pb.ResponseOptions(logprobs=5, prompt_logprobs=3, cost=True),
         priority=-(2**31),
         timeout_seconds=2.5,
     )
@@ -126,6 +126,7 @@ def test_every_offered_field_is_read() -> None:
         beam_search=None,
         logprobs=5,
         prompt_logprobs=3,
+        wants_cost=True,
         priority=-(2**31),
         timeout_seconds=2.5,
     )

@@ -57,6 +57,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "threads": ("3", 3),
     "spin": ("no", False),
     "huge_pages": ("false", False),
+    "calibrate": ("0", False),
     "drain_grace_seconds": ("1.5", 1.5),
     "max_message_bytes": ("2048", 2048),
     "max_metadata_bytes": ("4096", 4096),

@@ -19,6 +19,8 @@ GAUGES = {
     "parity_max_abs_error",
     "parity_passed",
     "slo_seconds",
+    "cost_model_coefficient",
+    "cost_model_relative_error",
 }
 COUNTERS = {
     "prompt_tokens",
@@ -83,9 +85,10 @@ def test_time_buckets_grow_by_half_from_100_microseconds_to_150_seconds() -> Non
         assert high / low == pytest.approx(1.5, rel=1e-5)
 
 
-def test_every_metric_of_a_model_carries_its_name_alone_but_for_the_finish_reason(registry: CollectorRegistry) -> None:
+def test_every_metric_of_a_model_carries_its_name_alone_but_for_two(registry: CollectorRegistry) -> None:
     model = Metrics(registry).for_model("m")
     model.request_done(record())
+    model.cost_model({"decode_pair": 1e-6}, 0.25)
     model.parity_checked(0.0, passed=True)
     labels = {
         metric.name.removeprefix("onward_"): frozenset(sample.labels) - {"le"}
@@ -96,6 +99,7 @@ def test_every_metric_of_a_model_carries_its_name_alone_but_for_the_finish_reaso
         name: {"model_name"} for name in (GAUGES | COUNTERS | SECONDS | SIZES) - {"grpc_server_handled", "slo_seconds"}
     }
     expected["requests"] = {"model_name", "finish_reason"}
+    expected["cost_model_coefficient"] = {"model_name", "term"}
     assert {name: names for name, names in labels.items() if not name.startswith("process_")} == expected
 
 
@@ -146,6 +150,23 @@ def test_phase_that_was_never_reached_is_not_observed(registry: CollectorRegistr
 def test_single_token_has_no_time_per_output_token(registry: CollectorRegistry) -> None:
     Metrics(registry).for_model("m").request_done(record(tokens=1))
     assert value(registry, "time_per_output_token_seconds_count") == 0
+
+
+def test_what_is_known_of_step_times_is_shown_by_term_until_the_model_goes(registry: CollectorRegistry) -> None:
+    model = Metrics(registry).for_model("m")
+    model.serves(is_serving=True)
+    model.parity_checked(0.0, passed=True)
+    model.cost_model({"prefill_token": 2e-4, "decode_step_1": 0.25}, None)
+    assert value(registry, "cost_model_coefficient", term="prefill_token") == 2e-4
+    assert value(registry, "cost_model_coefficient", term="decode_step_1") == 0.25
+    # Nothing was predicted yet: an error of 0 would be a lie.
+    assert value(registry, "cost_model_relative_error") is None
+    model.cost_model({"prefill_token": 3e-4}, 0.125)
+    assert value(registry, "cost_model_coefficient", term="prefill_token") == 3e-4
+    assert value(registry, "cost_model_relative_error") == 0.125
+    model.idle()
+    assert value(registry, "cost_model_coefficient", term="prefill_token") is None
+    assert value(registry, "cost_model_relative_error") is None
 
 
 def step(num_tokens: int) -> StepStats:

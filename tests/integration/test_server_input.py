@@ -310,7 +310,7 @@ async def test_bad_score_is_refused_by_its_field_and_counted(
     assert str(error.details()).startswith(words)
 
 
-@pytest.mark.parametrize("method", ["Estimate", "Explain"])
+@pytest.mark.parametrize("method", ["Explain"])
 async def test_generation_methods_of_later_versions_are_unimplemented_by_name(method: str) -> None:
     async with running() as server:
         error = await status_of(getattr(server.generation, method)(getattr(pb, f"{method}Request")()))

@@ -219,9 +219,9 @@ async def test_unloading_lets_requests_end_and_then_gives_the_memory_back(tmp_pa
         built: list[weakref.ref[Any]] = []
         install = shelved.server.app._engine.install  # what else would hold the engine
 
-        def note(model: str, engine: Any) -> None:
+        def note(model: str, engine: Any, *others: Any) -> None:
             built.append(weakref.ref(engine))
-            install(model, engine)
+            install(model, engine, *others)
 
         shelved.server.app._engine.install = note  # type: ignore[method-assign]
         await shelved.load("b")

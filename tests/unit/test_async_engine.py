@@ -19,7 +19,7 @@ from service.engine.types import FinishReason, GenerationRequest, SamplingParams
 from service.engine_thread import StepEngine, _Outbox
 from service.errors import EngineFailed, InvalidRequest, NotServing, Overloaded
 from service.metrics import Metrics
-from tests.fakes import Death, FakeRunner, Gate, expected_tokens, fake_engine, request
+from tests.fakes import Death, FakeRunner, Gate, expected_tokens, fake_costs, fake_engine, request
 from tests.scripted import ScriptedEngine, token
 
 MODEL = "fake"
@@ -42,7 +42,8 @@ async def started(
 ) -> AsyncIterator[AsyncEngine]:
     engines = engines or {MODEL: fake_engine(runner, context=ENDLESS + 1)}
     metrics = Metrics(registry or CollectorRegistry())
-    engine = AsyncEngine(engines, metrics, max_batch_size=SLOTS, max_queue_size=QUEUE)
+    costs = {name: fake_costs(engine.pieces) for name, engine in engines.items()}
+    engine = AsyncEngine(engines, metrics, costs, max_batch_size=SLOTS, max_queue_size=QUEUE)
     engine.start()
     try:
         yield engine
@@ -154,7 +155,7 @@ async def test_request_that_the_engine_refuses_ends_with_the_engines_reason() ->
 async def test_request_that_breaks_the_engine_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     async with started() as engine:
         with pytest.raises(EngineFailed) as failure:
-            await run(engine, replace(request("a"), stopping=None))  # type: ignore[arg-type]
+            await run(engine, replace(request("a"), sampling=SamplingParams(seed="none")))  # type: ignore[arg-type]
         assert await run(engine, request("b"))
     assert failure.value.error_id in caplog.text
 
@@ -387,7 +388,8 @@ async def test_stop_ends_open_streams_with_not_serving() -> None:
 
 
 async def test_nothing_is_admitted_before_start() -> None:
-    engine = AsyncEngine({MODEL: fake_engine()}, Metrics(CollectorRegistry()), max_batch_size=1, max_queue_size=0)
+    costs, metrics = {MODEL: fake_costs(fake_engine().pieces)}, Metrics(CollectorRegistry())
+    engine = AsyncEngine({MODEL: fake_engine()}, metrics, costs, max_batch_size=1, max_queue_size=0)
     with pytest.raises(NotServing, match="starting"):
         engine.admit(MODEL, "a")
 
@@ -450,3 +452,28 @@ def test_outbox_a_callback_at_fault_keeps_nothing_from_those_behind_it() -> None
         posted.pop()()
     posted.pop()()
     assert told == [1]
+
+
+async def test_cost_that_cannot_be_counted_is_none_and_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    # More tokens cached than there are.
+    liar = ScriptedEngine(lambda _: [[token(5, 0, FinishReason.LENGTH)]], num_cached_tokens=99)
+    async with started(**{MODEL: liar}) as engine:
+        for name in "ab":
+            with engine.admit(MODEL, name) as place:
+                place.submit(request(name))
+                assert tokens([events async for events in place.events()]) == [5]
+                assert place.cost is None
+    assert "what request a cost could not be counted" in caplog.text
+
+
+async def test_what_is_known_of_a_models_step_times_outlives_a_reload_that_leaves_it_what_it_was() -> None:
+    async with started() as engine:
+        lane = engine._lanes[MODEL]
+        known, other = lane.forecaster, fake_engine(context=64)
+        assert await run(engine, request("a"))
+        engine.install(MODEL, fake_engine(context=ENDLESS + 1), known.costs)
+        assert lane.forecaster is known
+        engine.install(MODEL, other, fake_costs(other.pieces))
+        assert lane.forecaster is not known
+        assert lane.forecaster.costs.config.context == 64
+        assert await run(engine, request("b"))

@@ -758,7 +758,10 @@ Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
 class Cost(_message.Message):
-    """What a request costs by the model's arithmetic: the quadratic law."""
+    """What a request costs by the model's arithmetic, the quadratic law, and on the clock. In an answer the counts are of
+    what was done, in an estimate of outputs as long as `max_tokens` and the context allow. Cached tokens cost nothing to
+    compute, but are attended to and held.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -770,19 +773,23 @@ class Cost(_message.Message):
     PREDICTED_SECONDS_FIELD_NUMBER: _builtins.int
     MEASURED_SECONDS_FIELD_NUMBER: _builtins.int
     attended_pairs: _builtins.int
-    """Query-key pairs attended to."""
+    """Query-key pairs that the masks let meet, over all layers, for each head."""
     padded_pairs: _builtins.int
-    """Query-key pairs computed in vain, for padding."""
+    """Query-key pairs computed in vain, for padding; counted in the same way."""
     linear_flops: _builtins.float
-    """Floating-point operations that grow linearly with length."""
+    """Floating-point operations that grow linearly with length, two for each multiply-add; without padding."""
     attention_flops: _builtins.float
-    """Floating-point operations of attention, which grow with its square."""
+    """Floating-point operations of attention, over all heads, for `attended_pairs`, which grow with the length's square."""
     kv_byte_steps: _builtins.float
-    """Key-value cache bytes held, summed over steps."""
+    """Bytes of keys and values held, summed over the steps that computed something for the request."""
     predicted_seconds: _builtins.float
-    """Seconds the cost model foretells."""
+    """Seconds of service foretold, from being scheduled until the end. In an answer: by what was known when the request
+    was handed over, knowing which of its tokens were cached. For outputs as long as `max_tokens` and the context
+    allow, which is what they are with `ignore_eos`; otherwise it is an upper bound, as nobody knows the length. Absent
+    while too few steps were seen to tell.
+    """
     measured_seconds: _builtins.float
-    """Seconds it took. Absent in an estimate."""
+    """Seconds of service taken, without the queue: `Timings.prefill` and `Timings.decode`. Absent in an estimate."""
     def __init__(
         self,
         *,
@@ -791,16 +798,21 @@ class Cost(_message.Message):
         linear_flops: _builtins.float = ...,
         attention_flops: _builtins.float = ...,
         kv_byte_steps: _builtins.float = ...,
-        predicted_seconds: _builtins.float = ...,
+        predicted_seconds: _builtins.float | None = ...,
         measured_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_seconds", b"_measured_seconds", "measured_seconds", b"measured_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_seconds", b"_measured_seconds", "_predicted_seconds", b"_predicted_seconds", "measured_seconds", b"measured_seconds", "predicted_seconds", b"predicted_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_seconds", b"_measured_seconds", "attended_pairs", b"attended_pairs", "attention_flops", b"attention_flops", "kv_byte_steps", b"kv_byte_steps", "linear_flops", b"linear_flops", "measured_seconds", b"measured_seconds", "padded_pairs", b"padded_pairs", "predicted_seconds", b"predicted_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_seconds", b"_measured_seconds", "_predicted_seconds", b"_predicted_seconds", "attended_pairs", b"attended_pairs", "attention_flops", b"attention_flops", "kv_byte_steps", b"kv_byte_steps", "linear_flops", b"linear_flops", "measured_seconds", b"measured_seconds", "padded_pairs", b"padded_pairs", "predicted_seconds", b"predicted_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__measured_seconds: _TypeAlias = _typing.Literal["measured_seconds"]  # noqa: Y015
     _WhichOneofArgType__measured_seconds: _TypeAlias = _typing.Literal["_measured_seconds", b"_measured_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__predicted_seconds: _TypeAlias = _typing.Literal["predicted_seconds"]  # noqa: Y015
+    _WhichOneofArgType__predicted_seconds: _TypeAlias = _typing.Literal["_predicted_seconds", b"_predicted_seconds"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_seconds) -> _WhichOneofReturnType__measured_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_seconds) -> _WhichOneofReturnType__predicted_seconds | None: ...
 
 Global___Cost: _TypeAlias = Cost  # noqa: Y015
 
@@ -1266,14 +1278,14 @@ Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
 
 @_typing.final
 class EstimateRequest(_message.Message):
-    """Asks what a request would cost."""
+    """Asks what a request would cost. It is checked as `Generate` would check it, with the same errors, and takes no place."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
-        """The request, exactly as it would be sent."""
+        """The request, exactly as it would be sent. What is cached of its prompt or source counts as it is now."""
 
     def __init__(
         self,
@@ -1290,7 +1302,7 @@ Global___EstimateRequest: _TypeAlias = EstimateRequest  # noqa: Y015
 
 @_typing.final
 class EstimateResponse(_message.Message):
-    """What a request would cost, were it sent now. An output is taken to be as long as `max_tokens` allows."""
+    """What a request would cost, were it sent now. An output is taken to be as long as `max_tokens` and the context allow."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1298,9 +1310,11 @@ class EstimateResponse(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     FINISH_SECONDS_FIELD_NUMBER: _builtins.int
     queue_seconds: _builtins.float
-    """Seconds until it would be scheduled."""
+    """Seconds until it would be scheduled, by the requests that run and wait before it, which are taken to be as long as
+    such requests lately were. Absent with `cost.predicted_seconds`.
+    """
     finish_seconds: _builtins.float
-    """Seconds until it would end."""
+    """Seconds until it would end: `queue_seconds` and `cost.predicted_seconds`. Absent with them."""
     @_builtins.property
     def cost(self) -> Global___Cost:
         """The cost, without `measured_seconds`."""
@@ -1309,14 +1323,21 @@ class EstimateResponse(_message.Message):
         self,
         *,
         cost: Global___Cost | None = ...,
-        queue_seconds: _builtins.float = ...,
-        finish_seconds: _builtins.float = ...,
+        queue_seconds: _builtins.float | None = ...,
+        finish_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_seconds", b"_finish_seconds", "_queue_seconds", b"_queue_seconds", "cost", b"cost", "finish_seconds", b"finish_seconds", "queue_seconds", b"queue_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "finish_seconds", b"finish_seconds", "queue_seconds", b"queue_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_seconds", b"_finish_seconds", "_queue_seconds", b"_queue_seconds", "cost", b"cost", "finish_seconds", b"finish_seconds", "queue_seconds", b"queue_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__finish_seconds: _TypeAlias = _typing.Literal["finish_seconds"]  # noqa: Y015
+    _WhichOneofArgType__finish_seconds: _TypeAlias = _typing.Literal["_finish_seconds", b"_finish_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__queue_seconds: _TypeAlias = _typing.Literal["queue_seconds"]  # noqa: Y015
+    _WhichOneofArgType__queue_seconds: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_seconds) -> _WhichOneofReturnType__finish_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_seconds) -> _WhichOneofReturnType__queue_seconds | None: ...
 
 Global___EstimateResponse: _TypeAlias = EstimateResponse  # noqa: Y015
 
