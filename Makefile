@@ -42,9 +42,10 @@ serve: $(STAMP) ## serve what is under build/models
 bench: $(STAMP) ## benchmark against peers, each in an environment of its own (BENCH="--quick" to try it)
 	$(BIN)/python -m benchmarks.bench $(BENCH)
 
-scenarios: $(STAMP) ## a long prompt amid streams, a shared prefix, translation beside CTranslate2 (SCENARIOS="--quick")
+scenarios: $(STAMP) ## a long prompt amid streams, a shared prefix, predictions, translation beside CTranslate2 (SCENARIOS="--quick")
 	$(BIN)/python -m benchmarks.interference $(SCENARIOS)
 	$(BIN)/python -m benchmarks.prefix $(SCENARIOS)
+	$(BIN)/python -m benchmarks.prediction $(SCENARIOS)
 	$(BIN)/python -m benchmarks.translation $(SCENARIOS)
 
 faults: $(STAMP) ## a hundred thousand fuzzed requests, two hundred killed clients (half an hour)

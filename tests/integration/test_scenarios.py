@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import host, interference, prefix, scenario, translation
+from benchmarks import host, interference, prediction, prefix, scenario, translation
 from benchmarks.bench_onward import MODEL, Onward
 from benchmarks.bench_systems import InstallError
 from benchmarks.interference import Repeat
 from benchmarks.peers.ctranslate2_translator import Batching, CTranslate2Translator
 from benchmarks.peers.protocol import Options
+from benchmarks.prediction import Seen
 from benchmarks.scenario import Answer, percentile
 from benchmarks.translation import OFFLINE, OURS, PEER, Contender, Translation
-from tests.artifacts import tiny_artifact
+from tests.artifacts import tiny_artifact, tiny_config
 
 
 def tiny_options(tmp_path: Path, family: str, max_batch: int = 4) -> Options:
@@ -118,6 +119,73 @@ def test_a_prefix_is_measured_in_every_way_on_a_real_server(tmp_path: Path, monk
     assert results["ways"]["sequential"]["cached_tokens"]["first"] == 0
     assert "| sequential |" in prefix.render(results)
     json.dumps(results, allow_nan=False)
+
+
+# Predictions.
+
+
+def seen(predicted: float, measured: float, estimated: float = 1.0, cached: int = 0) -> Seen:
+    return Seen(10, cached, 5, predicted, estimated, estimated + 1.0, measured, measured + 1.0)
+
+
+def test_a_prediction_is_judged_by_what_it_is_off_in_parts_of_what_was_measured() -> None:
+    found = prediction.judge([seen(1.2, 1.0, cached=5), seen(0.75, 1.0), seen(2.0, 2.0, 3.0)])
+    assert found["count"] == 3
+    assert found["cached_share"] == pytest.approx(5 / 30)
+    assert found["cost"]["share_within"] == pytest.approx(2 / 3)
+    assert found["cost"]["max"] == pytest.approx(0.25)
+    assert found["cost"]["bias"] == pytest.approx((0.2 - 0.25 + 0.0) / 3)
+    assert found["estimate"]["share_within"] == pytest.approx(2 / 3)
+    assert found["finish"]["max"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])
+def test_requests_of_a_workload_fit_the_model_and_some_begin_alike(family: str) -> None:
+    config = replace(tiny_config(family), **({"source_context": 64} if family == "encoder-decoder" else {}))
+    settings = prediction.Settings(chunk=16, shared=0.5)
+    made = [workload.next() for workload in [prediction.Workload(config, settings, "a")] for _ in range(200)]
+    again = prediction.Workload(config, settings, "a")
+    assert made == [again.next() for _ in range(200)]
+    most = config.source_context if config.is_encoder_decoder else config.context
+    for asked in made:
+        assert 1 <= len(asked.token_ids) <= most
+        assert asked.new >= 1
+        assert len(asked.token_ids) + asked.new <= config.context or config.is_encoder_decoder
+    beginnings = [asked.token_ids[:16] for asked in made if len(asked.token_ids) >= 16]
+    assert len(set(beginnings)) < len(beginnings) - 50
+    assert len({len(asked.token_ids) for asked in made}) > 10
+
+
+@pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])
+def test_predictions_of_a_real_server_are_measured_alone_and_under_load(tmp_path: Path, family: str) -> None:
+    artefact = tiny_artifact(family)
+    settings = prediction.Settings(
+        models=(str(artefact),), requests=6, warm_seconds=0.2, load_seconds=0.3, in_flight=6, batch=2, chunk=16
+    )
+    results = prediction.measure(settings, tmp_path)
+    found = results["models"][artefact.name]
+    assert found["alone"]["count"] == len(found["requests"]) == 6
+    assert found["load"]["count"] >= 6
+    for when in ("alone", "load"):
+        for way in ("cost", "estimate", "finish"):
+            assert 0 <= found[when][way]["share_within"] <= 1
+            assert found[when][way]["max"] >= found[when][way]["p50"] >= 0
+    assert all(each["predicted"] > 0 and each["measured"] > 0 for each in found["requests"])
+    assert f"| {artefact.name} | load |" in prediction.render(results)
+    assert "<svg" in prediction.draw_picture(results)
+    json.dumps(results, allow_nan=False)
+
+
+def test_models_to_predict_are_presets_or_artefacts_and_quick_means_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, folder = prediction._parse(["--quick", "--model", "one", "--model", "two", "--docs"])
+    assert settings.models == ("one", "two")
+    assert settings.requests <= 30
+    assert settings.warm_seconds <= 3
+    assert folder == prediction.DOCS
+    monkeypatch.setattr(prediction, "MODELS", tiny_artifact("decoder-only").parent)
+    settings, folder = prediction._parse([])
+    assert settings.models == ("llama-110m", str(tiny_artifact("decoder-only")))
+    assert (settings.requests, settings.warm_seconds, folder) == (300, 60.0, scenario.BUILD)
 
 
 # Translation.

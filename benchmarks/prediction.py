@@ -1,0 +1,371 @@
+"""How well a server foretells what requests take: predictions beside measurements, one at a time and under load.
+
+    python -m benchmarks.prediction [--model MODEL …] [--precision int8] [--requests 300] [--warm 60] [--load 30]
+                                    [--in-flight 12] [--quick] [--docs]
+
+A MODEL is a preset, exported with random weights, or the folder of an artefact; by default `llama-110m` and whatever
+lies under `build/models`. Each has a server of its own. After a time of warm running, requests are sent one by one,
+prompts and outputs of geometrically distributed lengths, outputs as long as they are asked for, some of the prompts
+with a beginning (some of the sources with a text) that others have, too, so that cached tokens matter. Before each,
+`Estimate` is asked; the answer's `Cost` has what was predicted when the request came, and the seconds of service it
+then took, without the queue. The promise is
+
+    within 20 % of what was measured for 90 % of the requests, for `Cost` and for `Estimate`
+
+Then the same under load, with more in flight than fit into a batch: what is off is reported, and nothing promised; the
+queue is foretold there as well, so that an estimate's finish can be held against the time that the whole call took. The
+last line on stdout is one JSON object; report and picture go to `build/bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from benchmarks import scenario
+from benchmarks.bench_onward import artefact, version
+from benchmarks.scenario import draw, milliseconds, percentile
+from benchmarks.serving import serving
+from model.artifact import MANIFEST, load
+from model.config import ModelConfig
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+
+if TYPE_CHECKING:
+    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+NAME = "prediction"
+DOCS = Path("docs")
+MODELS = Path("build/models")
+WITHIN = 0.2
+SHARE = 0.9
+"""The promise: so many of the requests within so much of what was measured."""
+_MOST_CONTEXT = 1024
+"""Lengths are drawn for a context of no more than this, so that a request takes seconds and not minutes."""
+_PREFIX_CHUNKS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is measured. `shared` is the share of requests whose prompt begins as others do, or whose source is theirs.
+
+    `batch` is how many rows the server has, fewer than are `in_flight` under load, so that there is a queue.
+    """
+
+    models: tuple[str, ...] = ("llama-110m",)
+    precision: str = "int8"
+    requests: int = 300
+    warm_seconds: float = 60.0
+    load_seconds: float = 30.0
+    in_flight: int = 12
+    batch: int = 8
+    shared: float = 0.4
+    chunk: int = 128
+    threads: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request to be sent: ids of a prompt or source, and tokens wanted."""
+
+    token_ids: tuple[int, ...]
+    new: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One request: what was foretold and what came, in seconds. `total` is the whole call on the server's clock."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    predicted: float
+    estimated: float
+    estimated_finish: float
+    measured: float
+    total: float
+
+
+class Workload:
+    """Draws requests for a model, the same ones for the same seed."""
+
+    def __init__(self, config: ModelConfig, settings: Settings, seed: str) -> None:
+        self._source = random.Random(seed)  # noqa: S311 (not for secrets)
+        self._settings = settings
+        self._is_source = config.is_encoder_decoder
+        self._vocab_size = config.source_vocab_size if self._is_source else config.vocab_size
+        self._most_prompt = min(config.source_context if self._is_source else config.context // 2, _MOST_CONTEXT // 2)
+        self._most_new = min(config.context - 1 if self._is_source else config.context // 2, _MOST_CONTEXT // 4)
+        length = self._most_prompt if self._is_source else min(_PREFIX_CHUNKS * settings.chunk, self._most_prompt // 2)
+        self._known = [draw(self._source, self._vocab_size, length) for _ in range(4)]
+
+    def next(self) -> Asked:
+        """The next request."""
+        length = self._length(self._most_prompt)
+        token_ids = draw(self._source, self._vocab_size, length)
+        if self._source.random() < self._settings.shared:
+            known = self._source.choice(self._known)
+            # A source is known as a whole, a prompt by its beginning.
+            token_ids = known if self._is_source else [*known, *token_ids][: self._most_prompt]
+        return Asked(tuple(token_ids), self._length(self._most_new))
+
+    def _length(self, most: int) -> int:
+        """Geometrically distributed about a third of the most, cut to it."""
+        return min(1 + int(self._source.expovariate(3 / most)), most)
+
+
+def measure(settings: Settings, build: Path) -> dict[str, Any]:
+    """Serves one model after the other and measures each."""
+    subjects = {}
+    for model in settings.models:
+        print(
+            f"{model}: {settings.warm_seconds:g} s of warm running, then {settings.requests} requests", file=sys.stderr
+        )
+        name, folder = _find(model, settings, build)
+        subjects[name] = _measure_one(folder, settings)
+    facts = {"scenario": NAME, "version": version(), "settings": asdict(settings), "machine": scenario.machine()}
+    passed = all(
+        found["alone"][way]["share_within"] >= SHARE for found in subjects.values() for way in ("cost", "estimate")
+    )
+    return facts | {"within": WITHIN, "share": SHARE, "models": subjects, "passed": passed}
+
+
+def _find(model: str, settings: Settings, build: Path) -> tuple[str, Path]:
+    """A model's name and its artefact's folder, made first if it is a preset."""
+    if (Path(model) / MANIFEST).exists():
+        return Path(model).name, Path(model)
+    options = scenario.make_artefact(
+        model, settings.precision, build=build, max_batch=settings.batch, threads=settings.threads
+    )
+    return f"{Path(model).stem} {settings.precision}", artefact(options)
+
+
+def _measure_one(folder: Path, settings: Settings) -> dict[str, Any]:
+    config = load(folder).config
+    flags = ["--threads", str(settings.threads), "--max-batch-size", str(settings.batch)]
+    flags += ["--prefill-chunk", str(settings.chunk), *scenario.QUIET]
+    with tempfile.TemporaryDirectory() as models:
+        # The server serves all that lies beside it.
+        (Path(models) / "model").symlink_to(folder.resolve(), target_is_directory=True)
+        with serving(Path(models), *flags) as target:
+            alone, loaded = asyncio.run(_ask(target, config, settings))
+    return {
+        "alone": judge(alone),
+        "load": judge(loaded),
+        "requests": [asdict(seen) for seen in alone],
+    }
+
+
+async def _ask(target: str, config: ModelConfig, settings: Settings) -> tuple[list[Seen], list[Seen]]:
+    """Warms up, then asks one request after the other, then several at a time."""
+    async with _stub(target) as stub:
+        warm = Workload(config, settings, f"{settings.seed} warm")
+        end = time.perf_counter() + settings.warm_seconds
+        while time.perf_counter() < end:
+            await stub.Generate(_request(warm.next()))
+        measured = Workload(config, settings, f"{settings.seed} measured")
+        alone = [await _send(stub, measured.next()) for _ in range(settings.requests)]
+        busy, loaded = Workload(config, settings, f"{settings.seed} load"), list[Seen]()
+        end = time.perf_counter() + settings.load_seconds
+
+        async def keep_asking() -> None:
+            while time.perf_counter() < end:
+                loaded.append(await _send(stub, busy.next()))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(settings.in_flight):
+                group.create_task(keep_asking())
+    return alone, loaded
+
+
+@asynccontextmanager
+async def _stub(target: str) -> AsyncIterator[GenerationServiceAsyncStub]:
+    async with grpc.aio.insecure_channel(target) as channel:
+        yield GenerationServiceStub(channel)
+
+
+async def _send(stub: GenerationServiceAsyncStub, asked: Asked) -> Seen:
+    """Has a request estimated, then runs it.
+
+    Raises:
+        RuntimeError: when the server foretells nothing.
+    """
+    request = _request(asked)
+    estimate = await stub.Estimate(pb.EstimateRequest(request=request))
+    answer = await stub.Generate(request)
+    if not (estimate.HasField("finish_seconds") and answer.cost.HasField("predicted_seconds")):
+        raise RuntimeError("the server foretold nothing: was it calibrated?")
+    return Seen(
+        prompt_tokens=answer.usage.prompt_tokens,
+        cached_tokens=answer.usage.cached_tokens,
+        new_tokens=answer.usage.generated_tokens,
+        predicted=answer.cost.predicted_seconds,
+        estimated=estimate.cost.predicted_seconds,
+        estimated_finish=estimate.finish_seconds,
+        measured=answer.cost.measured_seconds,
+        total=answer.timings.total,
+    )
+
+
+def _request(asked: Asked) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=asked.token_ids),
+        sampling=pb.SamplingParams(temperature=0.0),
+        stopping=pb.StoppingParams(max_tokens=asked.new, ignore_eos=True),
+        response=pb.ResponseOptions(cost=True),
+    )
+
+
+def judge(seen: Sequence[Seen]) -> dict[str, Any]:
+    """How far off predictions were, of service by `Cost` and `Estimate` and of the finish by `Estimate`."""
+    return {
+        "count": len(seen),
+        "cached_share": sum(each.cached_tokens for each in seen) / sum(each.prompt_tokens for each in seen),
+        "measured_seconds": {
+            "p10": percentile([each.measured for each in seen], 0.1),
+            "p50": percentile([each.measured for each in seen], 0.5),
+            "p90": percentile([each.measured for each in seen], 0.9),
+        },
+        "cost": _errors([each.predicted / each.measured - 1 for each in seen]),
+        "estimate": _errors([each.estimated / each.measured - 1 for each in seen]),
+        "finish": _errors([each.estimated_finish / each.total - 1 for each in seen]),
+    }
+
+
+def _errors(errors: Sequence[float]) -> dict[str, float]:
+    """Of relative errors, above 0 where too much was predicted."""
+    sizes = [abs(error) for error in errors]
+    return {
+        "share_within": sum(size <= WITHIN for size in sizes) / len(sizes),
+        "mean": statistics.mean(sizes),
+        "p50": percentile(sizes, 0.5),
+        "p90": percentile(sizes, 0.9),
+        "max": max(sizes),
+        "bias": statistics.mean(errors),
+    }
+
+
+def render(results: Mapping[str, Any]) -> str:
+    """The document, in Markdown."""
+    settings = results["settings"]
+    lines = [
+        "# Predicted and measured",
+        "",
+        f"{settings['requests']} requests one at a time after {settings['warm_seconds']:g} s of warm running, then "
+        f"{settings['load_seconds']:g} s with {settings['in_flight']} in flight on {settings['batch']} rows; "
+        f"{settings['threads']} threads, on {results['machine']['processor']}. Lengths are geometric, outputs as long "
+        "as asked for; seconds are of service, without the queue. The finish is the end of the call, queue and all.",
+        "",
+        "| model | when | requests | median | cached | foretold by | within 20 % | median error | 90th | bias |",
+        "|---|---|---:|---:|---:|---|---:|---:|---:|---:|",
+    ]
+    for model, found in results["models"].items():
+        for when in ("alone", "load"):
+            each = found[when]
+            for way, what in (("cost", "`Cost`"), ("estimate", "`Estimate`"), ("finish", "`Estimate`, the finish")):
+                errors = each[way]
+                lines.append(
+                    f"| {model} | {when} | {each['count']} | {milliseconds(each['measured_seconds']['p50'])} | "
+                    f"{each['cached_share']:.0%} | {what} | {errors['share_within']:.1%} | {errors['p50']:.1%} | "
+                    f"{errors['p90']:.1%} | {errors['bias']:+.1%} |"
+                )
+    verdict = "holds" if results["passed"] else "does **not** hold"
+    lines += [
+        "",
+        f"The promise, {results['share']:.0%} of the requests within {results['within']:.0%} one at a time, by `Cost` "
+        f"and by `Estimate`, {verdict}.",
+        "",
+        f"![Each request: what was predicted over what was measured]({NAME}.svg)",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def draw_picture(results: Mapping[str, Any]) -> str:
+    """Every request sent by itself as a point, predicted against measured, as SVG."""
+    stream = io.StringIO()
+    models = results["models"]
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": NAME, "font.size": 8}):
+        figure = Figure(figsize=(3.2 * len(models), 3.0), layout="constrained")
+        for axes, (model, found) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
+            measured = [each["measured"] for each in found["requests"]]
+            predicted = [each["predicted"] for each in found["requests"]]
+            ends = [min(measured + predicted) / 1.2, max(measured + predicted) * 1.2]
+            axes.fill_between(
+                ends,
+                [(1 - WITHIN) * end for end in ends],
+                [(1 + WITHIN) * end for end in ends],
+                color="#E69F00",
+                alpha=0.2,
+                linewidth=0,
+            )
+            axes.plot(ends, ends, color="#555555", linewidth=0.8)
+            axes.scatter(measured, predicted, s=6, color="#0072B2", linewidths=0)
+            axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=model)
+            axes.set_xlabel("seconds measured")
+            axes.set_ylabel("seconds predicted")
+        figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
+    return stream.getvalue()
+
+
+def main() -> int:
+    """Measures, and says it all on the last line of stdout."""
+    settings, folder = _parse(sys.argv[1:])
+    return scenario.tell(NAME, lambda: measure(settings, scenario.BUILD), render, folder, draw_picture)
+
+
+def _default_models() -> tuple[str, ...]:
+    trained = sorted(path.parent for path in MODELS.glob(f"*/{MANIFEST}"))
+    return ("llama-110m", *map(str, trained))
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
+    defaults = Settings(threads=os.cpu_count() or 1, chunk=scenario.default_prefill_chunk())
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", action="append", help="a preset or an artefact's folder; may be given several times")
+    parser.add_argument("--precision", default=defaults.precision, help="of presets: fp32, bf16, int8, int4")
+    parser.add_argument("--requests", type=int, default=defaults.requests)
+    parser.add_argument("--warm", type=float, default=defaults.warm_seconds, help="seconds of warm running")
+    parser.add_argument("--load", type=float, default=defaults.load_seconds, help="seconds under load")
+    parser.add_argument("--in-flight", type=int, default=defaults.in_flight, help="requests at a time under load")
+    parser.add_argument("--threads", type=int, default=defaults.threads)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--quick", action="store_true", help="few requests, little warmth: to see that it works")
+    parser.add_argument("--docs", action="store_true", help="write the report into docs/ and not into build/bench")
+    options = parser.parse_args(arguments)
+    for name, least in (("requests", 1), ("warm", 0), ("load", 0.1), ("in_flight", 1), ("threads", 1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    settings = replace(
+        defaults,
+        models=tuple(options.model or _default_models()),
+        precision=options.precision,
+        requests=min(30, options.requests) if options.quick else options.requests,
+        warm_seconds=min(3.0, options.warm) if options.quick else options.warm,
+        load_seconds=min(3.0, options.load) if options.quick else options.load,
+        in_flight=options.in_flight,
+        threads=options.threads,
+        seed=options.seed,
+    )
+    return settings, DOCS if options.docs else scenario.BUILD
+
+
+if __name__ == "__main__":
+    sys.exit(main())
