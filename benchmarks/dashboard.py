@@ -89,6 +89,7 @@ class Panel:
     title: str
     unit: str
     is_stacked: bool
+    is_logarithmic: bool
     queries: Mapping[str, str]
 
 
@@ -158,6 +159,7 @@ def read_panels(file: Path) -> list[Panel]:
             title=panel["title"],
             unit=panel["fieldConfig"]["defaults"]["unit"],
             is_stacked="stacking" in panel["fieldConfig"]["defaults"]["custom"],
+            is_logarithmic="scaleDistribution" in panel["fieldConfig"]["defaults"]["custom"],
             queries={target["legendFormat"]: target["expr"] for target in panel["targets"]},
         )
         for panel in board["panels"]
@@ -358,7 +360,10 @@ def _draw_panel(axes: Axes, answered: Answered, start: float) -> None:
     else:
         for row, name in zip(heights, names, strict=True):
             axes.plot(seconds, row / scale, color=next(colours), linewidth=0.9, label=name)
-    axes.set_ylim(bottom=0)
+    if panel.is_logarithmic:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
     if panel.unit == "percentunit":
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
     axes.spines[["top", "right"]].set_visible(False)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.builders.common import (
+    ScaleDistributionConfig,
     StackingConfig,
     VizLegendOptions,
     VizTooltipOptions,
@@ -27,6 +28,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import (
     LegendDisplayMode,
     LegendPlacement,
+    ScaleDistribution,
     SortOrder,
     StackingMode,
     TooltipDisplayMode,
@@ -59,6 +61,7 @@ class Panel:
     meaning: str
     queries: Mapping[str, str]
     is_stacked: bool = False
+    is_logarithmic: bool = False
 
 
 def _of(metric: str, *more: str) -> str:
@@ -243,6 +246,21 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             {"{{model_name}}": _sum("onward_preemptions_total")},
         ),
     ),
+    "Cost model": (
+        Panel(
+            "Predictions off by",
+            RATIO,
+            "Mean of |predicted - measured| / measured service time of the requests lately ended.",
+            {"{{model_name}}": f"max by (model_name) ({_of('onward_cost_model_relative_error')})"},
+        ),
+        Panel(
+            "What a step's work costs",
+            SECONDS,
+            "Seconds by term, learned from the steps.",
+            {"{{model_name}} {{term}}": f"avg by (model_name, term) ({_of('onward_cost_model_coefficient')}) > 0"},
+            is_logarithmic=True,
+        ),
+    ),
     "Process": (
         Panel(
             "Models that serve",
@@ -329,7 +347,6 @@ def _panel(panel: Panel) -> TimeSeries:
         .datasource(_DATA_SOURCE)
         .height(_HEIGHT)
         .span(_WIDTH)
-        .min(0)
         .line_width(1)
         .fill_opacity(20 if panel.is_stacked else 0)
         .show_points(VisibilityMode.NEVER)
@@ -338,6 +355,10 @@ def _panel(panel: Panel) -> TimeSeries:
         )
         .tooltip(VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
     )
+    if panel.is_logarithmic:
+        built = built.scale_distribution(ScaleDistributionConfig().type(ScaleDistribution.LOG).log(10))
+    else:
+        built = built.min(0)
     if panel.is_stacked:
         built = built.stacking(StackingConfig().mode(StackingMode.NORMAL))
     for number, (legend, expression) in enumerate(panel.queries.items()):

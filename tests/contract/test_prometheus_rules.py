@@ -84,7 +84,9 @@ def exposed() -> set[str]:
     """The names of all series that a server with objectives can have."""
     registry = CollectorRegistry()
     metrics = Metrics(registry, Objectives(time_to_first_token=(0.2,)))
-    metrics.for_model("m").parity_checked(0.0, passed=True)
+    model = metrics.for_model("m")
+    model.parity_checked(0.0, passed=True)
+    model.cost_model({"prefill_token": 1e-6}, 0.1)
     metrics.handled.labels("Generate", "OK")
     return {sample.name for family in registry.collect() for sample in family.samples}
 
@@ -109,7 +111,9 @@ def test_every_metric_that_is_asked_for_is_there(where: str, expression: str) ->
 
 def test_metrics_are_named_as_prometheus_wants_them(promtool: str) -> None:
     registry = CollectorRegistry()
-    Metrics(registry, Objectives(time_to_first_token=(0.2,))).for_model("m").parity_checked(0.0, passed=True)
+    model = Metrics(registry, Objectives(time_to_first_token=(0.2,))).for_model("m")
+    model.parity_checked(0.0, passed=True)
+    model.cost_model({"prefill_token": 1e-6}, 0.1)
     lines = generate_latest(registry).decode().splitlines(keepends=True)
     text = "".join(line for line in lines if "_created" not in line)
     done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)

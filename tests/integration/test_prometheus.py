@@ -132,7 +132,13 @@ def test_clocks_are_compared_on_a_real_server(tmp_path: Path) -> None:
 
 # The dashboard.
 
-PANEL = Panel("Sheep", "short", is_stacked=False, queries={"{{name}} counted": "sheep_total", "asleep": "0 / 0"})
+PANEL = Panel(
+    "Sheep",
+    "short",
+    is_stacked=False,
+    is_logarithmic=False,
+    queries={"{{name}} counted": "sheep_total", "asleep": "0 / 0"},
+)
 
 
 def test_query_that_answers_with_nothing_or_no_number_has_no_data() -> None:
