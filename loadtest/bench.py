@@ -1,0 +1,271 @@
+"""One benchmark of a server that streams tokens over gRPC, with the report that vLLM's `bench serve` has made familiar.
+
+    python -m loadtest bench --target 127.0.0.1:8001 --request-rate 4 --duration 60 --goodput ttft:500 tpot:50
+    python -m loadtest bench --target 127.0.0.1:8001 --max-concurrency 8 --num-prompts 200
+    python -m loadtest bench --target HOST:PORT --protocol oip --model NAME --num-prompts 50 --request-rate 2
+
+A number for `--request-rate` is an open loop: requests are sent when due. `inf`, the default, with `--max-concurrency`
+is a closed loop of so many users; without it, everything at once. The last line on stdout is the report as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from loadtest.clients import Client, WireProtocol, connect
+from loadtest.drive import Driver
+from loadtest.figures import Run, render, summarise
+from loadtest.options import LoadOptions, add_options, read_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEFAULT_TARGET = "127.0.0.1:8001"
+_DEFAULT_REQUESTS = 100
+_BAD_OPTIONS = 2
+_WARMUP_STREAM = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to do; `seconds` and `max_concurrency` are None where nothing limits them."""
+
+    target: str
+    protocol: WireProtocol
+    load: LoadOptions
+    connections: int = 1
+    max_concurrency: int | None = None
+    seconds: float | None = None
+    warmups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came out: the run, the model's name by the server, and when it began on this host's monotonic clock."""
+
+    run: Run
+    model: str
+    began: float
+
+
+async def measure(settings: Settings) -> Result:
+    """Warms up, then runs.
+
+    Raises:
+        grpc.aio.AioRpcError: when the server cannot be reached or does not know the model.
+        RuntimeError: when a request of the warm-up does not come to its end.
+        ValueError: when model and options do not go together.
+    """
+    load = settings.load
+    async with connect(
+        settings.protocol, settings.target, load.model, load.sampling, connections=settings.connections
+    ) as client:
+        await warm_up(client, load, settings.warmups)
+        driver = new_driver(client, load)
+        with _stopping(driver):
+            run = await _drive(driver, settings)
+        return Result(run, client.facts.model, driver.began)
+
+
+def new_driver(client: Client, load: LoadOptions, stream: int = 0) -> Driver:
+    """A driver for what the options say; another stream has other prompts."""
+    return Driver(
+        client,
+        load.workload(client.facts.vocab_size, stream),
+        timeout_seconds=load.timeout_seconds,
+        drain_seconds=load.drain_seconds,
+    )
+
+
+async def warm_up(client: Client, load: LoadOptions, count: int) -> None:
+    """Sends so many requests, one after another, that are in no report: the first ones pay for what later ones find.
+
+    Raises:
+        RuntimeError: when one does not come to its end, as nothing measured after that would mean anything.
+    """
+    if not count:
+        return
+    # Prompts of their own: those of the run must find nothing cached.
+    driver = new_driver(client, replace(load, cancel_share=0.0), _WARMUP_STREAM)
+    run = await driver.closed_loop(1, count=count)
+    for record in run.records:
+        if record.code != "OK":
+            raise RuntimeError(f"a request of the warm-up ended with {record.code}: {record.detail}")
+
+
+async def _drive(driver: Driver, settings: Settings) -> Run:
+    load, limit = settings.load, settings.max_concurrency
+    count = load.requests
+    if load.arrivals is not None:
+        schedule = load.arrivals.schedule(count=count, seconds=settings.seconds)
+        return await driver.open_loop(schedule, limit)
+    if limit is not None:
+        return await driver.closed_loop(limit, count=count, seconds=settings.seconds)
+    return await driver.open_loop((0.0,) * (count or 0))
+
+
+@contextmanager
+def _stopping(driver: Driver) -> Iterator[None]:
+    """Ctrl-C ends the sending and reports what there is; a second one gives up what is in flight."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, driver.stop)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def detailed(run: Run) -> dict[str, list[Any]]:
+    """Every request, as lists of equal length in the order of their numbers; times in seconds."""
+    records = sorted(run.records, key=lambda record: record.number)
+    return {
+        "request_ids": [record.request_id for record in records],
+        "outcomes": [record.outcome.value for record in records],
+        "codes": [record.code for record in records],
+        "stages": [record.stage for record in records],
+        "intended": [record.intended for record in records],
+        "sent": [record.sent for record in records],
+        "arrivals": [list(record.arrivals) for record in records],
+        "ended": [record.ended for record in records],
+        "input_lens": [record.prompt_tokens for record in records],
+        "output_lens": [record.generated_tokens for record in records],
+        "ttfts": [record.first_token_seconds for record in records],
+        "itls": [record.gaps for record in records],
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and prints; the exit status is 1 if the server could not be measured, 2 if the options do not fit."""
+    options = _parser().parse_args(arguments)
+    try:
+        settings = _settings(options)
+    except ValueError as error:
+        sys.stderr.write("".join(f"{each}\n" for each in str(error).split("; ")))
+        return _BAD_OPTIONS
+    try:
+        result = asyncio.run(measure(settings))
+    except grpc.aio.AioRpcError as error:
+        sys.stderr.write(f"{settings.target}: {error.code().name}: {error.details()}\n")
+        return 1
+    except (RuntimeError, ValueError) as error:
+        sys.stderr.write(f"{settings.target}: {error}\n")
+        return 1
+    report = _describe(settings, options, result)
+    if options.save_detailed:
+        report |= {"began_monotonic": result.began} | detailed(result.run)
+    line = json.dumps(report, allow_nan=False)
+    if options.save_result or options.save_detailed or options.result_filename:
+        path = _path(options, result.model)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(line + "\n", encoding="utf-8")
+        sys.stderr.write(f"saved to {path}\n")
+    sys.stdout.write(render(report, settings.load.wanted) + f"\n\n{line}\n")
+    return 0
+
+
+def _describe(settings: Settings, options: argparse.Namespace, result: Result) -> dict[str, Any]:
+    load = settings.load
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "backend": settings.protocol.value,
+        "model_id": result.model,
+        "num_prompts": load.requests,
+        "request_rate": "inf" if load.arrivals is None else load.arrivals.rate or "trace",
+        "burstiness": None if load.arrivals is None else load.arrivals.burstiness,
+        "max_concurrency": settings.max_concurrency,
+        "options": {name: _plain(value) for name, value in sorted(vars(options).items())},
+        **summarise(result.run, load.wanted),
+    }
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) or value == math.inf else value
+
+
+def _path(options: argparse.Namespace, model: str) -> Path:
+    rate = f"{options.rate:g}"
+    name = options.result_filename or f"{options.protocol}-{rate}qps-{model}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    return Path(options.result_dir) / name
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    problems = []
+    if options.max_concurrency < 0:
+        problems.append(f"--max-concurrency: {options.max_concurrency} is below 0")
+    if options.duration < 0.0:
+        problems.append(f"--duration: {options.duration} is below 0")
+    if options.connections < 1:
+        problems.append(f"--connections: {options.connections} is below 1")
+    if options.num_warmups < 0:
+        problems.append(f"--num-warmups: {options.num_warmups} is below 0")
+    if options.protocol is WireProtocol.OIP and not options.model:
+        problems.append("--model: the Open Inference Protocol has no model by default")
+    if not options.requests and not options.duration:
+        options.requests = _DEFAULT_REQUESTS
+    if options.duration and not options.max_concurrency and options.rate == math.inf and not options.trace:
+        problems.append("--duration: without --request-rate or --max-concurrency everything is sent at once")
+    if options.trace:
+        options.arrivals = "trace"
+    try:
+        load = read_options(options)
+    except ValueError as error:
+        raise ValueError("; ".join([str(error), *problems])) from None
+    if problems:
+        raise ValueError("; ".join(problems))
+    return Settings(
+        target=options.target,
+        protocol=options.protocol,
+        load=load,
+        connections=options.connections,
+        max_concurrency=options.max_concurrency or None,
+        seconds=options.duration or None,
+        warmups=options.num_warmups,
+    )
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Options that say who is asked."""
+    parser.add_argument("--target", default=DEFAULT_TARGET, help="host:port of the server")
+    parser.add_argument(
+        "--protocol",
+        type=WireProtocol,
+        choices=list(WireProtocol),
+        default=WireProtocol.ONWARD,
+        help="onward.v1, or the Open Inference Protocol (version 2) with a text model",
+    )
+    parser.add_argument("--connections", type=int, default=1, help="connections that requests take turns on")
+    parser.add_argument("--num-warmups", type=int, default=1, help="requests before, in no report")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_server(parser)
+    add_options(parser, rate=math.inf, arrivals="gamma")
+    parser.add_argument(
+        "--duration", type=float, default=0.0, help="seconds in which requests are sent; 0 for no limit"
+    )
+    parser.add_argument("--max-concurrency", type=int, default=0, help="most requests in flight; 0 for no limit")
+    parser.add_argument("--save-result", action="store_true", help="write the report into a file too")
+    parser.add_argument("--save-detailed", action="store_true", help="and in it every request")
+    parser.add_argument("--result-dir", default=".", help="folder of that file")
+    parser.add_argument(
+        "--result-filename", default="", help="its name; by default from protocol, rate, model and time"
+    )
+    return parser

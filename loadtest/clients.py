@@ -1,0 +1,182 @@
+"""Asking over asyncio: one client for each protocol, with the same two methods.
+
+Knows channels and calls; nothing of schedules, clocks or what becomes of the answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+
+from loadtest import wire
+from loadtest.wire import Facts, Piece, Sampling, TextModel
+from loadtest.workload import Prompt
+from proto.inference import open_inference_pb2 as oip
+from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1 import model_pb2 as models
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+
+if TYPE_CHECKING:
+    from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceAsyncStub
+    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+_FACTS_TIMEOUT_SECONDS = 10.0
+_CONNECT_TIMEOUT_SECONDS = 10.0
+
+
+class WireProtocol(StrEnum):
+    """Which protocol the server speaks."""
+
+    ONWARD = "onward"
+    OIP = "oip"
+
+
+class Call(Protocol):
+    """A stream under way."""
+
+    def cancel(self) -> bool:
+        """Gives it up."""
+        ...
+
+    def pieces(self) -> AsyncGenerator[Piece, None]:
+        """What its messages say.
+
+        Raises:
+            grpc.aio.AioRpcError: when it ends with another status than OK.
+            asyncio.CancelledError: when it was given up.
+        """
+        ...
+
+
+class Client(Protocol):
+    """A server as one asks it."""
+
+    facts: Facts
+
+    def ask(self, prompt: Prompt, request_id: str, timeout_seconds: float | None) -> Call:
+        """Sends a request; its deadline is so many seconds from now, or never."""
+        ...
+
+    def known_prompt_tokens(self, prompt: Prompt) -> int | None:
+        """How many tokens the server will find in it; None where only the server can tell."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _OnwardCall:
+    call: grpc.aio.UnaryStreamCall[pb.GenerateStreamRequest, pb.GenerateStreamResponse]
+
+    def cancel(self) -> bool:
+        return self.call.cancel()
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        async for event in self.call:
+            yield wire.onward_piece(event)
+
+
+class OnwardClient:
+    """Asks by `onward.v1`; channels take turns."""
+
+    def __init__(self, channels: Sequence[grpc.aio.Channel], facts: Facts, sampling: Sampling) -> None:
+        self.facts = facts
+        self._sampling = sampling
+        stubs: list[GenerationServiceAsyncStub] = [GenerationServiceStub(channel) for channel in channels]
+        self._stubs = itertools.cycle(stubs)
+
+    def ask(self, prompt: Prompt, request_id: str, timeout_seconds: float | None) -> Call:
+        """See `Client.ask`."""
+        request = wire.onward_request(prompt, request_id, self.facts.model, self._sampling)
+        return _OnwardCall(next(self._stubs).GenerateStream(request, timeout=timeout_seconds))
+
+    def known_prompt_tokens(self, prompt: Prompt) -> int | None:
+        """The ids that are sent; the server's usage has the last word."""
+        return len(prompt.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenInferenceCall:
+    call: grpc.aio.StreamStreamCall[oip.ModelInferRequest, oip.ModelStreamInferResponse]
+
+    def cancel(self) -> bool:
+        return self.call.cancel()
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        has_answered = marks_its_end = False
+        async for message in self.call:
+            has_answered = True
+            marks_its_end |= wire.marks_its_end(message)
+            yield wire.oip_piece(message)
+        # Of a server that never says which message is the last, the end of the stream says it.
+        if has_answered and not marks_its_end:
+            yield Piece(0, is_last=True)
+
+
+class OpenInferenceClient:
+    """Asks by the Open Inference Protocol, one stream for each request; channels take turns."""
+
+    def __init__(self, channels: Sequence[grpc.aio.Channel], model: TextModel, sampling: Sampling) -> None:
+        self.facts = Facts(model.name, len(wire.WORDS))
+        self._model = model
+        self._sampling = sampling
+        stubs: list[GRPCInferenceServiceAsyncStub] = [GRPCInferenceServiceStub(channel) for channel in channels]
+        self._stubs = itertools.cycle(stubs)
+
+    def ask(self, prompt: Prompt, request_id: str, timeout_seconds: float | None) -> Call:
+        """See `Client.ask`."""
+        request = self._model.request(prompt, request_id, self._sampling)
+        call = next(self._stubs).ModelStreamInfer(iter([request]), timeout=timeout_seconds, metadata=wire.REAL_STATUSES)
+        return _OpenInferenceCall(call)
+
+    def known_prompt_tokens(self, prompt: Prompt) -> int | None:  # noqa: ARG002
+        """None: the server splits the words."""
+        return None
+
+
+@contextlib.asynccontextmanager
+async def connect(
+    protocol: WireProtocol, target: str, model: str, sampling: Sampling, *, connections: int = 1
+) -> AsyncIterator[Client]:
+    """A client to "host:port", over so many connections, once the server has told what the model is.
+
+    `model` may be empty where `onward.v1` serves one only.
+
+    Raises:
+        grpc.aio.AioRpcError: when the server cannot be reached or does not know the model.
+        ValueError: when the model is not one for text.
+    """
+    # Each channel a connection of its own: the library would share one between channels to the same target.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(target, options=options))
+            for _ in range(connections)
+        ]
+        client: Client
+        if protocol is WireProtocol.ONWARD:
+            answer = await ModelServiceStub(channels[0]).GetModel(
+                models.GetModelRequest(model=model), timeout=_FACTS_TIMEOUT_SECONDS
+            )
+            client = OnwardClient(channels, wire.onward_facts(answer), sampling)
+        else:
+            metadata = await GRPCInferenceServiceStub(channels[0]).ModelMetadata(
+                oip.ModelMetadataRequest(name=model), timeout=_FACTS_TIMEOUT_SECONDS
+            )
+            client = OpenInferenceClient(channels, TextModel.from_metadata(metadata), sampling)
+        # The first requests must not pay for connecting.
+        for channel in channels[1:]:
+            await _connected(channel)
+        yield client
+
+
+async def _connected(channel: grpc.aio.Channel) -> None:
+    async with asyncio.timeout(_CONNECT_TIMEOUT_SECONDS):
+        await channel.channel_ready()

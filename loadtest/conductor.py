@@ -1,0 +1,388 @@
+"""Conducts a run under Locust: who sends which part, when it ends, and that nothing is lost on the way.
+
+Locust by itself kills what is in flight when a run ends, and gives workers half a second for their last report. Here
+the end of a run, however it comes about (all sent, the time over, a shape at its end, Ctrl-C, the web page's button),
+first stops the sending, then waits for what is in flight, then gives up the rest, and only then lets Locust stop. So
+every offered request stands in the report, in one process, with `--processes`, and with workers on other machines.
+
+One conductor for each process; it lives on Locust's environment and is woken by Locust's events.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import gevent
+import grpc
+from gevent.event import Event
+from locust.env import Environment
+from locust.exception import StopTest
+from locust.runners import STATE_MISSING, MasterRunner, WorkerRunner
+
+from loadtest import wire
+from loadtest.figures import Run, render, summarise
+from loadtest.locust_options import RunOptions, option_names, read_run_options
+from loadtest.records import Outcome, Record
+from loadtest.session import Flight, Ledger, Session, Share
+from loadtest.stages import Stage
+from loadtest.wire import Facts
+from loadtest.workload import Prompt
+from proto.onward.v1 import model_pb2 as models
+from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+
+BEGIN, STAGE, DRAIN, TOLD = "onward-begin", "onward-stage", "onward-drain", "onward-told"
+"""Messages between the leading process and its workers."""
+_TELL_SECONDS = 1.0
+_FACTS_TIMEOUT_SECONDS = 10.0
+_CANCEL_SECONDS = 10.0
+_BAD_RUN = 2
+# From the news of a run to its begin: by then users should be there.
+_LEAD_SECONDS = 0.2
+_LEAD_SECONDS_OF_MASTER = 1.5
+
+log = logging.getLogger(__name__)
+
+
+class StreamError(Exception):
+    """A request that did not finish, by its code alone: Locust counts errors by their text."""
+
+
+def conductor_of(environment: Environment) -> Conductor:
+    """The conductor of a process."""
+    conductor: Conductor = environment.conductor  # type: ignore[attr-defined]
+    return conductor
+
+
+def target_of(environment: Environment) -> str:
+    """The host:port that Locust's `--host` names, with or without a scheme."""
+    return (environment.host or "").partition("://")[2] or environment.host or ""
+
+
+class Conductor:
+    """One process's conductor; listens to its environment's events from its making on.
+
+    Raises:
+        ValueError: when the options do not fit.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        environment.conductor = self  # type: ignore[attr-defined]
+        self.closing = Event()
+        """Set while nothing is to be sent."""
+        self.session: Session | None = None
+        """This process's part; a master has none."""
+        self.ledger = Ledger()
+        self._environment = environment
+        self._runner = environment.runner
+        self._clients: dict[int, str] = {}
+        self._stage: Stage | None = None
+        self._teller: gevent.Greenlet | None = None
+        self._drainer: gevent.Greenlet | None = None
+        self._closed_at: float | None = None
+        self.options = read_run_options(environment.parsed_options)
+        """As they were when the run began; the web page's form may change them between runs."""
+        events = environment.events
+        events.test_stopping.add_listener(lambda **_: self._drain())
+        if isinstance(self._runner, WorkerRunner):
+            self._runner.register_message(BEGIN, lambda msg, **_: self._join(**msg.data))
+            self._runner.register_message(STAGE, lambda msg, **_: self._enter(**msg.data))
+            self._runner.register_message(DRAIN, lambda **_: self._close())
+        else:
+            events.test_start.add_listener(lambda **_: self._lead())
+            events.test_stop.add_listener(lambda **_: self._report())
+            if isinstance(self._runner, MasterRunner):
+                self._runner.register_message(TOLD, lambda msg, **_: self.ledger.told(msg.data))
+
+    # What users do.
+
+    def ask(self, number: int, due: float | None, send: Callable[[Prompt, str], Any]) -> None:
+        """One request from its sending to its end, in the greenlet of the caller.
+
+        Args:
+            number: the request's number in the run.
+            due: when it should be sent, in seconds since the run began; None for now.
+            send: starts the stream of a prompt under a request id; the messages that come are our own contract's.
+        """
+        session = self.session
+        if session is None:
+            raise RuntimeError("nothing is asked outside a run")
+        flight, prompt = session.offer(number, due)
+        patience = None
+        if prompt.patience_seconds is not None:
+            patience = gevent.spawn_later(prompt.patience_seconds, flight.give_up)
+        # Stands if this greenlet is ended from outside.
+        code, detail = "CANCELLED", ""
+        try:
+            code, detail = _read(flight, send(prompt, flight.watch.request_id), session.now)
+        except gevent.GreenletExit:
+            flight.give_up()
+            raise
+        finally:
+            if patience is not None:
+                patience.kill(block=False)
+            self._fire(session.ended(flight, code, detail))
+
+    def _fire(self, record: Record) -> None:
+        """Tells Locust. All of a request's entries come at its end, so that all are of the same requests."""
+
+        def fire(name: str, seconds: float, tokens: int, exception: Exception | None = None) -> None:
+            self._environment.events.request.fire(
+                request_type="grpc",
+                name=f"{name} {record.stage}".rstrip(),
+                response_time=1e3 * seconds,
+                response_length=tokens,
+                exception=exception,
+                context={},
+            )
+
+        if record.outcome is not Outcome.FINISHED:
+            error = StreamError(record.code)
+            fire(record.outcome.value, record.end_to_end_seconds, record.generated_tokens, error)
+            return
+        if record.first_token_seconds is not None:
+            fire("TTFT", record.first_token_seconds, 1)
+        for gap in record.gaps:
+            fire("ITL", gap, 1)
+        fire("E2E", record.end_to_end_seconds, record.generated_tokens)
+
+    # How a run goes.
+
+    def plan(self, kind: str, at: float) -> Stage | None:
+        """What there is to be at that time of a run of this kind (empty: what the options say); None ends the run."""
+        if self._stage is None:
+            self._read_options()
+        living = self._living()
+        if living and self.ledger.is_over(living):
+            return None
+        stage = self.options.stage(kind, at, len(self._clients) or len(self._processes()))
+        if stage is None and self._stage is not None:
+            # Stopping takes Locust a good part of a second in which nothing is read: not while streams are in flight.
+            self._close()
+            return None if self._is_drained else self._stage
+        if stage is not None and stage != self._stage:
+            entered = {"name": stage.name, "prompt_tokens": stage.prompt_tokens}
+            if self._stage is not None:
+                self._tell_stage(entered)
+            self._stage = stage
+        return stage
+
+    def _read_options(self) -> None:
+        """Takes the options as they are now.
+
+        Raises:
+            StopTest: when they do not fit.
+        """
+        try:
+            self.options = read_run_options(self._environment.parsed_options)
+        except ValueError as error:
+            raise self._cannot_run(str(error)) from None
+
+    def _cannot_run(self, why: str) -> StopTest:
+        self._environment.process_exit_code = _BAD_RUN
+        return StopTest(why)
+
+    def _tell_stage(self, entered: dict[str, Any]) -> None:
+        if isinstance(self._runner, MasterRunner):
+            self._runner.send_message(STAGE, entered)
+        else:
+            self._enter(**entered)
+
+    def _lead(self) -> None:
+        """A run begins: gives each process its part.
+
+        Raises:
+            StopTest: when the options do not fit or the server does not answer.
+        """
+        self._read_options()
+        options = self.options
+        try:
+            options.check(len(self._processes()))
+            facts = self._facts(options)
+        except ValueError as error:
+            raise self._cannot_run(str(error)) from None
+        except grpc.RpcError as error:
+            raise self._cannot_run(f"{target_of(self._environment)}: {error.code().name}: {error.details()}") from None
+        processes = self._processes()
+        self.ledger = Ledger(uuid.uuid4().hex[:8], len(processes), is_open=options.load.arrivals is not None)
+        self._clients = dict(enumerate(processes))
+        lead = _LEAD_SECONDS_OF_MASTER if isinstance(self._runner, MasterRunner) else _LEAD_SECONDS
+        begin = time.time() + lead
+        for index, client in self._clients.items():
+            part = Share(
+                run=self.ledger.run,
+                index=index,
+                count=len(processes),
+                begin=begin,
+                vocab_size=facts.vocab_size,
+                model=facts.model,
+                seconds=options.seconds,
+            )
+            if isinstance(self._runner, MasterRunner):
+                values = vars(self._environment.parsed_options)
+                told = {name: values[name] for name in option_names()}
+                self._runner.send_message(BEGIN, {"part": asdict(part), "options": told}, client_id=client)
+            else:
+                self._begin(part)
+        if self._stage is not None:
+            self._tell_stage({"name": self._stage.name, "prompt_tokens": self._stage.prompt_tokens})
+
+    def _facts(self, options: RunOptions) -> Facts:
+        if options.load.vocab_size:
+            return Facts(options.load.model, options.load.vocab_size)
+        target = target_of(self._environment)
+        with grpc.insecure_channel(target) as channel:
+            request = models.GetModelRequest(model=options.load.model)
+            return wire.onward_facts(ModelServiceStub(channel).GetModel(request, timeout=_FACTS_TIMEOUT_SECONDS))
+
+    def _join(self, part: dict[str, Any], options: dict[str, Any]) -> None:
+        """A master gives this worker a part in a run; what its own command line says does not count."""
+        vars(self._environment.parsed_options).update(options)
+        self._begin(Share(**part))
+
+    def _begin(self, part: Share) -> None:
+        self._read_options()
+        self.session = Session(part, self.options.load)
+        self._drainer = self._closed_at = None
+        self.closing.clear()
+        if self._teller is not None:
+            self._teller.kill()
+        self._teller = gevent.spawn(self._keep_telling)
+
+    def _enter(self, name: str, prompt_tokens: int | None) -> None:
+        if self.session is not None:
+            self.session.enter(name, prompt_tokens)
+
+    def _keep_telling(self) -> None:
+        while True:
+            gevent.sleep(_TELL_SECONDS)
+            self._tell()
+
+    def _tell(self, *, is_drained: bool = False) -> None:
+        if self.session is not None:
+            message = self.session.tell(is_drained=is_drained)
+            if isinstance(self._runner, WorkerRunner):
+                self._runner.send_message(TOLD, message)
+            else:
+                self.ledger.told(message)
+
+    # How a run ends.
+
+    def _close(self) -> None:
+        """Nothing more is to be sent, here or, from a master, by any worker; returns at once."""
+        if self._closed_at is not None:
+            return
+        self._closed_at = time.monotonic()
+        if isinstance(self._runner, MasterRunner):
+            self._runner.send_message(DRAIN)
+        elif self.session is not None:
+            self._drainer = gevent.spawn(self._drain_session, self.session)
+
+    def _drain_session(self, session: Session) -> None:
+        """Waits for what this process has in flight, gives up the rest, and tells."""
+        session.is_closed = True
+        self.closing.set()
+        self._until_landed(session, session.load.drain_seconds)
+        session.give_up()
+        self._until_landed(session, _CANCEL_SECONDS)
+        self._tell(is_drained=True)
+
+    @property
+    def _is_drained(self) -> bool:
+        """Whether nothing is in flight any more, or what is will not land."""
+        if self._closed_at is None:
+            return False
+        if self._drainer is not None:
+            return bool(self._drainer.ready())
+        limit = self._closed_at + self.options.load.drain_seconds + 2 * _CANCEL_SECONDS
+        return self.ledger.is_drained(self._living()) or time.monotonic() > limit
+
+    def _drain(self) -> None:
+        """Locust is about to stop, for whatever reason: holds it up until nothing is in flight."""
+        self._close()
+        while not self._is_drained:
+            gevent.sleep(0.02)
+        if self._teller is not None:
+            self._teller.kill()
+        self._teller = self._drainer = self._stage = self._closed_at = None
+        self._clients = {}
+
+    def _until_landed(self, session: Session, seconds: float) -> None:
+        limit = time.monotonic() + seconds
+        while session.in_flight and time.monotonic() < limit:
+            gevent.sleep(0.01)
+
+    def report(self) -> dict[str, Any]:
+        """The run so far; while it lasts, what is in flight counts as missing."""
+        wanted = self.options.load.wanted
+        run = self.ledger.to_run()
+        report = summarise(run, wanted)
+        stages = list(dict.fromkeys(record.stage for record in sorted(run.records, key=lambda record: record.sent)))
+        if stages != [""]:
+            report["stages"] = {stage: summarise(_part_of(run, stage), wanted) for stage in stages}
+        return report
+
+    def _report(self) -> None:
+        """The run is over: prints the report, and writes it where the options say."""
+        if not self.ledger.run:
+            return
+        report, options = self.report(), self.options
+        print(f"\n{render(report, options.load.wanted)}\n", flush=True)  # noqa: T201 (as Locust prints its tables)
+        if report["missing"]:
+            self._environment.process_exit_code = 1
+        if options.report is not None:
+            self._write(options.report, report, is_detailed=options.is_report_detailed)
+
+    def _write(self, path: Path, report: dict[str, Any], *, is_detailed: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if is_detailed:
+            records = [record.to_dict() for record in sorted(self.ledger.records, key=lambda record: record.number)]
+            report |= {"began_monotonic": self.ledger.began, "requests": records}
+        path.write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
+        log.info("report in %s", path)
+
+    # Who takes part.
+
+    def _processes(self) -> list[str]:
+        """Ids of the processes that send, in the order of their parts."""
+        if isinstance(self._runner, MasterRunner):
+            clients = self._runner.clients
+            return [client.id for client in (*clients.ready, *clients.running, *clients.spawning)]
+        return [""]
+
+    def _living(self) -> list[int]:
+        """Parts whose process can still say something."""
+        if not isinstance(self._runner, MasterRunner):
+            return list(self._clients)
+        clients = self._runner.clients
+        alive = {client.id for client in clients.all if client.state != STATE_MISSING}
+        return [index for index, client in self._clients.items() if client in alive]
+
+
+def _read(flight: Flight, call: Any, now: Callable[[], float]) -> tuple[str, str]:
+    """Notes all that comes; the code and the words with which it ended."""
+    watch = flight.watch
+    flight.sent(call.cancel)
+    try:
+        for event in call:
+            piece = wire.onward_piece(event)
+            watch.saw(piece.tokens, now())
+            watch.is_whole |= piece.is_last
+            if piece.prompt_tokens is not None:
+                watch.prompt_tokens = piece.prompt_tokens
+    except grpc.RpcError as error:
+        return error.code().name, error.details() or ""
+    return "OK", ""
+
+
+def _part_of(run: Run, stage: str) -> Run:
+    """What was sent in one stage of a run, from its first request's time to its last one's end."""
+    records = [record for record in run.records if record.stage == stage]
+    seconds = max(record.ended for record in records) - min(record.intended for record in records)
+    return replace(run, records=records, offered=len(records), seconds=seconds, clients=())

@@ -1,0 +1,141 @@
+"""Users under Locust who ask for token streams over gRPC: some wait for their answers, one does not.
+
+`ClosedLoopUser` asks, reads, pauses and asks again: a server that is slow is asked less. `OpenLoopUser` sends by a
+schedule, one such user in each process, whatever became of the requests before. Latencies count from when a request
+should have been sent. Both leave the book-keeping to the process's conductor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+from gevent.pool import Group
+from locust import User, task
+from locust.env import Environment
+from locust.exception import StopUser
+from locust.user.task import LOCUST_STATE_RUNNING
+
+from loadtest import wire
+from loadtest.conductor import conductor_of, target_of
+from loadtest.session import Session
+from loadtest.workload import Prompt
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+
+# Locust has no use for a shared connection: users on one would wait for each other where real ones do not.
+_CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
+_CONNECT_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class GrpcUser(User):
+    """A user with channels of its own."""
+
+    abstract = True
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.conductor = conductor_of(environment)
+        self._channels: list[grpc.Channel] = []
+        self._stubs: Iterator[GenerationServiceStub] = iter(())
+
+    @property
+    def session(self) -> Session:
+        """This process's part in the run."""
+        session = self.conductor.session
+        if session is None:
+            # A worker that joins while a run lasts has no part in it.
+            log.warning("this process has no part in the run")
+            raise StopUser
+        return session
+
+    def on_start(self) -> None:
+        """Connects; the first request must not pay for it."""
+        self._connect(1)
+
+    def on_stop(self) -> None:
+        """Hangs up."""
+        for channel in self._channels:
+            channel.close()
+
+    def _connect(self, connections: int) -> None:
+        target = target_of(self.environment)
+        self._channels = [grpc.insecure_channel(target, options=_CHANNEL_OPTIONS) for _ in range(connections)]
+        for channel in self._channels:
+            try:
+                grpc.channel_ready_future(channel).result(_CONNECT_SECONDS)
+            except grpc.FutureTimeoutError:
+                # Every request will say so by its code.
+                log.warning("no connection to %s after %g s", target, _CONNECT_SECONDS)
+        self._stubs = itertools.cycle([GenerationServiceStub(channel) for channel in self._channels])
+
+    def send(self, prompt: Prompt, request_id: str) -> Any:
+        """Starts a stream."""
+        session = self.session
+        request = wire.onward_request(prompt, request_id, session.part.model, session.load.sampling)
+        return next(self._stubs).GenerateStream(request, timeout=session.load.timeout_seconds)
+
+
+class ClosedLoopUser(GrpcUser):
+    """Asks, reads the answer, pauses, asks again."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self._pauses = random.Random()  # noqa: S311 (not for secrets)
+
+    def wait_time(self) -> float:
+        """A pause, exponential around the mean that was asked for."""
+        mean = self.conductor.options.think_seconds
+        return self._pauses.expovariate(1.0 / mean) if mean else 0.0
+
+    @task
+    def ask(self) -> None:
+        """One question."""
+        number = self.session.take()
+        if number is None:
+            raise StopUser
+        self.conductor.ask(number, None, self.send)
+
+    def stop(self, force: bool = False) -> bool:  # noqa: FBT001, FBT002 (Locust's own signature)
+        """Lets a stream end before the user goes, where Locust would kill it."""
+        if force and self._state == LOCUST_STATE_RUNNING:
+            super().stop(force=False)
+            self.greenlet.join(timeout=self.session.load.drain_seconds)
+        return bool(super().stop(force=force))
+
+
+class OpenLoopUser(GrpcUser):
+    """Sends this process's part of the schedule, each request in a greenlet of its own, and waits for all of them."""
+
+    def on_start(self) -> None:
+        """Connects as often as asked for."""
+        self._connect(self.conductor.options.connections)
+
+    @task
+    def dispatch(self) -> None:
+        """The whole schedule."""
+        conductor, session, group = self.conductor, self.session, Group()
+        try:
+            for number, due in session.schedule():
+                if self._is_closed_before(due):
+                    break
+                group.spawn(conductor.ask, number, due, self.send)
+            else:
+                session.is_exhausted = True
+            group.join()
+        finally:
+            group.kill()
+        raise StopUser
+
+    def _is_closed_before(self, due: float) -> bool:
+        """Waits until then, or until nothing more is to be sent; whether that is so."""
+        closing = self.conductor.closing
+        # Waking is not exact, and gevent's idea of now may be old: look again.
+        while not closing.is_set() and (delay := due - self.session.now()) > 0.0:
+            closing.wait(delay)
+        return bool(closing.is_set())

@@ -1,0 +1,215 @@
+"""Options that the command line and Locust have in common, and what they mean.
+
+Goes with any parser that has argparse's `add_argument`, and with any object that has the options as attributes: a web
+form gives text for numbers and "" for what was left empty, and both are read as they are meant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from loadtest.arrivals import Arrivals, Pattern, read_trace
+from loadtest.figures import METRICS, Wanted, parse_objectives
+from loadtest.wire import Sampling
+from loadtest.workload import Lengths, Workload, parse_lengths
+
+T = TypeVar("T")
+_LENGTHS = "N, uniform:LEAST:MOST, geometric:MEAN or file:PATH"
+
+
+class Parser(Protocol):
+    """What takes options: argparse's parser, Locust's, or a group of theirs."""
+
+    def add_argument(self, *names: str, **settings: Any) -> Any:
+        """As `argparse.ArgumentParser.add_argument`."""
+        ...
+
+
+def add_options(parser: Parser, *, rate: float, arrivals: str) -> None:
+    """Adds them all; those two have a default of each user's own."""
+    add = parser.add_argument
+    add("--model", default="", help="the model's name; may be left out where the server has one only")
+    add("--prompt-tokens", default="128", help=f"tokens of a prompt: {_LENGTHS}")
+    add("--max-tokens", default="64", help=f"tokens of an answer: {_LENGTHS} (of a file's lines the second number)")
+    add("--prefix-tokens", type=int, default=0, help="tokens that prompts have in common at their beginning")
+    add("--prefix-share", type=float, default=1.0, help="share of the prompts that begin so")
+    add("--cancel-share", type=float, default=0.0, help="share of the requests whose client gives up")
+    add("--cancel-after", type=float, default=1.0, help="seconds after which it does")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--honour-eos", action="store_true", help="let answers end by themselves, not only by their length")
+    add("--vocab-size", type=int, default=0, help="token ids are drawn below this; 0 takes what the server tells")
+    add("--timeout", type=float, default=0.0, help="deadline of each request in seconds; 0 for none")
+    add(
+        "--drain",
+        type=float,
+        default=60.0,
+        help="seconds to wait at the end for what is in flight, before giving it up",
+    )
+    add("--seed", type=int, default=0, help="same seed: same requests at the same times")
+    add(
+        "--arrivals",
+        default=arrivals,
+        choices=["", *Pattern] if not arrivals else list(Pattern),
+        help="open loop: the law by which requests are sent" + ("; empty: closed loop" if not arrivals else ""),
+    )
+    add("--request-rate", "--rate", dest="rate", type=float, default=rate, help="requests a second in the mean")
+    add("--burstiness", type=float, default=1.0, help="of gamma: 1 is Poisson, less comes in bursts, more is more even")
+    add("--trace", default="", help="file of the seconds at which requests are sent, one a line")
+    add("--num-prompts", "--requests", dest="requests", type=int, default=0, help="end after so many; 0 for no limit")
+    add("--goodput", default="", nargs="*", help="objectives in ms of a good request: ttft:500 tpot:50 e2el:5000")
+    add("--percentile-metrics", default=",".join(METRICS), help="metrics to report")
+    add("--metric-percentiles", default="99", help="percentiles to report of them, as in 50,90,99.9")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """The options, read and checked. `arrivals` is None in a closed loop, `requests` where no count ends the run."""
+
+    model: str
+    prompt_tokens: Lengths
+    max_tokens: Lengths
+    prefix_tokens: int
+    prefix_share: float
+    cancel_share: float
+    cancel_after_seconds: float
+    vocab_size: int
+    sampling: Sampling
+    timeout_seconds: float | None
+    drain_seconds: float
+    seed: int
+    arrivals: Arrivals | None
+    requests: int | None
+    wanted: Wanted
+
+    def workload(self, vocab_size: int, stream: int = 0) -> Workload:
+        """The requests, for a model of so many token ids; another stream has other prompts.
+
+        Raises:
+            ValueError: naming every field that does not fit.
+        """
+        return Workload(
+            prompt_tokens=self.prompt_tokens,
+            max_tokens=self.max_tokens,
+            vocab_size=self.vocab_size or vocab_size,
+            prefix_tokens=self.prefix_tokens,
+            prefix_share=self.prefix_share,
+            cancel_share=self.cancel_share,
+            cancel_after_seconds=self.cancel_after_seconds,
+            seed=self.seed,
+            stream=stream,
+        )
+
+
+def read_options(values: Any) -> LoadOptions:
+    """The options of a parsed command line or of a filled-in form.
+
+    Raises:
+        ValueError: naming every option that does not fit.
+    """
+    problems: list[str] = []
+
+    def read(name: str, convert: Callable[[str], T], default: T, *, fits: Callable[[T], bool] = lambda _: True) -> T:
+        text = str(getattr(values, name)).strip()
+        try:
+            value = convert(text) if text else default
+        except (ValueError, OSError) as error:
+            # What has told its own name need not be named again.
+            told = str(error)
+            problems.append(told if told.startswith("--") else f"{_flag(name)}: {told}")
+            return default
+        if not fits(value):
+            problems.append(f"{_flag(name)}: {text} is out of range")
+            return default
+        return value
+
+    def not_negative(value: float) -> bool:
+        return math.isfinite(value) and value >= 0.0
+
+    def is_share(value: float) -> bool:
+        return 0.0 <= value <= 1.0
+
+    one = parse_lengths("1", "")
+    requests = read("requests", int, 0, fits=not_negative)
+    options = LoadOptions(
+        model=read("model", str, ""),
+        prompt_tokens=read("prompt_tokens", lambda text: parse_lengths(text, "--prompt-tokens"), one),
+        max_tokens=read("max_tokens", lambda text: parse_lengths(text, "--max-tokens", column=1), one),
+        prefix_tokens=read("prefix_tokens", int, 0, fits=not_negative),
+        prefix_share=read("prefix_share", float, 1.0, fits=is_share),
+        cancel_share=read("cancel_share", float, 0.0, fits=is_share),
+        cancel_after_seconds=read("cancel_after", float, 1.0, fits=lambda value: value > 0.0),
+        vocab_size=read("vocab_size", int, 0, fits=not_negative),
+        sampling=Sampling(
+            temperature=read("temperature", float, 0.0, fits=not_negative),
+            ignore_eos=not read("honour_eos", _truth, default=False),
+        ),
+        timeout_seconds=read("timeout", float, 0.0, fits=not_negative) or None,
+        drain_seconds=read("drain", float, 60.0, fits=not_negative),
+        seed=read("seed", int, 0),
+        arrivals=_arrivals(read, problems),
+        requests=requests or None,
+        wanted=Wanted(
+            metrics=read("percentile_metrics", _metrics, METRICS),
+            percentiles=read("metric_percentiles", _percentiles, (99.0,)),
+            objectives=_objectives(values, problems),
+        ),
+    )
+    if problems:
+        raise ValueError("; ".join(problems))
+    return options
+
+
+def _arrivals(read: Callable[..., Any], problems: list[str]) -> Arrivals | None:
+    """The schedule's law. None without `--arrivals`, and at a rate without limit, which is no schedule."""
+    pattern = read("arrivals", lambda text: Pattern(text) if text else None, None)
+    rate = read("rate", float, 0.0)
+    if pattern is None or (pattern is not Pattern.TRACE and rate == math.inf):
+        return None
+    trace = read("trace", lambda text: read_trace(Path(text)), ())
+    try:
+        return Arrivals(
+            pattern=pattern,
+            # A rate is an option of the other laws, with a default.
+            rate=0.0 if pattern is Pattern.TRACE else rate,
+            burstiness=read("burstiness", float, 1.0),
+            trace=trace,
+            seed=read("seed", int, 0),
+        )
+    except ValueError as error:
+        problems += [f"--{each}" for each in str(error).split("; ")]
+        return None
+
+
+def _flag(name: str) -> str:
+    return "--" + {"rate": "request_rate", "requests": "num_prompts"}.get(name, name).replace("_", "-")
+
+
+def _truth(text: str) -> bool:
+    return text.lower() == "true"
+
+
+def _metrics(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in METRICS]:
+        raise ValueError(f"no metric {unknown[0]!r}, only {', '.join(METRICS)}")
+    return names
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    values = tuple(float(each) for each in text.split(","))
+    if outside := [value for value in values if not 0.0 <= value <= 100.0]:
+        raise ValueError(f"{outside[0]:g} is not from 0 to 100")
+    return values
+
+
+def _objectives(values: Any, problems: list[str]) -> dict[str, float]:
+    given = values.goodput
+    try:
+        return parse_objectives(given.split() if isinstance(given, str) else given)
+    except ValueError as error:
+        problems.append(str(error))
+        return {}

@@ -1,0 +1,200 @@
+"""What goes over the wire: prompts as messages of one protocol or the other, and what the messages that come back say.
+
+Two protocols: our own `onward.v1`, and version 2 of the Open Inference Protocol with a text model behind it (a BYTES
+tensor `text_input` in, BYTES tensors `text_output` out). No channels and no loops: the asyncio client and the Locust
+user share this.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from loadtest.workload import Prompt
+from proto.inference import open_inference_pb2 as oip
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1 import model_pb2 as models
+
+TEXT_INPUT = "text_input"
+TEXT_OUTPUT = "text_output"
+FINAL_RESPONSE = "triton_final_response"
+EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
+REAL_STATUSES = (("triton_grpc_error", "true"),)
+"""Metadata that has a server end a stream with the error's status, instead of telling it in a message of an OK one."""
+_LENGTH_BYTES = 4
+_TEXT = (
+    "air arm bank book cat city day door earth eye face farm fire fish floor fruit game glass gold hand hill home "
+    "horse ice idea king lake land leaf letter light line milk moon morning mouth music name night oil page paper park "
+    "people picture plant rain ring river road room sea ship side silver sky snow song star stone street sun table "
+    "tree wall water wind window wood word work year"
+)
+WORDS = tuple(_TEXT.split())
+"""What random prompts are made of where token ids cannot be sent: one for each id, taken modulo their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are drawn. With `ignore_eos` they are as long as asked for, so that runs compare."""
+
+    temperature: float = 0.0
+    ignore_eos: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one message of a stream says.
+
+    Args:
+        tokens: how many it brings.
+        is_last: whether it says that the stream is whole.
+        error: what it says went wrong; empty if nothing.
+        prompt_tokens: the server's count of them, where it tells.
+    """
+
+    tokens: int
+    is_last: bool = False
+    error: str = ""
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a client must know of a model: its name, ids a prompt may have, and how many requests run at once."""
+
+    model: str
+    vocab_size: int
+    max_batch_size: int | None = None
+    """None where the protocol does not tell."""
+
+
+def onward_facts(response: models.GetModelResponse) -> Facts:
+    """The facts as our own contract tells them; an encoder-decoder's prompt is its source."""
+    architecture = response.architecture
+    return Facts(
+        model=response.model,
+        vocab_size=architecture.source_vocab_size or architecture.vocab_size,
+        max_batch_size=response.limits.max_batch_size,
+    )
+
+
+def onward_request(prompt: Prompt, request_id: str, model: str, sampling: Sampling) -> pb.GenerateStreamRequest:
+    """The prompt in our own contract."""
+    return pb.GenerateStreamRequest(
+        request_id=request_id,
+        model=model,
+        token_ids=pb.TokenIds(ids=prompt.token_ids),
+        sampling=pb.SamplingParams(temperature=sampling.temperature),
+        stopping=pb.StoppingParams(max_tokens=prompt.max_tokens, ignore_eos=sampling.ignore_eos),
+    )
+
+
+def onward_piece(event: pb.GenerateStreamResponse) -> Piece:
+    """What an event of our own contract says; its summary makes the stream whole."""
+    if event.HasField("summary"):
+        return Piece(0, is_last=True, prompt_tokens=event.summary.usage.prompt_tokens)
+    return Piece(len(event.delta.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """A text model behind the Open Inference Protocol, by its own metadata: the inputs it declares, name to shape.
+
+    Inputs that such models are known to have (`stream`, `max_tokens`, `temperature`, `sampling_parameters`,
+    `exclude_input_in_output`) are sent as tensors where they are declared; what is not goes as a parameter of the
+    request, by the name that our own contract has for it.
+    """
+
+    name: str
+    inputs: Mapping[str, tuple[str, tuple[int, ...]]]
+
+    @classmethod
+    def from_metadata(cls, metadata: oip.ModelMetadataResponse) -> TextModel:
+        """Reads the model's metadata; raises ValueError when it does not take and give text."""
+        inputs = {each.name: (each.datatype, tuple(each.shape)) for each in metadata.inputs}
+        outputs = {each.name: each.datatype for each in metadata.outputs}
+        for name, datatype, known in (
+            (TEXT_INPUT, inputs.get(TEXT_INPUT, ("",))[0], sorted(inputs)),
+            (TEXT_OUTPUT, outputs.get(TEXT_OUTPUT, ""), sorted(outputs)),
+        ):
+            if datatype != "BYTES":
+                raise ValueError(f"{metadata.name}: no BYTES tensor {name}; it has {', '.join(known) or 'none'}")
+        return cls(metadata.name, inputs)
+
+    def request(self, prompt: Prompt, request_id: str, sampling: Sampling) -> oip.ModelInferRequest:
+        """The prompt as one streamed request: a word for each token, as ids cannot be sent."""
+        request = oip.ModelInferRequest(model_name=self.name, id=request_id)
+        request.parameters[EMPTY_FINAL_RESPONSE].bool_param = True
+        text = " ".join(WORDS[token % len(WORDS)] for token in prompt.token_ids)
+        self._add(request, TEXT_INPUT, oip.InferTensorContents(bytes_contents=[text.encode()]))
+        if "stream" in self.inputs:
+            self._add(request, "stream", oip.InferTensorContents(bool_contents=[True]))
+        if "exclude_input_in_output" in self.inputs:
+            self._add(request, "exclude_input_in_output", oip.InferTensorContents(bool_contents=[True]))
+        if "sampling_parameters" in self.inputs:
+            # The server's own engine reads them, and is strict about types: text, as its clients send them.
+            values = {
+                "max_tokens": str(prompt.max_tokens),
+                "temperature": str(sampling.temperature),
+                "ignore_eos": sampling.ignore_eos,
+            }
+            contents = oip.InferTensorContents(bytes_contents=[json.dumps(values).encode()])
+            self._add(request, "sampling_parameters", contents)
+            return request
+        if "max_tokens" in self.inputs:
+            self._add(request, "max_tokens", oip.InferTensorContents(int_contents=[prompt.max_tokens]))
+        else:
+            request.parameters["max_tokens"].int64_param = prompt.max_tokens
+        if "temperature" in self.inputs:
+            self._add(request, "temperature", oip.InferTensorContents(fp32_contents=[sampling.temperature]))
+        else:
+            request.parameters["temperature"].double_param = sampling.temperature
+        request.parameters["ignore_eos"].bool_param = sampling.ignore_eos
+        return request
+
+    def _add(self, request: oip.ModelInferRequest, name: str, contents: oip.InferTensorContents) -> None:
+        datatype, shape = self.inputs[name]
+        if name == "max_tokens" and datatype == "INT64":
+            contents = oip.InferTensorContents(int64_contents=contents.int_contents)
+        request.inputs.append(
+            oip.ModelInferRequest.InferInputTensor(
+                # One request, one text: whatever varies is 1.
+                name=name,
+                datatype=datatype,
+                shape=[1 if extent < 0 else extent for extent in shape],
+                contents=contents,
+            )
+        )
+
+
+def oip_piece(message: oip.ModelStreamInferResponse) -> Piece:
+    """What a message of such a stream says. The protocol counts no tokens: a message with text is taken for one."""
+    response = message.infer_response
+    final = response.parameters.get(FINAL_RESPONSE)
+    return Piece(
+        tokens=int(any(_texts(response))),
+        is_last=final is not None and final.bool_param,
+        error=message.error_message,
+    )
+
+
+def marks_its_end(message: oip.ModelStreamInferResponse) -> bool:
+    """Whether the server says of its messages which is the last."""
+    return FINAL_RESPONSE in message.infer_response.parameters
+
+
+def _texts(response: oip.ModelInferResponse) -> Iterator[bytes]:
+    for number, output in enumerate(response.outputs):
+        if output.name == TEXT_OUTPUT:
+            yield from output.contents.bytes_contents
+            yield from _split(response.raw_output_contents[number : number + 1])
+
+
+def _split(raw: Iterable[bytes]) -> Iterator[bytes]:
+    for content in raw:
+        at = 0
+        while at < len(content):
+            length = int.from_bytes(content[at : at + _LENGTH_BYTES], "little")
+            at += _LENGTH_BYTES
+            yield content[at : at + length]
+            at += length

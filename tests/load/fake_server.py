@@ -1,0 +1,179 @@
+"""A server of `onward.v1` without a model, whose every delay is known: it keeps them by plan and writes down what it did.
+
+    python -m tests.load.fake_server '{"ttft": [0.08, 0.12], "itl": [0.03, 0.05], "log": "/tmp/log.jsonl"}'
+
+A process of its own, on a free loopback port. The log has a line for each request, its times on the monotonic clock,
+which on Linux all processes of a host share: what a client measured can be held to what was done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1 import generation_pb2_grpc, model_pb2_grpc
+from proto.onward.v1 import model_pb2 as models
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "fake"
+VOCAB_SIZE = 1000
+_READY = "listening on "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the server does. A pair is the range a request's own delay is drawn from, by the number in its id.
+
+    Args:
+        ttft: seconds to the first token, from when the request has a slot.
+        itl: seconds from one token to the next.
+        slots: requests that run at once; 0 for no limit.
+        queue: requests that may wait for a slot; one more is refused.
+        refuse_every: of so many requests the last is refused; 0 for none. So in the next two.
+        break_every: ends with OK, but without its summary.
+        fail_every: ends with INTERNAL after its second token.
+        stall_at: seconds after the first request when the whole server stands still.
+        stall_seconds: for how long; 0 for never.
+        log: file for what was done.
+    """
+
+    ttft: tuple[float, float] = (0.0, 0.0)
+    itl: tuple[float, float] = (0.0, 0.0)
+    slots: int = 0
+    queue: int = 1_000_000
+    refuse_every: int = 0
+    break_every: int = 0
+    fail_every: int = 0
+    stall_at: float = 0.0
+    stall_seconds: float = 0.0
+    log: str = ""
+
+
+class Service(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc.ModelServiceServicer):
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._places = asyncio.Semaphore(plan.slots or 1_000_000)
+        self._waiting = 0
+        self._has_begun = False
+
+    async def GetModel(self, request: models.GetModelRequest, context: Any) -> models.GetModelResponse:
+        if request.model not in {"", MODEL}:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.model}")
+        return models.GetModelResponse(
+            model=MODEL,
+            architecture=models.ModelArchitecture(vocab_size=VOCAB_SIZE),
+            limits=models.ModelLimits(max_batch_size=self._plan.slots),
+        )
+
+    async def GenerateStream(
+        self, request: pb.GenerateStreamRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        plan, number = self._plan, int(request.request_id.rpartition("-")[2])
+        done: dict[str, Any] = {
+            "request_id": request.request_id,
+            "prompt": list(request.token_ids.ids),
+            "max_tokens": request.stopping.max_tokens,
+            "peer": context.peer(),
+            "arrived": time.monotonic(),
+            "sent": [],
+            "end": "cancelled",
+        }
+        self._begin()
+        try:
+            if _is_last_of(plan.refuse_every, number) or self._waiting > plan.queue:
+                done["end"] = "refused"
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+            self._waiting += 1
+            try:
+                await self._places.acquire()
+            finally:
+                self._waiting -= 1
+            try:
+                yield pb.GenerateStreamResponse(accepted=pb.GenerateStreamResponse.Accepted(model=MODEL))
+                source = random.Random(number)
+                due = time.monotonic() + source.uniform(*plan.ttft)
+                itl = source.uniform(*plan.itl)
+                for token in range(request.stopping.max_tokens):
+                    if token == 2 and _is_last_of(plan.fail_every, number):
+                        done["end"] = "failed"
+                        await context.abort(grpc.StatusCode.INTERNAL, "it broke")
+                    await asyncio.sleep(due - time.monotonic())
+                    due += itl
+                    done["sent"].append(time.monotonic())
+                    yield pb.GenerateStreamResponse(delta=pb.GenerateStreamResponse.Delta(token_ids=[token]))
+                if _is_last_of(plan.break_every, number):
+                    done["end"] = "broken"
+                    return
+                usage = pb.Usage(prompt_tokens=len(request.token_ids.ids), generated_tokens=len(done["sent"]))
+                yield pb.GenerateStreamResponse(summary=pb.GenerateStreamResponse.Summary(usage=usage))
+                done["end"] = "finished"
+            finally:
+                self._places.release()
+        finally:
+            if plan.log:
+                with Path(plan.log).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(done) + "\n")
+
+    def _begin(self) -> None:
+        if not self._has_begun and self._plan.stall_seconds:
+            # It sleeps on the loop itself: nothing is taken and nothing is sent meanwhile.
+            asyncio.get_running_loop().call_later(self._plan.stall_at, time.sleep, self._plan.stall_seconds)
+        self._has_begun = True
+
+
+def _is_last_of(every: int, number: int) -> bool:
+    return every > 0 and number % every == every - 1
+
+
+async def serve(plan: Plan) -> None:
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    service = Service(plan)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(service, server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    print(f"{_READY}127.0.0.1:{port}", flush=True)
+    await stop.wait()
+    await server.stop(None)
+
+
+@contextmanager
+def fake_server(**plan: Any) -> Iterator[str]:
+    """Such a server as long as the context lasts; its host:port."""
+    command = [sys.executable, "-m", "tests.load.fake_server", json.dumps(asdict(Plan(**plan)))]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline().strip()
+            assert line.startswith(_READY), f"the fake server did not start, exit code {process.wait()}"
+            yield line.removeprefix(_READY)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(10)
+
+
+def read_log(path: Path) -> dict[str, dict[str, Any]]:
+    """What the server did, by request id. Requests given up may be written a moment after their client is gone."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {done["request_id"]: done for done in map(json.loads, lines)}
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Plan(**json.loads(sys.argv[1]))))
