@@ -119,7 +119,7 @@ async def _drive(driver: Driver, settings: Settings) -> Run:
 
 @contextmanager
 def _stopping(driver: Driver) -> Iterator[None]:
-    """Ctrl-C ends the sending and reports what there is; a second one gives up what is in flight."""
+    """Ctrl-C ends the sending, and once that has ended gives up what is in flight; the report comes all the same."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, driver.stop)
     try:

@@ -159,9 +159,9 @@ class Conductor:
         if self._stage is None:
             self._read_options()
         living = self._living()
-        if living and self.ledger.is_over(living):
-            return None
         stage = self.options.stage(kind, at, len(self._clients) or len(self._processes()))
+        if living and self.ledger.is_exhausted(living):
+            stage = None
         if stage is None and self._stage is not None:
             # Stopping takes Locust a good part of a second in which nothing is read: not while streams are in flight.
             self._close()
@@ -264,9 +264,9 @@ class Conductor:
             gevent.sleep(_TELL_SECONDS)
             self._tell()
 
-    def _tell(self, *, is_drained: bool = False) -> None:
+    def _tell(self) -> None:
         if self.session is not None:
-            message = self.session.tell(is_drained=is_drained)
+            message = self.session.tell()
             if isinstance(self._runner, WorkerRunner):
                 self._runner.send_message(TOLD, message)
             else:
@@ -291,7 +291,8 @@ class Conductor:
         self._until_landed(session, session.load.drain_seconds)
         session.give_up()
         self._until_landed(session, _CANCEL_SECONDS)
-        self._tell(is_drained=True)
+        session.is_drained = True
+        self._tell()
 
     @property
     def _is_drained(self) -> bool:
@@ -344,7 +345,10 @@ class Conductor:
         if is_detailed:
             records = [record.to_dict() for record in sorted(self.ledger.records, key=lambda record: record.number)]
             report |= {"began_monotonic": self.ledger.began, "requests": records}
-        path.write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
+        # Who waits for the file shall not find half of it.
+        draft = path.with_name(f"{path.name}.draft")
+        draft.write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
+        draft.replace(path)
         log.info("report in %s", path)
 
     # Who takes part.

@@ -64,8 +64,13 @@ class Driver:
         self._meter = Meter()
         self.began = time.monotonic()
 
+    @property
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return len(self._flights)
+
     def stop(self) -> None:
-        """Sends nothing more; called again, gives up what is in flight too."""
+        """Sends nothing more; when nothing more is to be sent anyway, gives up what is in flight."""
         if self._stop.is_set():
             self._give_up()
         self._stop.set()
@@ -97,7 +102,7 @@ class Driver:
                     break
                 prompt = self._workload.prompt(number)
                 self._offered += 1
-                await self._ask(number, self._now(), prompt)
+                await self._ask(number, None, prompt)
 
         self._begin()
         tasks = [asyncio.create_task(use()) for _ in range(users)]
@@ -127,15 +132,16 @@ class Driver:
         async with places:
             await self._ask(number, due, prompt)
 
-    async def _ask(self, number: int, due: float, prompt: Prompt) -> None:
-        """One request from its sending to its end."""
+    async def _ask(self, number: int, due: float | None, prompt: Prompt) -> None:
+        """One request from its sending to its end; None is due when it is sent."""
         request_id = f"{self._name}-{number}"
+        now = self._now()
         watch = Watch(
             number=number,
             request_id=request_id,
             stage="",
-            intended=due,
-            sent=self._now(),
+            intended=now if due is None else due,
+            sent=now,
             prompt_tokens=self._client.known_prompt_tokens(prompt),
         )
         if self._is_given_up:

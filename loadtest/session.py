@@ -78,6 +78,8 @@ class Session:
         """Whether nothing more is to be sent."""
         self.is_exhausted = False
         """Whether everything of this part has been sent."""
+        self.is_drained = False
+        """Whether nothing is in flight and nothing will be."""
         self.offered = 0
         self.began = time.monotonic() + (part.begin - time.time())
         """On this host's monotonic clock."""
@@ -93,11 +95,6 @@ class Session:
     def in_flight(self) -> int:
         """Requests that were offered and have not ended."""
         return len(self._flights)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether this part is done: all sent, all ended."""
-        return self.is_exhausted and not self._flights
 
     def now(self) -> float:
         """Seconds since the run began; below 0 until then."""
@@ -158,15 +155,15 @@ class Session:
         for flight in tuple(self._flights):
             flight.give_up()
 
-    def tell(self, *, is_drained: bool = False) -> dict[str, Any]:
+    def tell(self) -> dict[str, Any]:
         """What has happened since this was last called, as plain values, and where things stand."""
         records, self._untold = self._untold, []
         return {
             "run": self.part.run,
             "index": self.part.index,
             "offered": self.offered,
-            "is_over": self.is_over,
-            "is_drained": is_drained,
+            "is_exhausted": self.is_exhausted,
+            "is_drained": self.is_drained,
             "began": self.began,
             "client": asdict(self._meter.read()),
             "records": [record.to_dict() for record in records],
@@ -178,7 +175,7 @@ class _Part:
     """Where one part stands, as last told."""
 
     offered: int = 0
-    is_over: bool = False
+    is_exhausted: bool = False
     is_drained: bool = False
     began: float = 0.0
     client: ClientLoad | None = None
@@ -201,15 +198,15 @@ class Ledger:
         self.records += [Record.from_dict(each) for each in message["records"]]
         self._parts[message["index"]] = _Part(
             offered=message["offered"],
-            is_over=message["is_over"],
+            is_exhausted=message["is_exhausted"],
             is_drained=message["is_drained"],
             began=message["began"],
             client=ClientLoad(**message["client"]),
         )
 
-    def is_over(self, indices: Sequence[int]) -> bool:
-        """Whether these parts are done."""
-        return all(self._part(index).is_over for index in indices)
+    def is_exhausted(self, indices: Sequence[int]) -> bool:
+        """Whether these parts have sent all that was to be sent."""
+        return all(self._part(index).is_exhausted for index in indices)
 
     def is_drained(self, indices: Sequence[int]) -> bool:
         """Whether these parts have nothing in flight any more and never will."""

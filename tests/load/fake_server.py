@@ -1,4 +1,4 @@
-"""A server of `onward.v1` without a model, whose every delay is known: it keeps them by plan and writes down what it did.
+"""A server of `onward.v1` without a model, whose delays are known: it keeps them by plan and writes down what it did.
 
     python -m tests.load.fake_server '{"ttft": [0.08, 0.12], "itl": [0.03, 0.05], "log": "/tmp/log.jsonl"}'
 
@@ -70,7 +70,9 @@ class Service(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc.Mode
         self._waiting = 0
         self._has_begun = False
 
-    async def GetModel(self, request: models.GetModelRequest, context: Any) -> models.GetModelResponse:
+    async def GetModel(  # noqa: N802 (the contract's name)
+        self, request: models.GetModelRequest, context: Any
+    ) -> models.GetModelResponse:
         if request.model not in {"", MODEL}:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.model}")
         return models.GetModelResponse(
@@ -79,7 +81,7 @@ class Service(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc.Mode
             limits=models.ModelLimits(max_batch_size=self._plan.slots),
         )
 
-    async def GenerateStream(
+    async def GenerateStream(  # noqa: N802
         self, request: pb.GenerateStreamRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         plan, number = self._plan, int(request.request_id.rpartition("-")[2])
@@ -125,14 +127,18 @@ class Service(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc.Mode
                 self._places.release()
         finally:
             if plan.log:
-                with Path(plan.log).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(done) + "\n")
+                _write(Path(plan.log), done)
 
     def _begin(self) -> None:
         if not self._has_begun and self._plan.stall_seconds:
             # It sleeps on the loop itself: nothing is taken and nothing is sent meanwhile.
             asyncio.get_running_loop().call_later(self._plan.stall_at, time.sleep, self._plan.stall_seconds)
         self._has_begun = True
+
+
+def _write(log: Path, done: dict[str, Any]) -> None:
+    with log.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(done) + "\n")
 
 
 def _is_last_of(every: int, number: int) -> bool:

@@ -1,0 +1,143 @@
+"""Coordinated omission, drawn from a real run: a server that stands still for a second, seen by two clients.
+
+    python -m tests.load.omission --out docs
+
+One client sends by a schedule, whatever becomes of what it sent; the other is one user, who asks again when the answer
+is there. While the server stands still that user asks nothing, so nearly all of its answers are quick, and its
+percentiles say so. The last line on stdout is the figures as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import math
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from loadtest.arrivals import Arrivals, Pattern
+from loadtest.clients import WireProtocol, connect
+from loadtest.drive import Driver
+from loadtest.figures import Run
+from loadtest.records import Record
+from loadtest.wire import Sampling
+from loadtest.workload import Fixed, Workload
+from tests.load.fake_server import VOCAB_SIZE, fake_server
+
+RATE = 20.0
+SERVICE_SECONDS = 0.05
+HALF = 0.5
+PERCENTILE = 90.0
+_BLUE, _ORANGE, _GREY = "#0072B2", "#E69F00", "#555555"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What both clients saw; slow is what waited longer than half the standstill."""
+
+    rate: float
+    stall: tuple[float, float]
+    open: list[tuple[float, float]]
+    closed: list[tuple[float, float]]
+
+    def _slow(self, points: list[tuple[float, float]]) -> int:
+        return sum(wait > HALF * self.stall[1] for _, wait in points)
+
+    @property
+    def open_slow(self) -> int:
+        return self._slow(self.open)
+
+    @property
+    def closed_slow(self) -> int:
+        return self._slow(self.closed)
+
+    @property
+    def closed_asked(self) -> int:
+        return len(self.closed)
+
+    @property
+    def open_percentile(self) -> float:
+        return float(np.percentile([wait for _, wait in self.open], PERCENTILE))
+
+    @property
+    def closed_percentile(self) -> float:
+        return float(np.percentile([wait for _, wait in self.closed], PERCENTILE))
+
+
+async def observe(*, seconds: float, stall_at: float, stall_seconds: float) -> Seen:
+    """Runs both at once, each on a server of its own that stands still at the same time of the run."""
+    schedule = Arrivals(pattern=Pattern.CONSTANT, rate=RATE).schedule(seconds=seconds)
+    plan = {"ttft": (SERVICE_SECONDS, SERVICE_SECONDS), "stall_at": stall_at, "stall_seconds": stall_seconds}
+    with fake_server(**plan) as one, fake_server(**plan) as other:
+        points = await asyncio.gather(
+            _points(one, lambda driver: driver.open_loop(schedule)),
+            _points(other, lambda driver: driver.closed_loop(1, seconds=seconds)),
+        )
+    return Seen(RATE, (stall_at, stall_seconds), *points)
+
+
+async def _points(target: str, drive: Callable[[Driver], Awaitable[Run]]) -> list[tuple[float, float]]:
+    workload = Workload(prompt_tokens=Fixed(8), max_tokens=Fixed(1), vocab_size=VOCAB_SIZE)
+    async with connect(WireProtocol.ONWARD, target, "", Sampling()) as client:
+        run = await drive(Driver(client, workload))
+    return sorted((record.intended, _wait(record)) for record in run.records)
+
+
+def _wait(record: Record) -> float:
+    assert record.code == "OK", record
+    return record.end_to_end_seconds
+
+
+def draw_picture(seen: Seen) -> str:
+    """Every request at the time it was due, and the percentiles of both clients, as SVG."""
+    stream = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "omission", "font.size": 8}):
+        figure = Figure(figsize=(7.0, 2.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        begin, length = seen.stall
+        left.axvspan(begin, begin + length, color=_GREY, alpha=0.15, linewidth=0)
+        shares = np.linspace(0.0, 100.0, 400)
+        for points, colour, mark, label in (
+            (seen.open, _BLUE, "o", "by a schedule"),
+            (seen.closed, _ORANGE, "x", "one user, one after the other"),
+        ):
+            waits = [1e3 * wait for _, wait in points]
+            left.plot([at for at, _ in points], waits, mark, color=colour, markersize=3, label=label)
+            right.plot(shares, np.percentile(waits, shares), color=colour)
+        left.set_xlabel("seconds; grey: the server stands still")
+        left.set_ylabel("latency, ms")
+        left.legend(frameon=False)
+        right.set_xlabel("percentile")
+        right.set_ylabel("latency, ms")
+        figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
+    return stream.getvalue()
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.load.omission", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/load"))
+    out: Path = parser.parse_args(arguments).out
+    seen = asyncio.run(observe(seconds=8.0, stall_at=4.0, stall_seconds=1.0))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "omission.svg").write_text(draw_picture(seen), encoding="utf-8")
+    figures = {
+        name: {
+            f"p{share:g}_ms": 1e3 * float(np.percentile([wait for _, wait in points], share)) for share in (50, 90, 99)
+        }
+        | {"requests": len(points), "longest_ms": 1e3 * max((wait for _, wait in points), default=math.nan)}
+        for name, points in (("by_schedule", seen.open), ("one_after_the_other", seen.closed))
+    }
+    print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,341 @@
+"""The command-line benchmark, itself measured: on a fake server whose delays are known, and on one that misbehaves."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import math
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest import bench, capacity
+from loadtest.arrivals import Arrivals, Pattern
+from loadtest.bench import Result, Settings
+from loadtest.capacity import capacity_of
+from loadtest.clients import WireProtocol, connect
+from loadtest.drive import Driver
+from loadtest.figures import Run, summarise
+from loadtest.options import LoadOptions, add_options, read_options
+from loadtest.records import INCOMPLETE, Outcome
+from loadtest.wire import Sampling
+from tests.load.fake_server import ROOT, fake_server, read_log
+from tests.load.observed import hold, pairs
+from tests.load.omission import HALF, observe
+from tests.unit.test_load_figures import record
+
+ENDED = tuple(Outcome)
+
+
+def options(*words: str) -> LoadOptions:
+    parser = argparse.ArgumentParser()
+    add_options(parser, rate=math.inf, arrivals="gamma")
+    return read_options(parser.parse_args(["--prompt-tokens", "16", *words]))
+
+
+async def measured(target: str, *words: str, **settings: Any) -> Result:
+    load = options(*words)
+    return await bench.measure(
+        Settings(target=target, protocol=WireProtocol.ONWARD, load=load, **{"warmups": 0, **settings})
+    )
+
+
+def counts(run: Run) -> dict[str, int]:
+    outcomes = [record.outcome for record in run.records]
+    assert run.offered == len(outcomes)
+    return {outcome.value: outcomes.count(outcome) for outcome in ENDED if outcome in outcomes}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """One that takes 100 ms to a first token and none to the next."""
+    with fake_server(ttft=(0.1, 0.1)) as target:
+        yield target
+
+
+async def test_known_delays_come_out_within_five_percent(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with fake_server(ttft=(0.1, 0.2), itl=(0.04, 0.08), log=str(log)) as target:
+        result = await measured(
+            target, "--request-rate", "12", "--num-prompts", "40", "--max-tokens", "5", connections=2, warmups=1
+        )
+    done = read_log(log)
+    both = pairs(result.run.records, result.began, done)
+    assert len(both) == 40
+    hold(both)
+    # The server kept its plan, so that what is known is what was planned.
+    assert all(each["sent"][0] - each["arrived"] >= 0.1 for each in done.values())
+    report = summarise(result.run)
+    firsts = [pair.record.first_token_seconds or 0.0 for pair in both]
+    assert report["median_ttft_ms"] == pytest.approx(1e3 * statistics.median(firsts))
+    assert report["completed"] == 40
+    assert report["total_output_tokens"] == 200
+    assert report["total_input_tokens"] == 40 * 16
+    # Two connections took turns; one warm-up went before, with a prompt of its own.
+    asked = [done[pair.record.request_id] for pair in both]
+    assert len({each["peer"] for each in asked}) == 2
+    (warm_up,) = (each for name, each in done.items() if name not in {pair.record.request_id for pair in both})
+    assert warm_up["prompt"] not in [each["prompt"] for each in asked]
+
+
+async def test_requests_are_sent_when_they_are_due_and_every_end_is_counted_as_what_it_is(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with fake_server(
+        ttft=(0.03, 0.03), itl=(0.02, 0.02), refuse_every=5, break_every=7, fail_every=11, log=str(log)
+    ) as target:
+        words = ("--request-rate", "60", "--burstiness", "0.5", "--num-prompts", "60", "--seed", "3")
+        result = await measured(target, *words, "--max-tokens", "6", "--cancel-share", "0.2", "--cancel-after", "0.06")
+    run, workload = result.run, options(*words, "--cancel-share", "0.2").workload(1000)
+    schedule = Arrivals(pattern=Pattern.GAMMA, rate=60.0, burstiness=0.5, seed=3).schedule(count=60)
+    by_number = {record.number: record for record in run.records}
+    assert [by_number[number].intended for number in range(60)] == list(schedule)
+    assert all(record.sent >= record.intended for record in run.records)
+    # What became of each follows from its number, and from whether its client gave up before.
+    impatient = {number for number in range(60) if workload.prompt(number).patience_seconds is not None}
+    assert impatient
+    done = {int(name.rpartition("-")[2]): each["end"] for name, each in read_log(log).items()}
+    for number, ended in by_number.items():
+        if number % 5 == 4:
+            assert (ended.outcome, ended.code) == (Outcome.REFUSED, "RESOURCE_EXHAUSTED")
+        elif ended.outcome is Outcome.CANCELLED:
+            assert number in impatient
+            assert ended.code == "CANCELLED"
+        elif number % 11 == 10:
+            assert (ended.outcome, ended.code, ended.generated_tokens) == (Outcome.FAILED, "INTERNAL", 2)
+        elif number % 7 == 6:
+            assert (ended.outcome, ended.code, ended.generated_tokens) == (Outcome.FAILED, INCOMPLETE, 6)
+        else:
+            assert (ended.outcome, ended.generated_tokens) == (Outcome.FINISHED, 6), number
+        if ended.outcome is Outcome.FINISHED:
+            assert done[number] == "finished"
+    # Nobody answers in 60 ms what takes 130.
+    assert {number for number in impatient if number % 5 != 4 and number % 11 != 10} <= {
+        number for number, record in by_number.items() if record.outcome is Outcome.CANCELLED
+    }
+    told = counts(run)
+    assert sum(told.values()) == 60
+    assert set(told) == set(ENDED)
+
+
+async def test_a_closed_loop_keeps_so_many_in_flight_and_no_more(server: str) -> None:
+    result = await measured(server, "--num-prompts", "20", "--max-tokens", "3", max_concurrency=4)
+    assert counts(result.run) == {"finished": 20}
+    assert summarise(result.run)["max_concurrent_requests"] == 4
+    assert not result.run.is_open
+    # A user asks when the answer is there: nothing is late.
+    assert all(record.lateness == 0.0 for record in result.run.records)
+
+
+async def test_a_cap_on_an_open_loop_delays_the_sending_and_the_delay_is_the_asker_s(server: str) -> None:
+    result = await measured(
+        server, "--arrivals", "constant", "--request-rate", "50", "--num-prompts", "8", "--max-tokens", "1",
+        max_concurrency=1,
+    )  # fmt: skip
+    assert counts(result.run) == {"finished": 8}
+    by_number = sorted(result.run.records, key=lambda record: record.number)
+    for earlier, later in itertools.pairwise(by_number):
+        assert later.sent >= earlier.ended
+    # Due within 140 ms, done one after the other: the last has waited for seven answers of 100 ms.
+    last = by_number[-1]
+    assert last.intended == pytest.approx(0.14)
+    assert last.end_to_end_seconds >= 8 * 0.1 - 0.14
+
+
+async def test_everything_at_once_is_due_at_once(server: str) -> None:
+    result = await measured(server, "--num-prompts", "20", "--max-tokens", "1")
+    assert counts(result.run) == {"finished": 20}
+    assert {record.intended for record in result.run.records} == {0.0}
+
+
+async def test_a_deadline_that_passes_is_a_failure_by_its_code(server: str) -> None:
+    result = await measured(server, "--num-prompts", "3", "--max-tokens", "2", "--timeout", "0.01")
+    assert counts(result.run) == {"failed": 3}
+    assert {record.code for record in result.run.records} == {"DEADLINE_EXCEEDED"}
+
+
+async def test_what_outlasts_the_end_is_given_up_and_stays_in_the_book() -> None:
+    with fake_server(ttft=(0.0, 60.0)) as target:
+        result = await measured(target, "--num-prompts", "6", "--max-tokens", "1", "--drain", "0.3")
+    assert counts(result.run) == {"cancelled": 6}
+
+
+@asynccontextmanager
+async def driving(target: str, *words: str) -> AsyncIterator[Driver]:
+    async with connect(WireProtocol.ONWARD, target, "", Sampling()) as client:
+        yield bench.new_driver(client, options(*words))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 (the test's own timeout is the limit)
+        await asyncio.sleep(0.005)
+
+
+async def test_a_run_that_is_stopped_sends_nothing_more_and_waits_for_what_is_in_flight(server: str) -> None:
+    async with driving(server, "--max-tokens", "1") as driver:
+        running = asyncio.create_task(driver.open_loop([0.0] * 3 + [60.0] * 3))
+        await until(lambda: driver.in_flight == 3)
+        driver.stop()
+        run = await running
+    assert counts(run) == {"finished": 3}
+
+
+async def test_a_run_that_is_stopped_twice_gives_up_what_is_in_flight_and_sends_nothing_that_waits() -> None:
+    with fake_server(ttft=(60.0, 60.0)) as target:
+        async with driving(target) as driver:
+            running = asyncio.create_task(driver.open_loop([0.0] * 9 + [60.0], max_concurrency=2))
+            await until(lambda: driver.in_flight == 2)
+            driver.stop()
+            driver.stop()
+            run = await running
+            assert counts(run) == {"cancelled": 9}
+            # What never was sent took no time.
+            assert sum(record.ended > record.sent + 0.001 for record in run.records) <= 2
+
+        async with driving(target) as driver:
+            running = asyncio.create_task(driver.closed_loop(3))
+            await until(lambda: driver.in_flight == 3)
+            driver.stop()
+            driver.stop()
+            assert counts(await running) == {"cancelled": 3}
+
+
+def test_ctrl_c_ends_the_sending_and_the_report_comes_all_the_same(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with fake_server(ttft=(0.05, 0.05), log=str(log)) as target:
+        command = [
+            sys.executable,
+            "-m",
+            "loadtest",
+            "bench",
+            "--target",
+            target,
+            "--request-rate",
+            "50",
+            "--duration",
+            "600",
+        ]
+        command += ["--max-tokens", "2", "--prompt-tokens", "4"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+            # Beside the warm-up: then the run is on.
+            while len(read_log(log)) < 3:
+                assert process.poll() is None
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=60)
+    report = json.loads(out.splitlines()[-1])
+    assert process.returncode == 0
+    assert report["offered"] == report["finished"] == len(read_log(log)) - 1 > 0
+
+
+async def test_a_stalled_server_is_seen_by_an_open_loop_and_missed_by_a_closed_one() -> None:
+    seen = await observe(seconds=3.0, stall_at=1.0, stall_seconds=1.0)
+    # Of the requests due in the first half of the standstill each waited at least for its second half.
+    assert seen.open_slow >= HALF * seen.rate * 1.0 - 1
+    # The one user was waiting for an answer all the while, and asked nothing else.
+    assert seen.closed_slow <= 2
+    assert seen.closed_asked > 20
+    assert seen.open_percentile > 3.0 * seen.closed_percentile
+
+
+def test_the_command_says_all_in_its_last_line(tmp_path: Path, server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = bench.main(
+        [
+            "--target", server, "--num-prompts", "6", "--max-concurrency", "2", "--max-tokens", "3",
+            "--prompt-tokens", "uniform:4:8", "--goodput", "ttft:10000", "tpot:10000",
+            "--metric-percentiles", "50,90", "--percentile-metrics", "ttft,itl", "--save-detailed",
+            "--result-dir", str(tmp_path), "--result-filename", "result.json",
+        ]
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert code == 0
+    assert report == json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert (report["model_id"], report["backend"], report["request_rate"]) == ("fake", "onward", "inf")
+    assert report["request_goodput"] == report["request_throughput"] > 0.0
+    assert {"p50_ttft_ms", "p90_itl_ms"} <= set(report)
+    assert "mean_tpot_ms" not in report
+    assert len(report["ttfts"]) == len(report["itls"]) == len(report["request_ids"]) == 6
+    assert all(4 <= length <= 8 for length in report["input_lens"])
+    assert "Time to first token (ms)" in out
+
+
+def test_a_server_that_is_not_there_or_knows_no_such_model_is_said_in_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert bench.main(["--target", "127.0.0.1:1", "--num-prompts", "1"]) == 1
+    assert "UNAVAILABLE" in capsys.readouterr().err
+    with fake_server(refuse_every=1) as target:
+        assert bench.main(["--target", target, "--model", "other"]) == 1
+        assert "NOT_FOUND: no model other" in capsys.readouterr().err
+        assert bench.main(["--target", target]) == 1
+        assert "a request of the warm-up ended with RESOURCE_EXHAUSTED" in capsys.readouterr().err
+
+
+# The capacity curve.
+
+
+def test_capacity_is_counted_between_the_first_round_s_end_and_the_last_round_s_begin() -> None:
+    # Three users in step, rounds of 2 s, a first one of 5 s; the last round is what was in flight at the end.
+    ends = [5.0] * 3 + [7.0] * 3 + [9.0] * 3 + [11.0] * 3
+    run = Run([record(number=number, ended=end) for number, end in enumerate(ends)], 12, 11.0, (), is_open=False)
+    assert capacity_of(run, 3) == pytest.approx(3 / 2.0)
+    with pytest.raises(RuntimeError, match="too few to measure a capacity"):
+        capacity_of(Run(run.records[:6], 6, 7.0, (), is_open=False), 3)
+    lost = record(outcome=Outcome.FAILED, code="INTERNAL", detail="why")
+    with pytest.raises(RuntimeError, match="1 of 13 requests of the closed loop ended with INTERNAL: why"):
+        capacity_of(Run([*run.records, lost], 13, 11.0, (), is_open=False), 3)
+
+
+def test_every_request_of_the_capacity_curve_is_accounted_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    with fake_server(ttft=(0.04, 0.04), itl=(0.02, 0.02), slots=3, queue=4, log=str(log)) as target:
+        code = capacity.main(
+            [
+                "--target", target, "--max-tokens", "3", "--prompt-tokens", "8", "--loads", "0.5,1.6",
+                "--seconds", "1.5", "--closed-seconds", "1", "--out", str(tmp_path / "out"),
+            ]
+        )  # fmt: skip
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert code == 0
+    assert report["users"] == 3
+    # Three slots, each 80 ms a request, less what the machine adds.
+    assert 0.0 < report["capacity"] <= 3 / 0.08
+    assert [each["load"] for each in report["loads"]] == [0.5, 1.6]
+    for each in report["loads"]:
+        assert each["offered"] == each["scheduled"] == sum(each[outcome] for outcome in ENDED) > 0
+        assert each["missing"] == 0
+        assert each["offered_rate"] == pytest.approx(each["load"] * report["capacity"])
+    over = report["loads"][1]
+    assert over["refused"] > 0
+    assert over["finished"] > 0
+    # By the server's own account too: all that it finished and refused was somebody's.
+    ends = [each["end"] for each in read_log(log).values()]
+    rounds = [report["closed_loop"], *report["loads"]]
+    assert ends.count("refused") == sum(each["refused"] for each in rounds)
+    assert ends.count("finished") == sum(each["finished"] for each in rounds) + 1
+    document = (tmp_path / "out" / "capacity.md").read_text(encoding="utf-8")
+    assert f"| 1.6 | {over['offered_rate']:.2f} | {over['offered']} | {over['finished']} |" in document
+    assert "of RESOURCE_EXHAUSTED (the queue is full)" in document
+    assert "<svg" in (tmp_path / "out" / "capacity.svg").read_text(encoding="utf-8")
+
+
+def test_no_thread_is_left_behind(server: str) -> None:
+    before = threading.active_count()
+    asyncio.run(measured(server, "--num-prompts", "3", "--max-tokens", "1"))
+    limit = time.monotonic() + 10.0
+    while threading.active_count() > before and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert threading.active_count() <= before

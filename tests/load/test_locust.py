@@ -1,0 +1,290 @@
+"""Locust, itself measured: really started, in one process, with workers, and behind its web page, on a fake server.
+
+Locust patches the interpreter it runs in, so it never runs in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.arrivals import Arrivals, Pattern
+from loadtest.records import Outcome, Record
+from tests.load.fake_server import ROOT, fake_server, read_log
+from tests.load.observed import hold, pairs
+
+TIMEOUT_SECONDS = 90
+SHORT = ("--prompt-tokens", "8", "--max-tokens", "5")
+FAULTS = {"refuse_every": 5, "break_every": 7, "fail_every": 11}
+
+
+@contextmanager
+def locust(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """Locust with our file; ended by its id if it has not ended by then."""
+    command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), *words]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environ
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def run(*words: str) -> tuple[int, str]:
+    with locust("--headless", "--only-summary", *words) as process:
+        out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    return process.returncode, out
+
+
+def records_of(report: dict[str, Any]) -> list[Record]:
+    return [Record.from_dict(each) for each in report["requests"]]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def hold_faults(records: list[Record], count: int) -> None:
+    """Every number once, and each with the end that its number says."""
+    by_number = {record.number: record for record in records}
+    assert sorted(by_number) == list(range(count))
+    assert len(records) == count
+    for number, record in by_number.items():
+        if number % 5 == 4:
+            expected = (Outcome.REFUSED, "RESOURCE_EXHAUSTED")
+        elif number % 11 == 10:
+            expected = (Outcome.FAILED, "INTERNAL")
+        elif number % 7 == 6:
+            expected = (Outcome.FAILED, "INCOMPLETE")
+        else:
+            expected = (Outcome.FINISHED, "OK")
+        assert (record.outcome, record.code) == expected, number
+
+
+def test_known_delays_come_out_within_five_percent_from_thinking_users(tmp_path: Path) -> None:
+    log, report_file, stats_file = (tmp_path / name for name in ("log", "report", "stats.json"))
+    with fake_server(ttft=(0.1, 0.2), itl=(0.04, 0.08), log=str(log)) as target:
+        code, out = run(
+            "--host", target, *SHORT, "-u", "4", "-r", "4", "--num-prompts", "40", "--think", "0.05",
+            "--report", str(report_file), "--report-detailed", "--json-file", str(stats_file.with_suffix("")),
+        )  # fmt: skip
+    assert code == 0, out
+    report = json.loads(report_file.read_text(encoding="utf-8"))
+    records, done = records_of(report), read_log(log)
+    hold_faults_none(records, 40)
+    both = pairs(records, report["began_monotonic"][0], done)
+    hold(both)
+    # Each user has a connection of its own.
+    assert len({each["peer"] for each in done.values()}) == 4
+    assert (report["offered"], report["finished"], report["missing"]) == (40, 40, 0)
+    assert report["output_throughput"] == pytest.approx(200 / report["duration"])
+    assert "Output token throughput" in out
+    # Locust's own book has an entry of each kind, of the same requests; its medians are in classes of 1 ms.
+    entries = {entry["name"]: entry for entry in json.loads(stats_file.read_text(encoding="utf-8"))}
+    assert {name: entry["num_requests"] for name, entry in entries.items()} == {"TTFT": 40, "ITL": 160, "E2E": 40}
+    assert {entry["method"] for entry in entries.values()} == {"grpc"}
+    for name, metric in (("TTFT", "ttft"), ("ITL", "itl"), ("E2E", "e2el")):
+        classes = sorted((int(at), count) for at, count in entries[name]["response_times"].items())
+        times = [at for at, count in classes for _ in range(count)]
+        middle = len(times) // 2
+        assert (times[middle - 1] + times[middle]) / 2 == pytest.approx(report[f"median_{metric}_ms"], abs=1.0)
+
+
+def hold_faults_none(records: list[Record], count: int) -> None:
+    assert sorted(record.number for record in records) == list(range(count))
+    assert {record.outcome for record in records} == {Outcome.FINISHED}
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a scenario left behind."""
+
+    code: int
+    out: str
+    reports: list[dict[str, Any]]
+    log: dict[str, dict[str, Any]]
+
+
+def with_workers(folder: Path) -> Outputs:
+    """A master and two workers, a schedule, a server with faults."""
+    log, report_file = folder / "log", folder / "report"
+    port = str(free_port())
+    with fake_server(ttft=(0.02, 0.05), itl=(0.01, 0.02), log=str(log), **FAULTS) as target:
+        # What workers are told on their own command line does not count.
+        worker = ("--worker", "--master-host", "127.0.0.1", "--master-port", port, "--seed", "99", "--max-tokens", "1")
+        with locust(*worker) as one, locust(*worker) as other:
+            code, out = run(
+                "--master", "--master-bind-host", "127.0.0.1", "--master-bind-port", port, "--expect-workers", "2",
+                "--host", target, *SHORT, "--arrivals", "gamma", "--rate", "40", "--burstiness", "0.5", "--seed", "3",
+                "--num-prompts", "60", "--report", str(report_file), "--report-detailed",
+            )  # fmt: skip
+            for process in (one, other):
+                process.communicate(timeout=TIMEOUT_SECONDS)
+    return Outputs(code, out, [json.loads(report_file.read_text(encoding="utf-8"))], read_log(log))
+
+
+def behind_the_page(folder: Path) -> Outputs:
+    """Two processes behind the web page: a run by its form's options, and one that its button ends."""
+    log, report_file = folder / "log", folder / "report"
+    port, master_port = free_port(), free_port()
+    url = f"http://127.0.0.1:{port}"
+    with (
+        fake_server(ttft=(0.02, 0.05), itl=(0.01, 0.02), log=str(log), **FAULTS) as target,
+        locust(
+            "--web-host", "127.0.0.1", "--web-port", str(port), "--processes", "2", "--host", target, *SHORT,
+            "--master-bind-port", str(master_port), "--master-port", str(master_port),
+            "--report", str(report_file), "--report-detailed",
+        ) as process,
+    ):  # fmt: skip
+        until(lambda: get(f"{url}/stats/requests")["workers"][1:])
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            page = answer.read().decode()
+        form = {"user_count": "4", "spawn_rate": "4", "host": target}
+        # A count, and a length that the command line does not have.
+        assert post(f"{url}/swarm", {**form, "requests": "22", "prompt_tokens": "6"})["success"]
+        until(report_file.exists)
+        reports = [json.loads(report_file.read_text(encoding="utf-8"))]
+        report_file.unlink()
+        until(lambda: get(f"{url}/stats/requests")["state"] in {"stopped", "ready"})
+        sweep = {"requests": "0", "shape": "length", "steps": "3,7", "stage_seconds": "1"}
+        assert post(f"{url}/swarm", {**form, **sweep})["success"]
+        until(lambda: "7 tokens" in get(f"{url}/load").get("stages", {}))
+        post(f"{url}/stop", {})
+        until(report_file.exists)
+        reports.append(json.loads(report_file.read_text(encoding="utf-8")))
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=TIMEOUT_SECONDS)
+    return Outputs(process.returncode, page, reports, read_log(log))
+
+
+def out_of_time(folder: Path) -> Outputs:
+    """A run whose time is over before its answers are there."""
+    report_file = folder / "report"
+    with fake_server(ttft=(0.0, 20.0)) as target:
+        code, out = run(
+            "--host", target, "--prompt-tokens", "8", "--max-tokens", "1", "--arrivals", "constant", "--rate", "10",
+            "-t", "2s", "--drain", "1", "--report", str(report_file),
+        )  # fmt: skip
+    return Outputs(code, out, [json.loads(report_file.read_text(encoding="utf-8"))], {})
+
+
+def post(url: str, form: dict[str, str]) -> dict[str, Any]:
+    with urllib.request.urlopen(url, urllib.parse.urlencode(form).encode(), timeout=30) as answer:
+        return dict(json.loads(answer.read()))
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Waits for what another process will bring about."""
+    limit = time.monotonic() + TIMEOUT_SECONDS
+    while time.monotonic() < limit:
+        with suppress(urllib.error.URLError, ConnectionError):
+            if condition():
+                return
+        time.sleep(0.1)
+    raise TimeoutError(f"not within {TIMEOUT_SECONDS} s")
+
+
+SCENARIOS = (with_workers, behind_the_page, out_of_time)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Outputs]]]:
+    """All of them at once, for they mostly wait. None of them asks how long anything takes."""
+    with ThreadPoolExecutor(len(SCENARIOS)) as pool:
+        yield {each.__name__: pool.submit(each, tmp_path_factory.mktemp(each.__name__)) for each in SCENARIOS}
+
+
+def test_a_master_and_two_workers_send_one_schedule_between_them_and_lose_nothing(
+    started: dict[str, Future[Outputs]],
+) -> None:
+    outputs = started["with_workers"].result()
+    report, done = outputs.reports[0], outputs.log
+    records = records_of(report)
+    # Refused and failed requests are errors to Locust.
+    assert outputs.code == 1, outputs.out
+    hold_faults(records, 60)
+    schedule = Arrivals(pattern=Pattern.GAMMA, rate=40.0, burstiness=0.5, seed=3).schedule(count=60)
+    assert [record.intended for record in sorted(records, key=lambda record: record.number)] == list(schedule)
+    assert report["offered"] == sum(report[outcome] for outcome in Outcome) == 60
+    assert report["missing"] == 0
+    assert (len(report["client"]), len(report["began_monotonic"])) == (2, 2)
+    # Both sent, each its half, from the same begin.
+    peers = [each["peer"] for each in done.values()]
+    assert sorted(peers.count(peer) for peer in set(peers)) == [30, 30]
+    one, other = report["began_monotonic"]
+    assert one == pytest.approx(other, abs=0.01)
+    for record in records:
+        began = report["began_monotonic"][record.number % 2]
+        assert began + record.intended <= began + record.sent <= done[record.request_id]["arrived"]
+
+
+def test_the_web_page_starts_runs_with_its_form_s_options_in_several_processes_and_loses_nothing(
+    started: dict[str, Future[Outputs]],
+) -> None:
+    outputs = started["behind_the_page"].result()
+    first, second = outputs.reports
+    # Our options are in the form.
+    assert "prompt_tokens" in outputs.out
+    hold_faults(records_of(first), 22)
+    assert {len(outputs.log[each["request_id"]]["prompt"]) for each in first["requests"]} == {6}
+    assert second["offered"] == len(second["requests"]) == sum(second[outcome] for outcome in Outcome) > 0
+    assert second["missing"] == 0
+    # A sweep changes what workers ask while it lasts.
+    assert set(second["stages"]) == {"3 tokens", "7 tokens"}
+    for record in second["requests"]:
+        assert f"{len(outputs.log[record['request_id']]['prompt'])} tokens" == record["stage"]
+    assert second["offered"] == sum(stage["offered"] for stage in second["stages"].values())
+
+
+def test_the_end_of_the_time_waits_for_what_is_in_flight_and_gives_up_what_takes_too_long(
+    started: dict[str, Future[Outputs]],
+) -> None:
+    outputs = started["out_of_time"].result()
+    (report,) = outputs.reports
+    assert report["offered"] == 20, outputs.out
+    assert report["finished"] > 0
+    assert report["cancelled"] > 0
+    assert report["finished"] + report["cancelled"] == 20
+    assert report["missing"] == 0
+    assert outputs.code == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--steps", "x"), "--steps: 'x'"),
+        (("--host", "127.0.0.1:1"), "127.0.0.1:1: UNAVAILABLE"),
+        (("--arrivals", "poisson", "--vocab-size", "10"), "--num-prompts: poisson has no end of its own"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_in_a_line(words: tuple[str, ...], said: str) -> None:
+    code, out = run(*words)
+    assert said in out
+    assert code == 2
+    assert "gevent" not in sys.modules

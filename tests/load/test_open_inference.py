@@ -1,0 +1,171 @@
+"""The benchmark drives any Open Inference Protocol server with a text model: tried on small ones of each habit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from loadtest import bench
+from loadtest.bench import Settings
+from loadtest.clients import WireProtocol
+from loadtest.figures import Run, summarise
+from loadtest.records import IN_STREAM, INCOMPLETE, Outcome
+from proto.inference import open_inference_pb2 as oip
+from proto.inference import open_inference_pb2_grpc
+from tests.load.test_bench import options
+
+MODEL = "writer"
+
+
+class Server(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
+    """Streams one word after the other.
+
+    Args:
+        marks_end: says of each message whether it is the last, and sends an empty last one.
+        raw: lays text out as raw bytes.
+        inputs: what the model declares.
+        misbehaves: "error" in a message, "status" instead of an answer, "break" before the end, "refuse" at once.
+    """
+
+    def __init__(self, *, marks_end: bool, raw: bool, inputs: dict[str, str], misbehaves: str = "") -> None:
+        self._marks_end = marks_end
+        self._raw = raw
+        self._inputs = inputs
+        self._misbehaves = misbehaves
+        self.requests: list[oip.ModelInferRequest] = []
+        self.metadata: list[dict[str, str]] = []
+
+    async def ModelMetadata(  # noqa: N802 (the protocol's name)
+        self, request: oip.ModelMetadataRequest, context: Any
+    ) -> oip.ModelMetadataResponse:
+        if request.name != MODEL:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.name}")
+        tensor = oip.ModelMetadataResponse.TensorMetadata
+        return oip.ModelMetadataResponse(
+            name=MODEL,
+            inputs=[tensor(name=name, datatype=datatype, shape=[-1]) for name, datatype in self._inputs.items()],
+            outputs=[tensor(name="text_output", datatype="BYTES", shape=[-1])],
+        )
+
+    async def ModelStreamInfer(  # noqa: N802
+        self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Any
+    ) -> AsyncIterator[oip.ModelStreamInferResponse]:
+        self.metadata.append(dict(context.invocation_metadata()))
+        async for request in request_iterator:
+            self.requests.append(request)
+            if self._misbehaves == "refuse":
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+            count = wanted(request)
+            for number in range(count):
+                await asyncio.sleep(0.005)
+                if number == 1 and self._misbehaves == "error":
+                    yield oip.ModelStreamInferResponse(error_message="it broke")
+                if number == 1 and self._misbehaves == "status":
+                    await context.abort(grpc.StatusCode.INTERNAL, "it broke")
+                yield self._message(request, b"word ", is_last=False)
+            if self._marks_end and self._misbehaves != "break":
+                yield self._message(request, b"", is_last=True)
+
+    def _message(self, request: oip.ModelInferRequest, text: bytes, *, is_last: bool) -> oip.ModelStreamInferResponse:
+        response = oip.ModelInferResponse(model_name=MODEL, id=request.id)
+        if self._marks_end:
+            response.parameters["triton_final_response"].bool_param = is_last
+        if text:
+            output = response.outputs.add(name="text_output", datatype="BYTES", shape=[1])
+            if self._raw:
+                response.raw_output_contents.append(len(text).to_bytes(4, "little") + text)
+            else:
+                output.contents.bytes_contents.append(text)
+        return oip.ModelStreamInferResponse(infer_response=response)
+
+
+def wanted(request: oip.ModelInferRequest) -> int:
+    """The limit, wherever such a server looks for it."""
+    tensors = {tensor.name: tensor.contents for tensor in request.inputs}
+    if "sampling_parameters" in tensors:
+        return int(json.loads(tensors["sampling_parameters"].bytes_contents[0])["max_tokens"])
+    if "max_tokens" in tensors:
+        return tensors["max_tokens"].int_contents[0]
+    return request.parameters["max_tokens"].int64_param
+
+
+@asynccontextmanager
+async def serving(server: Server) -> AsyncIterator[str]:
+    listener = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(server, listener)
+    port = listener.add_insecure_port("127.0.0.1:0")
+    await listener.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await listener.stop(None)
+
+
+async def measured(server: Server, *words: str, warmups: int = 0) -> Run:
+    async with serving(server) as target:
+        load = options("--model", MODEL, "--num-prompts", "8", "--max-tokens", "4", "--prompt-tokens", "5", *words)
+        settings = Settings(
+            target=target, protocol=WireProtocol.OIP, load=load, max_concurrency=3, warmups=warmups, connections=2
+        )
+        return (await bench.measure(settings)).run
+
+
+@pytest.mark.parametrize("marks_end", [True, False])
+@pytest.mark.parametrize("raw", [True, False])
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"text_input": "BYTES"},
+        {"text_input": "BYTES", "max_tokens": "INT32", "stream": "BOOL"},
+        {"text_input": "BYTES", "stream": "BOOL", "sampling_parameters": "BYTES", "exclude_input_in_output": "BOOL"},
+    ],
+)
+async def test_a_server_of_any_habit_is_driven_and_measured(
+    *, marks_end: bool, raw: bool, inputs: dict[str, str]
+) -> None:
+    server = Server(marks_end=marks_end, raw=raw, inputs=inputs)
+    run = await measured(server, warmups=1)
+    report = summarise(run)
+    assert (report["offered"], report["finished"], report["total_output_tokens"]) == (8, 8, 32)
+    assert all(len(record.arrivals) == 4 for record in run.records)
+    assert report["mean_itl_ms"] > 0.0
+    # Only the server could count what it makes of words.
+    assert report["total_input_tokens"] is None
+    assert len(server.requests) == 9
+    assert len({request.id for request in server.requests}) == 9
+    texts = [bytes(request.inputs[0].contents.bytes_contents[0]) for request in server.requests]
+    assert [len(text.split()) for text in texts] == [5] * 9
+    assert len(set(texts)) == 9
+    assert all(told["triton_grpc_error"] == "true" for told in server.metadata)
+
+
+@pytest.mark.parametrize(
+    ("misbehaves", "outcome", "code"),
+    [
+        ("error", Outcome.FAILED, IN_STREAM),
+        ("status", Outcome.FAILED, "INTERNAL"),
+        ("break", Outcome.FAILED, INCOMPLETE),
+        ("refuse", Outcome.REFUSED, "RESOURCE_EXHAUSTED"),
+    ],
+)
+async def test_every_way_to_fail_is_counted_as_what_it_is(misbehaves: str, outcome: Outcome, code: str) -> None:
+    run = await measured(Server(marks_end=True, raw=True, inputs={"text_input": "BYTES"}, misbehaves=misbehaves))
+    assert [(record.outcome, record.code) for record in run.records] == [(outcome, code)] * 8
+    assert run.offered == 8
+    report = summarise(run)
+    assert report["error_details"] == (
+        {} if misbehaves == "break" else {code: "full" if code[0] == "R" else "it broke"}
+    )
+
+
+async def test_a_model_that_is_not_there_or_not_for_text_is_said() -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="no model other"):
+        await measured(Server(marks_end=True, raw=True, inputs={"text_input": "BYTES"}), "--model", "other")
+    with pytest.raises(ValueError, match="writer: no BYTES tensor text_input; it has ids"):
+        await measured(Server(marks_end=True, raw=True, inputs={"ids": "INT64"}))
