@@ -149,7 +149,7 @@ def detailed(run: Run) -> dict[str, list[Any]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Measures and prints; the exit status is 1 if the server could not be measured, 2 if the options do not fit."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         settings = _settings(options)
     except ValueError as error:
@@ -250,7 +250,8 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-warmups", type=int, default=1, help="requests before, in no report")
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtest bench",
         description=__doc__,

@@ -149,7 +149,7 @@ def _tell(text: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Measures and writes; the exit status is 1 if that failed or a request is missing, 2 if the options do not fit."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         settings = _settings(options)
     except ValueError as error:
@@ -211,7 +211,8 @@ def _settings(options: argparse.Namespace) -> Settings:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtest capacity",
         description=__doc__,

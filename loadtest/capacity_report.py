@@ -96,7 +96,10 @@ def _throughput(axes: Axes, report: Mapping[str, Any]) -> None:
     refused = [each["refused"] / each["duration"] for each in report["loads"]]
     if any(refused):
         axes.plot(offered, refused, "s--", color=_ORANGE, label="refused")
-    axes.annotate("capacity", (report["capacity"], 0.0), ha="right", va="bottom", rotation=90, color=_GREY)
+    place = (report["capacity"], 1.0)
+    axes.annotate(
+        "capacity ", place, xycoords=("data", "axes fraction"), ha="right", va="top", rotation=90, color=_GREY
+    )
     axes.set_ylabel("requests/s")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, loc="upper left")

@@ -119,7 +119,7 @@ def summarise(run: Run, wanted: Wanted = Wanted()) -> dict[str, Any]:
         values = [1e3 * value for record in finished for value in _VALUES[metric](record)]
         report |= _describe(values, metric, wanted.percentiles)
     if run.is_open:
-        report |= _describe([1e3 * record.lateness for record in run.records], "lateness", (50.0, 99.0, 100.0))
+        report |= _describe([1e3 * record.lateness for record in run.records], "lateness", (99.0, 100.0))
     report["client"] = [{"cpu_share": each.cpu_share, "reader_share": each.reader_share} for each in run.clients]
     report["warnings"] = warnings(run)
     return report

@@ -189,6 +189,23 @@ def out_of_time(folder: Path) -> Outputs:
     return Outputs(code, out, [json.loads(report_file.read_text(encoding="utf-8"))], {})
 
 
+def interrupted(folder: Path) -> Outputs:
+    """Two processes by a schedule without end, and Ctrl-C in the middle of it."""
+    log, report_file = folder / "log", folder / "report"
+    port = str(free_port())
+    with (
+        fake_server(ttft=(0.8, 0.8), log=str(log)) as target,
+        locust(
+            "--headless", "--only-summary", "--processes", "2", "--master-bind-port", port, "--master-port", port,
+            "--host", target, *SHORT, "--arrivals", "poisson", "--rate", "20", "-t", "1h", "--report", str(report_file),
+        ) as process,
+    ):  # fmt: skip
+        until(lambda: len(read_log(log)) > 2)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    return Outputs(process.returncode, out, [json.loads(report_file.read_text(encoding="utf-8"))], read_log(log))
+
+
 def post(url: str, form: dict[str, str]) -> dict[str, Any]:
     with urllib.request.urlopen(url, urllib.parse.urlencode(form).encode(), timeout=30) as answer:
         return dict(json.loads(answer.read()))
@@ -210,7 +227,7 @@ def until(condition: Callable[[], Any]) -> None:
     raise TimeoutError(f"not within {TIMEOUT_SECONDS} s")
 
 
-SCENARIOS = (with_workers, behind_the_page, out_of_time)
+SCENARIOS = (with_workers, behind_the_page, out_of_time, interrupted)
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +271,8 @@ def test_the_web_page_starts_runs_with_its_form_s_options_in_several_processes_a
     hold_faults(records_of(first), 22)
     assert {len(outputs.log[each["request_id"]]["prompt"]) for each in first["requests"]} == {6}
     assert second["offered"] == len(second["requests"]) == sum(second[outcome] for outcome in Outcome) > 0
-    assert second["missing"] == 0
+    # Its users were in the middle of their streams when the button was pressed: none was cut.
+    assert (second["missing"], second["cancelled"]) == (0, 0)
     # A sweep changes what workers ask while it lasts.
     assert set(second["stages"]) == {"3 tokens", "7 tokens"}
     for record in second["requests"]:
@@ -273,6 +291,17 @@ def test_the_end_of_the_time_waits_for_what_is_in_flight_and_gives_up_what_takes
     assert report["finished"] + report["cancelled"] == 20
     assert report["missing"] == 0
     assert outputs.code == 1
+
+
+def test_ctrl_c_in_the_middle_of_a_schedule_cuts_no_stream_in_any_process(
+    started: dict[str, Future[Outputs]],
+) -> None:
+    outputs = started["interrupted"].result()
+    (report,) = outputs.reports
+    # At 20 a second, each taking most of a second, many were in flight.
+    assert report["max_concurrent_requests"] > 5
+    assert report["finished"] == report["offered"] == len(outputs.log) > 5
+    assert (report["missing"], report["cancelled"], outputs.code) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ from loadtest.locust_options import add_run_options, option_names, read_run_opti
 from loadtest.options import add_options, read_options
 from loadtest.stages import Stage
 from loadtest.workload import Fixed, Geometric
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCUSTS_OWN = {"--host", "--headless", "--processes", "--master", "--worker", "--master-host", "--expect-workers"}
 
 
 def parse(*words: str, rate: float = math.inf, arrivals: str = "gamma") -> Any:
@@ -193,6 +198,21 @@ def test_capacity_refuses_what_does_not_fit_by_its_name(
 ) -> None:
     assert capacity.main(words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_documents_commands_are_commands() -> None:
+    text = (ROOT / "docs" / "loadtest.md").read_text(encoding="utf-8")
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith(("python -m loadtest", "locust "))]
+    parsers = {"bench": bench.make_parser(), "capacity": capacity.make_parser(), "locust": argparse.ArgumentParser()}
+    add_run_options(parsers["locust"])
+    for words in commands:
+        name = "locust" if words[0] == "locust" else words[3]
+        # Of Locust's own options this parser knows none.
+        known, unknown = parsers[name].parse_known_args(words[1:] if name == "locust" else words[4:])
+        ours = [word for word in unknown if word.startswith("--") and word not in LOCUSTS_OWN]
+        assert ours == [], words
+        assert known
+    assert {words[0] for words in commands} == {"python", "locust"}
 
 
 def test_nothing_here_has_brought_gevent_into_this_process() -> None:
