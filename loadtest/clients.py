@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from loadtest import wire
-from loadtest.wire import Facts, Piece, Sampling, TextModel
+from loadtest.records import Piece
+from loadtest.wire import Facts, Sampling, TextModel
 from loadtest.workload import Prompt
 from proto.inference import open_inference_pb2 as oip
 from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub

@@ -375,11 +375,7 @@ def _read(flight: Flight, call: Any, now: Callable[[], float]) -> tuple[str, str
     flight.sent(call.cancel)
     try:
         for event in call:
-            piece = wire.onward_piece(event)
-            watch.saw(piece.tokens, now())
-            watch.is_whole |= piece.is_last
-            if piece.prompt_tokens is not None:
-                watch.prompt_tokens = piece.prompt_tokens
+            watch.saw(wire.onward_piece(event), now())
     except grpc.RpcError as error:
         return error.code().name, error.details() or ""
     return "OK", ""

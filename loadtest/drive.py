@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 import grpc
 
+from loadtest import wire
 from loadtest.clients import Call, Client
 from loadtest.figures import Run
 from loadtest.meter import Meter
-from loadtest.records import IN_STREAM, Record, Watch
+from loadtest.records import Record, Watch
 from loadtest.workload import Prompt, Workload
 
 _CANCEL_SECONDS = 10.0
@@ -168,12 +169,9 @@ class Driver:
         try:
             async with contextlib.aclosing(flight.call.pieces()) as pieces:
                 async for piece in pieces:
-                    watch.saw(piece.tokens, self._now())
-                    watch.is_whole |= piece.is_last
-                    if piece.prompt_tokens is not None:
-                        watch.prompt_tokens = piece.prompt_tokens
+                    watch.saw(piece, self._now())
                     if piece.error:
-                        return IN_STREAM, piece.error
+                        return wire.status_in(piece.error)
         except grpc.aio.AioRpcError as error:
             return error.code().name, error.details() or ""
         except asyncio.CancelledError:

@@ -33,6 +33,25 @@ class Outcome(StrEnum):
     """This client gave it up."""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one message of a stream says.
+
+    Args:
+        tokens: how many it brings.
+        is_last: whether it says that the stream is whole.
+        error: what it says went wrong; empty if nothing.
+        prompt_tokens: the server's count of them, where it tells.
+        generated_tokens: the same of the whole answer's.
+    """
+
+    tokens: int
+    is_last: bool = False
+    error: str = ""
+    prompt_tokens: int | None = None
+    generated_tokens: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """One request that is over.
@@ -45,6 +64,7 @@ class Record:
         sent: when it was.
         arrivals: when each message with tokens came.
         counts: how many tokens each of them had.
+        told_tokens: how many the server says there were in all; None where it says nothing.
         ended: when the stream was over.
         outcome: how it ended.
         code: the gRPC status by name, `INCOMPLETE` or `IN_STREAM`.
@@ -63,12 +83,13 @@ class Record:
     outcome: Outcome
     code: str
     prompt_tokens: int | None
+    told_tokens: int | None = None
     detail: str = ""
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens that came, whatever the end."""
-        return sum(self.counts)
+        """Tokens that came, whatever the end: by the server's count where it tells, as messages may say less."""
+        return sum(self.counts) if self.told_tokens is None else self.told_tokens
 
     @property
     def lateness(self) -> float:
@@ -125,6 +146,7 @@ class Watch:
     intended: float
     sent: float
     prompt_tokens: int | None
+    told_tokens: int | None = None
     is_whole: bool = False
     """Whether the stream's last message came."""
     is_given_up: bool = False
@@ -132,11 +154,16 @@ class Watch:
     _arrivals: list[float] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
 
-    def saw(self, tokens: int, now: float) -> None:
-        """A message came, with so many tokens; one without any is no arrival."""
-        if tokens:
+    def saw(self, piece: Piece, now: float) -> None:
+        """A message came; one without tokens is no arrival."""
+        if piece.tokens:
             self._arrivals.append(now)
-            self._counts.append(tokens)
+            self._counts.append(piece.tokens)
+        self.is_whole |= piece.is_last
+        if piece.prompt_tokens is not None:
+            self.prompt_tokens = piece.prompt_tokens
+        if piece.generated_tokens is not None:
+            self.told_tokens = piece.generated_tokens
 
     def over(self, code: str, now: float, detail: str = "") -> Record:
         """The stream ended with this status."""
@@ -153,6 +180,7 @@ class Watch:
             outcome=outcome,
             code=INCOMPLETE if code == "OK" and outcome is Outcome.FAILED else code,
             prompt_tokens=self.prompt_tokens,
+            told_tokens=self.told_tokens,
             detail=detail,
         )
 

@@ -8,9 +8,13 @@ user share this.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import grpc
+
+from loadtest.records import IN_STREAM, Piece
 from loadtest.workload import Prompt
 from proto.inference import open_inference_pb2 as oip
 from proto.onward.v1 import generation_pb2 as pb
@@ -23,6 +27,8 @@ EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
 REAL_STATUSES = (("triton_grpc_error", "true"),)
 """Metadata that has a server end a stream with the error's status, instead of telling it in a message of an OK one."""
 _LENGTH_BYTES = 4
+_STATUS = re.compile(r"\[([A-Z_]+)\] (.*)", re.DOTALL)
+_CODES = frozenset(code.name for code in grpc.StatusCode) - {grpc.StatusCode.OK.name}
 _TEXT = (
     "air arm bank book cat city day door earth eye face farm fire fish floor fruit game glass gold hand hill home "
     "horse ice idea king lake land leaf letter light line milk moon morning mouth music name night oil page paper park "
@@ -39,23 +45,6 @@ class Sampling:
 
     temperature: float = 0.0
     ignore_eos: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one message of a stream says.
-
-    Args:
-        tokens: how many it brings.
-        is_last: whether it says that the stream is whole.
-        error: what it says went wrong; empty if nothing.
-        prompt_tokens: the server's count of them, where it tells.
-    """
-
-    tokens: int
-    is_last: bool = False
-    error: str = ""
-    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +81,8 @@ def onward_request(prompt: Prompt, request_id: str, model: str, sampling: Sampli
 def onward_piece(event: pb.GenerateStreamResponse) -> Piece:
     """What an event of our own contract says; its summary makes the stream whole."""
     if event.HasField("summary"):
-        return Piece(0, is_last=True, prompt_tokens=event.summary.usage.prompt_tokens)
+        usage = event.summary.usage
+        return Piece(0, is_last=True, prompt_tokens=usage.prompt_tokens, generated_tokens=usage.generated_tokens)
     return Piece(len(event.delta.token_ids))
 
 
@@ -168,14 +158,30 @@ class TextModel:
 
 
 def oip_piece(message: oip.ModelStreamInferResponse) -> Piece:
-    """What a message of such a stream says. The protocol counts no tokens: a message with text is taken for one."""
+    """What a message of such a stream says.
+
+    The protocol counts no tokens: a message with text is taken for one, unless the server tells of them in parameters
+    of its last answer, by the names of our own usage.
+    """
     response = message.infer_response
-    final = response.parameters.get(FINAL_RESPONSE)
     return Piece(
         tokens=int(any(_texts(response))),
-        is_last=final is not None and final.bool_param,
+        is_last=FINAL_RESPONSE in response.parameters and response.parameters[FINAL_RESPONSE].bool_param,
         error=message.error_message,
+        prompt_tokens=_count(response, "prompt_tokens"),
+        generated_tokens=_count(response, "generated_tokens"),
     )
+
+
+def _count(response: oip.ModelInferResponse, name: str) -> int | None:
+    return response.parameters[name].int64_param if name in response.parameters else None
+
+
+def status_in(error: str) -> tuple[str, str]:
+    """Code and words of an error in a message: some servers put the status' name first, as in "[INTERNAL] …"."""
+    if (match := _STATUS.match(error)) and match[1] in _CODES:
+        return match[1], match[2]
+    return IN_STREAM, error
 
 
 def marks_its_end(message: oip.ModelStreamInferResponse) -> bool:

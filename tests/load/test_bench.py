@@ -68,20 +68,20 @@ async def test_known_delays_come_out_within_five_percent(tmp_path: Path) -> None
     log = tmp_path / "log"
     with fake_server(ttft=(0.1, 0.2), itl=(0.04, 0.08), log=str(log)) as target:
         result = await measured(
-            target, "--request-rate", "12", "--num-prompts", "40", "--max-tokens", "5", connections=2, warmups=1
+            target, "--request-rate", "12", "--num-prompts", "28", "--max-tokens", "5", connections=2, warmups=1
         )
     done = read_log(log)
     both = pairs(result.run.records, result.began, done)
-    assert len(both) == 40
+    assert len(both) == 28
     hold(both)
     # The server kept its plan, so that what is known is what was planned.
     assert all(each["sent"][0] - each["arrived"] >= 0.1 for each in done.values())
     report = summarise(result.run)
     firsts = [pair.record.first_token_seconds or 0.0 for pair in both]
     assert report["median_ttft_ms"] == pytest.approx(1e3 * statistics.median(firsts))
-    assert report["completed"] == 40
-    assert report["total_output_tokens"] == 200
-    assert report["total_input_tokens"] == 40 * 16
+    assert report["completed"] == 28
+    assert report["total_output_tokens"] == 140
+    assert report["total_input_tokens"] == 28 * 16
     # Two connections took turns; one warm-up went before, with a prompt of its own.
     asked = [done[pair.record.request_id] for pair in both]
     assert len({each["peer"] for each in asked}) == 2
@@ -305,7 +305,7 @@ def test_every_request_of_the_capacity_curve_is_accounted_for(
         code = capacity.main(
             [
                 "--target", target, "--max-tokens", "3", "--prompt-tokens", "8", "--loads", "0.5,1.6",
-                "--seconds", "1.5", "--closed-seconds", "1", "--out", str(tmp_path / "out"),
+                "--seconds", "1.2", "--closed-seconds", "0.8", "--out", str(tmp_path / "out"),
             ]
         )  # fmt: skip
     report = json.loads(capsys.readouterr().out.splitlines()[-1])

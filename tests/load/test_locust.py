@@ -86,23 +86,23 @@ def test_known_delays_come_out_within_five_percent_from_thinking_users(tmp_path:
     log, report_file, stats_file = (tmp_path / name for name in ("log", "report", "stats.json"))
     with fake_server(ttft=(0.1, 0.2), itl=(0.04, 0.08), log=str(log)) as target:
         code, out = run(
-            "--host", target, *SHORT, "-u", "4", "-r", "4", "--num-prompts", "40", "--think", "0.05",
+            "--host", target, *SHORT, "-u", "4", "-r", "4", "--num-prompts", "28", "--think", "0.05",
             "--report", str(report_file), "--report-detailed", "--json-file", str(stats_file.with_suffix("")),
         )  # fmt: skip
     assert code == 0, out
     report = json.loads(report_file.read_text(encoding="utf-8"))
     records, done = records_of(report), read_log(log)
-    hold_faults_none(records, 40)
+    hold_faults_none(records, 28)
     both = pairs(records, report["began_monotonic"][0], done)
     hold(both)
     # Each user has a connection of its own.
     assert len({each["peer"] for each in done.values()}) == 4
-    assert (report["offered"], report["finished"], report["missing"]) == (40, 40, 0)
-    assert report["output_throughput"] == pytest.approx(200 / report["duration"])
+    assert (report["offered"], report["finished"], report["missing"]) == (28, 28, 0)
+    assert report["output_throughput"] == pytest.approx(140 / report["duration"])
     assert "Output token throughput" in out
     # Locust's own book has an entry of each kind, of the same requests; its medians are in classes of 1 ms.
     entries = {entry["name"]: entry for entry in json.loads(stats_file.read_text(encoding="utf-8"))}
-    assert {name: entry["num_requests"] for name, entry in entries.items()} == {"TTFT": 40, "ITL": 160, "E2E": 40}
+    assert {name: entry["num_requests"] for name, entry in entries.items()} == {"TTFT": 28, "ITL": 112, "E2E": 28}
     assert {entry["method"] for entry in entries.values()} == {"grpc"}
     for name, metric in (("TTFT", "ttft"), ("ITL", "itl"), ("E2E", "e2el")):
         classes = sorted((int(at), count) for at, count in entries[name]["response_times"].items())

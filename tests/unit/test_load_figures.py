@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loadtest.figures import ClientLoad, Run, Wanted, parse_objectives, render, summarise, warnings
-from loadtest.records import INCOMPLETE, Outcome, Record, Watch
+from loadtest.records import INCOMPLETE, Outcome, Piece, Record, Watch
 
 
 def record(**fields: Any) -> Record:
@@ -50,6 +50,16 @@ def test_what_a_request_has_not_is_none() -> None:
     assert record(arrivals=(1.5,), counts=(1,)).seconds_per_token is None
 
 
+def test_tokens_are_those_the_server_counts_where_it_does() -> None:
+    watch = Watch(number=0, request_id="r", stage="", intended=0.0, sent=0.0, prompt_tokens=4)
+    watch.saw(Piece(1), 0.5)
+    assert watch.over("OK", 1.0).generated_tokens == 1
+    watch.saw(Piece(0, is_last=True, prompt_tokens=6, generated_tokens=6), 0.9)
+    ended = watch.over("OK", 1.5)
+    assert (ended.generated_tokens, ended.prompt_tokens) == (6, 6)
+    assert ended.seconds_per_token == pytest.approx(1.0 / 5)
+
+
 def test_a_record_survives_a_journey_through_json() -> None:
     one = record(detail="why", prompt_tokens=None)
     assert Record.from_dict(json.loads(json.dumps(one.to_dict()))) == one
@@ -74,9 +84,10 @@ def test_a_stream_ends_in_exactly_one_way(
     code: str, whole: bool, given_up: bool, tokens: int, outcome: Outcome, told: str
 ) -> None:
     watch = Watch(number=3, request_id="r-3", stage="s", intended=0.0, sent=0.1, prompt_tokens=None)
-    watch.saw(0, 0.2)
-    watch.saw(tokens, 0.3)
-    watch.is_whole, watch.is_given_up = whole, given_up
+    watch.saw(Piece(0), 0.2)
+    watch.saw(Piece(tokens, is_last=whole), 0.3)
+    watch.saw(Piece(0), 0.4)
+    watch.is_given_up = given_up
     ended = watch.over(code, 0.5, "words")
     assert (ended.outcome, ended.code, ended.detail) == (outcome, told, "words")
     assert ended.arrivals == ((0.3,) if tokens else ())

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from loadtest.records import IN_STREAM, Piece
 from loadtest.wire import (
     WORDS,
-    Piece,
     Sampling,
     TextModel,
     marks_its_end,
@@ -17,6 +17,7 @@ from loadtest.wire import (
     onward_facts,
     onward_piece,
     onward_request,
+    status_in,
 )
 from loadtest.workload import Prompt
 from proto.inference import open_inference_pb2 as oip
@@ -61,8 +62,8 @@ def test_events_of_our_own_contract_are_tokens_or_the_end() -> None:
     # A character that is not whole yet: text of none, but a token.
     assert onward_piece(response(delta=response.Delta(text="", token_ids=[1]))) == Piece(1)
     assert onward_piece(response(finished=response.Finished())) == Piece(0)
-    summary = response(summary=response.Summary(usage=pb.Usage(prompt_tokens=9)))
-    assert onward_piece(summary) == Piece(0, is_last=True, prompt_tokens=9)
+    summary = response(summary=response.Summary(usage=pb.Usage(prompt_tokens=9, generated_tokens=3)))
+    assert onward_piece(summary) == Piece(0, is_last=True, prompt_tokens=9, generated_tokens=3)
 
 
 @pytest.mark.parametrize(("source", "expected"), [(0, 50), (40, 40)])
@@ -158,8 +159,26 @@ def test_the_last_message_is_the_one_that_says_so() -> None:
     assert oip_piece(message).is_last
 
 
-def test_an_error_in_a_stream_is_told() -> None:
-    assert oip_piece(oip.ModelStreamInferResponse(error_message="no such model")).error == "no such model"
+def test_tokens_that_a_server_tells_of_in_its_last_answer_are_taken_from_there() -> None:
+    message = text(typed=[b"two words"])
+    assert (oip_piece(message).prompt_tokens, oip_piece(message).generated_tokens) == (None, None)
+    message.infer_response.parameters["prompt_tokens"].int64_param = 5
+    message.infer_response.parameters["generated_tokens"].int64_param = 0
+    assert (oip_piece(message).prompt_tokens, oip_piece(message).generated_tokens) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        ("no such model", IN_STREAM, "no such model"),
+        ("[RESOURCE_EXHAUSTED] full; retry\nlater", "RESOURCE_EXHAUSTED", "full; retry\nlater"),
+        ("[OK] indeed", IN_STREAM, "[OK] indeed"),
+        ("[OUTPUT] is wrong", IN_STREAM, "[OUTPUT] is wrong"),
+    ],
+)
+def test_an_error_in_a_stream_has_its_own_code_where_it_names_one(error: str, code: str, words: str) -> None:
+    assert oip_piece(oip.ModelStreamInferResponse(error_message=error)).error == error
+    assert status_in(error) == (code, words)
 
 
 def test_the_protocol_s_names_are_the_protocol_s() -> None:
