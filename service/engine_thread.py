@@ -167,13 +167,13 @@ class _Station:
         return replace(output, stats=replace(output.stats, num_waiting=output.stats.num_waiting + len(self.parked)))
 
     def unpark(self, now: float) -> list[GenerationRequest]:
-        """Takes out who need not wait any longer: everyone if no call is left, else those whose deadline has passed."""
+        """Takes out who need not wait any longer: everyone if no call is left, else those whose time is up."""
         while self.calls and self.calls[0].future.cancelled():
             self.calls.popleft()
         ready = [
             request
             for request in self.parked.values()
-            if not self.calls or (request.deadline is not None and now >= request.deadline)
+            if not self.calls or any(moment is not None and now >= moment for moment in _ends(request))
         ]
         for request in ready:
             del self.parked[request.request_id]
@@ -191,6 +191,11 @@ class _Station:
             call.future.set_exception(report_failure("a call on the engine thread failed", cause))
         else:
             call.future.set_result(result)
+
+
+def _ends(request: GenerationRequest) -> tuple[float | None, ...]:
+    """The moments at which an engine would end it in the queue."""
+    return request.deadline, request.end_by, request.start_by
 
 
 class EngineThread:

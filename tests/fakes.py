@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -286,8 +287,9 @@ def request(
     deadline: float | None = None,
     beam_search: BeamSearchParams | None = None,
     priority: int = 0,
+    **timing: Any,
 ) -> GenerationRequest:
-    """A request in few words, greedy unless told."""
+    """A request in few words, greedy unless told; `timing` is its arrival and the moments that a deadline sets."""
     return GenerationRequest(
         request_id=request_id,
         model="fake",
@@ -300,6 +302,7 @@ def request(
         deadline=deadline,
         beam_search=beam_search,
         priority=priority,
+        **timing,
     )
 
 

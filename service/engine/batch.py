@@ -208,6 +208,11 @@ class ScheduledBatch:
         return self.num_decode_rows + len(prefilled)
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether it computes more than the batched run: sources, or several tokens of a row at once."""
+        return bool(self.encodes or self.prefill_groups or self.prefills)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that do work: sources encoded, prompts prefilled, one for each decoding row."""
         return self.num_encoder_tokens + self.num_decode_rows + self.num_prefill_tokens

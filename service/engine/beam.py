@@ -149,6 +149,17 @@ class BeamSearch:
         self._beams = beams
         return tuple(extensions)
 
+    def stop(self, reason: FinishReason) -> tuple[Hypothesis, ...]:
+        """Ends the search where it is: its beams finish for this reason, and compete with those that have ended.
+
+        Returns:
+            What `hypotheses` does from now on; one without tokens where nothing was searched yet.
+        """
+        for beam in self._beams:
+            self._finish(beam, reason)
+        self._beams = []
+        return self.hypotheses()
+
     def hypotheses(self) -> tuple[Hypothesis, ...]:
         """The best of those finished, best first; the one that finished first where scores are equal.
 
@@ -158,8 +169,9 @@ class BeamSearch:
         ranked = sorted(self._hypotheses, key=lambda hypothesis: -hypothesis.score)
         return tuple(ranked[: self._params.num_hypotheses])
 
-    def _finish(self, beam: _Beam) -> None:
-        reason, matched_stop = FinishReason.LENGTH, None
+    def _finish(self, beam: _Beam, reason: FinishReason = FinishReason.LENGTH) -> None:
+        """Adds a hypothesis; `reason` is why, unless its last token says so."""
+        matched_stop = None
         last = beam.token_ids[-1] if beam.token_ids else None
         if last in self._eos_ids:
             reason = FinishReason.END_OF_SEQUENCE

@@ -14,6 +14,7 @@ from service.engine.logits import make_beam_rules, make_rules
 from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.text import Decode, TextStream
 from service.engine.types import GenerationRequest
+from service.engine.waiting import due_time
 from service.errors import InvalidRequest, PromptTooLong
 
 
@@ -39,12 +40,16 @@ class Intake:
         model: what the model dictates.
         decode: ids to text, for requests with stop strings.
         draw_seed: a fresh uint64 for each request that brings no seed.
+        patience: how long a request may be overtaken by its equals, in seconds; see `service.engine.waiting`.
     """
 
-    def __init__(self, model: ModelShape, decode: Decode, draw_seed: Callable[[], int]) -> None:
+    def __init__(
+        self, model: ModelShape, decode: Decode, draw_seed: Callable[[], int], patience: float | None = None
+    ) -> None:
         self._model = model
         self._decode = decode
         self._draw_seed = draw_seed
+        self._patience = patience
         self._orders = itertools.count()
 
     def make(self, request: GenerationRequest) -> SequenceGroup:
@@ -62,6 +67,7 @@ class Intake:
         group = SequenceGroup(
             request=request,
             order=next(self._orders),
+            due=due_time(request, self._patience),
             source_token_ids=prompt if self._model.is_encoder_decoder else (),
             prompt_token_ids=given,
             max_num_tokens=max_num_tokens,

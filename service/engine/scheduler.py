@@ -6,18 +6,23 @@ token joins the batched run, a longer one is a prefill chunk of its own, but for
 those of one padded length run together. So the shapes that a request meets are a function of that request alone; only
 how many rows share a run depends on the company.
 
-Requests get rows by priority, among equals first come, first served. What is promised, and checked by the tests:
+Requests get rows by priority, among equals by when they are due, which is first come, first served unless
+`patience_seconds` lets earlier deadlines overtake. What is promised, and checked by the tests:
 
 * Every sequence in a slot advances by a piece or more in every step.
 * Chunks are computed in the order of arrival, and one that does not fit into a step comes first in the next: while
   slots are free, a prompt of c pieces behind prompts of m pieces in all is computed after at most m + c steps.
 * Running rows wait, per step, for `max_prefill_tokens` of prompts at most, or for one source that is longer than that.
 * A new request starts in the first step that finds it at the head of the queue with its rows, the K/V memory of its
-  worst case and prefill budget free. Nobody overtakes the head: among equals, whoever waits comes to its turn. Only
+  worst case and prefill budget free. Nobody of the queue starts before its head: among equals, whoever waits comes to
+  its turn, as only those that arrive within its patience can still be put ahead of it (`service.engine.waiting`). Only
   where what is saved of preempted requests leaves no room for it, these go on first.
 * If what the head waits for is held by less urgent requests that run, it starts at once: the least urgent of them go,
   or the one that is being prefilled; their K/V are saved, and they go on later as if nothing had happened.
-* Aborted, expired and finished sequences lose their slot before the next step is planned.
+* Aborted, expired and finished sequences lose their slot before the next step is planned; who waits and cannot be over
+  in time any more (`start_by`) never gets one.
+* A request that wants what there is (`end_by`) ends with a step, as soon as another one that takes as long as the
+  longest of the recent ones would end too late for it.
 * Every output of a request has one last event, and every request that `add` accepted exactly one terminal event.
 
 Runs on the engine thread alone; knows no tensors, no clock (it is told the time) and no transport.
@@ -26,6 +31,7 @@ Runs on the engine thread alone; knows no tensors, no clock (it is told the time
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -36,6 +42,7 @@ from service.engine.deadlines import Deadlines
 from service.engine.failure import report_failure
 from service.engine.intake import Intake, ModelShape
 from service.engine.kv_ledger import KVBudget, KVLedger
+from service.engine.pace import Pace
 from service.engine.plan import Pieces, Planned, StepPlan
 from service.engine.sampler import Expansion, SampledToken
 from service.engine.sequence import Sequence, SequenceGroup
@@ -50,8 +57,9 @@ class EngineLimits:
     """How much runs at once.
 
     The operator chooses `max_batch_size`, the number of slots; `prefill_chunk`, how many prompt tokens one run
-    computes; and `kv_memory_bytes`, what all K/V together may take, those kept for later requests included: None is a
-    whole context for each slot. Whoever builds the engine sets the rest:
+    computes; `kv_memory_bytes`, what all K/V together may take, those kept for later requests included: None is a
+    whole context for each slot; and `patience_seconds`, for how long a request may be overtaken by equals with earlier
+    deadlines: None lets nobody overtake. Whoever builds the engine sets the rest:
     `max_prefill_tokens`, how many a step computes at most, and so how long running streams can be held up;
     `prompt_padding`, the multiple to which prompts of at most `short_prompt` tokens are padded; `source_padding`, the
     same for sources.
@@ -67,6 +75,7 @@ class EngineLimits:
     short_prompt: int = 32
     source_padding: int = 16
     kv_memory_bytes: int | None = None
+    patience_seconds: float | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -78,6 +87,8 @@ class EngineLimits:
             problems.append(
                 f"max_prefill_tokens is {self.max_prefill_tokens}, must hold a prefill_chunk of {self.prefill_chunk}"
             )
+        if self.patience_seconds is not None and not 0 <= self.patience_seconds < math.inf:
+            problems.append(f"patience_seconds is {self.patience_seconds}, must be finite and at least 0")
         if problems:
             raise StartupError(problems)
 
@@ -102,7 +113,7 @@ class Scheduler:
         draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
         self._limits = limits
-        self._intake = Intake(model, decode, draw_seed)
+        self._intake = Intake(model, decode, draw_seed, limits.patience_seconds)
         self.pieces = Pieces(
             chunk=1 if model.is_encoder_decoder else limits.prefill_chunk,
             context=model.context,
@@ -117,6 +128,9 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._live: dict[str, SequenceGroup] = {}
         self._deadlines = Deadlines()
+        self._starts = Deadlines()
+        self._ends = Deadlines()
+        self._pace = Pace()
         self._aborted: list[str] = []
         self._events: list[TokenEvent] = []
         # Requests of which an output, or all, ended: their rows are to be freed. In order, for the sake of the moves.
@@ -168,7 +182,9 @@ class Scheduler:
         group = self._make(request)
         self._live[request.request_id] = group
         self._waiting.add(group)
-        self._deadlines.add(group)
+        self._deadlines.add(group, request.deadline)
+        self._starts.add(group, request.start_by)
+        self._ends.add(group, request.end_by)
 
     def num_cached_tokens(self, request: GenerationRequest) -> int:
         """How many tokens of a request's prompt, or of its source, it would find computed if it were admitted now.
@@ -188,6 +204,7 @@ class Scheduler:
 
         `now` is in `time.monotonic()` seconds. Every call must be followed by one of `commit` or `fail_running`.
         """
+        self._pace.begin(now)
         self._reap(now)
         plan = self._plan_running()
         if self._preempt_for(self._next, plan):
@@ -198,6 +215,7 @@ class Scheduler:
             self._waiting.remove(group)
             if group.scheduled_time is None:
                 group.scheduled_time = now
+                self._starts.discard(group)
             plan.start(self._ledger.admit(group), group)
         self._planned = plan.build(self._ledger.take_operations(), self._ledger.slots)
         return self._planned.batch
@@ -227,7 +245,11 @@ class Scheduler:
         self._advance_all(planned.sampled, sampled, now)
         for group, expansions in zip(planned.searched, expanded, strict=True):
             self._search(group, expansions, now)
+        self._pace.end(now, has_prompts=batch.has_prompts)
+        self._end_in_time(now)
         self._release()
+        if not self._live:
+            self._pace.pause()
         return self._take_events()
 
     def fail_running(self, error_id: str, now: float) -> tuple[TokenEvent, ...]:
@@ -236,6 +258,7 @@ class Scheduler:
         Each gets an `EngineFailed` of its own under the one id: an error is raised once, in one request's stream.
         """
         self._planned = None
+        self._pace.pause()
         for group in self._ledger.fail():
             if group.request_id in self._live:
                 if group in self._waiting:
@@ -300,17 +323,25 @@ class Scheduler:
             raise InvalidRequest(field, num_rows, limit)
 
     def _reap(self, now: float) -> None:
-        """Ends expired and aborted requests, wherever they are.
+        """Ends expired and aborted requests, wherever they are, and who need not begin any more.
 
         An expired one is told so even if it was aborted: a transport's deadline cancels the call at the same moment.
         """
         for group in self._deadlines.take_expired(now):
+            self._finish_early(group, FinishReason.DEADLINE, now)
+        for group in self._starts.take_expired(now):
             self._finish_early(group, FinishReason.DEADLINE, now)
         for request_id in self._aborted:
             if request_id in self._live:
                 self._finish_early(self._live[request_id], FinishReason.CANCELLED, now)
         self._aborted.clear()
         self._release()
+
+    def _end_in_time(self, now: float) -> None:
+        """Ends who would rather have what there is than wait for a step that might end too late."""
+        if self._ends:
+            for group in self._ends.take_expired(now + self._pace.longest):
+                self._finish_early(group, FinishReason.DEADLINE, now)
 
     @property
     def _next(self) -> SequenceGroup | None:
@@ -413,9 +444,10 @@ class Scheduler:
             self._changed[group] = None
         group.sequences = beams
 
-    def _tell_hypotheses(self, group: SequenceGroup, hypotheses: Iterable[Hypothesis], now: float) -> None:
+    def _tell_hypotheses(self, group: SequenceGroup, hypotheses: Collection[Hypothesis], now: float) -> None:
         """Tells of a search that is over, token by token."""
-        group.first_token_time = now
+        if any(hypothesis.token_ids for hypothesis in hypotheses):
+            group.first_token_time = now
         for index, hypothesis in enumerate(hypotheses):
             events = [
                 TokenEvent(
@@ -442,11 +474,17 @@ class Scheduler:
         self._end(group, now)
 
     def _finish_early(self, group: SequenceGroup, reason: FinishReason, now: float) -> None:
-        """Ends a request between two tokens, each output with the text that was held back."""
+        """Ends a request between two tokens, each output with the text that was held back.
+
+        A search tells its best so far where a deadline leaves that as the answer, and otherwise nothing.
+        """
         if group in self._waiting:
             self._waiting.remove(group)
             self._ledger.forget(group)
         request_id = group.request_id
+        if group.beams is not None and group.request.partial_on_deadline and reason is FinishReason.DEADLINE:
+            self._tell_hypotheses(group, group.beams.stop(reason), now)
+            return
         try:
             if group.beams is None:
                 ends = [(sequence.index, sequence.flush_text()) for sequence in group.sequences]
@@ -514,7 +552,8 @@ class Scheduler:
     def _end(self, group: SequenceGroup, now: float) -> None:
         """Makes the last event the request's terminal one; `_release` takes its rows."""
         del self._live[group.request_id]
-        self._deadlines.discard(group)
+        for moments in (self._deadlines, self._starts, self._ends):
+            moments.discard(group)
         self._changed[group] = None
         group.sequences = []
         self._events[-1] = dataclasses.replace(

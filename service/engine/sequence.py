@@ -39,7 +39,8 @@ class SequenceGroup:
     `sequences` are its outputs that still grow: those of `sampling.n`, or the beams of `beams`, best first. Until the
     first token is chosen there is one K/V row for all of them, the first one's; `is_forked` says that each has its own.
 
-    `order` is its place in the order of arrival. `max_num_tokens` is where an output must end at the latest.
+    `order` is its place in the order in which requests were queued, `due` when its turn should have come: see
+    `service.engine.waiting`. `max_num_tokens` is where an output must end at the latest.
     `source_token_ids` are an encoder-decoder's prompt, `has_source` says whether their K/V are in the rows.
     `prompt_token_ids` are the decoder's as they were given: where nothing is to be generated, the last of them is
     scored but never fed, so that the sequence ends before it. `handles` are where the rows of a preempted request are
@@ -48,6 +49,7 @@ class SequenceGroup:
 
     request: GenerationRequest
     order: int
+    due: float
     source_token_ids: tuple[int, ...]
     prompt_token_ids: tuple[int, ...]
     max_num_tokens: int
@@ -68,9 +70,9 @@ class SequenceGroup:
         return self.request.request_id
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Who goes first: the higher priority, then the earlier arrival. Smaller is sooner."""
-        return -self.request.priority, self.order
+    def rank(self) -> tuple[int, float, int]:
+        """Who goes first: the higher priority, then who is due earlier, then who came earlier. Smaller is sooner."""
+        return -self.request.priority, self.due, self.order
 
     @property
     def rows(self) -> list[Sequence]:

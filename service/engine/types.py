@@ -97,6 +97,11 @@ class GenerationRequest:
     generated token, None for no logprobs. A request with `scoring` may ask for `max_tokens` 0: nothing is generated.
     With `beam_search` nothing is drawn, and `sampling` is left alone. A higher `priority` goes first, and takes the
     place of a lower one that runs.
+
+    At its `deadline` a request ends, wherever it is; with `partial_on_deadline` what it has by then is its answer. One
+    with `end_by` ends rather than take part in a step that might end later than that; one with `start_by` ends if it
+    still waits for its first step by then, as it could not be over in time. Moments in `time.monotonic()` seconds, as
+    is `arrival_time`.
     """
 
     request_id: str
@@ -110,6 +115,9 @@ class GenerationRequest:
     scoring: PromptScoring | None = None
     priority: int = 0
     deadline: float | None = None
+    partial_on_deadline: bool = False
+    end_by: float | None = None
+    start_by: float | None = None
     arrival_time: float = 0.0
 
     @property

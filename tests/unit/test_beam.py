@@ -141,12 +141,12 @@ def search_everything(task: Task) -> list[Tokens]:
     return sorted(outputs, key=task.score, reverse=True)
 
 
-def search_by_the_book(task: Task) -> list[Tokens]:
-    """Every continuation of every beam, sorted; no end before its time."""
+def search_by_the_book(task: Task, num_steps: int = 1000) -> list[Tokens]:
+    """Every continuation of every beam, sorted; after `num_steps`, the beams as they are compete with the finished."""
     size = task.params.beam_size
     beams: list[tuple[float, Tokens]] = [(0.0, ())]
     finished: list[Tokens] = []
-    for step in range(task.max_tokens):
+    for step in range(min(task.max_tokens, num_steps)):
         candidates = []
         for rank, (total, prefix) in enumerate(beams):
             for token_id, logprob in enumerate(task.model.logprobs(prefix)):
@@ -165,6 +165,8 @@ def search_by_the_book(task: Task) -> list[Tokens]:
         beams = [
             (-cost, (*prefix, token_id)) for cost, _, _, token_id, prefix in candidates if token_id not in task.ends
         ][:size]
+    else:
+        finished += [prefix for _, prefix in beams] if num_steps < task.max_tokens else []
     return sorted(finished, key=task.score, reverse=True)[: task.params.num_hypotheses]
 
 
@@ -239,6 +241,29 @@ def test_search_by_sampler_and_rules_is_that_of_the_book(seed: int) -> None:
         prompt=tuple(rng.integers(0, 7, 6).tolist()),
     )
     check(task, search_with_sampler_and_rules(task), search_by_the_book(task), tolerance=1e-6)
+
+
+@given(TASKS, st.integers(0, 4))
+def test_search_that_is_stopped_tells_the_best_of_what_was_finished_and_what_was_not(
+    task: Task, num_steps: int
+) -> None:
+    beams = BeamSearch(task.params, task.max_tokens, task.eos_ids, task.stop_token_ids)
+    prefixes: list[Tokens] = [()]
+    for _ in range(num_steps):
+        if not beams.is_over:
+            extensions = beams.advance([expand_by_definition(task, each, beams.num_candidates) for each in prefixes])
+            prefixes = [(*prefixes[each.parent], each.token_id) for each in extensions]
+    was_over = beams.is_over
+    found = beams.stop(FinishReason.DEADLINE)
+    assert beams.is_over
+    assert found == beams.hypotheses()
+    if was_over:
+        assert found == search(task)
+        return
+    assert [each.token_ids for each in found] == search_by_the_book(task, num_steps)
+    for each in found:
+        assert (each.finish_reason is FinishReason.DEADLINE) == (each.token_ids in prefixes)
+        assert each.score == pytest.approx(task.score(each.token_ids), rel=1e-15)
 
 
 @given(TASKS)

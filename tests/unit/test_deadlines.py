@@ -14,6 +14,7 @@ def group(deadline: float | None) -> SequenceGroup:
     return SequenceGroup(
         request=request(deadline=deadline),
         order=0,
+        due=0.0,
         source_token_ids=(),
         prompt_token_ids=(5,),
         max_num_tokens=9,
@@ -33,7 +34,7 @@ def test_deadlines_expire_in_order_and_once_unless_discarded(
     kept: list[SequenceGroup] = []
     for deadline, is_over in members:
         one = group(deadline)
-        deadlines.add(one)
+        deadlines.add(one, one.request.deadline)
         if is_over:
             deadlines.discard(one)
         elif deadline is not None:
@@ -49,6 +50,6 @@ def test_deadlines_of_requests_that_are_over_do_not_pile_up() -> None:
     deadlines = Deadlines()
     for _ in range(10_000):
         one = group(1e9)
-        deadlines.add(one)
+        deadlines.add(one, 1e9)
         deadlines.discard(one)
     assert len(deadlines._heap) < 100

@@ -31,6 +31,7 @@ def make_group(
     group = SequenceGroup(
         request=one,
         order=order,
+        due=0.0,
         source_token_ids=(),
         prompt_token_ids=tuple(prompt),
         max_num_tokens=len(prompt) + max_tokens,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -264,6 +266,123 @@ def test_schedule_deadline_of_a_finished_request_does_not_touch_the_next_of_its_
     assert event.finish_reason is FinishReason.DEADLINE
 
 
+ALONE = EngineLimits(max_batch_size=1, prefill_chunk=8, max_prefill_tokens=8)
+
+
+def test_schedule_who_cannot_be_over_in_time_any_more_does_not_begin() -> None:
+    scheduler = make_scheduler(ALONE)
+    scheduler.add(request("runs", start_by=1.0))
+    step(scheduler, now=0.5)
+    scheduler.add(request("waits", deadline=9.0, start_by=2.0))
+    assert commit(scheduler, scheduler.schedule(1.9))[0].request_id == "runs"
+    (end, _) = commit(scheduler, scheduler.schedule(2.0))
+    assert (end.request_id, end.finish_reason, end.is_terminal) == ("waits", FinishReason.DEADLINE, True)
+    assert scheduler.running_ids == ("runs",)
+
+
+def timed_step(scheduler: Scheduler, began: float, ended: float) -> list[tuple[str, int | None, FinishReason | None]]:
+    batch = scheduler.schedule(began)
+    sampled = [SampledToken(7, None) for _ in batch.samples]
+    events = scheduler.commit(batch, sampled, ended)
+    scheduler.check_invariants()
+    return [(event.request_id, event.token_id, event.finish_reason) for event in events]
+
+
+def test_schedule_who_takes_what_there_is_ends_with_the_last_step_that_leaves_time_for_another() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", max_tokens=30, deadline=9.0, partial_on_deadline=True, end_by=8.0))
+    # Two seconds a step, one of them between two steps.
+    told = [timed_step(scheduler, began, began + 1.0) for began in (0.0, 2.0, 4.0)]
+    assert told == [[("a", 7, None)]] * 3
+    assert timed_step(scheduler, 6.0, 7.0) == [("a", 7, None), ("a", None, FinishReason.DEADLINE)]
+    assert not scheduler.has_work
+
+
+def test_schedule_who_takes_what_there_is_reckons_with_a_prompt_in_the_next_step() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("long", range(3, 9), max_tokens=2))
+    timed_step(scheduler, 0.0, 5.0)
+    scheduler.add(request("a", max_tokens=30, deadline=12.0, partial_on_deadline=True, end_by=11.0))
+    assert timed_step(scheduler, 5.0, 5.9)[-1] == ("a", 7, None)
+    # Without a prompt a step takes a second, but one took five.
+    assert timed_step(scheduler, 5.9, 6.1) == [("a", 7, None), ("a", None, FinishReason.DEADLINE)]
+
+
+def test_schedule_a_pause_after_who_takes_what_there_is_does_not_count_as_a_step() -> None:
+    scheduler = make_scheduler()
+    partial = {"max_tokens": 30, "partial_on_deadline": True}
+    scheduler.add(request("a", deadline=2.0, end_by=1.5, **partial))
+    assert timed_step(scheduler, 0.0, 1.0)[-1] == ("a", None, FinishReason.DEADLINE)
+    scheduler.add(request("b", deadline=99.0, end_by=98.0, **partial))
+    assert timed_step(scheduler, 90.0, 91.0) == [("b", 7, None)]
+    assert timed_step(scheduler, 91.0, 92.0) == [("b", 7, None)]
+
+
+def test_schedule_a_preempted_request_that_takes_what_there_is_ends_where_it_waits() -> None:
+    scheduler = make_scheduler(ALONE)
+    scheduler.add(request("saved", max_tokens=30, deadline=9.0, partial_on_deadline=True, end_by=4.0))
+    timed_step(scheduler, 0.0, 1.0)
+    scheduler.add(request("urgent", max_tokens=30, priority=1))
+    timed_step(scheduler, 1.0, 2.0)
+    assert timed_step(scheduler, 2.0, 3.5) == [("urgent", 7, None), ("saved", None, FinishReason.DEADLINE)]
+    batch = step(scheduler, 4.0)
+    assert [type(operation) for operation in batch.kv_operations] == [KVDrop]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_schedule_a_search_that_takes_what_there_is_tells_its_best_so_far(num_steps: int) -> None:
+    now = 0.0
+    engine = fake_engine(clock=lambda: now)
+    search = BeamSearchParams(beam_size=3, num_hypotheses=2)
+    partial = {"deadline": num_steps + 1.0, "partial_on_deadline": True, "end_by": num_steps + 0.5}
+    engine.add_request(request("a", max_tokens=30, beam_search=search, **partial))
+    events: list[TokenEvent] = []
+    while engine.has_work:
+        events += engine.step().events
+        now += 1.0
+    ends = [event for event in events if event.finish_reason is not None]
+    assert {event.finish_reason for event in ends} == {FinishReason.DEADLINE}
+    lengths = Counter(event.output_index for event in events if event.token_id is not None)
+    steps = num_steps + 1
+    assert lengths == dict.fromkeys(range(2), steps)
+    scores = [event.score for event in ends if event.score is not None]
+    assert len(scores) == len(ends) == 2
+    assert scores == sorted(scores, reverse=True)
+    assert ends[-1].timings is not None
+    assert ends[-1].timings.first_token_time is not None
+
+
+def test_schedule_an_expired_search_that_does_not_take_what_there_is_tells_nothing() -> None:
+    now = 0.0
+    engine = fake_engine(clock=lambda: now)
+    engine.add_request(request("a", max_tokens=30, beam_search=BeamSearchParams(beam_size=2), deadline=3.0))
+    engine.step()
+    now = 3.0
+    (event,) = engine.step().events
+    assert (event.token_id, event.score, event.finish_reason) == (None, None, FinishReason.DEADLINE)
+
+
+@pytest.mark.parametrize(
+    ("patience", "order"),
+    [
+        (None, ["first", "second", "hasty", "late"]),
+        (5.0, ["hasty", "first", "second", "late"]),
+    ],
+)
+def test_schedule_the_earliest_deadline_goes_first_where_that_is_let_overtake_and_for_as_long(
+    patience: float | None, order: list[str]
+) -> None:
+    scheduler = make_scheduler(dataclasses.replace(ALONE, patience_seconds=patience))
+    scheduler.add(request("runs", max_tokens=2, deadline=99.0))
+    step(scheduler)
+    scheduler.add(request("first", arrival_time=1.0))
+    scheduler.add(request("second", arrival_time=2.0, deadline=99.0))
+    scheduler.add(request("hasty", arrival_time=3.0, deadline=5.5))
+    # However soon its deadline, it came when the others' patience was over.
+    scheduler.add(request("late", arrival_time=7.5, deadline=7.6))
+    assert list(scheduler.waiting_ids) == order
+
+
 def test_schedule_failing_the_running_leaves_the_waiting() -> None:
     scheduler = make_scheduler(EngineLimits(max_batch_size=1, prefill_chunk=8, max_prefill_tokens=8))
     scheduler.add(request("a"))
@@ -280,8 +399,10 @@ def test_schedule_failing_the_running_leaves_the_waiting() -> None:
 
 def test_limits_report_every_problem() -> None:
     with pytest.raises(StartupError) as caught:
-        EngineLimits(max_batch_size=0, prefill_chunk=64, max_prefill_tokens=32, source_padding=-1)
-    assert len(caught.value.problems) == 3
+        EngineLimits(
+            max_batch_size=0, prefill_chunk=64, max_prefill_tokens=32, source_padding=-1, patience_seconds=math.inf
+        )
+    assert len(caught.value.problems) == 4
 
 
 @given(
@@ -495,6 +616,7 @@ def test_schedule_kv_is_forgotten_only_while_nobody_is_there() -> None:
 
 BUDGET = KVBudget(num_bytes=3 * (2 * 2 * CONTEXT + 24), token_bytes=3, source_token_bytes=3, page_tokens=4)
 """Two requests of either family at their longest, and a little: less than four slots could hold."""
+PATIENCE = 8.0
 SAMPLED = SamplingParams(temperature=1.5, seed=7)
 
 
@@ -511,7 +633,8 @@ class Life(RuleBasedStateMachine):
         self.was_run = False
         self.runner = FakeRunner(LIMITS.max_batch_size, before_run=self.on_batch)
         model = fake_model(encoder_decoder=self.encoder_decoder)
-        self.scheduler = Scheduler(LIMITS, model, letters, BUDGET)
+        limits = dataclasses.replace(LIMITS, patience_seconds=PATIENCE)
+        self.scheduler = Scheduler(limits, model, letters, BUDGET)
         self.engine = Engine(self.scheduler, self.runner, Sampler(), LastRun(), lambda: self.now)
         self.requests: dict[str, GenerationRequest] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -520,6 +643,9 @@ class Life(RuleBasedStateMachine):
         self.terminal: Counter[str] = Counter()
         self.doomed: set[str] = set()
         self.begun: set[str] = set()
+        self.last_end: float | None = None
+        self.durations: dict[bool, list[float]] = {False: [], True: []}
+        self.has_prompts = False
 
     def on_batch(self, batch: ScheduledBatch) -> None:
         """What every batch must satisfy, whatever led to it."""
@@ -537,6 +663,7 @@ class Life(RuleBasedStateMachine):
         if self.fails:
             raise RuntimeError("the runner fails")
         self.was_run = True
+        self.has_prompts = bool(batch.encodes or chunks_of(batch))
         for operation in batch.kv_operations:
             note(f"{type(operation).__name__}{' behind what is shared' if getattr(operation, 'start', 0) else ''}")
 
@@ -546,6 +673,9 @@ class Life(RuleBasedStateMachine):
         kind=st.integers(0, 1),
         max_tokens=st.integers(0, 20),
         lifetime=st.none() | st.integers(2, 30),
+        # How long before its deadline it takes what there is.
+        margin=st.none() | st.integers(0, 6),
+        start_within=st.none() | st.integers(0, 15),
         prefix_length=st.integers(0, 5),
         is_scored=st.booleans(),
         num_rows=st.integers(1, 3),
@@ -560,6 +690,8 @@ class Life(RuleBasedStateMachine):
         kind: int,
         max_tokens: int,
         lifetime: int | None,
+        margin: int | None,
+        start_within: int | None,
         prefix_length: int,
         is_scored: bool,
         num_rows: int,
@@ -584,6 +716,10 @@ class Life(RuleBasedStateMachine):
             target_prefix=prefix,
             scoring=PromptScoring() if is_scored else None,
             priority=priority,
+            arrival_time=self.now,
+            partial_on_deadline=margin is not None,
+            end_by=None if deadline is None or margin is None else deadline - margin,
+            start_by=None if start_within is None else self.now + start_within,
         )
         stopping = dataclasses.replace(one.stopping, stop_token_ids=frozenset(stops))
         if one.beam_search is not None:
@@ -602,6 +738,18 @@ class Life(RuleBasedStateMachine):
             self.tokens[name, index] = []
         self.engine.add_request(one)
 
+    @rule(lifetime=st.integers(1, 12), max_tokens=st.integers(1, 6))
+    @precondition(lambda self: self.scheduler.num_waiting)
+    def add_in_a_hurry(self, lifetime: int, max_tokens: int) -> None:
+        """Where somebody waits, a later one that may be due sooner."""
+        priority = self.requests[self.scheduler.waiting_ids[0]].priority
+        self.step(1)
+        name = f"r{len(self.requests)}"
+        deadline = self.now + lifetime
+        one = request(name, [5], max_tokens=max_tokens, priority=priority, deadline=deadline, arrival_time=self.now)
+        self.requests[name], self.scores[name], self.tokens[name, 0] = one, [], []
+        self.engine.add_request(one)
+
     @rule(data=st.data())
     @precondition(lambda self: self.scheduler.has_work)
     def abort(self, data: st.DataObject) -> None:
@@ -613,7 +761,8 @@ class Life(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             self.now += 1.0
-            self.observe()
+            if self.engine.has_work:
+                self.observe()
 
     @rule()
     @precondition(lambda self: self.scheduler.num_running and self.now >= self.last_failure + 10)
@@ -632,29 +781,63 @@ class Life(RuleBasedStateMachine):
             for name, one in self.requests.items()
             if not self.terminal[name] and one.deadline is not None and one.deadline <= self.now
         }
+        too_late = {
+            name
+            for name, one in self.requests.items()
+            if not self.terminal[name] and name not in self.begun and one.start_by is not None
+            if one.start_by <= self.now
+        }
         self.was_run = False
         before = set(self.scheduler.running_ids)
         output = self.engine.step()
         assert self.was_run or self.fails, "the runner refused the batch"
         if not self.fails:
             assert self.runner.num_held_bytes(BUDGET) <= BUDGET.num_bytes
+        longest = self.longest_step()
         for event in output.events:
-            self.take(event, expired)
-        assert all(self.terminal[name] == 1 for name in expired | self.doomed), "they leave at the next step boundary"
+            self.take(event, expired | too_late)
+            one = self.requests[event.request_id]
+            if event.finish_reason is FinishReason.DEADLINE and one.request_id not in expired | too_late:
+                assert one.end_by is not None, "it had time"
+                assert one.end_by <= self.now + longest, "it had time for another step"
+        gone = expired | too_late | self.doomed
+        assert all(self.terminal[name] == 1 for name in gone), "they leave at the next step boundary"
         self.doomed.clear()
+        for name, one in self.requests.items():
+            if not self.terminal[name] and not self.fails:
+                assert one.end_by is None or one.end_by > self.now + longest, "another step may end too late"
         waiting, running = output.stats.num_waiting, output.stats.num_running
         assert waiting + running == sum(not self.terminal[name] for name in self.requests)
-        ranks = {name: (-self.requests[name].priority, int(name[1:])) for name in self.requests}
+        ranks = {name: self.rank(one) for name, one in self.requests.items()}
         started = set(self.scheduler.running_ids) - before
         # Only who was preempted may go before one that has not begun: what is saved of it may be in the other's way.
-        overtaken = {
-            other
+        passed_by = [
+            (self.requests[name], self.requests[other])
             for name in started
             for other in self.scheduler.waiting_ids
-            if ranks[other] < ranks[name] and (name not in self.begun or other in self.begun)
-        }
-        assert not overtaken
+            if name not in self.begun or other in self.begun
+        ]
+        for one, other in passed_by:
+            assert ranks[one.request_id] < ranks[other.request_id]
+            if one.priority == other.priority and one.arrival_time > other.arrival_time:
+                note("overtaken by an earlier deadline")
+                assert one.arrival_time <= other.arrival_time + PATIENCE
         self.begun |= started
+
+    def rank(self, one: GenerationRequest) -> tuple[int, float, int]:
+        """Whose turn comes first, smallest first."""
+        bound = one.arrival_time + PATIENCE
+        return -one.priority, bound if one.deadline is None else min(bound, one.deadline), int(one.request_id[1:])
+
+    def longest_step(self) -> float:
+        """How long a step may take, by the steps so far and this one."""
+        if self.fails:
+            self.last_end = None
+        else:
+            began = self.now if self.last_end is None else self.last_end
+            self.durations[self.has_prompts].append(self.now - began)
+            self.last_end = self.now if self.engine.has_work else None
+        return max((each for kind in self.durations.values() for each in kind[-16:]), default=0.0)
 
     def take(self, event: TokenEvent, expired: set[str]) -> None:
         name, output = event.request_id, (event.request_id, event.output_index)
@@ -675,10 +858,14 @@ class Life(RuleBasedStateMachine):
             self.reasons[output] = event.finish_reason
         if event.finish_reason is FinishReason.LENGTH:
             assert self.scores[name] == self.expected_scores(one)
-        if event.is_terminal and event.error is None:
-            assert all((name, index) in self.reasons for index in range(one.num_outputs)), "an output without an end"
+        if event.timings is not None and event.error is None:
+            indices = [index for index in range(one.num_outputs) if (name, index) in self.reasons]
+            # A search that is stopped may not have found as many hypotheses.
+            assert len(indices) == one.num_outputs or event.score is not None, "an output without an end"
+            has_tokens = any(self.tokens[name, index] for index in range(one.num_outputs))
+            assert (event.timings.first_token_time is not None) == has_tokens
             if one.beam_search is not None and event.score is not None:
-                self.check_search(one)
+                self.check_search(one, len(indices))
 
     def given(self, one: GenerationRequest) -> tuple[tuple[int, ...], list[int]]:
         prompt, prefix = one.prompt_token_ids, one.target_prefix_token_ids
@@ -695,21 +882,31 @@ class Life(RuleBasedStateMachine):
         assert sampled is not None
         return sampled.token_id
 
-    def check_search(self, one: GenerationRequest) -> None:
-        """The same search, by itself."""
+    def check_search(self, one: GenerationRequest, num_told: int) -> None:
+        """The same search, by itself; one that was stopped, after one or another number of steps."""
+        told = [tuple(self.tokens[one.request_id, index]) for index in range(num_told)]
+        if not one.partial_on_deadline:
+            assert told == list(self.searches(one))[-1]
+            return
+        if FinishReason.DEADLINE in {self.reasons[one.request_id, index] for index in range(num_told)}:
+            note(f"a search is stopped {'with' if any(told) else 'without'} tokens")
+        assert told in self.searches(one)
+
+    def searches(self, one: GenerationRequest) -> Iterator[list[tuple[int, ...]]]:
+        """What a search tells when it is stopped before its first step, after it, and so on until it is over."""
         assert one.beam_search is not None
         source, given = self.given(one)
         max_tokens = min(CONTEXT - len(given), one.stopping.max_tokens)
         search = BeamSearch(one.beam_search, max_tokens, frozenset({EOS}), one.stopping.stop_token_ids)
         beams = [given]
         while not search.is_over:
+            yield [hypothesis.token_ids for hypothesis in copy.deepcopy(search).stop(FinishReason.DEADLINE)]
             logits = np.stack([noise(source, beam) for beam in beams])
             row = BeamRow(tuple(range(len(beams))), search.num_candidates, (None,) * len(beams), None)
             (expansions,) = Sampler().expand(logits, [row])
             assert expansions is not None
             beams = [[*beams[each.parent], each.token_id] for each in search.advance(expansions)]
-        for index, hypothesis in enumerate(search.hypotheses()):
-            assert tuple(self.tokens[one.request_id, index]) == hypothesis.token_ids
+        yield [hypothesis.token_ids for hypothesis in search.hypotheses()]
 
     def expected_scores(self, one: GenerationRequest) -> list[TokenLogprobs]:
         source, tokens = self.given(one)
