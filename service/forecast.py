@@ -8,10 +8,10 @@ One forecaster a model, on the event loop alone. It learns from every step (`ser
 that were handed to the engine and have not ended, and compares each request's prediction with what it then took.
 
 The queue is foretold simply. Steps take what they would with all rows that there are and will be; who runs ends when it
-has as many tokens as such requests have come to lately (`ignore_eos`: as many as it may have); whoever waits takes the
-first rows that are free, in the order of turns, and prompts are computed one after another. Not foretold: who will
-come, stops, prefixes that a request before it will leave behind, K/V memory where that is scarcer than rows, steps of
-other models.
+has as many tokens as such requests have come to lately (as many as it may have, if nothing can stop it before); whoever
+waits takes the first rows that are free, in the order of turns, and prompts are computed one after another. Not
+foretold: who will come, prefixes that a request before it will leave behind, K/V memory where that is scarcer than
+rows, steps of other models.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from model.cost import RequestWork, request_work
 from service.costing import Cost, CostModel
 from service.engine.types import FinishReason, GenerationRequest, StepStats, TokenEvent
+from service.engine.waiting import due_time
+from service.lengths import AnswerLengths
 from service.step_times import ALONE, Company, Rates, StepTimes
 
 # Of the seconds that are foretold: what is not known yet may make so much of them, or nothing is told.
@@ -30,21 +32,17 @@ _MOST_UNKNOWN = 0.5
 # How fast the averages follow: of a step, and of a request.
 _STEP_RATE = 0.02
 _REQUEST_RATE = 0.05
-_WHOLE = frozenset({FinishReason.END_OF_SEQUENCE, FinishReason.STOP, FinishReason.LENGTH})
+# The ends that an output comes to by itself, as opposed to being cut off.
+_WHOLE = frozenset({FinishReason.END_OF_SEQUENCE, FinishReason.STOP})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Seconds that a request is predicted to spend, each part on its own.
-
-    `decode_seconds` is for outputs as long as they may be; `likely_share` is how much of that requests lately needed, 1
-    for one that ignores the end of a sequence.
-    """
+    """Seconds that a request is predicted to spend, each part on its own; its outputs become as long as they may."""
 
     queue_seconds: float
     prefill_seconds: float
     decode_seconds: float
-    likely_share: float = 1.0
 
     @property
     def service_seconds(self) -> float:
@@ -53,13 +51,8 @@ class Forecast:
 
     @property
     def finish_seconds(self) -> float:
-        """From now to its end, at the latest by what is known."""
+        """From now to its end."""
         return self.queue_seconds + self.service_seconds
-
-    @property
-    def likely_finish_seconds(self) -> float:
-        """From now to its end, if it is as long as such requests lately were."""
-        return self.queue_seconds + self.prefill_seconds + self.likely_share * self.decode_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +84,11 @@ class Quote:
 
 @dataclass(slots=True)
 class _Outstanding:
-    """A request that the engine has: `num_tokens` have been told over all rows, which may have `most_tokens` each."""
+    """A request that the engine has: `num_tokens` were told over all rows, of likely `likely_tokens` in each."""
 
-    priority: int
+    turn: tuple[int, float]
     num_rows: int
-    most_tokens: int
-    ignores_eos: bool
+    likely_tokens: int
     prefill_seconds: float
     num_tokens: int = 0
 
@@ -107,16 +99,18 @@ class Forecaster:
     Args:
         costs: counts their work.
         max_batch_size: rows that its engine has.
+        patience: seconds for which its engine lets earlier deadlines overtake (`service.engine.waiting`).
     """
 
-    def __init__(self, costs: CostModel, max_batch_size: int) -> None:
+    def __init__(self, costs: CostModel, max_batch_size: int, patience: float | None = None) -> None:
         self.costs = costs
         self._max_rows = max_batch_size
+        self._patience = patience
+        self._lengths = AnswerLengths()
         self._times = StepTimes(costs.config, max_batch_size)
         self._outstanding: dict[str, _Outstanding] = {}
         self._pairs_per_row = 0.0
         self._stretch = 1.0
-        self._likely_share = 1.0
         self._relative_error: float | None = None
 
     @property
@@ -146,12 +140,11 @@ class Forecaster:
 
     def submitted(self, request: GenerationRequest) -> Quote:
         """A request was handed to the engine: outstanding work grows. What is known now."""
-        quote, work = self._quote(request), self.costs.work(request)
+        quote, work, likely_tokens = self._quote(request), self.costs.work(request), self.likely_tokens(request)
         self._outstanding[request.request_id] = _Outstanding(
-            priority=request.priority,
+            turn=self._turn(request),
             num_rows=request.num_rows,
-            most_tokens=self.costs.most_tokens(request),
-            ignores_eos=request.stopping.ignore_eos,
+            likely_tokens=self.costs.most_tokens(request) if likely_tokens is None else likely_tokens,
             prefill_seconds=quote.rates.seconds(work.prefill),
         )
         return quote
@@ -168,15 +161,27 @@ class Forecaster:
             cached_tokens: of its prompt or source, tokens whose K/V are at hand.
         """
         quote = self._quote(request)
-        phases = quote.phases(self.costs.work(request, cached_tokens))
-        if phases is None:
-            return None
-        return Forecast(
-            queue_seconds=self._queue_seconds(request, quote),
-            prefill_seconds=phases[0],
-            decode_seconds=phases[1],
-            likely_share=self._share(request.stopping.ignore_eos),
-        )
+        return self._foretell(request, quote, self._queue_seconds(request, quote), cached_tokens)
+
+    def forecast_alone(self, request: GenerationRequest) -> Forecast | None:
+        """What a request would take if nobody else were there; None as for `forecast`."""
+        return self._foretell(request, Quote(self._times.rates, ALONE), 0.0)
+
+    def likely_tokens(self, request: GenerationRequest) -> int | None:
+        """How long each output will likely be, `arrival_time` taken as now.
+
+        As long as it may where nothing can stop it before, else as answers lately were; None where that is not known.
+        """
+        most_tokens = self.costs.most_tokens(request)
+        if _has_known_length(request):
+            return most_tokens
+        expected = self._lengths.expected(request.arrival_time, most_tokens)
+        return None if expected is None else min(max(expected, request.stopping.min_tokens), most_tokens)
+
+    def output_ended(self, request: GenerationRequest, now: float, num_tokens: int, reason: FinishReason) -> None:
+        """One of a request's outputs is over: what that tells of the lengths of others."""
+        if num_tokens and not _has_known_length(request):
+            self._lengths.note(now, num_tokens, is_whole=reason in _WHOLE)
 
     def estimate(self, request: GenerationRequest, cached_tokens: int = 0) -> Estimate:
         """What a request would cost, were it handed over now; arguments as for `forecast`."""
@@ -205,9 +210,6 @@ class Forecaster:
         measured = timings.finished_time - timings.scheduled_time
         if (predicted := quote.seconds(request_work(shape))) is not None and measured > 0:
             self._note_error(abs(predicted - measured) / measured)
-        if not request.stopping.ignore_eos and end.finish_reason in _WHOLE:
-            share = sum(lengths) / len(lengths) / self.costs.most_tokens(request)
-            self._likely_share += _REQUEST_RATE * (share - self._likely_share)
         return Cost(
             counts=self.costs.count(shape),
             predicted_seconds=quote.seconds(self.costs.work(request, end.num_cached_tokens)),
@@ -225,26 +227,30 @@ class Forecaster:
         company = Company(rows, self._pairs_per_row, self._stretch) if rows else ALONE
         return Quote(self._times.rates, company)
 
-    def _share(self, ignores_eos: bool) -> float:  # noqa: FBT001 (it is what the request says)
-        """How much of the tokens that it may have such a request will likely need."""
-        return 1.0 if ignores_eos else self._likely_share
+    def _foretell(
+        self, request: GenerationRequest, quote: Quote, queue_seconds: float, cached_tokens: int = 0
+    ) -> Forecast | None:
+        phases = quote.phases(self.costs.work(request, cached_tokens))
+        if phases is None:
+            return None
+        return Forecast(queue_seconds=queue_seconds, prefill_seconds=phases[0], decode_seconds=phases[1])
 
-    def _tokens_left(self, known: _Outstanding) -> float:
-        """Steps that a request will likely decode for: one at least, as it has not ended."""
-        likely = self._share(known.ignores_eos) * known.most_tokens
-        return max(likely - known.num_tokens / known.num_rows, 1.0)
+    def _turn(self, request: GenerationRequest) -> tuple[int, float]:
+        """Who goes first, smaller is sooner; among equals, who came first."""
+        return -request.priority, due_time(request, self._patience)
 
     def _queue_seconds(self, request: GenerationRequest, quote: Quote) -> float:
         """Until rows are free for a request that is handed over now, and no prompt is left before its own."""
         rows = min(request.num_rows + quote.company.num_rows, self._max_rows)
         step = quote.rates.step_seconds(rows, rows * self._pairs_per_row) * quote.company.stretch
         # Less urgent ones make way.
-        rivals = [each for each in self._outstanding.values() if each.priority >= request.priority]
+        turn = self._turn(request)
+        rivals = [each for each in self._outstanding.values() if each.turn[0] <= turn[0]]
         running = [each for each in rivals if each.num_tokens]
-        ahead = [each for each in rivals if not each.num_tokens]
-        ahead.sort(key=lambda each: -each.priority)
+        ahead = [each for each in rivals if not each.num_tokens and each.turn <= turn]
+        ahead.sort(key=lambda each: each.turn)
         free = self._max_rows - sum(each.num_rows for each in running)
-        ends = [(self._tokens_left(each) * step, each.num_rows) for each in running]
+        ends = [(_tokens_left(each) * step, each.num_rows) for each in running]
         heapq.heapify(ends)
         now = computed = 0.0
         for each in (*ahead, None):
@@ -254,6 +260,18 @@ class Forecaster:
                 now, free = max(now, end), free + num_rows
             if each is not None:
                 computed = max(now, computed) + each.prefill_seconds
-                heapq.heappush(ends, (computed + self._tokens_left(each) * step, wanted))
+                heapq.heappush(ends, (computed + _tokens_left(each) * step, wanted))
                 free -= wanted
         return max(now, computed)
+
+
+def _tokens_left(known: _Outstanding) -> float:
+    """Steps that a request will likely decode for: one at least, as it has not ended."""
+    return max(known.likely_tokens - known.num_tokens / known.num_rows, 1.0)
+
+
+def _has_known_length(request: GenerationRequest) -> bool:
+    """Whether nothing can end a request's outputs before they are as long as they may be."""
+    stopping = request.stopping
+    can_stop = stopping.stop or stopping.stop_token_ids or not stopping.ignore_eos
+    return stopping.max_tokens <= 1 or stopping.min_tokens == stopping.max_tokens or not can_stop

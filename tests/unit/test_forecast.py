@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,6 @@ from service.engine.types import (
     FinishReason,
     GenerationRequest,
     PromptScoring,
-    RequestTimings,
     SamplingParams,
     StepStats,
     StoppingParams,
@@ -49,18 +49,20 @@ class Law:
 class Machine:
     """An engine and the clock that its steps move; a forecaster is told of every step."""
 
-    def __init__(self, config: ModelConfig, law: Law = Law(), noise: float = 0.0) -> None:
+    def __init__(
+        self, config: ModelConfig, law: Law = Law(), noise: float = 0.0, patience: float | None = None
+    ) -> None:
         self.law, self.noise, self.now, self.speed = law, noise, 0.0, 1.0
         self._source = random.Random(0)
         self.runner = FakeRunner(LIMITS.max_batch_size, before_run=self._run)
         self.engine = fake_engine(
             self.runner,
             encoder_decoder=config.is_encoder_decoder,
-            limits=LIMITS,
+            limits=replace(LIMITS, patience_seconds=patience),
             context=CONTEXT,
             clock=lambda: self.now,
         )
-        self.forecaster = Forecaster(CostModel(config, self.engine.pieces), LIMITS.max_batch_size)
+        self.forecaster = Forecaster(CostModel(config, self.engine.pieces), LIMITS.max_batch_size, patience)
         self.told: dict[str, dict[int, int]] = {}
         self.quotes: dict[str, tuple[GenerationRequest, Quote]] = {}
         self.costs: dict[str, Cost | None] = {}
@@ -142,7 +144,7 @@ def test_a_request_takes_what_was_forecast(family: object) -> None:
         forecast = warm.forecaster.forecast(asked)
         assert forecast is not None
         assert forecast.queue_seconds == 0.0
-        assert forecast.likely_share == 1.0
+        assert warm.forecaster.likely_tokens(asked) == asked.stopping.max_tokens
         taken = warm.run(asked)
         assert forecast.service_seconds == pytest.approx(taken, rel=0.03, abs=0.001)
         timings = warm.ends[asked.request_id].timings
@@ -230,24 +232,68 @@ def test_an_output_is_taken_to_be_as_long_as_it_may_and_lately_was() -> None:
     asked = request("a", range(3, 20), stopping=stopping)
     before = warm.forecaster.forecast(asked)
     assert before is not None
-    assert before.likely_share == 1.0
-    # Eight tokens of eighty, every time.
-    for number in range(100):
-        timings = RequestTimings(arrival_time=0.0, scheduled_time=0.0, first_token_time=0.1, finished_time=0.2)
-        end = TokenEvent(request_id="x", finish_reason=FinishReason.STOP, timings=timings)
-        other = replace(asked, request_id=f"x{number}")
-        warm.forecaster.settle(warm.forecaster.submitted(other), other, {0: 8}, end)
-        warm.forecaster.ended(other.request_id)
-    after = warm.forecaster.forecast(asked)
-    assert after is not None
-    assert after.likely_share == pytest.approx(0.1, abs=0.01)
-    assert after.decode_seconds == before.decode_seconds
-    likely = after.queue_seconds + after.prefill_seconds + after.likely_share * after.decode_seconds
-    assert after.likely_finish_seconds == likely < after.finish_seconds
-    # Whoever ignores the end of a sequence is as long as they say.
-    sure = warm.forecaster.forecast(replace(asked, stopping=replace(stopping, ignore_eos=True)))
-    assert sure is not None
-    assert sure.likely_share == 1.0
+    assert warm.forecaster.likely_tokens(asked) is None
+    for _ in range(8):
+        warm.forecaster.output_ended(asked, 0.0, 50, FinishReason.END_OF_SEQUENCE)
+        warm.forecaster.output_ended(asked, 0.0, 20, FinishReason.DEADLINE)
+        # Neither says anything of where an answer ends.
+        warm.forecaster.output_ended(ended_by(asked, ignore_eos=True), 0.0, 80, FinishReason.LENGTH)
+        warm.forecaster.output_ended(asked, 0.0, 0, FinishReason.DEADLINE)
+    assert warm.forecaster.likely_tokens(asked) == 50
+    assert warm.forecaster.forecast(asked) == before
+    assert warm.forecaster.likely_tokens(ended_by(asked, max_tokens=5)) == 5
+    assert warm.forecaster.likely_tokens(ended_by(asked, min_tokens=60)) == 60
+    assert warm.forecaster.likely_tokens(replace(asked, arrival_time=1e6)) is None
+
+
+@pytest.mark.parametrize(
+    ("stopping", "is_known"),
+    [
+        ({"ignore_eos": True}, True),
+        ({"min_tokens": 80}, True),
+        ({"max_tokens": 1}, True),
+        ({"ignore_eos": True, "stop": ("x",)}, False),
+        ({"ignore_eos": True, "stop_token_ids": frozenset({7})}, False),
+        ({}, False),
+    ],
+)
+def test_an_output_has_all_its_tokens_only_if_nothing_can_stop_it(stopping: dict[str, Any], is_known: bool) -> None:
+    asked = ended_by(request("a", max_tokens=80), **stopping)
+    assert machine().forecaster.likely_tokens(asked) == (asked.stopping.max_tokens if is_known else None)
+
+
+def ended_by(asked: GenerationRequest, **changes: Any) -> GenerationRequest:
+    """The request with another way to end."""
+    return replace(asked, stopping=replace(asked.stopping, **changes))
+
+
+def test_who_is_due_later_does_not_wait_ahead_where_deadlines_overtake() -> None:
+    first_come, by_deadline = machine(), machine(patience=10.0)
+    for warm in (first_come, by_deadline):
+        warm.warm()
+        fill(warm, 2 * LIMITS.max_batch_size, new=60)
+        for _ in range(LIMITS.max_batch_size):
+            warm.step()
+    for deadline, is_ahead in ((5.0, True), (None, False)):
+        asked = request("late", (5,) * 12, max_tokens=4, arrival_time=by_deadline.now)
+        asked = replace(asked, deadline=None if deadline is None else by_deadline.now + deadline)
+        forecasts = [warm.forecaster.forecast(asked) for warm in (first_come, by_deadline)]
+        waits = [forecast.queue_seconds for forecast in forecasts if forecast is not None]
+        assert (waits[1] < 0.8 * waits[0]) == is_ahead
+
+
+def test_a_request_that_is_foretold_alone_does_not_know_of_others() -> None:
+    warm = machine()
+    warm.warm()
+    asked = request("a", (5,) * 12, stopping=StoppingParams(max_tokens=30, ignore_eos=True))
+    before = warm.forecaster.forecast(asked)
+    fill(warm, 20, new=60)
+    crowded, alone = warm.forecaster.forecast(asked), warm.forecaster.forecast_alone(asked)
+    assert crowded is not None
+    assert alone == before != crowded
+    assert alone is not None
+    assert alone.service_seconds < crowded.service_seconds
+    assert machine().forecaster.forecast_alone(asked) is None
 
 
 def fill(warm: Machine, count: int, new: int) -> None:
