@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from service.access import KeyAccess, OpenAccess
 from service.async_engine import AsyncEngine
-from service.config import MetricsCompat, ServeConfig
+from service.config import Admission, MetricsCompat, ServeConfig
 from service.costing import CostModel
 from service.debug import from_loop, with_debug
 from service.engine.engine import LastRun
@@ -30,6 +30,7 @@ from service.engine_thread import StepEngine
 from service.errors import EngineFailed, RequestError
 from service.exposition import exposing, metrics_app
 from service.generator import Generator
+from service.lane import LaneLimits
 from service.library import Library
 from service.loading import build_engines, load_models
 from service.metrics import Metrics, Objectives
@@ -175,8 +176,11 @@ class App:
             engines,
             self._metrics,
             {model.name: CostModel.of(model, engines[model.name]) for model in models},
-            max_batch_size=config.max_batch_size,
-            max_queue_size=config.max_queue_size,
+            LaneLimits(
+                max_batch_size=config.max_batch_size,
+                max_queue_size=config.max_queue_size,
+                admits_by_deadline=config.admission is Admission.DEADLINE,
+            ),
             failing=self._failing,
             recorder=FlightRecorder(config.recorder_steps),
             tracer=self._tracer,

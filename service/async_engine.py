@@ -12,26 +12,31 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Self
 
+from service.admission import PATIENCE_SECONDS, DeadlineAdmission, Prediction
+from service.allowance import shortfall
 from service.costing import Cost, CostModel
 from service.engine.failure import report_failure
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, TokenEvent
 from service.engine_thread import EngineThread, Result, StepEngine
 from service.errors import EngineFailed, InvalidRequest, NotServing, RequestCancelled, RequestError
 from service.forecast import Estimate, Forecaster, Quote
-from service.lane import Lane
+from service.lane import Lane, LaneLimits
 from service.metrics import Metrics, ModelMetrics, RequestRecord
 from service.recorder import FlightLog, FlightRecorder, RecordedRequest
 from service.tracing import NoTracer, RequestTrace, Tracer
 
 # A client far behind gets many tokens in a message, but not so many that no message holds them.
 _MAX_EVENTS_TAKEN = 128
+# Steps that tell how long the event loop lets an answer wait.
+_NUM_HANDED = 64
 # One bad step may be a bad request's; so many in a row are the model's.
 _MAX_FAILURES = 3
 
@@ -49,7 +54,8 @@ class _Tokens:
 class _Stream:
     """One request between admission and its last event. `request` is None until it is handed to the engine.
 
-    `quote` is what `forecaster` knew of its future then, `cost` what became of it, where it came to a token.
+    `quote` is what `forecaster` knew of its future then, `cost` what became of it, where it came to a token;
+    `prediction` is what `admission` went by, where it has a deadline.
     """
 
     request_id: str
@@ -59,6 +65,8 @@ class _Stream:
     request: GenerationRequest | None = None
     events: list[TokenEvent] = field(default_factory=list)
     waiter: asyncio.Future[None] | None = None
+    admission: DeadlineAdmission | None = None
+    prediction: Prediction | None = None
     forecaster: Forecaster | None = None
     quote: Quote | None = None
     cost: Cost | None = None
@@ -132,6 +140,7 @@ class Admission:
         """Hands the request to the engine, once; leaving the `with` block aborts it if it is not over by then.
 
         Raises:
+            DeadlineUnreachable: when it could not be answered before its deadline.
             RequestError: when the engine has ended since the place was taken.
         """
         self._engine._submit(self._stream, request)
@@ -169,8 +178,7 @@ class AsyncEngine:
         engines: by model name; the engine thread owns them from `start` on.
         metrics: where steps and requests are counted.
         costs: by model name, what counts its requests; what foretells them is built on it.
-        max_batch_size: slots of each engine.
-        max_queue_size: requests that may wait besides, per model.
+        limits: who gets a place, for each model alike.
         failing: told of a model whose steps fail one after the other.
         recorder: remembers steps and requests; by default nothing.
         tracer: hears of requests; by default nobody does.
@@ -181,9 +189,8 @@ class AsyncEngine:
         engines: Mapping[str, StepEngine],
         metrics: Metrics,
         costs: Mapping[str, CostModel],
+        limits: LaneLimits,
         *,
-        max_batch_size: int,
-        max_queue_size: int,
         failing: Callable[[str], None] = lambda _: None,
         recorder: FlightRecorder | None = None,
         tracer: Tracer | None = None,
@@ -191,10 +198,10 @@ class AsyncEngine:
         # Handed to the thread by `start`, and not kept: a model that is removed must leave its memory.
         self._engines = dict(engines)
         self._metrics = metrics
-        self._max_batch_size = max_batch_size
-        self._max_queue_size = max_queue_size
+        self._limits = limits
         self._recorder = recorder or FlightRecorder(0)
         self._tracer = tracer or NoTracer()
+        self._handing_seconds: deque[float] = deque([0.0], maxlen=_NUM_HANDED)
         self._lanes = {name: self._make_lane(name, costs[name]) for name in engines}
         self._failing = failing
         self._failures: dict[str, int] = {}
@@ -286,7 +293,7 @@ class AsyncEngine:
         if lane is None:
             self._lanes[model] = self._make_lane(model, costs)
         elif lane.forecaster.costs != costs:
-            lane.forecaster = Forecaster(costs, self._max_batch_size)
+            lane.foretell_by(self._make_forecaster(costs))
         self._thread.install(model, engine)
 
     async def remove(self, model: str, grace_seconds: float) -> None:
@@ -347,8 +354,11 @@ class AsyncEngine:
 
     def _make_lane(self, model: str, costs: CostModel) -> Lane:
         self._recorder.begin(model)
-        forecaster = Forecaster(costs, self._max_batch_size)
-        return Lane(model, self._max_batch_size, self._max_queue_size, self._metrics.for_model(model), forecaster)
+        return Lane(model, self._limits, self._metrics.for_model(model), self._make_forecaster(costs))
+
+    def _make_forecaster(self, costs: CostModel) -> Forecaster:
+        patience = PATIENCE_SECONDS if self._limits.admits_by_deadline else None
+        return Forecaster(costs, self._limits.max_batch_size, patience)
 
     def _lane_with_place(self, model: str, request_id: str) -> Lane:
         """Where a request may take a place now, or raises why it may not."""
@@ -390,6 +400,8 @@ class AsyncEngine:
             self._recorder.step_done(model, output, now)
             lane.forecaster.step_done(output.stats, output.events)
             self._hand_out(lane.metrics, output, now)
+            if output.events:
+                self._handing_seconds.append(time.monotonic() - now)
             self._watch(model, output)
 
     def rejected(self, request_id: str, error: RequestError, now: float) -> None:
@@ -429,7 +441,7 @@ class AsyncEngine:
             elif event.prompt_logprobs and event.is_terminal and stream.request is not None:
                 metrics.prompt_done(stream.request.num_prompt_tokens, event.num_cached_tokens)
             if event.finish_reason is not None:
-                stream.reasons[event.output_index] = event.finish_reason
+                self._end_output(stream, event.output_index, event.finish_reason, now)
             stream.push(event)
             if event.is_terminal:
                 self._finish(stream, event)
@@ -463,11 +475,33 @@ class AsyncEngine:
             raise ValueError(f"admission {stream.request_id} does not fit request {request.request_id}")
         if stream.request_id not in self._streams:
             raise self._refuse() if self._refuse is not None else NotServing("the place was given up")
+        if request.deadline is not None:
+            request = self._judge(stream, request, request.deadline)
         stream.request = request
         stream.forecaster = stream.lane.forecaster
         stream.quote = stream.forecaster.submitted(request)
         stream.trace.submitted(request)
         self._thread.submit(stream.model, request)
+
+    def _judge(self, stream: _Stream, request: GenerationRequest, deadline: float) -> GenerationRequest:
+        """A request with the moments at which it must have begun or ended to be answered before its deadline."""
+        answer_by = deadline - shortfall(deadline - request.arrival_time) - max(self._handing_seconds)
+        if request.partial_on_deadline:
+            request = replace(request, end_by=answer_by)
+        lane = stream.lane
+        if lane.admission is not None:
+            stream.admission = lane.admission
+            request, stream.prediction = lane.admission.judge(
+                request, time.monotonic(), answer_by, is_idle=lane.is_alone
+            )
+        return request
+
+    def _end_output(self, stream: _Stream, index: int, reason: FinishReason, now: float) -> None:
+        """Notes why an output ended, and for those to come how long it was."""
+        stream.reasons[index] = reason
+        tokens = stream.tokens.get(index)
+        if tokens is not None and stream.request is not None and stream.forecaster is not None:
+            stream.forecaster.output_ended(stream.request, now, tokens.count, reason)
 
     def _leave(self, stream: _Stream, error: BaseException | None) -> None:
         """The consumer is gone. A place in use stays taken until the engine says that the request is over."""
@@ -495,6 +529,8 @@ class AsyncEngine:
         if timings is None or stream.request is None:
             return
         stream.cost = self._settle(stream, event)
+        if stream.admission is not None and stream.prediction is not None and event.error is None:
+            stream.admission.ended(stream.prediction, timings, stream.reasons.values())
         record = RequestRecord(
             outcome=str(stream.last_reason) if event.error is None else _outcome(event.error),
             timings=timings,

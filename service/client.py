@@ -33,6 +33,7 @@ def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -
             temperature=config.temperature, seed=config.seed, n=None if config.beam_size else config.n
         ),
         stopping=pb.StoppingParams(max_tokens=config.max_tokens),
+        partial_on_deadline=config.partial_on_deadline,
     )
     if config.beam_size:
         request.beam_search.CopyFrom(pb.BeamSearchParams(beam_size=config.beam_size, num_hypotheses=config.n))

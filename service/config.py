@@ -45,6 +45,13 @@ class Telemetry(StrEnum):
     ALL = "all"
 
 
+class Admission(StrEnum):
+    """What becomes of a request that is predicted to miss its deadline: refused at once, or let in all the same."""
+
+    DEADLINE = "deadline"
+    OFF = "off"
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One flag: what it means, and how its text becomes a value. `parse` raises ValueError saying what is wanted."""
@@ -179,6 +186,13 @@ def _address(text: str) -> str:
     return text
 
 
+def _admission(text: str) -> Admission:
+    try:
+        return Admission(text.lower())
+    except ValueError:
+        raise ValueError(f"must be one of {', '.join(Admission)}") from None
+
+
 def _prefill_provider(text: str) -> PrefillProvider:
     try:
         return PrefillProvider(text.lower())
@@ -228,6 +242,15 @@ class ServeConfig:
     slo_e2e_latency: Annotated[tuple[float, ...], Option("objectives for whole requests in seconds", _objectives)] = ()
     max_batch_size: Annotated[int, Option("sequences that run at once, per model", _integer(1, 1024))] = 32
     max_queue_size: Annotated[int, Option("requests that may wait besides, per model", _integer(0, 1_000_000))] = 256
+    # On, as it changes nothing for who sends no deadline, and who does is not answered any sooner by being let in.
+    admission: Annotated[
+        Admission,
+        Option(
+            "deadline: refuse at once what is predicted to miss its deadline, and let early deadlines go first; "
+            "off: first come, first served, and a deadline only cancels",
+            _admission,
+        ),
+    ] = Admission.DEADLINE
     prefill_chunk: Annotated[int, Option("prompt tokens computed per step", _integer(1, 65536))] = 128
     prefill_provider: Annotated[
         PrefillProvider,
@@ -337,6 +360,9 @@ class AskConfig(ConnectionConfig):
     n: Annotated[int | None, Option("answers to print", _integer(1, 1024))] = None
     beam_size: Annotated[int | None, Option("search with so many beams instead of drawing", _integer(1, 1024))] = None
     timeout_seconds: Annotated[float | None, Option("give up after this long", _number(0.001, 86400))] = None
+    partial_on_deadline: Annotated[
+        bool, Option("print what there is shortly before the time is up, in place of nothing", _boolean)
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@
     │   ├── RateLimited                  the API key is used too much; carries when to come again
     │   ├── ClientStalled                the client has not read for too long
     │   ├── Overloaded                   the queue is full; carries when to come again
+    │   ├── DeadlineUnreachable          the deadline would pass before the answer; carries what was predicted
     │   ├── NotServing                   starting, draining, stopped, or too busy for what needs an idle model
     │   ├── DeadlineExceeded             the request's deadline passed
     │   ├── RequestCancelled             the client went away
@@ -113,6 +114,45 @@ class Overloaded(RequestError):
         super().__init__(f"{num_requests} requests of {model} run or wait, the limit is {limit}; retry later")
 
 
+class DeadlineUnreachable(RequestError):
+    """The request is predicted to be over only after its deadline.
+
+    Args:
+        queue_seconds: predicted wait for a place.
+        prefill_seconds: predicted time of the prompt.
+        decode_seconds: predicted time of the tokens after the first; 0 for a request that takes what there is.
+        left_seconds: what is left until the answer must be on its way.
+        retry_after_seconds: when such a request should fit; None when it would not, had it the server to itself.
+    """
+
+    label = "deadline_unreachable"
+
+    def __init__(
+        self,
+        *,
+        queue_seconds: float,
+        prefill_seconds: float,
+        decode_seconds: float,
+        left_seconds: float,
+        retry_after_seconds: float | None,
+    ) -> None:
+        self.queue_seconds = queue_seconds
+        self.prefill_seconds = prefill_seconds
+        self.decode_seconds = decode_seconds
+        self.left_seconds = left_seconds
+        self.retry_after_seconds = retry_after_seconds
+        retry = (
+            "not even an idle server could answer in time"
+            if retry_after_seconds is None
+            else f"retry in {retry_after_seconds:.3f} s"
+        )
+        super().__init__(
+            f"the answer is predicted to take {queue_seconds + prefill_seconds + decode_seconds:.3f} s "
+            f"(queue {queue_seconds:.3f}, prefill {prefill_seconds:.3f}, decode {decode_seconds:.3f}), "
+            f"{left_seconds:.3f} s are left until the deadline; {retry}"
+        )
+
+
 class Unauthenticated(RequestError):
     """The call shows no API key, or one that is not known. The text says which, and nothing of the key."""
 
@@ -157,7 +197,7 @@ class NotServing(RequestError):
 
 
 class DeadlineExceeded(RequestError):
-    """The deadline passed while the request was queued or running."""
+    """The deadline passed while the request was queued or running, or could not be met any more in the queue."""
 
     label = "deadline_exceeded"
 

@@ -54,6 +54,7 @@ class GenerateCall:
     wants_cost: bool
     priority: int
     timeout_seconds: float | None
+    partial_on_deadline: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,11 @@ class Outcome:
 
 Part = Accepted | PromptScores | Piece | Finished | Outcome
 
-# How an output ends that nobody wants any more: the call ends with an error.
-_UNWANTED = frozenset({FinishReason.DEADLINE, FinishReason.CANCELLED})
+
+def _unwanted(request: GenerationRequest) -> frozenset[FinishReason]:
+    """How an output ends that nobody wants any more: the call ends with an error."""
+    cancelled = frozenset({FinishReason.CANCELLED})
+    return cancelled if request.partial_on_deadline else cancelled | {FinishReason.DEADLINE}
 
 
 class Generator:
@@ -200,7 +204,7 @@ class Generator:
                     told += events
             logprobs = [each.logprob for event in told for each in event.prompt_logprobs]
             reasons = [event.finish_reason for event in told if event.finish_reason is not None]
-            _require_complete(request.request_id, reasons, f"{len(logprobs)} scores")
+            _require_complete(request, reasons, f"{len(logprobs)} scores", told[-1].timings)
             return Score(task.scored_token_ids, tuple(logprobs), task.num_bytes)
 
     def refused(self, model_name: str, error: RequestError) -> None:
@@ -237,6 +241,7 @@ class Generator:
             scoring=None if call.prompt_logprobs is None else PromptScoring(num_top=call.prompt_logprobs),
             priority=call.priority,
             deadline=arrival + min(seconds) if seconds else None,
+            partial_on_deadline=call.partial_on_deadline,
             arrival_time=arrival,
         )
 
@@ -247,23 +252,33 @@ def _encode(model: ServedModel, call: GenerateCall) -> tuple[tuple[int, ...], tu
     return model.encode_prompt(call.prompt), model.encode_target_prefix(call.target_prefix)
 
 
-def _require_complete(request_id: str, reasons: Collection[FinishReason | None], progress: str) -> None:
+def _require_complete(
+    request: GenerationRequest,
+    reasons: Collection[FinishReason | None],
+    progress: str,
+    timings: RequestTimings | None,
+) -> None:
     """Refuses an end that is not the end of every output.
 
     Args:
-        request_id: whose.
+        request: whose.
         reasons: why each output ended, None for one that did not.
         progress: how far it came, for the message.
+        timings: its own.
 
     Raises:
-        DeadlineExceeded: when its time was up.
+        DeadlineExceeded: when its time was up, or would have been, and it does not take what there is.
         RequestCancelled: when it was aborted.
     """
     if not reasons or None in reasons:
-        raise ValueError(f"request {request_id} ended before its outputs did: {', '.join(map(str, reasons))}")
-    if FinishReason.DEADLINE in reasons:
+        raise ValueError(f"request {request.request_id} ended before its outputs did: {', '.join(map(str, reasons))}")
+    unwanted = _unwanted(request).intersection(reasons)
+    if FinishReason.DEADLINE in unwanted:
+        left = 0.0 if request.deadline is None or timings is None else request.deadline - timings.finished_time
+        if left > 0:
+            raise DeadlineExceeded(f"waited until the deadline, {left:.3f} s away, could not be met any more")
         raise DeadlineExceeded(f"the deadline passed after {progress}")
-    if FinishReason.CANCELLED in reasons:
+    if unwanted:
         raise RequestCancelled("the request was cancelled")
 
 
@@ -272,6 +287,7 @@ class _Outputs:
 
     def __init__(self, request: GenerationRequest, decode: Decode) -> None:
         self._request = request
+        self._unwanted = _unwanted(request)
         self._outputs = [_Output(request, index, decode) for index in range(request.num_outputs)]
         self._last: TokenEvent | None = None
 
@@ -288,7 +304,7 @@ class _Outputs:
             if piece.text or piece.token_ids:
                 yield piece
             last = own[-1]
-            if last.finish_reason is not None and last.finish_reason not in _UNWANTED:
+            if last.finish_reason is not None and last.finish_reason not in self._unwanted:
                 yield Finished(index, last.finish_reason, last.matched_stop, last.score)
 
     def outcome(self) -> Outcome:
@@ -302,14 +318,15 @@ class _Outputs:
         # A search may find fewer hypotheses than it was asked for: then nothing was ever told of the others.
         told = [output for output in self._outputs if not self._request.beam_search or output.is_told]
         reasons = [output.finish_reason for output in told]
-        _require_complete(self._request.request_id, reasons, f"{num_tokens} tokens")
-        if self._last is None or self._last.timings is None:
+        timings = None if self._last is None else self._last.timings
+        _require_complete(self._request, reasons, f"{num_tokens} tokens", timings)
+        if self._last is None or timings is None:
             raise ValueError(f"request {self._request.request_id} ended without a terminal event")
         return Outcome(
             num_prompt_tokens=self._request.num_prompt_tokens,
             num_cached_tokens=self._last.num_cached_tokens,
             num_generated_tokens=num_tokens,
-            timings=self._last.timings,
+            timings=timings,
         )
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from dataclasses import dataclass
 
+from service.admission import DeadlineAdmission
 from service.errors import Overloaded
 from service.forecast import Forecaster
 from service.metrics import ModelMetrics, RequestRecord
@@ -23,25 +25,33 @@ _MIN_RETRY_SECONDS = 0.05
 _MAX_RETRY_SECONDS = 60.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneLimits:
+    """Who gets a place: as many as the engine has slots, `max_batch_size`, and `max_queue_size` besides.
+
+    `admits_by_deadline` says whether a request that is predicted to miss its deadline gets none.
+    """
+
+    max_batch_size: int
+    max_queue_size: int
+    admits_by_deadline: bool = False
+
+
 class Lane:
     """The places of one model: `max_batch_size` requests run, fewer if some have several outputs, the others wait.
 
     Args:
         model: its name.
-        max_batch_size: slots of its engine.
-        max_queue_size: requests that may be there besides as many as there are slots.
+        limits: who gets a place.
         metrics: where its steps and requests are counted.
-        forecaster: what foretells its requests; another one where the model becomes another.
+        forecaster: what foretells its requests.
     """
 
-    def __init__(
-        self, model: str, max_batch_size: int, max_queue_size: int, metrics: ModelMetrics, forecaster: Forecaster
-    ) -> None:
+    def __init__(self, model: str, limits: LaneLimits, metrics: ModelMetrics, forecaster: Forecaster) -> None:
         self.metrics = metrics
-        self.forecaster = forecaster
         self._model = model
-        self._max_batch_size = max_batch_size
-        self._limit = max_batch_size + max_queue_size
+        self._limits = limits
+        self.foretell_by(forecaster)
         self._taken = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -52,11 +62,21 @@ class Lane:
         """When a place should be free: a batch's worth of requests ends within one mean service time."""
         recent = self._service_seconds
         mean = sum(recent) / len(recent) if recent else _UNKNOWN_SERVICE_SECONDS
-        return min(max(mean / self._max_batch_size, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+        return min(max(mean / self._limits.max_batch_size, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
 
     async def wait_idle(self) -> None:
         """Waits until no request has a place."""
         await self._idle.wait()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether whoever asks has the only place that is taken."""
+        return self._taken == 1
+
+    def foretell_by(self, forecaster: Forecaster) -> None:
+        """Has another foretell its requests: what was learned with the one before is of no use any more."""
+        self.forecaster = forecaster
+        self.admission = DeadlineAdmission(forecaster) if self._limits.admits_by_deadline else None
 
     def take(self) -> None:
         """Takes a place.
@@ -74,8 +94,9 @@ class Lane:
         Raises:
             Overloaded: when there is none.
         """
-        if self._taken >= self._limit:
-            raise Overloaded(self._model, self._taken, self._limit, self.retry_after_seconds)
+        limit = self._limits.max_batch_size + self._limits.max_queue_size
+        if self._taken >= limit:
+            raise Overloaded(self._model, self._taken, limit, self.retry_after_seconds)
 
     def give_back(self, service_seconds: float | None) -> None:
         """Gives a place back; `service_seconds` is how long its request held a slot, None if it never did."""

@@ -12,7 +12,8 @@ from typing import TypeVar
 from model import golden
 from model.artifact import GOLDEN, TARGET_TOKENIZER, TOKENIZER, ArtifactError, Manifest, load
 from model.tokenizer import Tokenizer, TokenizerError
-from service.config import ServeConfig
+from service.admission import PATIENCE_SECONDS
+from service.config import Admission, ServeConfig
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.prefill_provider import choose_prefill_provider
@@ -70,6 +71,7 @@ def build_engines(
         prefill_chunk=config.prefill_chunk,
         max_prefill_tokens=config.prefill_chunk,
         kv_memory_bytes=config.kv_memory,
+        patience_seconds=PATIENCE_SECONDS if config.admission is Admission.DEADLINE else None,
     )
     shared = LastRun() if last_run is None else last_run
     options = SessionOptions(intra_op_threads=config.threads or 0, allow_spinning=config.spin)

@@ -70,6 +70,7 @@ def decode_generate(
         wants_cost=message.response.cost,
         priority=message.priority,
         timeout_seconds=_timeout(message),
+        partial_on_deadline=message.partial_on_deadline,
     )
 
 
@@ -94,7 +95,6 @@ def decode_score(message: pb.ScoreRequest, draw_id: Callable[[], str] = lambda: 
 def _refuse_unsupported(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> None:
     asked = {
         "prompt.chat": message.HasField("chat"),
-        "partial_on_deadline": message.partial_on_deadline,
     }
     for field, is_asked in asked.items():
         if is_asked:

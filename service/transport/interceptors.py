@@ -20,13 +20,13 @@ from google.protobuf.message import DecodeError
 from prometheus_client import Counter
 
 from service.access import Access
+from service.allowance import shortfall
 from service.errors import AnswerTooLarge, ClientStalled, InvalidRequest
 from service.tracing import NoTracer, Tracer
 from service.transport.status import Status, to_status
 
 _LOGGER = logging.getLogger(__name__)
 
-_TRANSIT_SECONDS = 0.01
 _AUTHORIZATION = "authorization"
 _BEARER = "bearer"
 
@@ -207,10 +207,6 @@ def _api_key(context: Context) -> str | None:
 
 
 def _cancelled_code(elapsed: float, timeout: float | None) -> grpc.StatusCode:
-    """A handler is cancelled alike when its client went away and when its deadline passed: tells them apart by time.
-
-    A client's own clock starts before the server's, and gRPC rounds a timeout up by as much as 1 % on the wire, so that
-    a client which waited as long as it wanted may hang up that much before the deadline that the server knows.
-    """
-    is_late = timeout is not None and elapsed >= 0.99 * timeout - _TRANSIT_SECONDS
+    """A handler is cancelled alike when its client went away and when its deadline passed: tells them apart by time."""
+    is_late = timeout is not None and elapsed >= timeout - shortfall(timeout)
     return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED

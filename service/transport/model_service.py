@@ -148,6 +148,7 @@ def describe_capabilities(*, is_encoder_decoder: bool) -> pb.ModelCapabilities:
         beam_search=True,
         multiple_outputs=True,
         priority=True,
+        partial_on_deadline=True,
         penalties=True,
         logit_control=True,
         min_tokens=True,

@@ -1,8 +1,8 @@
 """Errors to gRPC statuses: one table, total over the error tree, with machine-readable details where they help.
 
-Clients find `google.rpc.BadRequest` with an invalid field and `google.rpc.RetryInfo` with an overload or a used-up
-allowance, through `grpc_status.rpc_status`. Whatever is not a `RequestError` becomes INTERNAL with an opaque id; the
-log has the rest.
+Clients find `google.rpc.BadRequest` with an invalid field, `google.rpc.RetryInfo` with an overload or a used-up
+allowance, and beside that a `google.rpc.ErrorInfo` with what was predicted where a deadline cannot be met, through
+`grpc_status.rpc_status`. Whatever is not a `RequestError` becomes INTERNAL with an opaque id; the log has the rest.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from service.errors import (
     AnswerTooLarge,
     ClientStalled,
     DeadlineExceeded,
+    DeadlineUnreachable,
     EngineFailed,
     InvalidRequest,
     ModelUnfit,
@@ -47,6 +48,7 @@ STATUS_CODES: Mapping[type[RequestError], grpc.StatusCode] = {
     RateLimited: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ClientStalled: grpc.StatusCode.ABORTED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    DeadlineUnreachable: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NotServing: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestCancelled: grpc.StatusCode.CANCELLED,
@@ -55,6 +57,7 @@ STATUS_CODES: Mapping[type[RequestError], grpc.StatusCode] = {
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _NANOSECONDS = 1_000_000_000
+_DOMAIN = "onward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +75,40 @@ def to_status(error: Exception) -> Status:
         error = report_failure("an unexpected error ended a call", error)
     code, message = STATUS_CODES[type(error)], str(error)
     details = _details(error)
-    if details is None:
+    if not details:
         return Status(code, message)
     rich = status_pb2.Status(code=code.value[0], message=message)
-    rich.details.add().Pack(details)
+    for each in details:
+        rich.details.add().Pack(each)
     return Status(code, message, ((_DETAILS_KEY, rich.SerializeToString()),))
 
 
-def _details(error: RequestError) -> Message | None:
-    details: Message | None = None
-    if isinstance(error, InvalidRequest):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
-        details = error_details_pb2.BadRequest(field_violations=[violation])
-    elif isinstance(error, Overloaded | RateLimited):
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(round(error.retry_after_seconds * _NANOSECONDS))
-        details = error_details_pb2.RetryInfo(retry_delay=delay)
-    return details
+def _details(error: RequestError) -> tuple[Message, ...]:
+    match error:
+        case InvalidRequest():
+            violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
+            return (error_details_pb2.BadRequest(field_violations=[violation]),)
+        case Overloaded() | RateLimited():
+            return (_retry_info(error.retry_after_seconds),)
+        case DeadlineUnreachable():
+            told = error_details_pb2.ErrorInfo(
+                reason=error.label.upper(),
+                domain=_DOMAIN,
+                metadata={
+                    "predicted_queue_seconds": f"{error.queue_seconds:.6f}",
+                    "predicted_prefill_seconds": f"{error.prefill_seconds:.6f}",
+                    "predicted_decode_seconds": f"{error.decode_seconds:.6f}",
+                    "left_seconds": f"{error.left_seconds:.6f}",
+                },
+            )
+            retry = error.retry_after_seconds
+            return (told,) if retry is None else (told, _retry_info(retry))
+        case _:
+            return ()
+
+
+def _retry_info(seconds: float) -> Message:
+    delay = duration_pb2.Duration()
+    delay.FromNanoseconds(round(seconds * _NANOSECONDS))
+    info: Message = error_details_pb2.RetryInfo(retry_delay=delay)
+    return info

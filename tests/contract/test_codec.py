@@ -29,7 +29,6 @@ ONE_TOKEN = pb.TokenIds(ids=[7])
 # Field that is refused, the message that asks for it, and the capability that says so.
 UNSUPPORTED: dict[str, tuple[pb.GenerateRequest, str]] = {
     "prompt.chat": (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])), "chat"),
-    "partial_on_deadline": (pb.GenerateRequest(text="a", partial_on_deadline=True), "partial_on_deadline"),
 }
 
 
@@ -63,6 +62,7 @@ def test_request_that_says_nothing_but_its_prompt_gets_the_documented_defaults()
         wants_cost=False,
         priority=0,
         timeout_seconds=None,
+        partial_on_deadline=False,
     )
 
 
@@ -96,6 +96,7 @@ def test_every_offered_field_is_read() -> None:
         response=pb.ResponseOptions(logprobs=5, prompt_logprobs=3, cost=True),
         priority=-(2**31),
         timeout_seconds=2.5,
+        partial_on_deadline=True,
     )
     assert decode(message) == GenerateCall(
         request_id="mine",
@@ -129,6 +130,7 @@ def test_every_offered_field_is_read() -> None:
         wants_cost=True,
         priority=-(2**31),
         timeout_seconds=2.5,
+        partial_on_deadline=True,
     )
 
 

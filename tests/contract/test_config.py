@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.config import (
+    Admission,
     AskConfig,
     LogLevel,
     MetricsCompat,
@@ -51,6 +52,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "slo_e2e_latency": ("5,5.0", (5.0,)),
     "max_batch_size": ("4", 4),
     "max_queue_size": ("0", 0),
+    "admission": ("Off", Admission.OFF),
     "prefill_chunk": ("16", 16),
     "prefill_provider": ("OpenVINO", PrefillProvider.OPENVINO),
     "kv_memory": ("2GiB", 2 << 30),

@@ -8,7 +8,15 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from service.errors import EngineFailed, InvalidRequest, NotServing, Overloaded, PromptTooLong, RequestError
+from service.errors import (
+    DeadlineUnreachable,
+    EngineFailed,
+    InvalidRequest,
+    NotServing,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+)
 from service.transport.status import STATUS_CODES, to_status
 
 
@@ -49,6 +57,36 @@ def test_overload_tells_when_to_come_again() -> None:
     retry = error_details_pb2.RetryInfo()
     assert rich(status.trailing_metadata).details[0].Unpack(retry)
     assert retry.retry_delay.ToMilliseconds() == 1250
+
+
+@pytest.mark.parametrize("retry_after", [1.25, None])
+def test_deadline_that_cannot_be_met_is_told_with_the_numbers_and_when_to_come_again_if_ever(
+    retry_after: float | None,
+) -> None:
+    error = DeadlineUnreachable(
+        queue_seconds=2.0, prefill_seconds=0.5, decode_seconds=1.0, left_seconds=1.5, retry_after_seconds=retry_after
+    )
+    status = to_status(error)
+    assert status.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    told = "the answer is predicted to take 3.500 s (queue 2.000, prefill 0.500, decode 1.000), 1.500 s are left until"
+    assert status.message.startswith(told)
+    first, *others = rich(status.trailing_metadata).details
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    assert first.Unpack(info)
+    assert (info.reason, info.domain) == ("DEADLINE_UNREACHABLE", "onward")
+    assert {name: float(value) for name, value in info.metadata.items()} == {
+        "predicted_queue_seconds": 2.0,
+        "predicted_prefill_seconds": 0.5,
+        "predicted_decode_seconds": 1.0,
+        "left_seconds": 1.5,
+    }
+    if retry_after is None:
+        assert others == []
+        assert status.message.endswith("not even an idle server could answer in time")
+    else:
+        assert others[0].Unpack(retry)
+        assert retry.retry_delay.ToMilliseconds() == 1250
+        assert status.message.endswith("retry in 1.250 s")
 
 
 def test_other_errors_have_no_details() -> None:

@@ -199,7 +199,9 @@ BAD: dict[str, pb.GenerateRequest] = {
     "a field beyond its limit": generate_request("ab", sampling=pb.SamplingParams(top_p=2.0)),
     "no prompt": pb.GenerateRequest(),
     "a model that is not served": generate_request("ab", model="other"),
-    "a feature that is not offered": generate_request("ab", partial_on_deadline=True),
+    "a feature that is not offered": pb.GenerateRequest(
+        chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="ab")])
+    ),
     "a prompt that leaves no room": generate_request("a" * 64),
     "an id that is no token": generate_request(token_ids=pb.TokenIds(ids=[99])),
     "a stop that is no token": generate_request("ab", stop_token_ids=[99]),

@@ -379,7 +379,7 @@ async def test_refusals_are_counted_once_under_their_errors_label() -> None:
             {"text": ""},
             {"max_tokens": 0},
             {"text": "a" * 64},
-            {"partial_on_deadline": True},
+            {"text": None, "chat": pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])},
             {"model": "nobody"},
         ):
             await status_of(server.stream(**fields))

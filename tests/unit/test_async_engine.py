@@ -17,7 +17,9 @@ from service.async_engine import AsyncEngine
 from service.engine.batch import ScheduledBatch
 from service.engine.types import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 from service.engine_thread import StepEngine, _Outbox
-from service.errors import EngineFailed, InvalidRequest, NotServing, Overloaded
+from service.errors import DeadlineUnreachable, EngineFailed, InvalidRequest, NotServing, Overloaded
+from service.forecast import Forecast
+from service.lane import LaneLimits
 from service.metrics import Metrics
 from tests.fakes import Death, FakeRunner, Gate, expected_tokens, fake_costs, fake_engine, request
 from tests.scripted import ScriptedEngine, token
@@ -38,12 +40,17 @@ def gate() -> Iterator[Gate]:
 
 @asynccontextmanager
 async def started(
-    runner: FakeRunner | None = None, registry: CollectorRegistry | None = None, **engines: StepEngine
+    runner: FakeRunner | None = None,
+    registry: CollectorRegistry | None = None,
+    *,
+    admits_by_deadline: bool = False,
+    **engines: StepEngine,
 ) -> AsyncIterator[AsyncEngine]:
     engines = engines or {MODEL: fake_engine(runner, context=ENDLESS + 1)}
     metrics = Metrics(registry or CollectorRegistry())
     costs = {name: fake_costs(engine.pieces) for name, engine in engines.items()}
-    engine = AsyncEngine(engines, metrics, costs, max_batch_size=SLOTS, max_queue_size=QUEUE)
+    limits = LaneLimits(max_batch_size=SLOTS, max_queue_size=QUEUE, admits_by_deadline=admits_by_deadline)
+    engine = AsyncEngine(engines, metrics, costs, limits)
     engine.start()
     try:
         yield engine
@@ -223,7 +230,7 @@ async def test_call_waits_until_the_engine_is_idle_and_requests_wait_behind_it(g
     assert order.index("call") < order.index("behind")
 
 
-@pytest.mark.parametrize("how", ["aborted", "late"])
+@pytest.mark.parametrize("how", ["aborted", "deadline", "end_by", "start_by"])
 async def test_request_parked_behind_a_call_counts_as_waiting_and_can_end_before_it(gate: Gate, how: str) -> None:
     registry = CollectorRegistry()
     order: list[str] = []
@@ -242,8 +249,8 @@ async def test_request_parked_behind_a_call_counts_as_waiting_and_can_end_before
             await gate.until_entered()
             called = asyncio.create_task(engine.call(MODEL, lambda _: order.append("call"), FOREVER))
             await asyncio.sleep(0)
-            deadline = time.monotonic() if how == "late" else None
-            parked = asyncio.create_task(run(engine, request("parked", max_tokens=ENDLESS, deadline=deadline)))
+            moments = {} if how == "aborted" else {how: time.monotonic()}
+            parked = asyncio.create_task(run(engine, request("parked", max_tokens=ENDLESS, **moments)))
             kept = asyncio.create_task(run(engine, request("kept", max_tokens=1)))
             await asyncio.sleep(0)
             if how == "aborted":
@@ -389,7 +396,8 @@ async def test_stop_ends_open_streams_with_not_serving() -> None:
 
 async def test_nothing_is_admitted_before_start() -> None:
     costs, metrics = {MODEL: fake_costs(fake_engine().pieces)}, Metrics(CollectorRegistry())
-    engine = AsyncEngine({MODEL: fake_engine()}, metrics, costs, max_batch_size=1, max_queue_size=0)
+    limits = LaneLimits(max_batch_size=1, max_queue_size=0)
+    engine = AsyncEngine({MODEL: fake_engine()}, metrics, costs, limits)
     with pytest.raises(NotServing, match="starting"):
         engine.admit(MODEL, "a")
 
@@ -477,3 +485,114 @@ async def test_what_is_known_of_a_models_step_times_outlives_a_reload_that_leave
         assert lane.forecaster is not known
         assert lane.forecaster.costs.config.context == 64
         assert await run(engine, request("b"))
+
+
+# Deadlines.
+
+
+def foretells(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, seconds: float) -> list[GenerationRequest]:
+    """Has every request foretold to take so long, all of it prefill; the requests that were asked about."""
+    asked: list[GenerationRequest] = []
+
+    def forecast(one: GenerationRequest) -> Forecast:
+        asked.append(one)
+        return Forecast(queue_seconds=0.0, prefill_seconds=seconds, decode_seconds=0.0)
+
+    forecaster = engine._lanes[MODEL].forecaster
+    monkeypatch.setattr(forecaster, "forecast", forecast)
+    monkeypatch.setattr(forecaster, "forecast_alone", forecast)
+    return asked
+
+
+def due_in(seconds: float, name: str = "a", **fields: Any) -> GenerationRequest:
+    now = time.monotonic()
+    return replace(request(name), arrival_time=now, deadline=now + seconds, **fields)
+
+
+async def test_request_that_would_miss_its_deadline_is_refused_before_the_engine_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry, scripted = CollectorRegistry(), ScriptedEngine(lambda _: [[token(5, 0, FinishReason.LENGTH)]])
+    async with started(registry=registry, admits_by_deadline=True, **{MODEL: scripted}) as engine:
+        foretells(monkeypatch, engine, 3600.0)
+        with pytest.raises(DeadlineUnreachable) as refusal:
+            await run(engine, due_in(60.0))
+        assert engine.num_streams == 0
+        assert tokens(await run(engine, replace(request("b")))) == [5], "without a deadline nobody is judged"
+    assert refusal.value.prefill_seconds == 3600.0
+    assert 59.0 < refusal.value.left_seconds < 60.0 - 0.01 - 0.6
+    assert [each.request_id for each in scripted.requests] == ["b"]
+    labels = {"model_name": MODEL, "finish_reason": "deadline_unreachable"}
+    assert registry.get_sample_value("onward_requests_total", labels) == 1
+
+
+async def test_nobody_is_refused_for_a_deadline_where_admission_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started() as engine:
+        asked = foretells(monkeypatch, engine, 3600.0)
+        assert tokens(await run(engine, due_in(60.0))) == expected_tokens((5,), 4)
+    assert asked == []
+
+
+async def test_request_that_takes_what_there_is_ends_early_enough_to_reach_the_client() -> None:
+    scripted = ScriptedEngine(lambda _: [[token(5, 0, FinishReason.DEADLINE)]])
+    async with started(**{MODEL: scripted}) as engine:
+        await run(engine, due_in(60.0, partial_on_deadline=True))
+        engine._handing_seconds.append(5.0)
+        await run(engine, due_in(60.0, partial_on_deadline=True))
+        await run(engine, due_in(60.0))
+    quick, slow, whole = scripted.requests
+    assert quick.deadline is not None
+    assert slow.deadline is not None
+    assert quick.end_by is not None
+    assert slow.end_by is not None
+    # gRPC's rounding of a minute, and the way.
+    assert 0.61 <= quick.deadline - quick.end_by < 5.0
+    assert slow.deadline - slow.end_by == pytest.approx(5.61)
+    assert whole.end_by is None
+
+
+async def test_only_who_has_the_model_to_itself_is_alone(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+    async with started(FakeRunner(before_run=gate), admits_by_deadline=True) as engine:
+        foretells(monkeypatch, engine, 1.0)
+        alone = asyncio.create_task(run(engine, due_in(60.0, "first")))
+        await gate.until_entered()
+        with engine.admit(MODEL, "second") as place:
+            place.submit(due_in(60.0, "second"))
+            first, second = (engine._streams[name].request for name in ("first", "second"))
+            assert first is not None
+            assert second is not None
+            assert first.start_by is None
+            assert second.start_by is not None
+        gate.open.set()
+        await alone
+
+
+async def test_what_became_of_a_request_is_learned_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[tuple[float, list[FinishReason]]] = []
+    async with started(admits_by_deadline=True) as engine:
+        foretells(monkeypatch, engine, 2.0)
+        forecaster, admission = engine._lanes[MODEL].forecaster, engine._lanes[MODEL].admission
+        monkeypatch.setattr(forecaster, "likely_tokens", lambda _: 4)
+        monkeypatch.setattr(
+            admission, "ended", lambda prediction, _, reasons: ended.append((prediction.finish_seconds, list(reasons)))
+        )
+        await run(engine, due_in(60.0))
+        await run(engine, request("b"))
+        monkeypatch.undo()
+        for number in range(8):
+            await run(engine, request(f"c{number}", max_tokens=6))
+        assert forecaster.likely_tokens(replace(request("d", max_tokens=50), arrival_time=time.monotonic())) == 6
+    assert ended == [(2.0, [FinishReason.LENGTH])]
+
+
+async def test_what_was_learned_of_deadlines_goes_with_the_model_it_was_learned_of() -> None:
+    async with started(admits_by_deadline=True) as engine:
+        lane, other = engine._lanes[MODEL], fake_engine(context=64)
+        learned = lane.admission
+        engine.install(MODEL, fake_engine(context=ENDLESS + 1), lane.forecaster.costs)
+        assert lane.admission is learned
+        engine.install(MODEL, other, fake_costs(other.pieces))
+        assert lane.admission is not None
+        assert lane.admission is not learned
+        assert lane.admission._forecaster is lane.forecaster
+        assert lane.forecaster._patience is not None

@@ -487,12 +487,13 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """Higher goes first, and may take the place of a lower one that runs, which goes on later. Default 0."""
     timeout_seconds: _builtins.float
-    """Seconds from arrival to the deadline, for proxies that hide the call's own; the earlier one counts. Default: none.
-    Limit: finite, above 0.
+    """Seconds from arrival to the deadline, for proxies that hide the call's own; the earlier one counts. A request that is
+    predicted to miss it is RESOURCE_EXHAUSTED at once, where the server admits by deadline. Default: none. Limit:
+    finite, above 0.
     """
     partial_on_deadline: _builtins.bool
-    """Ends with what there is shortly before the deadline (FINISH_REASON_DEADLINE), instead of DEADLINE_EXCEEDED.
-    Default false.
+    """Ends with what there is shortly before the deadline (FINISH_REASON_DEADLINE), be it nothing, instead of
+    DEADLINE_EXCEEDED. Default false.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:

@@ -1,0 +1,169 @@
+"""Admission by deadline: who could not be answered in time is told so at once, with the numbers.
+
+A request's finish is predicted when it is about to be queued: the forecast of its time in the queue, its prompt and as
+many tokens as it will likely have (`service.forecast`, `service.lengths`).
+
+A forecast knows the present, but requests are held up by those that come after them, too. So it is multiplied by a
+*correction* that is learned from what became of those admitted: it rises a little when one took longer than was
+predicted, and falls by a ninth of that when one did not, so that it settles where nine of ten are right (a stochastic
+quantile estimate). A refusal lets it fall as well: nothing is learned from it, and no error must refuse for ever. For
+the same reason nothing is corrected while nobody else is there, and of the requests that an idle server refuses in a
+row each sixteenth runs.
+
+Knows no streams, threads or protobuf, and no clock: moments are `time.monotonic()` seconds. On the event loop alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from service.engine.types import FinishReason, GenerationRequest, RequestTimings
+from service.errors import DeadlineUnreachable
+from service.forecast import Forecast
+
+PATIENCE_SECONDS = 10.0
+"""For how long a request may be overtaken by its equals, where early deadlines go first (`service.engine.waiting`).
+
+Interactive deadlines are shorter, so that they go before work that has none; and who has waited for so long is not to
+wait for newcomers any more.
+"""
+_RIGHT_SHARE = 0.9
+_STEP = 0.1
+_LIMIT = math.log(8.0)
+_PROBE_EVERY = 16
+_MIN_RETRY_SECONDS = 0.05
+_MAX_RETRY_SECONDS = 60.0
+_CUT_OFF = frozenset({FinishReason.DEADLINE, FinishReason.CANCELLED})
+
+
+class Foreteller(Protocol):
+    """What is needed of a model's `service.forecast.Forecaster`."""
+
+    def forecast(self, request: GenerationRequest) -> Forecast | None:
+        """For one that is queued now; None while too little is known."""
+
+    def forecast_alone(self, request: GenerationRequest) -> Forecast | None:
+        """For one that has the model to itself."""
+
+    def likely_tokens(self, request: GenerationRequest) -> int | None:
+        """How long its outputs will likely be; None where that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What was foretold of a request when it was queued, uncorrected."""
+
+    moment: float
+    service_seconds: float
+    finish_seconds: float
+
+
+class Correction:
+    """The factor by which requests take longer than is forecast, so that it holds for nine of ten."""
+
+    def __init__(self) -> None:
+        self._log = 0.0
+
+    @property
+    def factor(self) -> float:
+        """From 1/8 to 8; 1 until something is learned."""
+        return math.exp(self._log)
+
+    def rise(self) -> None:
+        """A request took longer than the corrected forecast."""
+        self._log = min(self._log + _STEP * _RIGHT_SHARE, _LIMIT)
+
+    def fall(self) -> None:
+        """A request did not, or nobody could tell."""
+        self._log = max(self._log - _STEP * (1 - _RIGHT_SHARE), -_LIMIT)
+
+
+class DeadlineAdmission:
+    """Judges one model's requests, and learns from what becomes of them.
+
+    Args:
+        forecaster: the model's.
+    """
+
+    def __init__(self, forecaster: Foreteller) -> None:
+        self._forecaster = forecaster
+        self._correction = Correction()
+        self._num_refused_idle = 0
+
+    def judge(
+        self, request: GenerationRequest, now: float, answer_by: float, *, is_idle: bool
+    ) -> tuple[GenerationRequest, Prediction | None]:
+        """Lets a request with a deadline in: as the engine is to have it, and what it was foretold.
+
+        Args:
+            request: which.
+            now: the moment.
+            answer_by: when its answer must leave the engine to be in time.
+            is_idle: whether it would have the model to itself.
+
+        Raises:
+            DeadlineUnreachable: when it could not be over by then or, if it takes what there is, not begin to answer.
+        """
+        likely = self._forecaster.likely_tokens(request)
+        # Where nothing is known of its length, it is refused only if not even its first token would be in time.
+        foreseen = _with_max_tokens(request, 1 if likely is None else likely)
+        forecast = self._forecaster.forecast(foreseen)
+        if forecast is None:
+            return request, None
+        queue, service = forecast.queue_seconds, _service_seconds(forecast, request)
+        factor = 1.0 if is_idle else self._correction.factor
+        left, needed = answer_by - now, factor * (queue + service)
+        if needed > left and not (is_idle and self._probes()):
+            if not is_idle:
+                self._correction.fall()
+            raise DeadlineUnreachable(
+                queue_seconds=factor * queue,
+                prefill_seconds=factor * forecast.prefill_seconds,
+                decode_seconds=factor * (service - forecast.prefill_seconds),
+                left_seconds=left,
+                retry_after_seconds=self._retry_after(foreseen, needed, answer_by - request.arrival_time),
+            )
+        self._num_refused_idle = 0
+        if request.partial_on_deadline:
+            return request, None
+        prediction = None if likely is None else Prediction(now, service, queue + service)
+        if is_idle:
+            return request, prediction
+        return replace(request, start_by=answer_by - factor * service), prediction
+
+    def ended(self, prediction: Prediction, timings: RequestTimings, reasons: Collection[FinishReason]) -> None:
+        """A request that was predicted is over, with all its outputs."""
+        seconds = timings.finished_time - prediction.moment
+        if timings.scheduled_time is None:
+            # It left the queue unserved, and would have had to be served besides.
+            seconds += prediction.service_seconds
+        if seconds > self._correction.factor * prediction.finish_seconds:
+            self._correction.rise()
+        elif not _CUT_OFF.intersection(reasons):
+            self._correction.fall()
+
+    def _retry_after(self, request: GenerationRequest, needed: float, timeout: float) -> float | None:
+        """Seconds until such a request should fit, as the work ahead of it shrinks; None where it never will."""
+        alone = self._forecaster.forecast_alone(request)
+        if alone is not None and _service_seconds(alone, request) > timeout:
+            return None
+        return min(max(needed - timeout, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+
+    def _probes(self) -> bool:
+        self._num_refused_idle += 1
+        return self._num_refused_idle % _PROBE_EVERY == 0
+
+
+def _with_max_tokens(request: GenerationRequest, max_tokens: int) -> GenerationRequest:
+    stopping = request.stopping
+    if max_tokens >= stopping.max_tokens:
+        return request
+    return replace(request, stopping=replace(stopping, max_tokens=max_tokens, min_tokens=0))
+
+
+def _service_seconds(forecast: Forecast, request: GenerationRequest) -> float:
+    """What a request must have of its place: all of it, or its first token where it takes what there is."""
+    return forecast.prefill_seconds + (0.0 if request.partial_on_deadline else forecast.decode_seconds)

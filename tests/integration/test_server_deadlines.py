@@ -1,0 +1,235 @@
+"""Deadlines over real gRPC on fake models: which one counts, who is refused for it, and who takes what there is."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+
+from proto.onward.v1 import generation_pb2 as pb
+from service.app import App
+from service.config import Admission
+from service.engine.engine import Engine
+from service.engine.scheduler import EngineLimits
+from service.engine.types import FinishReason, GenerationRequest
+from service.forecast import Forecast
+from service.loading import build_engines
+from tests.fakes import FakeRunner, Gate, expected_tokens
+from tests.scripted import ScriptedEngine, Steps, token
+from tests.servers import (
+    CONFIG,
+    MODEL,
+    PROMPT,
+    SLOTS,
+    Running,
+    engine_for,
+    generate_request,
+    kinds,
+    read,
+    read_accepted,
+    rich_details,
+    running,
+    served_model,
+    status_of,
+    stream_request,
+    tokens_of,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+HOUR = 3600.0
+MINUTE = 60.0
+
+
+def at_once(_: GenerationRequest) -> Steps:
+    return [[token(5, 0, FinishReason.LENGTH)]]
+
+
+@pytest.mark.parametrize(
+    ("timeout_seconds", "call_timeout", "counts"),
+    [(100.0, 50.0, 50.0), (50.0, 100.0, 50.0), (None, 50.0, 50.0), (50.0, None, 50.0), (None, None, None)],
+)
+async def test_earlier_of_both_deadlines_counts(
+    timeout_seconds: float | None, call_timeout: float | None, counts: float | None
+) -> None:
+    engine = ScriptedEngine(at_once)
+    async with running(engines={MODEL: engine}, trust=True) as server:
+        fields = {} if timeout_seconds is None else {"timeout_seconds": timeout_seconds}
+        await server.generation.Generate(generate_request(**fields), timeout=call_timeout)
+        await read(server.generation.GenerateStream(stream_request(**fields), timeout=call_timeout))
+        score = pb.ScoreRequest(text="ab", model=MODEL)
+        await status_of(server.generation.Score(score, timeout=call_timeout))
+    for asked in engine.requests[:2]:
+        left = None if asked.deadline is None else asked.deadline - asked.arrival_time
+        # gRPC may round a timeout up by a hundredth.
+        assert left is None if counts is None else left == pytest.approx(counts, rel=0.011)
+    assert (engine.requests[2].deadline is None) == (call_timeout is None)
+
+
+def foretell(server: Running, monkeypatch: pytest.MonkeyPatch, forecast: Callable[[GenerationRequest], Any]) -> None:
+    forecaster = server.app._engine._lanes[MODEL].forecaster
+    for name in ("forecast", "forecast_alone"):
+        monkeypatch.setattr(forecaster, name, forecast)
+
+
+@pytest.mark.parametrize(("prefill", "retries"), [(50.0, True), (200.0, False)])
+async def test_request_that_would_be_late_is_refused_at_once_with_numbers_and_when_to_come_again_if_ever(
+    monkeypatch: pytest.MonkeyPatch, prefill: float, retries: bool
+) -> None:
+    engine = ScriptedEngine(at_once)
+    forecast = Forecast(queue_seconds=70.0, prefill_seconds=prefill, decode_seconds=1.0)
+    async with running(engines={MODEL: engine}, trust=True) as server:
+        foretell(server, monkeypatch, lambda _: forecast)
+        request = generate_request(timeout_seconds=100.0, max_tokens=4, ignore_eos=True)
+        unary = await status_of(server.generation.Generate(request))
+        stream = await status_of(server.stream(timeout_seconds=100.0))
+        score = await status_of(server.generation.Score(pb.ScoreRequest(text="ab", model=MODEL), timeout=100.0))
+        partial = await status_of(server.stream(timeout_seconds=100.0, partial_on_deadline=True))
+        assert await server.until_ended(4) == {"deadline_unreachable": 4}
+        handled = {"grpc_method": "GenerateStream", "grpc_code": "RESOURCE_EXHAUSTED"}
+        assert server.metric("grpc_server_handled_total", **handled) == 2
+    assert engine.requests == []
+    for error in (unary, stream, score, partial):
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        details = rich_details(error)
+        assert details[0].Unpack(info)
+        assert info.reason == "DEADLINE_UNREACHABLE"
+        assert float(info.metadata["left_seconds"]) == pytest.approx(99.0, abs=2.0)
+        assert len(details) == 1 + retries
+        if retries:
+            assert details[1].Unpack(retry)
+            assert retry.retry_delay.ToSeconds() in range(20, 25)
+    assert "queue 70.000, prefill 50.000, decode 1.000" in str(unary.details()) or not retries
+
+
+async def test_deadlines_only_cancel_where_admission_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    forecast = Forecast(queue_seconds=1e6, prefill_seconds=0.0, decode_seconds=0.0)
+    async with running(engines={MODEL: ScriptedEngine(at_once)}, trust=True, admission=Admission.OFF) as server:
+        foretell(server, monkeypatch, lambda _: forecast)
+        assert kinds(await read(server.stream(timeout_seconds=100.0)))[-1] == "summary"
+
+
+async def test_request_that_cannot_be_over_in_time_any_more_leaves_the_queue_before_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate()
+    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        forecast = Forecast(queue_seconds=0.0, prefill_seconds=HOUR, decode_seconds=0.0)
+        foretell(server, monkeypatch, lambda _: forecast)
+        with gate.closed():
+            ahead = [await read_accepted(server.stream()) for _ in range(SLOTS)]
+            await gate.until_entered()
+            # After the way, an instant is left for it to begin.
+            timeout = (HOUR + 0.5 + 0.01) / 0.99
+            late = await read_accepted(server.stream(timeout_seconds=timeout))
+            time.sleep(0.6)  # noqa: ASYNC251 — the engine waits at the gate, whatever the loop does
+        error = await status_of(late)
+        for call in ahead:
+            assert kinds(await read(call))[-1] == "summary"
+        assert await server.until_ended(SLOTS + 1) == {"length": SLOTS, "deadline": 1}
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert str(error.details()).startswith("waited until the deadline, 3")
+
+
+def by_the_minute() -> Callable[[], float]:
+    """A clock that goes on by a minute whenever it is looked at."""
+    started, ticks = time.monotonic(), itertools.count()
+    return lambda: started + MINUTE * next(ticks)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+async def test_who_takes_what_there_is_gets_it_and_no_error(outputs: int) -> None:
+    model = served_model(context=512)
+    fields: dict[str, Any] = {
+        "max_tokens": 500,
+        "timeout_seconds": 2 * HOUR,
+        "partial_on_deadline": True,
+        "sampling": pb.SamplingParams(temperature=0.0, n=outputs),
+    }
+    async with running([model], {MODEL: engine_for(model, clock=by_the_minute())}) as server:
+        events = await read(server.stream(**fields))
+    async with running([model], {MODEL: engine_for(model, clock=by_the_minute())}) as server:
+        answer = await server.generation.Generate(generate_request(**fields))
+        assert await server.until_ended(1) == {"deadline": 1}
+    assert kinds(events)[-1] == "summary"
+    ends = [event.finished for event in events if event.HasField("finished")]
+    assert {end.finish_reason for end in ends} == {pb.FINISH_REASON_DEADLINE}
+    assert len(ends) == len(answer.outputs) == outputs
+    for output in answer.outputs:
+        assert output.finish_reason == pb.FINISH_REASON_DEADLINE
+        assert 2 < len(output.token_ids) < 500
+        assert list(output.token_ids) == expected_tokens(PROMPT, len(output.token_ids))
+    # Less than a step of it was left: what a step takes, on this clock, was learned from the steps before.
+    assert 2 * HOUR - 6 * MINUTE < answer.timings.total < 2 * HOUR - 72.0
+    assert events[-1].summary.usage.generated_tokens == len(tokens_of(events))
+
+
+async def test_search_that_takes_what_there_is_gets_its_best_so_far() -> None:
+    model = served_model(context=512)
+    async with running([model], {MODEL: engine_for(model, clock=by_the_minute())}) as server:
+        answer = await server.generation.Generate(
+            generate_request(
+                max_tokens=500,
+                timeout_seconds=HOUR,
+                partial_on_deadline=True,
+                sampling=None,
+                beam_search=pb.BeamSearchParams(beam_size=3, num_hypotheses=2),
+            )
+        )
+    assert [output.finish_reason for output in answer.outputs] == [pb.FINISH_REASON_DEADLINE] * 2
+    assert len({len(output.token_ids) for output in answer.outputs}) == 1
+    assert answer.outputs[0].score >= answer.outputs[1].score
+    assert len(answer.outputs[0].token_ids) > 2
+
+
+async def test_who_takes_what_there_is_gets_nothing_without_an_error_where_it_never_began() -> None:
+    gate = Gate()
+    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        with gate.closed():
+            ahead = [await read_accepted(server.stream()) for _ in range(SLOTS)]
+            late = await read_accepted(server.stream(timeout_seconds=1e-6, partial_on_deadline=True))
+        events = await read(late)
+        for call in ahead:
+            await read(call)
+    assert kinds(events) == ["finished", "summary"]
+    assert events[0].finished.finish_reason == pb.FINISH_REASON_DEADLINE
+    assert events[1].summary.usage.generated_tokens == 0
+
+
+async def test_who_takes_what_there_is_and_leaves_is_cancelled_as_ever() -> None:
+    def endless(_: GenerationRequest) -> Steps:
+        return [[token(5, 0)] for _ in range(5_000)]
+
+    engine = ScriptedEngine(endless, before_step=lambda: time.sleep(0.002))
+    async with running(engines={MODEL: engine}, trust=True) as server:
+        call = await read_accepted(server.stream(timeout_seconds=HOUR, partial_on_deadline=True))
+        await call.read()
+        call.cancel()
+        assert await server.until_ended(1) == {"cancelled": 1}
+
+
+@pytest.mark.parametrize(("admission", "overtakes"), [(Admission.DEADLINE, True), (Admission.OFF, False)])
+async def test_early_deadlines_overtake_in_engine_and_forecast_alike_where_admission_is_by_deadline(
+    admission: Admission, overtakes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[EngineLimits] = []
+
+    def build(*arguments: Any) -> Engine:
+        given.extend(each for each in arguments if isinstance(each, EngineLimits))
+        return engine_for(served_model())
+
+    monkeypatch.setattr("service.loading.build_engine", build)
+    config = replace(CONFIG, admission=admission)
+    engines = build_engines(Path(), [served_model()], config)
+    app = App(config, [served_model()], engines)
+    (limits,) = given
+    assert (limits.patience_seconds is not None) == overtakes
+    assert app._engine._lanes[MODEL].forecaster._patience == limits.patience_seconds
