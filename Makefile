@@ -42,11 +42,12 @@ serve: $(STAMP) ## serve what is under build/models
 bench: $(STAMP) ## benchmark against peers, each in an environment of its own (BENCH="--quick" to try it)
 	$(BIN)/python -m benchmarks.bench $(BENCH)
 
-scenarios: $(STAMP) ## a long prompt amid streams, a shared prefix, predictions, translation beside CTranslate2 (SCENARIOS="--quick")
+scenarios: $(STAMP) ## each situation with its promise: long prompts, prefixes, predictions, deadlines (SCENARIOS="--quick")
 	$(BIN)/python -m benchmarks.interference $(SCENARIOS)
 	$(BIN)/python -m benchmarks.prefix $(SCENARIOS)
 	$(BIN)/python -m benchmarks.prediction $(SCENARIOS)
 	$(BIN)/python -m benchmarks.translation $(SCENARIOS)
+	$(BIN)/python -m benchmarks.goodput $(SCENARIOS)
 
 faults: $(STAMP) ## a hundred thousand fuzzed requests, two hundred killed clients (half an hour)
 	$(BIN)/python -m pytest tests/faults --fuzz 100000 --kills 200 --timeout 3600

@@ -1,8 +1,8 @@
 """What the scenarios share: a model with random weights behind a server of its own, streams with a clock, results.
 
 A scenario is a situation with a promise: `benchmarks.interference`, `benchmarks.prefix`, `benchmarks.prediction`,
-`benchmarks.translation`.
-Throughput beside peers is `benchmarks.bench`. Times are seconds on this process's clock, the client's.
+`benchmarks.translation`, `benchmarks.goodput`. Throughput beside peers is `benchmarks.bench`. Times are seconds on this
+process's clock, the client's.
 """
 
 from __future__ import annotations

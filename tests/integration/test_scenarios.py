@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import random
 import sys
 import threading
@@ -12,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import host, interference, prediction, prefix, scenario, translation
+from benchmarks import goodput, host, interference, prediction, prefix, scenario, translation
 from benchmarks.bench_onward import MODEL, Onward
 from benchmarks.bench_systems import InstallError
+from benchmarks.goodput import IN_TIME, LATE, REFUSED, Answered
 from benchmarks.interference import Repeat
 from benchmarks.peers.ctranslate2_translator import Batching, CTranslate2Translator
 from benchmarks.peers.protocol import Options
@@ -76,6 +79,81 @@ def test_a_long_prompt_is_measured_amid_streams_of_a_real_server(
     assert results["during"]["count"] >= 1
     assert "tokens in chunks of 16" in interference.render(results)
     assert "<svg" in interference.draw_picture(results)
+    json.dumps(results, allow_nan=False)
+
+
+# Answers in time.
+
+
+def test_a_schedule_is_poisson_at_the_rate_and_of_varied_lengths_around_the_medians() -> None:
+    settings = goodput.Settings(lead=100.0, seconds=900.0)
+    asked = goodput.schedule(settings, 4.0, random.Random(1), 1000, 4096)
+    gaps = sorted(after.at - before.at for before, after in itertools.pairwise(asked))
+    assert len(asked) == pytest.approx(4000, rel=0.05)
+    # The median of exponential pauses is ln 2 of their mean, and a seventh of them is longer than twice that.
+    assert gaps[len(gaps) // 2] == pytest.approx(math.log(2) / 4, rel=0.1)
+    assert sum(gap > 0.5 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-2), abs=0.02)
+    for lengths, median in (([len(each.prompt) for each in asked], 64), ([each.answer for each in asked], 32)):
+        assert sorted(lengths)[len(lengths) // 2] == pytest.approx(median, rel=0.05)
+        assert sum(length > median * math.exp(0.5) for length in lengths) / len(lengths) == pytest.approx(
+            0.16, abs=0.03
+        )
+    assert goodput.schedule(settings, 4.0, random.Random(1), 1000, 4096) == asked
+    assert max(len(each.prompt) for each in goodput.schedule(settings, math.inf, random.Random(1), 1000, 96)) == 24
+
+
+def outcomes(**counts: int) -> list[Answered]:
+    """Of a round of 10 s after a lead of 5, in which everyone was in time."""
+    ends = {"in_time": IN_TIME, "refused": REFUSED, "late": LATE}
+    told = [Answered(6.0, ends[name], 0.5, 0.001) for name, count in counts.items() for _ in range(count)]
+    return [Answered(4.9, IN_TIME, 0.5, 0.001)] * 7 + told
+
+
+@pytest.mark.parametrize(("in_time", "passed"), [(60, True), (59, False)])
+def test_goodput_is_counted_after_the_lead_over_all_rounds_and_the_promise_is_their_ratio(
+    in_time: int, passed: bool
+) -> None:
+    settings = goodput.Settings(lead=5.0, seconds=10.0)
+    rounds = {
+        "off": [outcomes(in_time=20, late=50), outcomes(in_time=40, late=30)],
+        "deadline": [outcomes(in_time=30, refused=40), outcomes(in_time=in_time, refused=5, late=5)],
+    }
+    found = goodput.judge(settings, 5.0, rounds)
+    off, deadline = found["ways"]["off"], found["ways"]["deadline"]
+    assert off["goodput_by_round"] == [2.0, 4.0]
+    assert (off["goodput"], deadline["goodput"]) == (3.0, pytest.approx((3.0 + in_time / 10) / 2))
+    assert off["per_second"] == {IN_TIME: 3.0, REFUSED: 0.0, LATE: 4.0, goodput.FAILED: 0.0}
+    assert off["seconds"] == {IN_TIME: {"p50": 0.5, "p99": 0.5}, REFUSED: None}
+    assert found["offered"] == 7.0
+    assert found["ratio"] == pytest.approx(deadline["goodput"] / 3.0)
+    assert found["ratio_by_round"] == [1.5, pytest.approx(in_time / 40)]
+    assert found["passed"] is passed
+
+
+def test_nothing_in_time_is_no_goodput_and_not_a_promise_kept() -> None:
+    settings = goodput.Settings(lead=5.0, seconds=10.0)
+    late = [outcomes(late=5)]
+    found = goodput.judge(settings, 5.0, {"off": late, "deadline": late})
+    assert (found["ratio"], found["ratio_by_round"], found["passed"]) == (None, [None], False)
+    assert goodput.judge(settings, 5.0, {"off": late, "deadline": [outcomes(in_time=1)]})["passed"]
+
+
+def test_answers_in_time_are_measured_on_real_servers_beyond_their_capacity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = tiny_options(tmp_path, "decoder-only")
+    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: options)
+    settings = goodput.Settings(
+        precision="fp32", batch=2, answer=20, timeout=0.5, capacity_seconds=1.0, lead=0.5, seconds=1.0, rounds=1
+    )
+    results = goodput.measure(settings, tmp_path)
+    assert results["capacity"] > 0
+    for way in results["ways"].values():
+        assert way["per_second"][goodput.FAILED] == 0
+        assert sum(way["per_second"].values()) == pytest.approx(results["offered"])
+    assert results["ways"]["off"]["per_second"][REFUSED] == 0
+    assert "| `--admission=deadline` |" in goodput.render(results | {"ratio": 1.0, "ratio_by_round": [1.0]})
+    assert "<svg" in goodput.draw_picture(results)
     json.dumps(results, allow_nan=False)
 
 

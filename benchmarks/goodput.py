@@ -1,0 +1,360 @@
+"""Answers in time under overload: a server that refuses what it could not answer in time, beside one that does not.
+
+    python -m benchmarks.goodput [--model llama-110m] [--precision int8] [--load 1.5] [--timeout 2] [--batch 8]
+                                 [--seconds 40] [--rounds 3] [--quick] [--docs]
+
+Two servers with the same flags but for `--admission`, over gRPC. First the capacity: requests without deadlines, always
+twice as many as run at once, to the server without admission. Then, round by round and in random order, each server is
+offered `load` times that by the same seeded schedule: Poisson arrivals that wait for no answer (open loop), lognormal
+lengths of prompts and answers, known to the server as `max_tokens` with `ignore_eos`. Every call has a deadline,
+counted from the moment when it was meant to be sent, as is the time that its answer takes. The first seconds of a round
+do not count: the queue is empty then. Goodput is the answers in time per second; the promise is
+
+    goodput with admission ≥ 1.5 · goodput without
+
+over all rounds. The last line on stdout is one JSON object; report and picture go to `build/bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from benchmarks import scenario
+from benchmarks.bench_onward import artefact, version
+from benchmarks.scenario import draw, milliseconds, percentile
+from benchmarks.serving import serving
+from model.artifact import load
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+
+if TYPE_CHECKING:
+    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+NAME = "goodput"
+DOCS = Path("docs")
+WAYS = ("off", "deadline")
+LIMIT = 1.5
+"""How many times as many answers in time there must be."""
+IN_TIME, REFUSED, LATE, FAILED = "in time", "refused", "late", "failed"
+ENDS = (IN_TIME, REFUSED, LATE, FAILED)
+_SHORTEST, _LONGEST_SHARE = 4, 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is measured; lengths in tokens, of which `spread` is the standard deviation of the logarithm."""
+
+    model: str = "llama-110m"
+    precision: str = "int8"
+    batch: int = 8
+    prompt: int = 64
+    answer: int = 32
+    spread: float = 0.5
+    load: float = LIMIT
+    timeout: float = 2.0
+    capacity_seconds: float = 30.0
+    lead: float = 10.0
+    seconds: float = 40.0
+    rounds: int = 3
+    threads: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request, and when it is to be sent: seconds from the beginning of its round."""
+
+    at: float
+    prompt: tuple[int, ...]
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """How it ended, in seconds from when it was meant to be sent; `lag` is how late the client sent it."""
+
+    at: float
+    end: str
+    seconds: float
+    lag: float
+
+
+def measure(settings: Settings, build: Path) -> dict[str, Any]:
+    """Makes the model, serves it twice and measures."""
+    options = scenario.make_artefact(
+        settings.model, settings.precision, build=build, max_batch=settings.batch, threads=settings.threads
+    )
+    config = load(artefact(options)).config
+    source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
+    flags = ["--threads", str(settings.threads), "--max-batch-size", str(settings.batch), *scenario.QUIET]
+    rounds: dict[str, list[Sequence[Answered]]] = {way: [] for way in WAYS}
+    with ExitStack() as stack:
+        targets = {
+            way: stack.enter_context(serving(artefact(options).parent, *flags, "--admission", way)) for way in WAYS
+        }
+        asked = schedule(settings, math.inf, source, config.vocab_size, config.context)
+        # What both servers learn from before anything counts, and at what rate the one that refuses nobody works.
+        rates = {way: asyncio.run(_saturate(targets[way], settings, asked)) for way in reversed(WAYS)}
+        rate = settings.load * rates["off"]
+        print(f"capacity {rates['off']:.2f} requests a second", file=sys.stderr, flush=True)
+        for number in range(settings.rounds):
+            print(f"round {number + 1}/{settings.rounds}", file=sys.stderr, flush=True)
+            asked = schedule(settings, rate, source, config.vocab_size, config.context)
+            ways = list(WAYS)
+            source.shuffle(ways)
+            for way in ways:
+                rounds[way].append(asyncio.run(_offer(targets[way], settings, asked)))
+    facts = {"scenario": NAME, "version": version(), "settings": asdict(settings), "machine": scenario.machine()}
+    return facts | judge(settings, rates["off"], rounds)
+
+
+def schedule(settings: Settings, rate: float, source: random.Random, vocab_size: int, context: int) -> list[Asked]:
+    """Requests with exponential pauses for one round; if `rate` is infinite, as many as a closed loop can turn over."""
+    longest = int(_LONGEST_SHARE * context)
+
+    def length(median: int) -> int:
+        return max(_SHORTEST, min(longest, round(source.lognormvariate(math.log(median), settings.spread))))
+
+    asked: list[Asked] = []
+    at = 0.0
+    while at < settings.lead + settings.seconds and (math.isfinite(rate) or len(asked) < 1024):
+        at += source.expovariate(rate) if math.isfinite(rate) else 0.0
+        prompt = tuple(draw(source, vocab_size, length(settings.prompt)))
+        asked.append(Asked(at, prompt, length(settings.answer)))
+    return asked
+
+
+async def _saturate(target: str, settings: Settings, asked: Sequence[Asked]) -> float:
+    """Answers a second while there are always twice as many requests as run at once, after the lead."""
+    begin = time.perf_counter() + settings.lead
+    end = begin + settings.capacity_seconds
+    ends: list[float] = []
+    left = list(asked)
+
+    async def ask(stub: GenerationServiceAsyncStub) -> None:
+        while time.perf_counter() < end:
+            each = left.pop()
+            left.insert(0, each)
+            await stub.Generate(_request(each))
+            ends.append(time.perf_counter())
+
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = GenerationServiceStub(channel)
+        await asyncio.gather(*(ask(stub) for _ in range(2 * settings.batch)))
+    return sum(begin <= at < end for at in ends) / settings.capacity_seconds
+
+
+async def _offer(target: str, settings: Settings, asked: Sequence[Asked]) -> list[Answered]:
+    """Sends each request at its time, whatever became of those before."""
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = GenerationServiceStub(channel)
+        await channel.channel_ready()
+        begin = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for each in asked:
+                await asyncio.sleep(begin + each.at - time.perf_counter())
+                tasks.append(group.create_task(_ask(stub, each, begin + each.at, settings)))
+    return [task.result() for task in tasks]
+
+
+async def _ask(stub: GenerationServiceAsyncStub, asked: Asked, intended: float, settings: Settings) -> Answered:
+    sent = time.perf_counter()
+    try:
+        await stub.Generate(_request(asked), timeout=intended + settings.timeout - sent)
+        end = None
+    except grpc.aio.AioRpcError as error:
+        codes = {grpc.StatusCode.RESOURCE_EXHAUSTED: REFUSED, grpc.StatusCode.DEADLINE_EXCEEDED: LATE}
+        end = codes.get(error.code(), FAILED)
+    seconds = time.perf_counter() - intended
+    return Answered(asked.at, end or (IN_TIME if seconds <= settings.timeout else LATE), seconds, sent - intended)
+
+
+def _request(asked: Asked) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=asked.prompt),
+        sampling=pb.SamplingParams(temperature=0.0),
+        stopping=pb.StoppingParams(max_tokens=asked.answer, ignore_eos=True),
+    )
+
+
+def judge(settings: Settings, capacity: float, rounds: Mapping[str, Sequence[Sequence[Answered]]]) -> dict[str, Any]:
+    """What came out.
+
+    Args:
+        settings: of what was measured.
+        capacity: answers a second without deadlines.
+        rounds: by way, what became of each round's requests.
+    """
+    counted = {
+        way: [[each for each in told if each.at >= settings.lead] for told in each_way]
+        for way, each_way in rounds.items()
+    }
+    goodputs = {
+        way: [sum(each.end == IN_TIME for each in told) / settings.seconds for told in each_way]
+        for way, each_way in counted.items()
+    }
+    off, deadline = (statistics.mean(goodputs[way]) for way in WAYS)
+    return {
+        "capacity": capacity,
+        "offered": statistics.mean(len(told) / settings.seconds for told in counted["off"]),
+        "ways": {way: _describe(settings, told, goodputs[way]) for way, told in counted.items()},
+        "ratio": deadline / off if off else None,
+        "ratio_by_round": [
+            with_ / without if without else None for without, with_ in zip(*goodputs.values(), strict=True)
+        ],
+        "limit": LIMIT,
+        "passed": deadline >= LIMIT * off and deadline > 0,
+    }
+
+
+def _describe(settings: Settings, rounds: Sequence[Sequence[Answered]], goodputs: Sequence[float]) -> dict[str, Any]:
+    told = [each for each_round in rounds for each in each_round]
+    ends = Counter(each.end for each in told)
+    total = settings.seconds * len(rounds)
+    return {
+        "goodput": statistics.mean(goodputs),
+        "goodput_by_round": list(goodputs),
+        "per_second": {end: ends[end] / total for end in ENDS},
+        "seconds": {
+            end: _percentiles([each.seconds for each in told if each.end == end]) for end in (IN_TIME, REFUSED)
+        },
+        "client_lag_seconds": _percentiles([each.lag for each in told]),
+    }
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    return {f"p{share}": percentile(values, share / 100) for share in (50, 99)} if values else None
+
+
+def render(results: Mapping[str, Any]) -> str:
+    """The document, in Markdown."""
+    settings = results["settings"]
+    rows = []
+    for way, found in results["ways"].items():
+        per_second, seconds = found["per_second"], found["seconds"]
+        answered, refused = seconds[IN_TIME], seconds[REFUSED]
+        rows.append(
+            f"| `--admission={way}` | {found['goodput']:.2f} | {per_second[REFUSED]:.2f} | {per_second[LATE]:.2f} | "
+            f"{'-' if answered is None else milliseconds(answered['p50'])} | "
+            f"{'-' if refused is None else milliseconds(refused['p50'])} |"
+        )
+    ratio = results["ratio"]
+    told = "-" if ratio is None else f"{ratio:.2f}"
+    each = ", ".join("-" if value is None else f"{value:.2f}" for value in results["ratio_by_round"])
+    verdict = "holds" if results["passed"] else "does **not** hold"
+    lines = [
+        "# Answers in time",
+        "",
+        f"{settings['model']} {settings['precision']}, {settings['batch']} sequences at once, {settings['threads']} "
+        f"threads, on {results['machine']['processor']}. Prompts of {settings['prompt']} tokens and answers of "
+        f"{settings['answer']} (medians of lognormal lengths, spread {settings['spread']:g}). The server answers "
+        f"{results['capacity']:.2f} such requests a second; offered were {results['offered']:.2f}, "
+        f"{settings['load']:g} times as many, each to be answered within {settings['timeout']:g} s. "
+        f"{settings['rounds']} rounds of {settings['seconds']:g} s.",
+        "",
+        "| per second | answered in time | refused at once | too late | median answer | median refusal |",
+        "|---|---:|---:|---:|---:|---:|",
+        *rows,
+        "",
+        f"With admission there are {told} times as many answers in time ({each} by round): the promise, "
+        f"{results['limit']:g} times, {verdict}.",
+        "",
+        f"![What became of the requests]({NAME}.svg)",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def draw_picture(results: Mapping[str, Any]) -> str:
+    """What became of the requests of each server, per second, as SVG."""
+    stream = io.StringIO()
+    colours = {IN_TIME: "#0072B2", REFUSED: "#CCCCCC", LATE: "#D55E00", FAILED: "#000000"}
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": NAME, "font.size": 8}):
+        figure = Figure(figsize=(7.0, 1.8), layout="constrained")
+        axes = figure.subplots()
+        names = [f"--admission={way}" for way in results["ways"]]
+        left = [0.0] * len(names)
+        for end, colour in colours.items():
+            widths = [found["per_second"][end] for found in results["ways"].values()]
+            if not any(widths):
+                continue
+            axes.barh(names, widths, left=left, color=colour, height=0.6, label=end)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        axes.axvline(results["capacity"], color="#555555", linewidth=1.0)
+        axes.annotate("capacity", (results["capacity"], 1.02), xycoords=("data", "axes fraction"), ha="center")
+        axes.invert_yaxis()
+        axes.set_xlabel("requests a second")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
+    return stream.getvalue()
+
+
+def main() -> int:
+    """Measures, and says it all on the last line of stdout."""
+    settings, folder = _parse(sys.argv[1:])
+    return scenario.tell(NAME, lambda: measure(settings, scenario.BUILD), render, folder, draw_picture)
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
+    defaults = Settings(threads=os.cpu_count() or 1)
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=defaults.model, help="a preset")
+    parser.add_argument("--precision", default=defaults.precision, help="fp32, bf16, int8, int4")
+    parser.add_argument("--batch", type=int, default=defaults.batch, help="sequences that run at once")
+    parser.add_argument("--prompt", type=int, default=defaults.prompt, help="median tokens of a prompt")
+    parser.add_argument("--answer", type=int, default=defaults.answer, help="median tokens of an answer")
+    parser.add_argument("--load", type=float, default=defaults.load, help="offered, as a multiple of the capacity")
+    parser.add_argument("--timeout", type=float, default=defaults.timeout, help="seconds until the deadline")
+    parser.add_argument("--seconds", type=float, default=defaults.seconds, help="of each round that count")
+    parser.add_argument("--rounds", type=int, default=defaults.rounds)
+    parser.add_argument("--threads", type=int, default=defaults.threads)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--quick", action="store_true", help="one short round: to see that it works")
+    parser.add_argument("--docs", action="store_true", help="write the report into docs/ and not into build/bench")
+    options = parser.parse_args(arguments)
+    for name in ("batch", "prompt", "answer", "rounds", "threads"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    for name in ("load", "timeout", "seconds"):
+        if not 0 < getattr(options, name) < math.inf:
+            parser.error(f"--{name} must be finite and above 0")
+    settings = replace(
+        defaults,
+        model=options.model,
+        precision=options.precision,
+        batch=options.batch,
+        prompt=options.prompt,
+        answer=options.answer,
+        load=options.load,
+        timeout=options.timeout,
+        seconds=options.seconds,
+        rounds=options.rounds,
+        threads=options.threads,
+        seed=options.seed,
+    )
+    if options.quick:
+        settings = replace(settings, capacity_seconds=5.0, lead=3.0, seconds=min(8.0, settings.seconds), rounds=1)
+    return settings, DOCS if options.docs else scenario.BUILD
+
+
+if __name__ == "__main__":
+    sys.exit(main())
