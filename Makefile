@@ -9,7 +9,7 @@ SERVING := build/serving-venv
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check serve bench scenarios faults soak image proto format serving-check clean
+.PHONY: help demo test check serve bench scenarios scaling faults soak image proto format serving-check clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -48,6 +48,9 @@ scenarios: $(STAMP) ## each situation with its promise: long prompts, prefixes, 
 	$(BIN)/python -m benchmarks.prediction $(SCENARIOS)
 	$(BIN)/python -m benchmarks.translation $(SCENARIOS)
 	$(BIN)/python -m benchmarks.goodput $(SCENARIOS)
+
+scaling: $(STAMP) ## measure the quadratic law of attention, fit it, report it (SCALING="--quick")
+	$(BIN)/python -m loadtest scaling $(SCALING)
 
 faults: $(STAMP) ## a hundred thousand fuzzed requests, two hundred killed clients (half an hour)
 	$(BIN)/python -m pytest tests/faults --fuzz 100000 --kills 200 --timeout 3600

@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "bench": "one benchmark of a server that streams tokens over gRPC",
     "capacity": "throughput and latency against offered load",
+    "scaling": "the quadratic law of attention, measured and fitted",
 }
 _BAD_COMMAND = 2
 

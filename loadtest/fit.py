@@ -1,0 +1,301 @@
+"""Times against lengths: which power of the length they grow with, and how sure that is.
+
+A law of degree d says seconds(n) = k₀ + k₁n + … + k_d·n^d with k ≥ 0, the last of them no accident. `examine` fits that
+to samples and looks for what speaks against it. Pure arithmetic: knows nothing of servers, models or pictures.
+
+* What is fitted are the medians of each length, by non-negative least squares over relative deviations (weight 1 /
+  median), so that a stray sample moves nothing and the shortest length counts as much as the longest.
+* Intervals are 95 % percentile intervals of a case bootstrap: samples are drawn anew, with replacement, within each
+  length, and everything is fitted again.
+* Degrees are compared by BIC = J·ln(RSS / J) + k·ln J for J lengths and k coefficients. The likelihood behind it:
+  relative deviations of the medians from the curve are independent and normal, of one unknown variance.
+
+Sources: Lawson and Hanson, "Solving Least Squares Problems" (1974), chapter 23; Efron and Tibshirani, "An Introduction
+to the Bootstrap" (1993), chapters 9 and 13; Schwarz, "Estimating the Dimension of a Model" (1978); Kass and Raftery,
+"Bayes Factors" (1995), section 3.2, for what a difference of 10 means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+Samples: TypeAlias = Sequence[tuple[float, float]]
+"""Pairs of a length and the seconds it took, in the order in which they were taken."""
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+CONFIDENCE = 0.95
+DECISIVE_BIC = 10.0
+"""From this difference on the evidence counts as very strong."""
+NEGLIGIBLE_SHARE = 0.10
+"""A term below this share of the time at the longest length neither makes a law nor breaks one."""
+MAX_EXTRAPOLATION_ERROR = 0.10
+MAX_DEGREE = 3
+"""The highest degree that is fitted: one above the law of attention."""
+
+_ENDS = (round((1.0 - CONFIDENCE) / 2.0, 9), round((1.0 + CONFIDENCE) / 2.0, 9))
+_NAMES = ("constant", "linear", "quadratic", "cubic")
+# Deviations below a millionth are the arithmetic's, not the data's.
+_LEAST_VARIANCE = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Where a value lies with `CONFIDENCE`; the upper end may be infinite."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Medians:
+    """What the samples come to: `[J]` lengths, ascending, and `[J]` seconds."""
+
+    lengths: Array
+    seconds: Array
+
+    def without_longest(self) -> Medians:
+        """The same but for its last length."""
+        return Medians(self.lengths[:-1], self.seconds[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A polynomial in the length: coefficients in seconds, seconds per token, seconds per token², and so on."""
+
+    coefficients: tuple[float, ...]
+
+    def at(self, lengths: npt.ArrayLike) -> Array:
+        """Seconds at each length."""
+        seconds: Array = np.polynomial.polynomial.polyval(np.asarray(lengths, float), self.coefficients)
+        return seconds
+
+    def term_at(self, degree: int, lengths: npt.ArrayLike) -> Array:
+        """Seconds that one term contributes at each length."""
+        return self.coefficients[degree] * np.asarray(lengths, float) ** degree
+
+    def local_slope_at(self, lengths: npt.ArrayLike) -> Array:
+        """The local exponent d ln(seconds) / d ln(length): 1 where time is linear, 2 where it is quadratic."""
+        weighted = tuple(degree * value for degree, value in enumerate(self.coefficients))
+        return Curve(weighted).at(lengths) / self.at(lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Bootstrap:
+    """Everything fitted again `draws` times: `[draws, J]` medians, `[draws, degree + 1]` coefficients."""
+
+    lengths: Array
+    medians: Array
+    coefficients: Array
+
+    def interval(self, degree: int) -> Interval:
+        """Of one coefficient."""
+        return interval(self.coefficients[:, degree])
+
+    def band(self, lengths: npt.ArrayLike) -> tuple[Array, Array]:
+        """Between which seconds the curve runs at each length."""
+        powers = np.polynomial.polynomial.polyvander(np.asarray(lengths, float), self.coefficients.shape[1] - 1)
+        low, high = np.quantile(self.coefficients @ powers.T, _ENDS, axis=0)
+        return low, high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSlopes:
+    """Measured local exponents, one between each length and the next, at their geometric means; all `[J - 1]`."""
+
+    lengths: Array
+    slopes: Array
+    low: Array
+    high: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """What samples say of the law that their time grows with the length to the power of `degree`.
+
+    `crossover` is where the leading term overtakes the one below it (n* = b/c for degree 2), infinite where there is no
+    leading term. `bic` is indexed by degree. `leading_share` is the leading term's part of the time at the longest
+    length, `next_share` that of a term one degree higher where that is fitted too. `extrapolation_error` is by how
+    much, relatively, the fit without the longest length misses it. The law holds where there are no `objections`.
+    """
+
+    degree: int
+    medians: Medians
+    curve: Curve
+    bootstrap: Bootstrap
+    intervals: tuple[Interval, ...]
+    crossover: float
+    crossover_interval: Interval
+    bic: tuple[float, ...]
+    leading_share: float
+    next_share: float
+    extrapolation_error: float
+    objections: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing speaks against the law."""
+        return not self.objections
+
+    @property
+    def longest(self) -> float:
+        """The longest length."""
+        return float(self.medians.lengths[-1])
+
+    @property
+    def local_slope(self) -> float:
+        """The fitted curve's local exponent at the longest length."""
+        return float(self.curve.local_slope_at(self.longest))
+
+    def deviations(self, samples: Samples) -> Array:
+        """By how much each sample lies off the curve, relatively, `[samples]`."""
+        lengths, seconds = np.array(samples, float).T
+        deviations: Array = seconds / self.curve.at(lengths) - 1.0
+        return deviations
+
+
+def examine(samples: Samples, degree: int, *, draws: int = 2000, seed: int = 0) -> Examination:
+    """Fits a law of some degree, 1 or 2, to samples and says what speaks against it.
+
+    Args:
+        samples: of at least five lengths, several for each, all seconds above zero.
+        degree: the law's.
+        draws: how often the bootstrap fits again.
+        seed: of the bootstrap's draws.
+
+    Raises:
+        ValueError: when the samples or the degree are not what they must be.
+    """
+    if not 1 <= degree < MAX_DEGREE:
+        raise ValueError(f"degree is {degree}, must be from 1 to {MAX_DEGREE - 1}")
+    medians = medians_of(samples)
+    if len(medians.lengths) < MAX_DEGREE + 2:
+        raise ValueError(f"samples have {len(medians.lengths)} lengths, a comparison needs {MAX_DEGREE + 2}")
+    curve = fit(medians, degree)
+    bootstrap = resample(samples, degree, draws, np.random.default_rng(seed))
+    longest = medians.lengths[-1]
+    above = fit(medians, degree + 1)
+    predicted = fit(medians.without_longest(), degree).at(longest)
+    found = Examination(
+        degree=degree,
+        medians=medians,
+        curve=curve,
+        bootstrap=bootstrap,
+        intervals=tuple(bootstrap.interval(each) for each in range(degree + 1)),
+        crossover=float(_ratio(curve.coefficients[degree - 1], curve.coefficients[degree])),
+        crossover_interval=interval(_ratio(bootstrap.coefficients[:, degree - 1], bootstrap.coefficients[:, degree])),
+        bic=tuple(bic(medians, each) for each in range(MAX_DEGREE + 1)),
+        leading_share=float(curve.term_at(degree, longest) / curve.at(longest)),
+        next_share=float(above.term_at(degree + 1, longest) / above.at(longest)),
+        extrapolation_error=float(abs(predicted / medians.seconds[-1] - 1.0)),
+        objections=(),
+    )
+    return _with_objections(found)
+
+
+def medians_of(samples: Samples) -> Medians:
+    """The median of each length.
+
+    Raises:
+        ValueError: when there are no samples, or one is not above zero.
+    """
+    groups = _by_length(samples)
+    return Medians(np.array(list(groups)), np.array([np.median(each) for each in groups.values()]))
+
+
+def fit(medians: Medians, degree: int) -> Curve:
+    """The polynomial without negative coefficients that comes nearest, in the sum of squared relative deviations."""
+    scale = medians.lengths[-1]
+    powers = np.polynomial.polynomial.polyvander(medians.lengths / scale, degree)
+    found, _ = nnls(powers / medians.seconds[:, np.newaxis], np.ones(len(medians.seconds)))
+    return Curve(tuple(float(value) for value in found / scale ** np.arange(degree + 1)))
+
+
+def bic(medians: Medians, degree: int) -> float:
+    """The Bayesian information criterion of the fit of a degree; only differences mean something, and less is better.
+
+    Every coefficient counts, also one that the fit set to zero: so a higher degree never wins by doing nothing.
+    """
+    deviations = fit(medians, degree).at(medians.lengths) / medians.seconds - 1.0
+    variance = max(float(np.mean(deviations**2)), _LEAST_VARIANCE)
+    num_lengths = len(medians.lengths)
+    return num_lengths * float(np.log(variance)) + (degree + 1) * float(np.log(num_lengths))
+
+
+def resample(samples: Samples, degree: int, draws: int, rng: np.random.Generator) -> Bootstrap:
+    """The case bootstrap: within each length as many samples as there are, with replacement; then medians and fit."""
+    groups = _by_length(samples)
+    lengths = np.array(list(groups))
+    columns = [
+        np.median(np.array(each)[rng.integers(0, len(each), (draws, len(each)))], axis=1) for each in groups.values()
+    ]
+    medians = np.column_stack(columns)
+    coefficients = np.array([fit(Medians(lengths, each), degree).coefficients for each in medians])
+    return Bootstrap(lengths, medians, coefficients)
+
+
+def local_slopes(found: Examination) -> LocalSlopes:
+    """The local exponents as measured, with intervals: no model of the curve enters."""
+    steps = np.diff(np.log(found.medians.lengths))
+    low, high = np.quantile(np.diff(np.log(found.bootstrap.medians), axis=1) / steps, _ENDS, axis=0)
+    return LocalSlopes(
+        lengths=np.sqrt(found.medians.lengths[1:] * found.medians.lengths[:-1]),
+        slopes=np.diff(np.log(found.medians.seconds)) / steps,
+        low=low,
+        high=high,
+    )
+
+
+def interval(values: Array) -> Interval:
+    """The percentile interval of a bootstrap's draws, which may be infinite."""
+    # Between two infinite draws NumPy interpolates to nan.
+    low, high = np.quantile(values, _ENDS, method="inverted_cdf")
+    return Interval(float(low), float(high))
+
+
+def _with_objections(found: Examination) -> Examination:
+    degree = found.degree
+    leading, longest = found.intervals[degree], f"{found.longest:g} tokens"
+    gain = found.bic[degree - 1] - found.bic[degree]
+    loss = found.bic[degree] - found.bic[degree + 1]
+    law, lesser, greater = _NAMES[degree], _NAMES[degree - 1], _NAMES[degree + 1]
+    objections = []
+    if leading.low <= 0.0:
+        objections.append(f"the {law} coefficient's interval, {leading.low:.3g} to {leading.high:.3g}, includes 0")
+    if gain <= DECISIVE_BIC:
+        objections.append(f"BIC prefers {law} to {lesser} by {gain:.1f}, not by more than {DECISIVE_BIC:g}")
+    if found.leading_share < NEGLIGIBLE_SHARE:
+        objections.append(f"the {law} term is {found.leading_share:.1%} of the time at {longest}: next to nothing")
+    if loss > DECISIVE_BIC and found.next_share >= NEGLIGIBLE_SHARE:
+        objections.append(
+            f"BIC prefers {greater} to {law} by {loss:.1f}, and its term is {found.next_share:.1%} at {longest}"
+        )
+    if found.extrapolation_error > MAX_EXTRAPOLATION_ERROR:
+        objections.append(f"the fit without {longest} misses them by {found.extrapolation_error:.1%}")
+    return replace(found, objections=tuple(objections))
+
+
+def _by_length(samples: Samples) -> dict[float, list[float]]:
+    """Seconds by length, ascending."""
+    if not samples:
+        raise ValueError("there are no samples")
+    groups: dict[float, list[float]] = {}
+    for length, seconds in sorted(samples):
+        if not (length > 0 and 0 < seconds < float("inf")):
+            raise ValueError(f"sample ({length}, {seconds}): length and seconds must be finite and above 0")
+        groups.setdefault(float(length), []).append(float(seconds))
+    return groups
+
+
+def _ratio(below: npt.ArrayLike, leading: npt.ArrayLike) -> Array:
+    """Where two terms are equal; infinite where there is no leading one."""
+    numerator, denominator = np.asarray(below, float), np.asarray(leading, float)
+    infinite = np.full(np.broadcast(numerator, denominator).shape, np.inf)
+    ratio: Array = np.divide(numerator, denominator, out=infinite, where=denominator > 0.0)
+    return ratio

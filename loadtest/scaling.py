@@ -1,0 +1,345 @@
+"""The law of attention, measured on the running service: `make scaling`.
+
+    python -m loadtest scaling [--quick] [--docs] [--repeats 15] [--lengths 12] [--threads N] [--capacity FILE] …
+
+Self-attention over n tokens costs n². `loadtest.study` asks the questions, `loadtest.fit` says what the answers come
+to, this decides what they mean:
+
+    claim              its time, or bytes, grow with
+    prefill            the square of the prompt, whole and in chunks
+    no_cache           the square of the context, for every token
+    encoder            the square of the source
+    decode             the context, for every token
+    cross_attention    the source, for every token
+    controls           no square where there is none: in made-up linear times, and in a recurrent model's
+
+The last stdout line is one JSON object; report, pictures and raw samples go to `build/scaling`, or with `--docs` to
+`docs`. Exit status 1 when a claim or a control fails, or when, on the processor of the stored baseline, one of the
+ratios in `DRIFTING` differs from it by more than a factor of two. No absolute time decides anything. With `--quick`
+nothing is decided: too few samples of too short texts, to see that it works. Exit status 2: it could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loadtest import fit, machine, operations, report, study
+from loadtest.fit import Curve, Examination, Interval, Samples
+from loadtest.study import Found, Settings
+from model.config import ModelConfig
+
+BUILD = report.BUILD
+DOCS = report.DOCS
+BASELINE = DOCS / report.RESULTS
+UNTOLD = ("series",)
+"""What the report has and the last line leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One law: which series it is about, the degree it says, and the claim in words."""
+
+    series: str
+    degree: int
+    words: str
+
+
+CLAIMS = (
+    Claim("prefill", 2, "prefill of a whole prompt is quadratic in its length"),
+    Claim("prefill_chunked", 2, "prefill in chunks is quadratic in the prompt's length"),
+    Claim("decode", 1, "a token with the cache is linear in its context"),
+    Claim("no_cache", 2, "a token without the cache is quadratic in its context"),
+    Claim("encoder", 2, "encoding is quadratic in the source's length"),
+    Claim("cross_attention", 1, "a token's cross-attention is linear in the source's length"),
+)
+MAX_DRIFT = 2.0
+DRIFTING = (
+    ("prefill", "n_star"),
+    ("prefill", "local_slope"),
+    ("prefill_chunked", "n_star"),
+    ("prefill_chunked", "local_slope"),
+    ("decode", "crossover"),
+)
+"""What is compared with the baseline: lengths at which two terms are equal, and exponents. None is a time."""
+_TERMS = "abcd"
+_DEGREES = ("constant", "linear", "quadratic", "cubic")
+# Made-up times scatter as a noisy machine's do, with a stray now and then.
+_NOISE, _STRAY_SHARE, _STRAY_FACTOR = 0.05, 0.02, 5.0
+QUICK: Mapping[str, Any] = {
+    "overrides": ("context=1024",),
+    "num_lengths": 6,
+    "repeats": 3,
+    "new": 9,
+    "num_memory_lengths": 2,
+}
+
+
+def judge(found: Found, settings: Settings, *, draws: int = 2000) -> dict[str, Any]:
+    """What the samples come to: figures for each claim, the controls, and every objection.
+
+    Args:
+        found: the samples of every series.
+        settings: how they were taken.
+        draws: of each bootstrap.
+    """
+    results: dict[str, Any] = {}
+    objections = []
+    for claim in CLAIMS:
+        examined = fit.examine(found.series[claim.series], claim.degree, draws=draws, seed=settings.seed)
+        results[claim.series] = describe(examined)
+        objections += [f"{claim.words}: {objection}" for objection in examined.objections]
+    results["decode"]["linear"] = results["decode"]["holds"]
+    results["no_cache"]["quadratic"] = results["no_cache"]["holds"]
+    # What clients see confirms; it is no second witness, for the server's time is in it.
+    for series in ("end_to_end", "locust"):
+        results[series] = describe(fit.examine(found.series[series], 2, draws=draws, seed=settings.seed))
+    controls, failures = _control(found, settings, draws)
+    results["controls"] = controls
+    results["operations"] = _operations(found, settings)
+    return {
+        **results,
+        "objections": [*objections, *failures],
+        "law_holds": not objections and not failures,
+        "facts": found.facts,
+        "settings": asdict(settings),
+        "samples": found.series["prefill"],
+        "series": found.series,
+    }
+
+
+def describe(examined: Examination) -> dict[str, Any]:
+    """An examination in plain figures, as JSON has them: what is infinite is null."""
+    figures: dict[str, Any] = {}
+    for degree, (value, between) in enumerate(zip(examined.curve.coefficients, examined.intervals, strict=True)):
+        name = _TERMS[degree]
+        figures |= {name: value, f"{name}_low": between.low, f"{name}_high": between.high}
+    crossover = {"": examined.crossover, **_ends(examined.crossover_interval)}
+    name = "n_star" if examined.degree == 2 else "crossover"
+    figures |= {name + suffix: _finite(value) for suffix, value in crossover.items()}
+    if examined.degree == 1:
+        slope = {"": examined.curve.coefficients[1], **_ends(examined.intervals[1])}
+        figures |= {"slope" + suffix: value for suffix, value in slope.items()}
+    figures |= {f"bic_{word}": value for word, value in zip(_DEGREES, examined.bic, strict=True)}
+    return {
+        **figures,
+        "degree": examined.degree,
+        "local_slope": examined.local_slope,
+        "leading_share": examined.leading_share,
+        "next_share": examined.next_share,
+        "leave_longest_out_error": examined.extrapolation_error,
+        "longest": examined.longest,
+        "reach": _finite(examined.longest / examined.crossover) if examined.crossover else None,
+        "medians": [[length, seconds] for length, seconds in zip(*_columns(examined), strict=True)],
+        "objections": list(examined.objections),
+        "holds": examined.holds,
+    }
+
+
+def drift(results: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
+    """How the ratios compare with those of a run before, on the same kind of machine and with the same settings.
+
+    Returns:
+        `compared`: the new value over the old one by name, None where there is nothing to compare; `reason`: why not;
+        `objections`: what differs by more than `MAX_DRIFT`.
+    """
+    for name in ("machine", "settings"):
+        if _comparable(results[name]) != _comparable(baseline[name]):
+            return {"compared": None, "reason": f"the baseline has another {name}", "objections": []}
+    compared: dict[str, float | None] = {}
+    objections = []
+    for series, figure in DRIFTING:
+        now, before = results[series][figure], baseline[series][figure]
+        name = f"{series}.{figure}"
+        if now is None or before is None or not before:
+            compared[name] = None
+            if now != before:
+                objections.append(f"{name} is {now}, the baseline's is {before}")
+            continue
+        compared[name] = ratio = now / before
+        if not 1 / MAX_DRIFT <= ratio <= MAX_DRIFT:
+            objections.append(f"{name} is {now:.4g}, {ratio:.2f} times the baseline's")
+    return {"compared": compared, "reason": None, "objections": objections}
+
+
+def synthetic(truth: Curve, lengths: Sequence[float], repeats: int, seed: int) -> Samples:
+    """Made-up times along a curve, that scatter as a noisy machine's do."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for length in lengths:
+        factors = np.maximum(0.1, 1.0 + _NOISE * rng.standard_normal(repeats))
+        factors[rng.random(repeats) < _STRAY_SHARE] *= _STRAY_FACTOR
+        samples += [(float(length), float(truth.at(length) * factor)) for factor in factors]
+    return samples
+
+
+def _control(found: Found, settings: Settings, draws: int) -> tuple[dict[str, Any], list[str]]:
+    """Whether the procedure says no where it must, and yes where it must; figures, and what went wrong."""
+
+    def examine(samples: Samples) -> Examination:
+        return fit.examine(samples, 2, draws=draws, seed=settings.seed)
+
+    prefill = fit.medians_of(found.series["prefill"])
+    lengths = [float(length) for length in prefill.lengths]
+    line = fit.fit(prefill, 1)
+    linear = examine(synthetic(line, lengths, settings.repeats, settings.seed))
+    # A square like the one that is to be found, but known: n* a fifth of the longest length.
+    square = Curve((line.coefficients[0], line.coefficients[1], line.coefficients[1] * 5 / lengths[-1]))
+    quadratic = examine(synthetic(square, lengths, settings.repeats, settings.seed))
+    gru = examine(found.series["gru"])
+    controls = {
+        "linear_rejects_quadratic": not linear.holds,
+        "quadratic_accepted": quadratic.holds,
+        "gru_rejects_quadratic": not gru.holds,
+        "linear_objections": list(linear.objections),
+        "gru": describe(gru),
+    }
+    failures = []
+    if linear.holds:
+        failures.append("control: a quadratic was found in made-up linear times")
+    if not quadratic.holds:
+        failures.append(f"control: a made-up quadratic was refused: {'; '.join(quadratic.objections)}")
+    if gru.holds:
+        failures.append("control: a quadratic was found in the recurrent model's times")
+    return controls, failures
+
+
+def _operations(found: Found, settings: Settings) -> dict[str, Any]:
+    """Arithmetic beside time: from where on attention takes half of it, and lengths with operations and seconds."""
+    config = ModelConfig.from_dict(found.facts["config"])
+    figures: dict[str, Any] = {"n_star": operations.crossover(config)}
+    for series, chunk in (("prefill", config.context), ("prefill_chunked", settings.chunk)):
+        medians = fit.medians_of(found.series[series])
+        figures[series] = [
+            [length, (flops := operations.prefill(config, int(length), chunk)).linear, flops.attention, seconds]
+            for length, seconds in zip(medians.lengths.tolist(), medians.seconds.tolist(), strict=True)
+        ]
+    return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, judges and reports; returns the exit status."""
+    settings, options = _parse(sys.argv[1:] if arguments is None else arguments)
+    began, others = time.monotonic(), machine.watch_others()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {line}", file=sys.stderr, flush=True)
+
+    try:
+        found = study.carry_out(settings, BUILD, say)
+    except (RuntimeError, OSError) as error:
+        print(f"scaling: {error}", file=sys.stderr)
+        return 2
+    found.facts["others_share"] = others()
+    return conclude(found, settings, options, time.monotonic() - began, say)
+
+
+def conclude(
+    found: Found, settings: Settings, options: argparse.Namespace, seconds: float, say: Callable[[str], None]
+) -> int:
+    """Judges, compares, writes the report and prints the last line; returns the exit status."""
+    facts = {
+        "machine": machine.describe(),
+        "versions": _versions(),
+        "date": time.strftime("%Y-%m-%d"),
+        "quick": options.quick,
+    }
+    results = facts | judge(found, settings)
+    baseline = _load(options.baseline)
+    if options.quick:
+        results["law_holds"] = None
+        results["drift"] = {"compared": None, "reason": "a quick run decides nothing", "objections": []}
+    elif baseline is None or options.docs:
+        reason = "this run is the new baseline" if options.docs else "there is no baseline"
+        results["drift"] = {"compared": None, "reason": reason, "objections": []}
+    else:
+        results["drift"] = drift(results, baseline)
+    capacity = _load(options.capacity)
+    results["capacity"] = capacity
+    results["seconds"] = round(seconds, 1)
+    say("drawing")
+    results["report"] = str(BUILD / report.PAGE)
+    report.write(results, BUILD)
+    if options.docs:
+        report.write_document(results, DOCS)
+    objections = [*results["objections"], *results["drift"]["objections"]]
+    if options.quick:
+        objections = []
+    for objection in objections:
+        print(f"scaling: {objection}", file=sys.stderr)
+    if objections and (share := found.facts["others_share"] or 0.0) > report.NOISY:
+        print(f"scaling: others took {share:.0%} of the machine meanwhile, it may be their doing", file=sys.stderr)
+    print(json.dumps({key: value for key, value in results.items() if key not in UNTOLD}, allow_nan=False))
+    return 1 if objections else 0
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
+    defaults = Settings()
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest scaling", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("--lengths", type=int, default=defaults.num_lengths, help="how many, of each series")
+    parser.add_argument("--repeats", type=int, default=defaults.repeats, help="samples of each length")
+    parser.add_argument("--chunk", type=int, default=defaults.chunk, help="tokens, where prompts come in chunks")
+    parser.add_argument("--threads", type=int, default=defaults.threads, help="of every graph")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="of prompts, orders and bootstraps")
+    parser.add_argument("--quick", action="store_true", help="a small model and few samples, to see that it works")
+    parser.add_argument("--docs", action="store_true", help=f"write the report into {DOCS}/, as the new baseline")
+    parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE", help="results to compare with")
+    parser.add_argument("--capacity", type=Path, metavar="FILE", help="results of a capacity sweep, for the report")
+    options = parser.parse_args(arguments)
+    for name, least in (("lengths", fit.MAX_DEGREE + 3), ("repeats", 2), ("chunk", 1), ("threads", 1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} is {getattr(options, name)}, must be at least {least}")
+    if options.quick and options.docs:
+        parser.error("--quick has no figures for --docs")
+    if options.capacity is not None and not options.capacity.is_file():
+        parser.error(f"--capacity is {options.capacity}, must be a file")
+    settings = replace(
+        defaults,
+        num_lengths=options.lengths,
+        repeats=options.repeats,
+        chunk=options.chunk,
+        threads=options.threads,
+        seed=options.seed,
+    )
+    return replace(settings, **QUICK) if options.quick else settings, options
+
+
+def _load(path: Path | None) -> Any:
+    return None if path is None or not path.is_file() else json.loads(path.read_text(encoding="utf-8"))
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("onward", "onnxruntime", "numpy", "scipy")}
+
+
+def _comparable(values: Mapping[str, Any]) -> Any:
+    """As JSON has it, where tuples are lists."""
+    return json.loads(json.dumps(values))
+
+
+def _columns(examined: Examination) -> tuple[list[float], list[float]]:
+    return examined.medians.lengths.tolist(), examined.medians.seconds.tolist()
+
+
+def _ends(interval: Interval) -> dict[str, float]:
+    return {"_low": interval.low, "_high": interval.high}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,387 @@
+"""The scaling study: which questions are asked of which servers, in which order, and what is noted down.
+
+Models with random weights are made and exported by the project's own commands, and measured as black boxes, each by a
+server process of its own on the machine's loopback, at batch 1, one request at a time:
+
+    whole      `--prefill-chunk` as long as the context: a prompt is one run of the graph. Prefill and decoding; and the
+               same without a cache, for which the text so far is sent as a new prompt for every token. No prompt fills
+               such a chunk, and nothing but whole chunks is kept: so nothing is at hand for any other prompt either
+    chunked    the server's default; a stream of one token each, which tells the client's time to first token too, and
+               the same again by one user of Locust's
+    source     an encoder-decoder of the same sizes: encoding, and decoding on long sources. Each source is sent twice,
+               for one token and for many: what the server keeps of it is copied before the second, not amid its tokens
+    memory     the first two again, a fresh process for each length
+
+Beside them a recurrent model of the same size, which reads in chunks too (`benchmarks.recurrence`). Every prompt is
+random and new, and an answer that found anything of it at hand is an error. Each repeat takes all lengths once, in an
+order of its own, so that a machine that drifts does not look like a slope; one pass goes first and does not count.
+
+Knows what a series of samples means, not what they come to: that is `loadtest.scaling`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadtest.probe import Answer, Probe, probing
+from loadtest.serving import Server, serving
+from model.config import Architecture, ModelConfig
+
+NUM_SPECIAL = 4
+"""Ids below are control tokens: prompts have none."""
+_QUIET = ("--log-level", "warning")
+# Every product by the same provider, on whatever machine.
+_PLAIN = ("--prefill-provider", "cpu")
+_MAX_SAID = 500
+_KV_USAGE = re.compile(r"^onward_kv_cache_usage_ratio\{[^}]*\} (\S+)$", re.MULTILINE)
+# Tokens of a prompt whose answer is not waited for, and how often its server's metrics are asked for.
+_NUM_HELD, _MOST_SCRAPES = 16, 20
+# Locust draws lengths by itself: with so many draws for each in the mean, none is left out.
+_LEAST_DRAWS = 10
+_LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+# Sources are padded to multiples of this.
+_SOURCE_PADDING = 16
+# Rows of keys and values in the encoder-decoder's server: one to work in, and as much again for what is kept.
+_SOURCE_ROWS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is measured. Lengths are in tokens.
+
+    Lengths are geometric, from `shortest` as far as the context goes. `new` tokens are generated where decoding is
+    measured, `new_without_cache` where every one of them costs a prefill. `overrides` are the preset's, as `key=value`:
+    its weights know nothing of the context, and five times n* needs more of it than the preset has. Sources, whose
+    scores are all held at once, stay within `source_context`.
+    """
+
+    preset: str = "law"
+    overrides: tuple[str, ...] = ("context=16384",)
+    num_lengths: int = 16
+    repeats: int = 15
+    shortest: int = 64
+    new: int = 33
+    new_without_cache: int = 2
+    chunk: int = 128
+    source_context: int = 8192
+    num_memory_lengths: int = 6
+    threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    seed: int = 0
+
+
+SERIES: Mapping[str, str] = {
+    "prefill": "seconds of a whole prompt's prefill, by the server",
+    "prefill_chunked": "the same in chunks",
+    "end_to_end": "seconds to the first token, by the client's clock, of the same requests in chunks",
+    "locust": "seconds to the first token as Locust's user sees them, one user, in chunks",
+    "decode": "seconds between two tokens, by the server, at this mean context",
+    "no_cache": "seconds for a token without a cache, by the server, at this mean context",
+    "encoder": "seconds of a source's encoding and a first token, by the server",
+    "cross_attention": "seconds between two tokens on a source of this length, by the server",
+    "gru": "seconds of a recurrent model of the same size in ONNX Runtime",
+    "memory_whole": "bytes resident at most in a fresh server after one whole prompt",
+    "memory_chunked": "the same in chunks",
+    "memory_source": "the same in an encoder-decoder's server after one source, the proof at its start included",
+    "kv": "bytes of keys and values that the server says are spoken for while it answers",
+}
+"""What each series holds: pairs of a length and this."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What was noted down: samples by series, facts by name."""
+
+    series: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {name: [] for name in SERIES})
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+Say = Callable[[str], None]
+
+
+def carry_out(settings: Settings, build: Path, say: Say) -> Found:
+    """Measures everything.
+
+    Args:
+        settings: what.
+        build: where models are made, replacing those of the last time.
+        say: told how far it is.
+
+    Raises:
+        RuntimeError: when a model cannot be made, or a server does not answer as it must.
+    """
+    study = _Study(settings, build, say)
+    study.measure_decoder()
+    study.measure_chunks()
+    study.measure_source()
+    study.measure_recurrence()
+    study.measure_memory()
+    return study.found
+
+
+def geometric(shortest: int, longest: int, multiple: int, count: int) -> list[int]:
+    """Multiples, ascending, no two the same, as nearly geometric as that allows, the last at most `longest`."""
+    ratio = (longest / shortest) ** (1 / max(1, count - 1))
+    wanted = [longest / ratio**step for step in reversed(range(count))]
+    chosen: list[int] = []
+    for value in wanted:
+        least = chosen[-1] + multiple if chosen else multiple
+        chosen.append(max(least, round(value / multiple) * multiple))
+    most = longest // multiple * multiple
+    return sorted({min(length, most) for length in chosen})
+
+
+def passes(lengths: Sequence[int], repeats: int, source: random.Random) -> Iterator[int]:
+    """All lengths once in each repeat, each time in another order."""
+    for _ in range(repeats):
+        yield from source.sample(lengths, len(lengths))
+
+
+class _Study:
+    """One run of the study."""
+
+    def __init__(self, settings: Settings, build: Path, say: Say) -> None:
+        self._settings = settings
+        self._build = build
+        self._say = say
+        self._random = random.Random(settings.seed)  # noqa: S311 (not for secrets)
+        self._config = _make_artefact(build / "decoder", settings.preset, settings.overrides, say)
+        self._lengths: list[int] = []
+        self.found = Found()
+        self.found.facts["config"] = self._config.to_dict()
+
+    def measure_decoder(self) -> None:
+        """Prefill of whole prompts, decoding with and without a cache."""
+        settings, series = self._settings, self.found.series
+        same_tokens = asked_tokens = 0
+        with self._serving("decoder", self._config.context) as (_, probe):
+            limit = self._config.context - 1 - max(settings.new, settings.new_without_cache)
+            self._lengths = self._warm_up(probe, limit, 32)
+            for length in self._passes("prefill, decode, no_cache", self._lengths):
+                prompt = self._draw(length)
+                answer = _fresh(probe.ask(prompt, settings.new))
+                series["prefill"].append((length, answer.prefill))
+                series["decode"].append((length + settings.new / 2, answer.per_token))
+                text, seconds = list(prompt), []
+                for _ in range(settings.new_without_cache):
+                    next_answer = _fresh(probe.ask(text, 1))
+                    seconds.append(next_answer.prefill)
+                    text += next_answer.token_ids
+                mean_context = length + (settings.new_without_cache - 1) / 2
+                series["no_cache"].append((mean_context, math.fsum(seconds) / len(seconds)))
+                pairs = zip(text[length:], answer.token_ids, strict=False)
+                same_tokens += sum(ours == theirs for ours, theirs in pairs)
+                asked_tokens += settings.new_without_cache
+        self.found.facts["same_tokens_without_cache"] = [same_tokens, asked_tokens]
+
+    def measure_chunks(self) -> None:
+        """Prefill in chunks, and what a client sees of it."""
+        settings, series = self._settings, self.found.series
+        with self._serving("decoder", settings.chunk) as (server, probe):
+            lengths = self._warm_up(probe, self._config.context - 2, settings.chunk)
+            for length in self._passes("prefill_chunked, end_to_end", lengths):
+                answer = _fresh(probe.stream(self._draw(length), 1))
+                series["prefill_chunked"].append((length, answer.prefill))
+                series["end_to_end"].append((length, answer.first_token))
+            series["locust"] += self._ask_by_locust(server, lengths)
+
+    def _ask_by_locust(self, server: Server, lengths: Sequence[int]) -> list[tuple[float, float]]:
+        """The first tokens that one user of Locust gets, who asks for as many prompts, of lengths that Locust draws.
+
+        Raises:
+            RuntimeError: when Locust fails, or a request of its.
+        """
+        settings = self._settings
+        count = max(settings.repeats, _LEAST_DRAWS) * len(lengths)
+        self._say(f"locust: {count} requests of one user")
+        drawn, report = self._build / "locust-lengths", self._build / "locust.json"
+        drawn.write_text("\n".join(map(str, lengths)), encoding="utf-8")
+        report.unlink(missing_ok=True)
+        _run(
+            "locust", "--locustfile", str(_LOCUSTFILE), "--host", server.target, "--headless", "--users", "1",
+            "--loglevel", "WARNING", "--num-prompts", str(count), "--prompt-tokens", f"file:{drawn}",
+            "--max-tokens", "1", "--seed", str(settings.seed), "--report", str(report), "--report-detailed",
+        )  # fmt: skip
+        requests = json.loads(report.read_text(encoding="utf-8"))["requests"]
+        if failed := [each for each in requests if each["outcome"] != "finished"]:
+            raise RuntimeError(f"{len(failed)} of Locust's {count} requests ended with {failed[0]['code']}")
+        return [(float(each["prompt_tokens"]), each["arrivals"][0] - each["intended"]) for each in requests]
+
+    def measure_source(self) -> None:
+        """Encoding, and decoding that attends to a long source."""
+        settings, series = self._settings, self.found.series
+        recipe = self._build / "encoder-decoder.json"
+        recipe.write_text(json.dumps({"model": self._with_encoder()}), encoding="utf-8")
+        config = _make_artefact(self._build / "source", str(recipe), (), self._say)
+        with self._serving("source", settings.chunk, rows=_SOURCE_ROWS) as (_, probe):
+            lengths = self._warm_up(probe, config.source_context, _SOURCE_PADDING)
+            for length in self._passes("encoder, cross_attention", lengths):
+                source = self._draw(length)
+                series["encoder"].append((length, _fresh(probe.ask(source, 1)).prefill))
+                series["cross_attention"].append((length, probe.ask(source, settings.new).per_token))
+
+    def _with_encoder(self) -> dict[str, Any]:
+        """The same sizes as an encoder-decoder: long sources, short outputs."""
+        config, settings = self._config, self._settings
+        return {
+            **config.to_dict(),
+            "architecture": Architecture.ENCODER_DECODER,
+            "num_encoder_layers": config.num_layers,
+            "source_vocab_size": config.vocab_size,
+            "source_context": min(config.context, settings.source_context),
+            "context": 2 * settings.new,
+        }
+
+    def measure_recurrence(self) -> None:
+        """A recurrent model at the lengths of the whole prompts."""
+        settings = self._settings
+        with _recurrence(self._config, settings) as (facts, ask):
+            self.found.facts["gru"] = facts
+            for length in self._passes("gru", self._lengths):
+                self.found.series["gru"].append((length, ask(self._draw(length))))
+
+    def measure_memory(self) -> None:
+        """What a prompt costs in memory, a fresh server for each length."""
+        settings, series, context = self._settings, self.found.series, self._config.context
+        longest = context - 2
+        for number, length in enumerate(geometric(longest // 8, longest, 1, settings.num_memory_lengths), start=1):
+            self._say(f"memory: {number} of {settings.num_memory_lengths} lengths")
+            for name, chunk in (("memory_whole", context), ("memory_chunked", settings.chunk)):
+                with self._serving("decoder", chunk, metrics=True) as (server, probe):
+                    _fresh(probe.ask(self._draw(length), 1))
+                    if (peak := server.peak_bytes()) is not None:
+                        series[name].append((length, peak))
+                    if chunk == context:
+                        usage = self._kv_usage(server, probe, length)
+                        series["kv"].append((length, usage * context * self._config.kv_bytes_per_token))
+        longest = min(context, settings.source_context)
+        for length in geometric(longest // 2, longest, 1, max(1, settings.num_memory_lengths // 2)):
+            with self._serving("source", settings.chunk, rows=_SOURCE_ROWS) as (server, probe):
+                probe.ask(self._draw(length), 1)
+                if (peak := server.peak_bytes()) is not None:
+                    series["memory_source"].append((length, peak))
+
+    def _kv_usage(self, server: Server, probe: Probe, length: int) -> float:
+        """The share of its K/V memory that the server says is spoken for by a request of so many tokens in all.
+
+        Most of them are to be generated, so that the request is under way for a while.
+
+        Raises:
+            RuntimeError: when it never says so while it is.
+        """
+        num_prompt = min(_NUM_HELD, length // 2)
+        for _ in range(_MOST_SCRAPES):
+            with probe.holding(self._draw(num_prompt), length - num_prompt):
+                if usage := _kv_usage(server):
+                    return usage
+        raise RuntimeError(f"requests of {length} tokens ended before the server's metrics could be read")
+
+    @contextmanager
+    def _serving(
+        self, name: str, chunk: int, *, rows: int = 1, metrics: bool = False
+    ) -> Iterator[tuple[Server, Probe]]:
+        flags = ["--threads", str(self._settings.threads), "--max-batch-size", str(rows), *_PLAIN, *_QUIET]
+        flags += ["--prefill-chunk", str(chunk), *(("--metrics-port", "0") if metrics else ("--no-metrics",))]
+        with serving(self._build / name / "models", *flags) as server, probing(server.target) as probe:
+            yield server, probe
+
+    def _warm_up(self, probe: Probe, limit: int, multiple: int) -> list[int]:
+        """The lengths for a server, each asked for once."""
+        lengths = geometric(max(multiple, self._settings.shortest), limit, multiple, self._settings.num_lengths)
+        for length in lengths:
+            _fresh(probe.ask(self._draw(length), 1))
+        return lengths
+
+    def _passes(self, name: str, lengths: Sequence[int]) -> Iterator[int]:
+        total = self._settings.repeats * len(lengths)
+        for number, length in enumerate(passes(lengths, self._settings.repeats, self._random)):
+            if number % len(lengths) == 0:
+                self._say(f"{name}: {number} of {total}")
+            yield length
+
+    def _draw(self, length: int) -> list[int]:
+        """A prompt that nobody has seen before."""
+        return self._random.choices(range(NUM_SPECIAL, self._config.vocab_size), k=length)
+
+
+def _fresh(answer: Answer) -> Answer:
+    """An answer that was computed from its first token on.
+
+    Raises:
+        RuntimeError: when part of it was at hand.
+    """
+    if answer.cached_tokens:
+        raise RuntimeError(f"{answer.cached_tokens} tokens of a new prompt were at hand: it was no new prompt")
+    return answer
+
+
+def _make_artefact(folder: Path, recipe: str, overrides: Sequence[str], say: Say) -> ModelConfig:
+    """Makes `folder/models/model` anew: random weights, exported and proven.
+
+    Raises:
+        RuntimeError: with what the command that failed said last.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    checkpoint, artefact = folder / "checkpoint", folder / "models" / "model"
+    changes = [part for override in overrides for part in ("--set", override)]
+    say(f"making {recipe}")
+    _run("model", "init", recipe, "--out", str(checkpoint), "--seed", "0", *changes)
+    _run("export", str(checkpoint), "--out", str(artefact), "--device", "cpu", "--precision", "fp32")
+    manifest = json.loads((artefact / "manifest.json").read_text(encoding="utf-8"))
+    return ModelConfig.from_dict(manifest["config"])
+
+
+def _run(module: str, *arguments: str) -> None:
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 (our own program)
+    if done.returncode != 0:
+        raise RuntimeError(f"{module} exited with {done.returncode}: {done.stderr.strip()[-_MAX_SAID:]}")
+
+
+@contextmanager
+def _recurrence(
+    config: ModelConfig, settings: Settings
+) -> Iterator[tuple[dict[str, Any], Callable[[Sequence[int]], float]]]:
+    """A child that times a recurrent model of a transformer's size: what it is, and how to ask it."""
+    command = [sys.executable, "-m", "benchmarks.recurrence", "--config", json.dumps(config.to_dict())]
+    command += ["--threads", str(settings.threads), "--chunk", str(settings.chunk), "--seed", str(settings.seed)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:  # noqa: S603
+        asked, answers = child.stdin, child.stdout
+        assert asked is not None  # noqa: S101 (PIPE was asked for; this tells the type checker)
+        assert answers is not None  # noqa: S101
+
+        def hear() -> Any:
+            line = answers.readline()
+            if not line:
+                raise RuntimeError(f"the recurrent model's process ended, exit code {child.wait()}")
+            return json.loads(line)
+
+        def ask(token_ids: Sequence[int]) -> float:
+            asked.write(json.dumps(token_ids) + "\n")
+            asked.flush()
+            return float(hear())
+
+        yield hear(), ask
+
+
+def _kv_usage(server: Server) -> float:
+    """The share of its K/V memory that a server says is spoken for."""
+    url = f"http://{server.metrics}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as response:
+        text = response.read().decode()
+    if (usage := _KV_USAGE.search(text)) is None:
+        raise RuntimeError("the server's metrics do not tell onward_kv_cache_usage_ratio")
+    return float(usage[1])

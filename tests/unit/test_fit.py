@@ -1,0 +1,191 @@
+"""The fit is held to known truths: it finds them, refuses laws that are not there, and knows how sure it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from loadtest import fit
+from loadtest.fit import Curve, Examination, Samples, examine
+
+LENGTHS = tuple(round(64 * 1.5**step) for step in range(12))
+"""64 to 5536 tokens."""
+LINEAR = Curve((2e-3, 4e-6))
+QUADRATIC = Curve((2e-3, 2e-6, 1e-9))
+"""Both terms are equal at 2000 tokens."""
+
+
+def noisy(
+    truth: Curve,
+    seed: int,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    repeats: int = 15,
+    noise: float = 0.05,
+    outliers: float = 0.02,
+) -> Samples:
+    """Normal relative noise, and now and then a sample that took five times as long."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for length in lengths:
+        factors = 1.0 + noise * rng.standard_normal(repeats)
+        factors[rng.random(repeats) < outliers] *= 5.0
+        samples += [(float(length), float(truth.at(length) * factor)) for factor in factors]
+    return samples
+
+
+def exact(truth: Curve, lengths: Sequence[int] = LENGTHS) -> Samples:
+    return [(float(length), float(truth.at(length))) for length in lengths]
+
+
+def test_what_has_no_noise_is_found_exactly() -> None:
+    found = examine(exact(QUADRATIC), 2, draws=20)
+    assert found.curve.coefficients == pytest.approx(QUADRATIC.coefficients, rel=1e-6)
+    assert found.crossover == pytest.approx(2000.0)
+    assert found.extrapolation_error < 1e-9
+    assert found.holds
+    assert found.bic[2] < found.bic[1] < found.bic[0]
+    assert found.bic[3] - found.bic[2] == pytest.approx(math.log(len(LENGTHS)))
+
+
+def test_a_term_that_would_be_negative_is_zero() -> None:
+    bent = [(length, 1e-3 + 1e-6 * length - 5e-11 * length**2) for length in LENGTHS]
+    assert examine(bent, 2, draws=5).curve.coefficients[2] == 0.0
+
+
+def test_the_crossover_lies_in_its_interval_amid_noise_and_strays() -> None:
+    lengths = tuple(length * 4 for length in LENGTHS)
+    found = examine(noisy(QUADRATIC, 1, lengths=lengths), 2)
+    assert found.holds
+    assert found.crossover_interval.low < 2000.0 < found.crossover_interval.high
+    assert found.crossover == pytest.approx(2000.0, rel=0.2)
+    assert found.curve.coefficients[2] == pytest.approx(1e-9, rel=0.1)
+    assert found.bic[1] - found.bic[2] > 50.0
+    assert found.deviations(exact(QUADRATIC, lengths)) == pytest.approx(0.0, abs=0.05)
+
+
+def test_strays_move_the_medians_hardly() -> None:
+    clean = examine(noisy(QUADRATIC, 3, outliers=0.0), 2, draws=5)
+    strays = examine(noisy(QUADRATIC, 3, outliers=0.1), 2, draws=5)
+    assert strays.curve.at(5000) == pytest.approx(clean.curve.at(5000), rel=0.06)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_quadratic_is_found_in_linear_times(seed: int) -> None:
+    found = examine(noisy(LINEAR, seed), 2, draws=200, seed=seed)
+    assert not found.holds
+    assert any(objection.startswith("BIC prefers quadratic to linear by") for objection in found.objections)
+    assert found.intervals[2].low == 0.0 or found.leading_share < fit.NEGLIGIBLE_SHARE
+    assert math.isinf(found.crossover_interval.high) or found.crossover_interval.high > max(LENGTHS)
+    assert examine(noisy(LINEAR, seed), 1, draws=200, seed=seed).holds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_quadratic_is_not_taken_for_linear(seed: int) -> None:
+    found = examine(noisy(QUADRATIC, seed), 1, draws=50, seed=seed)
+    assert any(objection.startswith("BIC prefers quadratic to linear by") for objection in found.objections)
+    assert examine(noisy(QUADRATIC, seed), 2, draws=50, seed=seed).holds
+
+
+def test_a_quadratic_term_that_is_real_and_next_to_nothing_makes_no_law() -> None:
+    found = examine(exact(Curve((1e-3, 1e-6, 1e-11))), 2, draws=20)
+    assert found.bic[1] - found.bic[2] > fit.DECISIVE_BIC
+    assert found.objections == ("the quadratic term is 4.5% of the time at 5536 tokens: next to nothing",)
+
+
+@pytest.mark.parametrize(("cubic_share", "holds"), [(0.05, True), (0.3, False)])
+def test_a_cubic_term_is_reported_and_refutes_only_from_a_tenth_of_the_time_on(cubic_share: float, holds: bool) -> None:
+    longest = LENGTHS[-1]
+    cubic = cubic_share / (1 - cubic_share) * float(QUADRATIC.at(longest)) / longest**3
+    truth = Curve((*QUADRATIC.coefficients, cubic))
+    found = examine(noisy(truth, 0, noise=0.001, outliers=0.0), 2, draws=50)
+    assert found.bic[2] - found.bic[3] > fit.DECISIVE_BIC
+    assert found.next_share == pytest.approx(cubic_share, abs=0.01)
+    assert found.holds is holds
+    assert any("BIC prefers cubic to quadratic" in objection for objection in found.objections) is not holds
+
+
+def test_a_fit_that_cannot_foretell_the_longest_length_is_refused() -> None:
+    samples = [(length, seconds * (1.25 if length == LENGTHS[-1] else 1.0)) for length, seconds in exact(QUADRATIC)]
+    found = examine(samples, 2, draws=20)
+    assert found.extrapolation_error == pytest.approx(0.2, abs=0.01)
+    assert any("misses them by 20" in objection for objection in found.objections)
+
+
+def test_a_constant_is_no_law_at_all() -> None:
+    found = examine(noisy(Curve((1e-3,)), 0), 1, draws=100)
+    assert any("includes 0" in objection for objection in found.objections)
+    assert found.bic[0] < found.bic[1]
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
+    lengths = tuple(length * 4 for length in LENGTHS)
+    num_datasets = 120
+    covered = np.zeros(4)
+    for seed in range(num_datasets):
+        found = examine(noisy(QUADRATIC, seed, lengths=lengths), 2, draws=150, seed=seed)
+        truths = (*QUADRATIC.coefficients, 2000.0)
+        intervals = (*found.intervals, found.crossover_interval)
+        covered += [each.low <= truth <= each.high for each, truth in zip(intervals, truths, strict=True)]
+    shares = covered / num_datasets
+    # Of 120 intervals that say 95 %, from 88 to 100 % cover the truth but once in a thousand times.
+    assert (shares >= 0.88).all(), shares
+    # Twice as wide they would cover it always.
+    assert shares.mean() < 0.995
+
+
+def test_half_the_noise_makes_intervals_half_as_wide() -> None:
+    wide, narrow = (examine(noisy(QUADRATIC, 5, noise=noise, outliers=0.0), 2) for noise in (0.04, 0.02))
+
+    def width(found: Examination) -> float:
+        return found.intervals[2].high - found.intervals[2].low
+
+    assert width(wide) / width(narrow) == pytest.approx(2.0, rel=0.15)
+
+
+def test_the_local_exponent_is_one_and_a_half_where_both_terms_are_equal() -> None:
+    assert Curve((0.0, 2e-6, 1e-9)).local_slope_at(2000.0) == pytest.approx(1.5)
+    assert Curve((0.0, 0.0, 1e-9)).local_slope_at([10.0, 1e5]) == pytest.approx(2.0)
+    found = examine(exact(QUADRATIC), 2, draws=20)
+    measured = fit.local_slopes(found)
+    assert measured.slopes == pytest.approx(QUADRATIC.local_slope_at(measured.lengths), abs=0.01)
+    assert len(measured.slopes) == len(LENGTHS) - 1
+    noise = fit.local_slopes(examine(noisy(QUADRATIC, 0), 2, draws=200))
+    assert (noise.low < noise.slopes).all()
+    assert (noise.slopes < noise.high).all()
+
+
+def test_the_band_holds_the_curve_and_the_same_seed_gives_the_same_bootstrap() -> None:
+    samples = noisy(QUADRATIC, 2)
+    found = examine(samples, 2, draws=100, seed=7)
+    low, high = found.bootstrap.band(LENGTHS)
+    assert (low < found.curve.at(LENGTHS)).all()
+    assert (found.curve.at(LENGTHS) < high).all()
+    again = examine(list(reversed(samples)), 2, draws=100, seed=7)
+    assert (again.bootstrap.coefficients == found.bootstrap.coefficients).all()
+
+
+@pytest.mark.parametrize(
+    ("samples", "degree", "said"),
+    [
+        ([], 2, "no samples"),
+        ([(64.0, 0.0)], 2, r"sample \(64.0, 0.0\)"),
+        ([(64.0, math.inf)], 2, "must be finite"),
+        ([(0.0, 1.0)], 2, "above 0"),
+        (exact(LINEAR, LENGTHS[:4]), 2, "4 lengths, a comparison needs 5"),
+        (exact(LINEAR), 3, "degree is 3, must be from 1 to 2"),
+    ],
+)
+def test_samples_that_cannot_be_fitted_are_refused(samples: Samples, degree: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        examine(samples, degree)
+
+
+def test_an_interval_leaves_out_one_draw_in_forty_at_either_end_and_may_be_endless() -> None:
+    draws = np.arange(1.0, 1001.0)
+    assert fit.interval(draws) == fit.Interval(25.0, 975.0)
+    draws[900:] = math.inf
+    assert fit.interval(draws) == fit.Interval(25.0, math.inf)
