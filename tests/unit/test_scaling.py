@@ -144,6 +144,7 @@ def test_a_law_that_does_not_hold_ends_with_status_1_and_says_which(
     assert f"scaling: {said}" in errors
     assert "others took 20% of the machine" in errors
     assert told["law_holds"] is False
+    assert told["controls"]["gru_rejects_quadratic"] is (series != "gru")
     assert any(objection.startswith(said) for objection in told["objections"])
 
 
@@ -262,6 +263,27 @@ def test_drift_from_the_stored_baseline_ends_with_status_1(
     assert status == 1
     assert told["law_holds"] is True
     assert "prefill.n_star" in said
+
+
+def test_a_run_for_the_documents_is_the_next_baseline_and_is_held_to_none(
+    results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def move(other: dict[str, Any]) -> None:
+        other["prefill"]["n_star"] *= 3
+        other["machine"] = machine.describe()
+
+    def write(made: dict[str, Any], folder: Path) -> None:
+        (folder / report.RESULTS).write_text(report.dump(made))
+
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / report.RESULTS).write_text(report.dump(changed(results, move)))
+    monkeypatch.setattr(report, "write_document", write)
+    status, told, _ = outcome(found(), tmp_path, monkeypatch, capsys, "--docs")
+    assert status == 0
+    assert told["drift"]["reason"] == "this run is the new baseline"
+    status, told, _ = outcome(found(), tmp_path, monkeypatch, capsys)
+    assert status == 0
+    assert set(told["drift"]["compared"].values()) == {1.0}
 
 
 # Lengths, and the order in which they are asked for.
