@@ -1,7 +1,8 @@
 """Scaled dot products in a graph: ONNX Runtime's fused attention around the model's own projections.
 
     decoder, to itself      GroupQueryAttention on packed Q, K, V: rotates, appends to the cache in place, attends. One
-                            operator for prefill, for chunks of it and for ragged decoding
+                            operator for prefill, for chunks of it and for ragged decoding. Where queries and keys
+                            are normed first, the same on Q, K, V apart
     decoder, to the source  GroupQueryAttention again, given no new keys and the source's K/V as its past
     encoder, to itself      Attention (opset 24) with a length for each row, so that no mask is ever built
 
@@ -52,16 +53,23 @@ class DotDecoderAttention:
 
     def attend_self(self, module: SelfAttention, x: Tensor, past: Buffers) -> tuple[Tensor, Buffers]:
         """See `DecoderAttention`."""
+        packed = module.project(x)
+        operands = (packed, None, None) if module.query_norm is None else module.unpack(packed)
         y, key, value = group_query_attention(
-            self._config, module.project(x), None, past, self._seqlens_k, self._total_sequence_length, self._rotary
+            self._config,
+            operands,
+            past,
+            self._seqlens_k,
+            self._total_sequence_length,
+            self._rotary,
+            window=module.window,
         )
         return module.merge(y), (key, value)
 
     def attend_cross(self, module: CrossAttention, x: Tensor, cross: Buffers) -> tuple[Tensor, Buffers]:
         """See `DecoderAttention`."""
-        y, key, value = group_query_attention(
-            self._config, module.project_query(x), self._no_keys, cross, self._last_position, self._longest, None
-        )
+        operands = (module.project_query(x), self._no_keys, self._no_keys)
+        y, key, value = group_query_attention(self._config, operands, cross, self._last_position, self._longest, None)
         return module.merge(y), (key, value)
 
 
@@ -75,7 +83,7 @@ class DotEncoderAttention:
 
     def attend(self, module: SelfAttention, x: Tensor) -> Tensor:
         """See `EncoderAttention`."""
-        q, k, v = torch.split(module.project(x), [module.query_width, module.kv_width, module.kv_width], dim=-1)
+        q, k, v = module.unpack(module.project(x))
         if self._rotary is not None:
             q = rotary_embedding(q, self._rotary, self._config.num_heads)
             k = rotary_embedding(k, self._rotary, self._config.num_kv_heads)
@@ -84,34 +92,44 @@ class DotEncoderAttention:
 
 def group_query_attention(
     config: ModelConfig,
-    query: Tensor,
-    key_value: Tensor | None,
+    operands: tuple[Tensor, Tensor | None, Tensor | None],
     past: tuple[Tensor, Tensor],
     seqlens_k: Tensor,
     total_sequence_length: Tensor,
     rotary: RotaryPositions | None,
+    *,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`com.microsoft.GroupQueryAttention`: causal attention over a cache that it extends in place.
 
     Args:
         config: head counts and sizes.
-        query: `[B, S, (H + 2 Hkv) * D]`, packed Q, K, V; or `[B, S, H * D]` with `key_value`.
-        key_value: what to append as keys and as values, `[B, 0, Hkv * D]` to append nothing; None when packed.
+        operands: Q `[B, S, H * D]`, and what to append as K and V, each `[B, S, Hkv * D]`, or `[B, 0, Hkv * D]` to
+            append nothing; or all of them packed, `[B, S, (H + 2 Hkv) * D]`, and twice None.
         past: key and value buffers `[B, Hkv, capacity, D]`.
         seqlens_k: `[B] int32`, each row's cached and new tokens together, minus one.
         total_sequence_length: `[] int32`, the largest of those plus one.
         rotary: turns queries and new keys; None where positions were added to the embeddings or keys are not turned.
+        window: how many tokens a query sees, itself among them; 0 all.
 
     Returns:
         The output `[B, S, H * D]` and the two buffers.
     """
-    inputs = [query, key_value, key_value, *past, seqlens_k, total_sequence_length]
+    query = operands[0]
+    inputs = [*operands, *past, seqlens_k, total_sequence_length]
     if rotary is not None:
         inputs += [rotary.cos, rotary.sin]
+    attributes = {
+        "num_heads": config.num_heads,
+        "kv_num_heads": config.num_kv_heads,
+        "do_rotary": int(rotary is not None),
+    }
+    if window:
+        attributes["local_window_size"] = window
     output, key, value = symbolic_multi_out(
         "com.microsoft::GroupQueryAttention",
         inputs,
-        {"num_heads": config.num_heads, "kv_num_heads": config.num_kv_heads, "do_rotary": int(rotary is not None)},
+        attributes,
         dtypes=(query.dtype,) * 3,
         shapes=((*query.shape[:2], config.num_heads * config.head_dim), past[0].shape, past[1].shape),
         version=1,

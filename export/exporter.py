@@ -111,7 +111,7 @@ def export(
         on_stage("golden cases by the reference")
         cases = make_cases(checkpoint.model)
         golden.save(folder / artifact.GOLDEN, cases)
-        _copy_tokenizers(checkpoint, folder)
+        _copy_texts(checkpoint, folder)
         graphs = _write_graphs(checkpoint, folder, on_stage, prefill_graph=prefill_graph)
         if prefill_graph and precision is Precision.FP32:
             share_weights(folder / graphs[PREFILL].file, folder / graphs[DECODER].file)
@@ -224,8 +224,11 @@ def _prove(
     return report
 
 
-def _copy_tokenizers(checkpoint: Checkpoint, folder: Path) -> None:
+def _copy_texts(checkpoint: Checkpoint, folder: Path) -> None:
+    """The tokenizers, and the template for conversations if there is one."""
     shutil.copyfile(checkpoint.tokenizer, folder / artifact.TOKENIZER)
+    if checkpoint.chat is not None:
+        shutil.copyfile(checkpoint.chat, folder / artifact.CHAT)
     if checkpoint.target_tokenizer != checkpoint.tokenizer:
         shutil.copyfile(checkpoint.target_tokenizer, folder / artifact.TARGET_TOKENIZER)
 
@@ -238,11 +241,12 @@ def _draft(checkpoint: Checkpoint, device: Device, graphs: Mapping[str, GraphSpe
         device=device,
         precision=Precision.FP32,
         opset=OPSET,
-        eos_ids=(config.eos_id,),
+        eos_ids=checkpoint.generation.eos_ids,
         pad_id=config.pad_id,
         decoder_start_id=config.bos_id,
         graphs=graphs,
         files={},
+        generation=checkpoint.generation.rules,
         training=checkpoint.training,
         versions={
             **runtime_versions(),

@@ -57,18 +57,28 @@ class PrefillGraph(nn.Module):
         position_ids = feeds["position_ids"]
         hidden = self.model.embed(feeds["input_ids"], position_ids)
         num_keys = feeds["past_key_0"].shape[2] + position_ids.shape[1]
-        # Added to scores `[Hkv, group, S, T]`.
-        is_later = torch.arange(num_keys) > position_ids[0, :, None]
-        mask = torch.zeros(is_later.shape).masked_fill(is_later, float("-inf"))
+        # Of each query and key, how far behind the key lies.
+        distances = position_ids[0, :, None] - torch.arange(num_keys)
+        windows = {self.model.config.window(index) for index in range(self.model.config.num_layers)}
+        masks = {window: _mask(distances, window) for window in sorted(windows)}
         rotary = self.model.rotary
         turns = (
             None if rotary is None else (F.embedding(position_ids, rotary.cos), F.embedding(position_ids, rotary.sin))
         )
         for index, layer in enumerate(self.model.layers):
+            mask = masks[self.model.config.window(index)]
             hidden = layer(hidden, _Attention(self.model.config, index, feeds, fetches, mask, turns).attend)
         wanted = hidden[0].index_select(0, feeds["logits_indices"])
         fetches["logits"] = self.model.unembed(self.model.final_norm(wanted))
         return tuple(fetches[spec.name] for spec in self.outputs)
+
+
+def _mask(distances: Tensor, window: int) -> Tensor:
+    """What is added to scores `[Hkv, group, S, T]`: -inf for keys that come later, or lie before a window."""
+    is_hidden = distances < 0
+    if window:
+        is_hidden = is_hidden | (distances >= window)
+    return torch.zeros(is_hidden.shape).masked_fill(is_hidden, float("-inf"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`python -m model`: trains checkpoints, scores them, or makes some with random weights.
+"""`python -m model`: trains checkpoints, scores them, makes some with random weights, or of those that others trained.
 
 The last line on stdout is one JSON object; everything for people goes to stderr. What the caller got wrong is one line
 and exit status 2, a run that failed under way is one line and exit status 1, one that a signal ended is one line and
@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from model.artifact import CHAT
 from model.presets import PRESETS, Recipe, RecipeError, resolve
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     parser = _make_parser()
     options = parser.parse_args(arguments)
+    if options.command == "import":
+        return _import(options)
     if options.command == "train" and options.out is None and not (options.dry_run or options.overfit_one_batch):
         return _fail("train: the following arguments are required: --out", 2)
     try:
@@ -194,6 +197,34 @@ def _init(recipe: Recipe, options: argparse.Namespace) -> int:
     return 0
 
 
+def _import(options: argparse.Namespace) -> int:
+    from model.hf.folder import ImportRefused
+    from model.hf.importer import plan, write
+
+    try:
+        planned = plan(options.folder, context=options.context, chat=not options.no_chat)
+        num_parameters = write(planned, options.out)
+    except ImportRefused as error:
+        for problem in error.problems:
+            print(f"{options.folder}: {problem}", file=sys.stderr)
+        return _fail(f"{options.folder} cannot be imported, for {len(error.problems)} reasons", 2)
+    except (ValueError, OSError) as error:
+        return _fail(str(error), 2)
+    for note in planned.notes:
+        print(f"note: {note}", file=sys.stderr)
+    _say(
+        {
+            "checkpoint": str(options.out),
+            "model_type": planned.folder.config["model_type"],
+            "num_parameters": num_parameters,
+            "context": planned.config.context,
+            "has_chat_template": CHAT in planned.extras,
+            "notes": list(planned.notes),
+        }
+    )
+    return 0
+
+
 def _calm_threads() -> None:
     # OpenMP reads these when torch loads it. By default its threads spin long at the end of every operation, hundreds
     # of times a step; where another process holds one of their cores, each costs a scheduler's slice and a run twenty
@@ -217,6 +248,11 @@ def _make_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint folder")
     init = commands.add_parser("init", help="the same checkpoint with random weights")
     init.add_argument("--seed", type=_seed, default=0, help="fixes the weights (default 0)")
+    importing = commands.add_parser("import", help="make a checkpoint of a Hugging Face folder")
+    importing.add_argument("folder", type=Path, metavar="FOLDER", help="config.json, safetensors, tokenizer.json")
+    importing.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoint folder")
+    importing.add_argument("--context", type=int, metavar="TOKENS", help="cut the context, which sizes K/V, to so many")
+    importing.add_argument("--no-chat", action="store_true", help="leave the chat template out")
     for command in (train, evaluate, init):
         command.add_argument("config", metavar="CONFIG", help=f"{', '.join(PRESETS)}, or a .json or .toml file")
         command.add_argument(

@@ -10,6 +10,7 @@ compute is proven elsewhere (`model.golden`).
     prefill.onnx       decoder-only and optional, float32 always; its weights are those in decoder.onnx.data, or where
                        the decoder's are rounded its own: prefill.onnx.data
     tokenizer.json     (+ target_tokenizer.json where source and target differ)
+    chat.json          where the model has a template for conversations (`model.chat`)
     golden.npz         inputs and PyTorch's outputs, in float32 whatever the graphs' precision
     parity.json        how the exported graphs compared with them, and the tolerance of their precision
 """
@@ -26,11 +27,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from model.config import ConfigError, ModelConfig
+from model.generation import NO_WISHES, GenerationError, GenerationRules
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 TARGET_TOKENIZER = "target_tokenizer.json"
+CHAT = "chat.json"
 GOLDEN = "golden.npz"
 PARITY = "parity.json"
 DECODER = "decoder"
@@ -130,9 +133,10 @@ class KVFormat:
 class Manifest:
     """All that a reader must know about an artefact before it opens anything else.
 
-    `eos_ids` end a sequence; `pad_id` fills; `decoder_start_id` opens an encoder-decoder's output. `training` is the
-    checkpoint's run manifest and `versions` the software that exported, both for people. A manifest without `kv_cache`,
-    as all were written once, means float32.
+    `eos_ids` end a sequence; `pad_id` fills; `decoder_start_id` opens an encoder-decoder's output; `generation` is what
+    the model wants of outputs besides. `training` is the checkpoint's run manifest and `versions` the software that
+    exported, both for people. A manifest without `kv_cache` or `generation`, as all were written once, means float32
+    and no wishes.
     """
 
     config: ModelConfig
@@ -145,6 +149,7 @@ class Manifest:
     graphs: Mapping[str, GraphSpec]
     files: Mapping[str, FileEntry]
     kv_cache: KVFormat = KVFormat()
+    generation: GenerationRules = NO_WISHES
     training: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
@@ -154,6 +159,7 @@ class Manifest:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values["config"] = self.config.to_dict()
         values["kv_cache"] = dataclasses.asdict(self.kv_cache)
+        values["generation"] = self.generation.to_dict()
         values["graphs"] = {name: dataclasses.asdict(spec) for name, spec in self.graphs.items()}
         values["files"] = {name: dataclasses.asdict(entry) for name, entry in sorted(self.files.items())}
         return json.dumps(values, indent=2, sort_keys=True) + "\n"
@@ -191,7 +197,7 @@ def _parse(text: str) -> tuple[dict[str, Any], list[str]]:
             continue
         try:
             fields[name] = parse(values[name])
-        except ConfigError as error:
+        except (ConfigError, GenerationError) as error:
             problems += [f"{name}: {problem}" for problem in error.problems]
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             problems.append(f"{name} is malformed: {error!r}")
@@ -223,7 +229,7 @@ def _kv_format(values: Mapping[str, Any]) -> KVFormat:
     return KVFormat(KVPrecision(values["precision"]), str(values["calibration"]))
 
 
-_DEFAULTS = {"kv_cache": dataclasses.asdict(KVFormat())}
+_DEFAULTS = {"kv_cache": dataclasses.asdict(KVFormat()), "generation": NO_WISHES.to_dict()}
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "format_version": _integer,
     "config": ModelConfig.from_dict,
@@ -236,6 +242,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "graphs": _graphs,
     "files": _file_entries,
     "kv_cache": _kv_format,
+    "generation": GenerationRules.from_dict,
     "training": dict,
     "versions": dict,
 }
@@ -415,7 +422,10 @@ def _check_tokens(manifest: Manifest) -> list[str]:
     fillable = min(size, config.source_vocab_size) if config.is_encoder_decoder else size
     named = [("pad_id", manifest.pad_id, fillable), ("decoder_start_id", manifest.decoder_start_id, size)]
     named += [("eos_ids", token, size) for token in manifest.eos_ids]
+    named += [(f"generation.{name}", token, size) for name, token in manifest.generation.named_ids]
     problems = [f"{name} has {token}, must be in [0, {size})" for name, token, size in named if not 0 <= token < size]
+    if len(set(manifest.generation.suppressed_ids)) >= size:
+        problems.append("generation.suppressed_ids are the whole vocabulary: nothing could be generated")
     return problems if manifest.eos_ids else [*problems, "eos_ids is empty: no output would end"]
 
 

@@ -162,6 +162,11 @@ def causal_mask(length: int, *, device: torch.device | None = None) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
+def window_mask(length: int, window: int, *, device: torch.device | None = None) -> Tensor:
+    """`[T, T]` boolean, False where a position lies `window` or more before another; causality is another mask's."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
+
+
 def padding_mask(lengths: Tensor, length: int) -> Tensor:
     """`[B, 1, 1, S]` boolean, True at a row's first `lengths[b]` positions; `lengths` is `[B]`, each in 1…S."""
     return (torch.arange(length, device=lengths.device) < lengths[:, None])[:, None, None, :]
@@ -181,17 +186,22 @@ def join_heads(x: Tensor) -> Tensor:
 class SelfAttention(nn.Module):
     """The weights of one self-attention: W^Q, W^K, W^V fused into `qkv`, W^O as `output`, and the `score`'s if any.
 
-    `qkv` packs its outputs as all query heads, then all key heads, then all value heads.
+    `qkv` packs its outputs as all query heads, then all key heads, then all value heads. `query_norm` and `key_norm`
+    are RMSNorms over a head's width, None without `query_key_norm`; `window` is how many tokens a query is to see, 0
+    all.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, window: int = 0) -> None:
         super().__init__()
+        self.window = window
         self.head_dim = config.head_dim
         self.query_width = config.num_heads * config.head_dim
         self.kv_width = config.num_kv_heads * config.head_dim
         width = self.query_width + 2 * self.kv_width
         self.qkv = nn.Linear(config.d_model, width, bias=config.attention_bias)
-        self.output = nn.Linear(self.query_width, config.d_model, bias=config.attention_bias)
+        self.query_norm = _make_head_norm(config)
+        self.key_norm = _make_head_norm(config)
+        self.output = nn.Linear(self.query_width, config.d_model, bias=_has_output_bias(config))
         self.score = make_score(config)
 
     def project(self, x: Tensor) -> Tensor:
@@ -200,9 +210,19 @@ class SelfAttention(nn.Module):
         return packed
 
     def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What `project` packed → q `[B, H, S, D]`, k and v `[B, Hkv, S, D]`."""
-        q, k, v = torch.split(packed, [self.query_width, self.kv_width, self.kv_width], dim=-1)
+        """What `project` packed → q `[B, H, S, D]`, k and v `[B, Hkv, S, D]`; q and k normed if they are to be."""
+        q, k, v = self.unpack(packed)
         return split_heads(q, self.head_dim), split_heads(k, self.head_dim), split_heads(v, self.head_dim)
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with the heads still joined: q `[B, S, H * D]`, k and v `[B, S, Hkv * D]`."""
+        q, k, v = torch.split(packed, [self.query_width, self.kv_width, self.kv_width], dim=-1)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = (
+                norm(part.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+                for norm, part in ((self.query_norm, q), (self.key_norm, k))
+            )
+        return q, k, v
 
     def merge(self, y: Tensor) -> Tensor:
         """Joined heads `[B, S, H * D]` times W^O → `[B, S, d]`."""
@@ -223,7 +243,7 @@ class CrossAttention(nn.Module):
         kv_width = config.num_kv_heads * config.head_dim
         self.query = nn.Linear(config.d_model, query_width, bias=config.attention_bias)
         self.key_value = nn.Linear(config.d_model, 2 * kv_width, bias=config.attention_bias)
-        self.output = nn.Linear(query_width, config.d_model, bias=config.attention_bias)
+        self.output = nn.Linear(query_width, config.d_model, bias=_has_output_bias(config))
         self.score = make_score(config)
 
     def project_query(self, x: Tensor) -> Tensor:
@@ -240,3 +260,11 @@ class CrossAttention(nn.Module):
         """Joined heads `[B, S, H * D]` times W^O → `[B, S, d]`."""
         merged: Tensor = self.output(y)
         return merged
+
+
+def _make_head_norm(config: ModelConfig) -> nn.RMSNorm | None:
+    return nn.RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.query_key_norm else None
+
+
+def _has_output_bias(config: ModelConfig) -> bool:
+    return config.attention_bias and config.attention_output_bias

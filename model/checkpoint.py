@@ -3,6 +3,8 @@
     config.json         the `ModelConfig`
     model.safetensors   every trained tensor once, shared ones under their first name
     tokenizer.json      (+ target_tokenizer.json where source and target differ)
+    generation.json     where others trained it: what it wants of outputs (`model.generation`)
+    chat.json           where it has a template for conversations (`model.chat`)
     run.json            how it came about: data hash, versions, settings, scores; and the sha256 of the files above
 
 All files are written beside their places and then renamed into them (`model.files`), run.json last: a folder whose
@@ -13,10 +15,11 @@ Knows nothing of optimisers or data: what a trainer needs to resume, the trainer
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import safetensors.torch
@@ -24,17 +27,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.artifact import TARGET_TOKENIZER, TOKENIZER, hash_file
+from model.artifact import CHAT, TARGET_TOKENIZER, TOKENIZER, hash_file
 from model.config import ConfigError, ModelConfig
 from model.files import StagedFiles, write_atomically
+from model.generation import GENERATION, GenerationError, GenerationSettings
 from model.transformer import Transformer, build
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 RUN = "run.json"
 _HASHES = "files"
-_HASHED = (CONFIG, WEIGHTS, TOKENIZER, TARGET_TOKENIZER)
+_OPTIONAL = (TARGET_TOKENIZER, GENERATION, CHAT)
+_HASHED = (CONFIG, WEIGHTS, TOKENIZER, *_OPTIONAL)
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+NO_EXTRAS: Mapping[str, str] = MappingProxyType({})
+"""No further texts."""
 
 
 class CheckpointError(Exception):
@@ -48,12 +57,16 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model with its configuration, where it was read from, and run.json, hashes apart, as `training`."""
+    """A model with its configuration, where it was read from, and run.json, hashes apart, as `training`.
+
+    `generation` is what the model wants of outputs; without a file of it, that its `eos_id` ends them.
+    """
 
     config: ModelConfig
     model: Transformer
     folder: Path
     training: Mapping[str, Any]
+    generation: GenerationSettings
 
     @property
     def tokenizer(self) -> Path:
@@ -70,6 +83,12 @@ class Checkpoint:
         """The tokenizers' files by their names: one, or two where source and target differ."""
         paths = {name: self.folder / name for name in (TOKENIZER, TARGET_TOKENIZER)}
         return {name: path for name, path in paths.items() if path.is_file()}
+
+    @property
+    def chat(self) -> Path | None:
+        """The template for conversations, if there is one."""
+        path = self.folder / CHAT
+        return path if path.is_file() else None
 
 
 def save(
@@ -103,27 +122,35 @@ def stage(
     config: ModelConfig,
     tokenizers: Mapping[str, str],
     manifest: Mapping[str, Any],
+    extras: Mapping[str, str] = NO_EXTRAS,
 ) -> None:
     """Writes a checkpoint's files beside their places, as `save` does, for one who has more files to commit with them.
 
     `weights` are all parameters under their first names, position tables apart: those are functions of the
-    configuration. `tidy` is to follow once the files are in place.
+    configuration. `extras` are texts by file name: generation.json and chat.json, if need be. `tidy` is to follow once
+    the files are in place.
     """
     if TOKENIZER not in tokenizers or tokenizers.keys() - {TOKENIZER, TARGET_TOKENIZER}:
         raise ValueError(f"tokenizers are {sorted(tokenizers)}, must be {TOKENIZER} and at most {TARGET_TOKENIZER}")
+    if extras.keys() - {GENERATION, CHAT}:
+        raise ValueError(f"extras are {sorted(extras)}, must be at most {GENERATION} and {CHAT}")
     if _HASHES in manifest:
         raise ValueError(f"the manifest has an entry {_HASHES!r}")
-    texts = {CONFIG: _json(config.to_dict()), **tokenizers}
+    texts = {CONFIG: _json(config.to_dict()), **tokenizers, **extras}
     staged = {name: files.add(name, partial(_write_text, text)) for name, text in texts.items()}
     staged[WEIGHTS] = files.add(WEIGHTS, partial(write_tensors, weights, {"format": "pt"}))
     hashes = {name: hash_file(path).sha256 for name, path in staged.items()}
     files.add(RUN, partial(_write_text, _json({**manifest, _HASHES: hashes})))
 
 
-def tidy(folder: Path, tokenizers: Mapping[str, str]) -> None:
-    """Removes the target's tokenizer of an earlier checkpoint in the folder, where this one has none."""
-    if TARGET_TOKENIZER not in tokenizers:
-        (folder / TARGET_TOKENIZER).unlink(missing_ok=True)
+def tidy(folder: Path, names: Collection[str]) -> None:
+    """Removes optional files of an earlier checkpoint in the folder, where this one has none; `names` are those it has.
+
+    They are the target's tokenizer, generation settings and a chat template.
+    """
+    for name in _OPTIONAL:
+        if name not in names:
+            (folder / name).unlink(missing_ok=True)
 
 
 def amend(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -164,12 +191,13 @@ def load(folder: Path) -> Checkpoint:
     config, training = _read_config(folder, problems), _read_run(folder, problems)
     if config is None:
         raise CheckpointError(folder, problems)
+    generation = _read_generation(folder, config, problems)
     model = build(config, seed=0)
     if (folder / WEIGHTS).is_file():
         _read_weights(folder, model, problems)
     if problems:
         raise CheckpointError(folder, problems)
-    return Checkpoint(config=config, model=model.eval(), folder=folder, training=training)
+    return Checkpoint(config=config, model=model.eval(), folder=folder, training=training, generation=generation)
 
 
 def _write_text(text: str, path: Path) -> None:
@@ -211,7 +239,7 @@ def _check_hashes(folder: Path, hashes: object) -> list[str]:
     problems = []
     for name in _HASHED:
         if not (folder / name).is_file():
-            problems += [f"{name} is missing"] if name == TARGET_TOKENIZER and name in hashes else []
+            problems += [f"{name} is missing"] if name in _OPTIONAL and name in hashes else []
         elif hash_file(folder / name).sha256 != hashes.get(name):
             problems.append(f"{name} is not the file that {RUN} names")
     return problems
@@ -227,6 +255,28 @@ def _read_config(folder: Path, problems: list[str]) -> ModelConfig | None:
     except ConfigError as error:
         problems += [f"{CONFIG}: {problem}" for problem in error.problems]
         return None
+
+
+def _read_generation(folder: Path, config: ModelConfig, problems: list[str]) -> GenerationSettings:
+    default = GenerationSettings((config.eos_id,))
+    path = folder / GENERATION
+    if not path.is_file():
+        return default
+    try:
+        settings = GenerationSettings.from_json(path.read_text(encoding="utf-8"))
+    except GenerationError as error:
+        problems += [f"{GENERATION}: {problem}" for problem in error.problems]
+        return default
+    except (OSError, ValueError) as error:
+        problems.append(f"{GENERATION}: {error}")
+        return default
+    named = [*(("eos_ids", token) for token in settings.eos_ids), *settings.rules.named_ids]
+    problems += [
+        f"{GENERATION}: {name} has {token}, must be in [0, {config.vocab_size})"
+        for name, token in named
+        if token >= config.vocab_size
+    ]
+    return settings
 
 
 def _read_weights(folder: Path, model: Transformer, problems: list[str]) -> None:

@@ -43,8 +43,10 @@ def num_parameters(config: ModelConfig) -> int:
     """How many trained numbers the model has, shared ones counted once."""
     layers = config.num_layers * _decoder_layer_parameters(config)
     layers += config.num_encoder_layers * _encoder_layer_parameters(config)
-    if config.norm_placement is NormPlacement.PRE:
-        layers += (2 if config.is_encoder_decoder else 1) * _norm_parameters(config)
+    num_stacks = 2 if config.is_encoder_decoder else 1
+    layers += num_stacks * _norm_parameters(config) * (config.norm_placement is NormPlacement.PRE)
+    layers += num_stacks * _norm_parameters(config) * config.embedding_norm
+    layers += config.vocab_size * config.logits_bias
     return num_embedding_parameters(config) + layers
 
 
@@ -75,12 +77,13 @@ def attended_pairs(config: ModelConfig, length: int, source_length: int = 0) -> 
     Raises:
         ValueError: for lengths that the model has no use for.
     """
-    return _pairs(config, length, source_length, causal_pairs(length))
+    spans = [min(config.window(layer) or length, length) for layer in range(config.num_layers)]
+    return _pairs(config, length, source_length, sum(causal_pairs(span) + (length - span) * span for span in spans))
 
 
 def computed_pairs(config: ModelConfig, length: int, source_length: int = 0) -> int:
-    """The same with the pairs that the causal mask throws away: what the formula, as written, multiplies."""
-    return _pairs(config, length, source_length, length * length)
+    """The same with the pairs that causal masks and windows throw away: what the formula, as written, multiplies."""
+    return _pairs(config, length, source_length, config.num_layers * length * length)
 
 
 def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> Flops:
@@ -296,11 +299,10 @@ def _check_lengths(config: ModelConfig, length: int, source_length: int) -> None
 
 
 def _pairs(config: ModelConfig, length: int, source_length: int, causal: int) -> int:
+    """With those of all decoder layers with themselves as `causal`."""
     _check_lengths(config, length, source_length)
-    return (
-        config.num_layers * (causal + length * source_length)
-        + config.num_encoder_layers * source_length * source_length
-    )
+    cross = config.num_layers * length * source_length
+    return causal + cross + config.num_encoder_layers * source_length * source_length
 
 
 def _prefill_work(shape: RequestShape) -> PhaseWork:
@@ -393,7 +395,8 @@ def _feed_forward_weights(config: ModelConfig) -> int:
 
 
 def _attention_parameters(config: ModelConfig) -> int:
-    biases = _query_width(config) + 2 * _kv_width(config) + config.d_model if config.attention_bias else 0
+    output_bias = config.d_model if config.attention_output_bias else 0
+    biases = _query_width(config) + 2 * _kv_width(config) + output_bias if config.attention_bias else 0
     vector = _query_width(config) if config.attention_score is AttentionScore.ADDITIVE else 0
     return _self_attention_weights(config) + biases + vector
 
@@ -408,7 +411,9 @@ def _norm_parameters(config: ModelConfig) -> int:
 
 
 def _encoder_layer_parameters(config: ModelConfig) -> int:
-    return _attention_parameters(config) + _feed_forward_parameters(config) + 2 * _norm_parameters(config)
+    head_norms = 2 * config.head_dim if config.query_key_norm else 0
+    norms = 2 * _norm_parameters(config) + head_norms
+    return _attention_parameters(config) + _feed_forward_parameters(config) + norms
 
 
 def _decoder_layer_parameters(config: ModelConfig) -> int:

@@ -8,7 +8,8 @@ Dropout stands where the paper puts it, on each branch before it is added (secti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +23,14 @@ AttendCross = Callable[[CrossAttention, Tensor], Tensor]
 """The same for cross-attention; where the memory comes from is the caller's business."""
 
 
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.RELU: F.relu,
+    Activation.GELU: partial(F.gelu, approximate="tanh"),
+    Activation.GELU_EXACT: F.gelu,
+    Activation.SILU: F.silu,
+}
+
+
 def make_norm(config: ModelConfig) -> nn.Module:
     """LayerNorm γ(x - μ)/√(σ² + ε) + β, or RMSNorm γx/√(mean(x²) + ε), over the last axis."""
     if config.norm is Norm.LAYER:
@@ -30,19 +39,17 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 class FeedForward(nn.Module):
-    """FFN(x) = f(xW_1 + b_1)W_2 + b_2 with f = max(0, ·) as in the paper, or tanh-approximated GELU."""
+    """FFN(x) = f(xW_1 + b_1)W_2 + b_2 with f = max(0, ·) as in the paper, or one of its smooth successors."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.activate = _ACTIVATIONS[config.activation]
         self.up = nn.Linear(config.d_model, config.d_ff, bias=config.mlp_bias)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., d]` → `[..., d]`."""
-        inner: Tensor = self.up(x)
-        inner = F.relu(inner) if self.activation is Activation.RELU else F.gelu(inner, approximate="tanh")
-        out: Tensor = self.down(inner)
+        out: Tensor = self.down(self.activate(self.up(x)))
         return out
 
 
@@ -102,11 +109,14 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention, in an encoder-decoder also cross-attention, then a feed-forward network."""
+    """Self-attention, in an encoder-decoder also cross-attention, then a feed-forward network.
 
-    def __init__(self, config: ModelConfig) -> None:
+    `window` is how many tokens a query sees at most, 0 all.
+    """
+
+    def __init__(self, config: ModelConfig, window: int = 0) -> None:
         super().__init__()
-        self.self_attention = SelfAttention(config)
+        self.self_attention = SelfAttention(config, window)
         self.self_attention_residual = Residual(config)
         self.cross_attention = CrossAttention(config) if config.is_encoder_decoder else None
         self.cross_attention_residual = Residual(config) if config.is_encoder_decoder else None

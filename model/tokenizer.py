@@ -4,16 +4,22 @@ The server and the trainer read text through this one class, so that what was le
 `tokenizers` library and nothing of models, training or the wire. How such a file is made: `model.tokenizer_training`.
 
 Text never turns into control tokens: `<bos>` written by a user is five ordinary characters. Control tokens come only
-from the file's own post-processor (`encode`) or from whoever puts ids together by hand.
+from the file's own post-processor (`encode`), from whoever puts ids together by hand, or from marked text
+(`with_marks`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import tokenizers
+
+CONTROL_MARK = "\ufdd0"
+"""A noncharacter (The Unicode Standard, section 23.7): before a control token's spelling it says that one is meant."""
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 PAD_ID = 0
 BOS_ID = 1
@@ -37,6 +43,13 @@ class Tokenizer:
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
+        added = inner.get_added_tokens_decoder().values()
+        self._added_spellings = frozenset(token.content for token in added)
+        self._control_spellings = frozenset(token.content for token in added if token.special)
+        self._encoder = inner
+        if self._may_spell_control_tokens():
+            self._encoder = _mark(inner, self._control_spellings)
+            self._encoder.encode_special_tokens = True
         self._vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @classmethod
@@ -92,23 +105,42 @@ class Tokenizer:
         """Whether tokens are bytes, so that any text whatever should come back unchanged."""
         return '"ByteLevel"' in json.dumps(json.loads(self._inner.to_str())["decoder"])
 
+    @property
+    def added_spellings(self) -> frozenset[str]:
+        """The tokens that the file adds to its model's, control tokens among them."""
+        return self._added_spellings
+
+    @property
+    def control_spellings(self) -> frozenset[str]:
+        """The control tokens: special ones, in the file's own word, which no text turns into."""
+        return self._control_spellings
+
+    def with_marks(self, others: Collection[str] = ()) -> MarkedTokenizer:
+        """The tokenizer that makes control tokens of their spellings where `CONTROL_MARK` stands before them.
+
+        Args:
+            others: added tokens that are not special, and shall be made of marked text alone as well.
+        """
+        return MarkedTokenizer(_mark(self._inner, self._control_spellings.union(others)))
+
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt or source, with the control tokens that the file's post-processor adds."""
-        ids: list[int] = self._inner.encode(text).ids
+        ids: list[int] = self._encoder.encode(self._clean(text)).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts, in parallel."""
-        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts)]
+        return [encoding.ids for encoding in self._encoder.encode_batch_fast([*map(self._clean, texts)])]
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of the text alone: no control tokens, as for a target or its forced beginning."""
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._encoder.encode(self._clean(text), add_special_tokens=False).ids
         return ids
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode_plain` of many texts, in parallel."""
-        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+        cleaned = [*map(self._clean, texts)]
+        return [encoding.ids for encoding in self._encoder.encode_batch_fast(cleaned, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, control tokens left out.
@@ -122,3 +154,71 @@ class Tokenizer:
         """The vocabulary's own spelling of an id, control tokens and byte symbols included; None for no id of ours."""
         spelling: str | None = self._inner.id_to_token(token_id)
         return spelling
+
+    def _clean(self, text: str) -> str:
+        """Text without what could spell a control token."""
+        return text if self._encoder is self._inner else text.replace(CONTROL_MARK, _REPLACEMENT)
+
+    def _may_spell_control_tokens(self) -> bool:
+        """Whether the model's own vocabulary could make a control token of ordinary characters."""
+        model = self._inner.model
+        listed = [spelling for spelling in self._control_spellings if model.token_to_id(spelling) is not None]
+        if not listed or not isinstance(model, tokenizers.models.BPE):
+            return bool(listed)
+        described = json.loads(self._inner.to_str())["model"]
+        products = {_product(merge) for merge in described["merges"]}
+        return bool(described.get("ignore_merges")) or not products.isdisjoint(listed)
+
+
+class MarkedTokenizer:
+    """Makes ids of text in which `CONTROL_MARK` and a control token's spelling are the token; made by `with_marks`.
+
+    The spelling alone is ordinary characters. Whoever marks text must see to it that what others wrote has no mark.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone: nothing is added."""
+        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _mark(inner: tokenizers.Tokenizer, spellings: Collection[str]) -> tokenizers.Tokenizer:
+    """The same with these added tokens spelled with a mark before them, so that no other text can be them."""
+    described = json.loads(inner.to_str())
+    renamed = {spelling: CONTROL_MARK + spelling for spelling in spellings}
+    for token in described["added_tokens"]:
+        if token["content"] in renamed:
+            token |= {"content": renamed[token["content"]], "normalized": False, "single_word": False}
+    model = described["model"]
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {renamed.get(piece, piece): index for piece, index in vocabulary.items()}
+    elif vocabulary is not None:
+        model["vocab"] = [[renamed.get(piece, piece), score] for piece, score in vocabulary]
+    if "merges" in model:
+        model["merges"] = [
+            merge
+            for merge in model["merges"]
+            if _product(merge) not in renamed and renamed.keys().isdisjoint(_parts(merge))
+        ]
+    if model.get("unk_token") in renamed:
+        model["unk_token"] = renamed[model["unk_token"]]
+    marked = tokenizers.Tokenizer.from_str(json.dumps(described))
+    marked.no_truncation()
+    marked.no_padding()
+    for spelling, name in renamed.items():
+        if marked.token_to_id(name) != inner.token_to_id(spelling):
+            raise TokenizerError(f"{spelling} cannot be told from its spelling")
+    return marked
+
+
+def _parts(merge: str | list[str]) -> list[str]:
+    """The two tokens of a BPE merge, of which files have two notations."""
+    return merge.split(" ") if isinstance(merge, str) else merge
+
+
+def _product(merge: str | list[str]) -> str:
+    return "".join(_parts(merge))

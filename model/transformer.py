@@ -28,6 +28,7 @@ from model.attention import (
     join_heads,
     padding_mask,
     split_heads,
+    window_mask,
 )
 from model.config import ModelConfig, NormPlacement
 from model.layers import DecoderLayer, EncoderLayer, make_norm
@@ -37,7 +38,8 @@ from model.positions import RotaryPositions, make_added_positions, make_rotary_p
 class Embedding(nn.Module):
     """Token vectors, times √d where the configuration says so, plus positions, then dropout (sections 3.4, 3.5, 5.4).
 
-    `tokens` may be shared with another embedding; `length` bounds the positions.
+    `tokens` may be shared with another embedding; `length` bounds the positions. With `embedding_norm` there is a norm
+    before the dropout.
     """
 
     def __init__(self, config: ModelConfig, tokens: nn.Embedding, length: int) -> None:
@@ -45,6 +47,7 @@ class Embedding(nn.Module):
         self.tokens = tokens
         self.positions = make_added_positions(config, length)
         self.scale = math.sqrt(config.d_model) if config.scale_embeddings else 1.0
+        self.norm = make_norm(config) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -54,6 +57,8 @@ class Embedding(nn.Module):
             if position_ids is None:
                 position_ids = torch.arange(ids.shape[-1], device=ids.device)
             hidden = hidden + self.positions(position_ids)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         out: Tensor = self.dropout(hidden)
         return out
 
@@ -82,8 +87,9 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """What both families share: embedding, causal layers, final norm, output head.
 
-    With tied embeddings the head is the token table itself, transposed (section 3.4), and `head` is None. `rotary` is
-    None unless positions are rotary; `final_norm` is the identity for post-norm layers, which end in a norm already.
+    With tied embeddings the head is the token table itself, transposed (section 3.4), and `head` is None. `logits_bias`
+    `[V]` is None unless the configuration has one, `rotary` unless positions are rotary; `final_norm` is the identity
+    for post-norm layers, which end in a norm already.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -91,9 +97,10 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = Embedding(config, nn.Embedding(config.vocab_size, config.d_model), config.context)
         self.rotary = make_rotary_positions(config, config.context)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, config.window(index)) for index in range(config.num_layers))
         self.final_norm = _make_final_norm(config)
         self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.logits_bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.logits_bias else None
 
     def embed(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Ids `[B, T] int64` → `[B, T, d]`; positions are 0…T-1 unless given. Rotary models add none here."""
@@ -103,7 +110,7 @@ class Decoder(nn.Module):
     def unembed(self, hidden: Tensor) -> Tensor:
         """Normed hidden states `[..., d]` → logits `[..., V]`."""
         head = self.embedding.tokens.weight if self.head is None else self.head.weight
-        return F.linear(hidden, head)
+        return F.linear(hidden, head, self.logits_bias)
 
 
 class DecoderOnly(Decoder):
@@ -229,6 +236,8 @@ def _attend_self(module: SelfAttention, x: Tensor, *, rotary: RotaryPositions | 
     q, k, v = module.split(module.project(x))
     if rotary is not None:
         q, k = rotary(q), rotary(k)
+    if 0 < module.window < x.shape[1]:
+        attend = partial(attend, mask=window_mask(x.shape[1], module.window, device=x.device))
     return module.merge(join_heads(attend(q, k, v, score=module.score)))
 
 

@@ -31,7 +31,7 @@ from service.engine.types import (
 )
 from service.errors import DeadlineExceeded, NotServing, RequestCancelled, RequestError, UnknownModel
 from service.forecast import Estimate
-from service.models import Models, ServedModel
+from service.models import Models, Prompt, ServedModel
 from service.scoring import Score, ScoreCall, make_task
 
 
@@ -39,12 +39,12 @@ from service.scoring import Score, ScoreCall, make_task
 class GenerateCall:
     """A request as far as it can be judged without its model.
 
-    `model` may be empty, and so may `target_prefix`; `prompt` is text or raw ids.
+    `model` may be empty, and so may `target_prefix`; `prompt` is text, raw ids or a conversation.
     """
 
     request_id: str
     model: str
-    prompt: str | tuple[int, ...]
+    prompt: Prompt
     target_prefix: str
     sampling: SamplingParams
     stopping: StoppingParams

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from model import golden
-from model.artifact import GOLDEN, TARGET_TOKENIZER, TOKENIZER, ArtifactError, Manifest, load
+from model.artifact import CHAT, GOLDEN, TARGET_TOKENIZER, TOKENIZER, ArtifactError, Manifest, load
+from model.chat import Chat, ChatSettings
 from model.tokenizer import Tokenizer, TokenizerError
 from service.admission import PATIENCE_SECONDS
 from service.config import Admission, ServeConfig
@@ -114,6 +115,7 @@ def load_model(folder: Path, prefill: PrefillProvider) -> ServedModel:
         prefill = choose_prefill_provider(prefill, manifest)
     except StartupError as error:
         problems += [f"{folder}: {problem}" for problem in error.problems]
+    chat = _load_chat(folder / CHAT, prompt, problems) if CHAT in manifest.files and prompt is not None else None
     if problems or prompt is None or output is None:
         raise StartupError(problems)
     return ServedModel(
@@ -123,6 +125,7 @@ def load_model(folder: Path, prefill: PrefillProvider) -> ServedModel:
         output_tokenizer=output,
         golden_cases=cases,
         prefill_provider=prefill,
+        chat=chat,
     )
 
 
@@ -147,6 +150,14 @@ def _load_tokenizer(path: Path, vocab_size: int, problems: list[str]) -> Tokeniz
     if tokenizer.vocab_size > vocab_size:
         problems.append(f"{path} has {tokenizer.vocab_size} tokens, the model knows {vocab_size}")
     return tokenizer
+
+
+def _load_chat(path: Path, tokenizer: Tokenizer, problems: list[str]) -> Chat | None:
+    try:
+        return Chat(ChatSettings.from_json(path.read_text(encoding="utf-8")), tokenizer)
+    except (OSError, ValueError) as error:
+        problems.append(f"{path}: {error}")
+        return None
 
 
 def _load_all(items: Iterable[_Item], load_one: Callable[[_Item], _Loaded]) -> tuple[_Loaded, ...]:

@@ -10,11 +10,23 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from model.artifact import Manifest
+from model.chat import Chat, ConversationError, Message
 from model.golden import CaseResult, GoldenCase
 from model.tokenizer import Tokenizer
 from service.engine.kv_memory import plan_kv_memory
 from service.engine.types import PrefillProvider, SamplingParams, StoppingParams
-from service.errors import InvalidRequest, NotServing, PromptTooLong, UnknownModel
+from service.errors import InvalidRequest, NotServing, PromptTooLong, UnknownModel, UnsupportedFeature
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt that the model's own template makes of messages, one at least."""
+
+    messages: tuple[Message, ...]
+
+
+Prompt = str | tuple[int, ...] | Conversation
+"""Text, raw ids, or a conversation."""
 
 
 class ModelState(StrEnum):
@@ -50,7 +62,7 @@ class Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """One model, as everything but its engine sees it."""
+    """One model, as everything but its engine sees it; `chat` is its template for conversations, None without one."""
 
     name: str
     manifest: Manifest
@@ -58,6 +70,7 @@ class ServedModel:
     output_tokenizer: Tokenizer
     golden_cases: tuple[GoldenCase, ...]
     prefill_provider: PrefillProvider = PrefillProvider.CPU
+    chat: Chat | None = None
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -70,6 +83,12 @@ class ServedModel:
         """Longest forced start of an output that leaves room for a token behind it and the start token before it."""
         config = self.manifest.config
         return config.context - 2 if config.is_encoder_decoder else 0
+
+    @property
+    def output_beginning(self) -> tuple[int, ...]:
+        """The token that the model wants every output to begin with, if any: what a request gives comes behind it."""
+        first = self.manifest.generation.forced_first_id
+        return () if first is None else (first,)
 
     @property
     def prompt_vocab_size(self) -> int:
@@ -86,20 +105,27 @@ class ServedModel:
         """What the keys and values of one decoder token take."""
         return plan_kv_memory(self.manifest, 1, None).token_bytes
 
-    def encode_prompt(self, prompt: str | tuple[int, ...], max_tokens: int | None = None) -> tuple[int, ...]:
+    def encode_prompt(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         """Token ids of a prompt; text may take milliseconds, so call this off the event loop.
 
         Args:
-            prompt: text or raw ids.
+            prompt: text, raw ids or a conversation.
             max_tokens: how many it may have, `max_prompt_tokens` unless told.
 
         Raises:
             PromptTooLong: when it has more: for a prompt to be continued, when it leaves no room in the context.
-            InvalidRequest: when an id is not in the vocabulary, or the text has no tokens.
+            InvalidRequest: when an id is not in the vocabulary, the text has no tokens, or the template refuses.
+            UnsupportedFeature: for a conversation with a model that has no template.
         """
         field = prompt_field(prompt)
         most = self.max_prompt_tokens if max_tokens is None else max_tokens
-        token_ids = tuple(self.prompt_tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        match prompt:
+            case str():
+                token_ids = tuple(self.prompt_tokenizer.encode(prompt))
+            case Conversation(messages):
+                token_ids = self._encode_chat(messages)
+            case _:
+                token_ids = prompt
         if not token_ids:
             raise InvalidRequest(field, prompt, "must have at least 1 token")
         if len(token_ids) > most:
@@ -107,8 +133,19 @@ class ServedModel:
         check_ids(field, token_ids, self.prompt_vocab_size)
         return token_ids
 
+    def _encode_chat(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+        if self.chat is None:
+            raise UnsupportedFeature("prompt.chat")
+        try:
+            return tuple(self.chat.encode(messages))
+        except ConversationError as error:
+            roles = [message.role for message in messages]
+            raise InvalidRequest(f"prompt.chat.messages{error.place}", roles, error.reason) from error
+
     def encode_target_prefix(self, text: str) -> tuple[int, ...]:
-        """Token ids of an output's forced start, without control tokens; off the event loop, like `encode_prompt`.
+        """Token ids of an output's forced start, with no control token but one that the model wants to come first.
+
+        Like `encode_prompt`, off the event loop.
 
         Raises:
             InvalidRequest: when the model is decoder-only: its prompt is what the output continues.
@@ -119,7 +156,7 @@ class ServedModel:
         config = self.manifest.config
         if not config.is_encoder_decoder:
             raise InvalidRequest("target_prefix", text, f"must be empty, as {self.name} is decoder-only")
-        token_ids = tuple(self.output_tokenizer.encode_plain(text))
+        token_ids = self.output_beginning + tuple(self.output_tokenizer.encode_plain(text))
         most = self.max_target_prefix_tokens
         if len(token_ids) > most:
             raise PromptTooLong("target_prefix", len(token_ids), f"must have at most {most} tokens")
@@ -155,15 +192,25 @@ class ServedModel:
             limit = f"must have at most {vocab_size} entries, as many as the vocabulary"
             raise InvalidRequest("sampling.allowed_token_ids", len(allowed), limit)
         check_ids("sampling.allowed_token_ids", allowed, vocab_size)
-        ends = stopping.stop_token_ids.union(self.manifest.eos_ids)
+        suppressed = frozenset(self.manifest.generation.suppressed_ids)
+        if allowed and suppressed.issuperset(allowed):
+            limit = f"must have a token that {self.name} does not suppress"
+            raise InvalidRequest("sampling.allowed_token_ids", allowed, limit)
+        ends = stopping.stop_token_ids.union(self.manifest.eos_ids, suppressed)
         if stopping.min_tokens and ends.issuperset(allowed or range(vocab_size)):
             limit = "must be 0 where every allowed token ends the output"
             raise InvalidRequest("stopping.min_tokens", stopping.min_tokens, limit)
 
 
-def prompt_field(prompt: str | tuple[int, ...]) -> str:
+def prompt_field(prompt: Prompt) -> str:
     """The path of the field that this prompt came in."""
-    return "prompt.text" if isinstance(prompt, str) else "prompt.token_ids.ids"
+    match prompt:
+        case str():
+            return "prompt.text"
+        case Conversation():
+            return "prompt.chat.messages"
+        case _:
+            return "prompt.token_ids.ids"
 
 
 def check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:

@@ -79,13 +79,14 @@ def make_task(model: ServedModel, prompt: Text, target: Text | None) -> ScoreTas
         return _prompt_task(model, prompt)
     given = model.encode_prompt(prompt)
     config = model.manifest.config
-    room = config.context - (1 if config.is_encoder_decoder else len(given))
+    beginning = model.output_beginning if config.is_encoder_decoder else ()
+    room = config.context - (1 + len(beginning) if config.is_encoder_decoder else len(given))
     scored = _encode_target(model, target, room)
     text = target if isinstance(target, str) else model.output_tokenizer.decode(scored)
     return ScoreTask(
         prompt_token_ids=given if config.is_encoder_decoder else given + scored,
-        target_prefix_token_ids=scored if config.is_encoder_decoder else (),
-        start=1 if config.is_encoder_decoder else len(given),
+        target_prefix_token_ids=beginning + scored if config.is_encoder_decoder else (),
+        start=1 + len(beginning) if config.is_encoder_decoder else len(given),
         scored_token_ids=scored,
         num_bytes=len(text.encode()),
     )

@@ -109,4 +109,5 @@ def model_shape(manifest: Manifest) -> ModelShape:
         eos_ids=frozenset(manifest.eos_ids),
         source_context=config.source_context if config.is_encoder_decoder else None,
         decoder_start_id=manifest.decoder_start_id,
+        generation=manifest.generation,
     )

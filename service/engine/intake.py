@@ -9,8 +9,9 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from model.generation import NO_WISHES, GenerationRules
 from service.engine.beam import BeamSearch
-from service.engine.logits import make_beam_rules, make_rules
+from service.engine.logits import LogitsRules, make_beam_rules, make_rules, make_wishes
 from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.text import Decode, TextStream
 from service.engine.types import GenerationRequest
@@ -20,12 +21,16 @@ from service.errors import InvalidRequest, PromptTooLong
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What scheduling must know of a model: `source_context` and `decoder_start_id` make it an encoder-decoder."""
+    """What scheduling must know of a model: `source_context` and `decoder_start_id` make it an encoder-decoder.
+
+    `generation` is what it wants of every output.
+    """
 
     context: int
     eos_ids: frozenset[int]
     source_context: int | None = None
     decoder_start_id: int = 0
+    generation: GenerationRules = NO_WISHES
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -90,7 +95,6 @@ class Intake:
     def _new_sequence(self, group: SequenceGroup, index: int, seed: int) -> Sequence:
         request, given = group.request, group.prompt_token_ids
         prefix, stopping = request.target_prefix_token_ids, request.stopping
-        seen = prefix if self._model.is_encoder_decoder else given
         return Sequence(
             group=group,
             index=index,
@@ -102,9 +106,20 @@ class Intake:
             )
             if stopping.stop
             else None,
-            rules=make_rules(request.sampling, stopping, self._model.eos_ids, seen)
-            if request.beam_search is None
-            else make_beam_rules(request.beam_search, stopping, self._model.eos_ids, seen),
+            rules=self._make_rules(group),
+        )
+
+    def _make_rules(self, group: SequenceGroup) -> LogitsRules | None:
+        request, given, model = group.request, group.prompt_token_ids, self._model
+        prefix = request.target_prefix_token_ids
+        seen = prefix if model.is_encoder_decoder else given
+        max_tokens = group.max_num_tokens - len(given)
+        wishes = make_wishes(model.generation, max_tokens=max_tokens, is_begun=bool(prefix))
+        if request.beam_search is None:
+            return make_rules(request.sampling, request.stopping, model.eos_ids, seen, wishes)
+        renormalize = model.generation.renormalize
+        return make_beam_rules(
+            request.beam_search, request.stopping, model.eos_ids, seen, wishes, renormalize=renormalize
         )
 
     def _check(self, request: GenerationRequest) -> None:

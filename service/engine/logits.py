@@ -6,6 +6,8 @@ repetition, frequency and presence penalty, all of it before temperature. Masks 
 finite numbers only; what is masked stays masked, so the outcome is the same as with vLLM's, which come first. That no
 n-gram may occur twice is Hugging Face's rule (after Paulus et al., 2017), which vLLM does not have.
 
+What the model itself wants (`model.generation`) comes after what the request asks for, and what it forces last.
+
 A rule reads the request and the request's own tokens and nothing else. Knows no slots, no sampling and no text.
 """
 
@@ -18,6 +20,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from model.generation import GenerationRules
 from service.engine.types import BeamSearchParams, SamplingParams, StoppingParams
 
 Float32 = npt.NDArray[np.float32]
@@ -220,6 +223,38 @@ class NoRepeatNgrams:
             row[list(tokens.ngrams.followers)] = -np.inf
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SuppressedTokens:
+    """Masks these tokens, always."""
+
+    token_ids: Int64
+
+    def is_idle(self, _tokens: TokenHistory) -> bool:
+        """Never."""
+        return False
+
+    def apply(self, row: Float32, _tokens: TokenHistory) -> None:
+        """Masks."""
+        row[self.token_ids] = -np.inf
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedToken:
+    """Leaves nothing but one token, where `place` tokens were generated."""
+
+    place: int
+    token_id: int
+
+    def is_idle(self, tokens: TokenHistory) -> bool:
+        """Anywhere else."""
+        return tokens.num_generated != self.place
+
+    def apply(self, row: Float32, _tokens: TokenHistory) -> None:
+        """Masks all others; the one may have been masked itself."""
+        row.fill(-np.inf)
+        row[self.token_id] = 0.0
+
+
 class LogitsRules:
     """One sequence's rules, and what they know of its tokens.
 
@@ -227,11 +262,22 @@ class LogitsRules:
         transforms: in the order in which they apply. Together they must leave a token to a row that is sampled; a beam
             may be left with none.
         tokens: what the sequence begins with.
+        renormalize: whether what is left of a row is a distribution of its own to a beam search.
     """
 
-    def __init__(self, transforms: tuple[LogitsTransform, ...], tokens: TokenHistory) -> None:
+    def __init__(
+        self, transforms: tuple[LogitsTransform, ...], tokens: TokenHistory, *, renormalize: bool = False
+    ) -> None:
         self._transforms = transforms
         self._tokens = tokens
+        self._renormalize = renormalize
+
+    @property
+    def renormalizes(self) -> bool:
+        """Whether the next token's log-probabilities are of what the rules leave rather than of the raw logits."""
+        return self._renormalize or any(
+            isinstance(transform, ForcedToken) and not transform.is_idle(self._tokens) for transform in self._transforms
+        )
 
     def add(self, token_id: int) -> None:
         """Counts a generated token."""
@@ -256,11 +302,15 @@ class LogitsRules:
 
     def fork(self) -> LogitsRules:
         """The same rules for a copy of the sequence that goes on by itself."""
-        return LogitsRules(self._transforms, self._tokens.fork())
+        return LogitsRules(self._transforms, self._tokens.fork(), renormalize=self._renormalize)
 
 
 def make_rules(
-    sampling: SamplingParams, stopping: StoppingParams, eos_ids: Iterable[int], decoder_prompt: Iterable[int]
+    sampling: SamplingParams,
+    stopping: StoppingParams,
+    eos_ids: Iterable[int],
+    decoder_prompt: Iterable[int],
+    wishes: Iterable[LogitsTransform] = (),
 ) -> LogitsRules | None:
     """The rules that a request asks for, None if it asks for none.
 
@@ -271,6 +321,7 @@ def make_rules(
         decoder_prompt: tokens that precede the output and count as seen: the prompt of a decoder-only model, the forced
             beginning of an encoder-decoder's output. (Hugging Face's `generate` counts the start token, too, and with
             it punishes the end of sequence of models that start with that; neither counts the source.)
+        wishes: the model's own (`make_wishes`).
     """
     transforms: list[LogitsTransform] = []
     if sampling.logit_bias:
@@ -287,7 +338,7 @@ def make_rules(
         )
     if sampling.allowed_token_ids:
         transforms.append(AllowedTokens(np.array(sampling.allowed_token_ids, np.int64)))
-    transforms.extend(_make_min_tokens(stopping, eos_ids))
+    transforms.extend([*_make_min_tokens(stopping, eos_ids), *wishes])
     if not transforms:
         return None
     # No other rule asks what the prompt was.
@@ -295,7 +346,13 @@ def make_rules(
 
 
 def make_beam_rules(
-    beam_search: BeamSearchParams, stopping: StoppingParams, eos_ids: Iterable[int], decoder_prompt: Iterable[int]
+    beam_search: BeamSearchParams,
+    stopping: StoppingParams,
+    eos_ids: Iterable[int],
+    decoder_prompt: Iterable[int],
+    wishes: Iterable[LogitsTransform] = (),
+    *,
+    renormalize: bool = False,
 ) -> LogitsRules | None:
     """The rules that a beam search asks for, None if it asks for none; each beam has a fork of its own.
 
@@ -307,13 +364,36 @@ def make_beam_rules(
         eos_ids: as for `make_rules`.
         decoder_prompt: as for `make_rules`. Its n-grams count, as with Hugging Face's `generate` (which counts those
             with the start token, too) and, for a target prefix, with CTranslate2.
+        wishes: as for `make_rules`.
+        renormalize: as for `LogitsRules`.
     """
     transforms: list[LogitsTransform] = [*_make_min_tokens(stopping, eos_ids)]
     ngrams = None
     if beam_search.no_repeat_ngram_size:
         ngrams = NgramIndex(beam_search.no_repeat_ngram_size, decoder_prompt)
         transforms.append(NoRepeatNgrams())
-    return LogitsRules(tuple(transforms), TokenHistory(ngrams=ngrams)) if transforms else None
+    transforms.extend(wishes)
+    if not transforms:
+        return None
+    return LogitsRules(tuple(transforms), TokenHistory(ngrams=ngrams), renormalize=renormalize)
+
+
+def make_wishes(rules: GenerationRules, *, max_tokens: int, is_begun: bool) -> tuple[LogitsTransform, ...]:
+    """What the model itself wants of an output.
+
+    Args:
+        rules: its wishes.
+        max_tokens: how many tokens the output may have.
+        is_begun: whether the request has given its beginning, and with it what would be forced.
+    """
+    wishes: list[LogitsTransform] = []
+    if rules.suppressed_ids:
+        wishes.append(SuppressedTokens(np.array(rules.suppressed_ids, np.int64)))
+    if rules.forced_first_id is not None and not is_begun:
+        wishes.append(ForcedToken(0, rules.forced_first_id))
+    if rules.forced_last_id is not None:
+        wishes.append(ForcedToken(max_tokens - 1, rules.forced_last_id))
+    return tuple(wishes)
 
 
 def _make_min_tokens(stopping: StoppingParams, eos_ids: Iterable[int]) -> list[MinTokens]:

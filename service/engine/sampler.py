@@ -52,8 +52,8 @@ class Expansion:
     """A beam's most probable continuations, best first, ties by lower id: `[C] int64` and `[C] float64`.
 
     `logprobs` are of the raw logits, so that they add up to what the model makes of the whole output: what rules forbid
-    is left out, and the rest keep their values (as in Hugging Face's `generate`; CTranslate2 renormalises). The `top_`
-    fields are the alternatives reported with any of them, as in `TokenLogprobs`.
+    is left out, and the rest keep their values (as in Hugging Face's `generate`; CTranslate2 renormalises), unless the
+    rules say otherwise. The `top_` fields are the alternatives reported with any of them, as in `TokenLogprobs`.
     """
 
     token_ids: Int64
@@ -202,10 +202,12 @@ def _expand(row: Float32, rules: LogitsRules | None, num_candidates: int, num_to
     token_ids = _rank_highest(chosen_from, num_candidates)
     # What is masked comes last, if at all.
     token_ids = token_ids[: int((chosen_from[token_ids] > -np.inf).sum())]
+    renormalizes = rules is not None and rules.renormalizes and len(token_ids)
+    own_normalizer = _compute_normalizer(chosen_from) if renormalizes else normalizer
     top = _rank_highest(row, num_top or 0)
     return Expansion(
         token_ids,
-        row[token_ids].astype(np.float64) - normalizer,
+        chosen_from[token_ids].astype(np.float64) - own_normalizer,
         tuple(top.tolist()),
         tuple((row[top].astype(np.float64) - normalizer).tolist()),
     )

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sized
 from typing import Any, Literal
 
+from model.chat import Message
 from proto.onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
 from service.costing import Cost
@@ -23,9 +24,10 @@ from service.engine.types import (
     StoppingParams,
     TokenLogprobs,
 )
-from service.errors import InvalidRequest, UnsupportedFeature
+from service.errors import InvalidRequest
 from service.forecast import Estimate
 from service.generator import GenerateCall, Outcome
+from service.models import Conversation, Prompt
 from service.scoring import Score, ScoreCall
 
 FINISH_REASONS: Mapping[FinishReason, pb.FinishReason.ValueType] = {
@@ -53,9 +55,7 @@ def decode_generate(
 
     Raises:
         InvalidRequest: naming the first field beyond its limit.
-        UnsupportedFeature: naming the first field that asks for what is not offered.
     """
-    _refuse_unsupported(message)
     beam_search = _beam_search(message, limits) if message.HasField("beam_search") else None
     return GenerateCall(
         request_id=_request_id(message.request_id, limits) or draw_id(),
@@ -89,16 +89,7 @@ def decode_score(message: pb.ScoreRequest, draw_id: Callable[[], str] = lambda: 
         case _:
             field, target = "target", None
     _require(field, target, "must not be empty", valid=target is None or len(target) > 0)
-    return ScoreCall(request_id=draw_id(), model=message.model, prompt=_prompt(message), target=target)
-
-
-def _refuse_unsupported(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> None:
-    asked = {
-        "prompt.chat": message.HasField("chat"),
-    }
-    for field, is_asked in asked.items():
-        if is_asked:
-            raise UnsupportedFeature(field)
+    return ScoreCall(request_id=draw_id(), model=message.model, prompt=_text_or_ids(message), target=target)
 
 
 def _request_id(value: str, limits: RequestLimits) -> str:
@@ -108,7 +99,15 @@ def _request_id(value: str, limits: RequestLimits) -> str:
     return value
 
 
-def _prompt(message: pb.GenerateRequest | pb.GenerateStreamRequest | pb.ScoreRequest) -> str | tuple[int, ...]:
+def _prompt(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> Prompt:
+    if message.WhichOneof("prompt") != "chat":
+        return _text_or_ids(message)
+    messages = tuple(Message(each.role, each.content) for each in message.chat.messages)
+    _require("prompt.chat.messages", [], "must have at least 1 message", valid=bool(messages))
+    return Conversation(messages)
+
+
+def _text_or_ids(message: pb.GenerateRequest | pb.GenerateStreamRequest | pb.ScoreRequest) -> str | tuple[int, ...]:
     prompt: str | tuple[int, ...]
     match message.WhichOneof("prompt"):
         case "text":

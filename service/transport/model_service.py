@@ -65,7 +65,9 @@ class ModelServicer(ModelServiceServicer):
             state=STATES[self._models.state(model.name)],
             architecture=_architecture(model),
             limits=_limits(model, self._config),
-            capabilities=describe_capabilities(is_encoder_decoder=model.manifest.config.is_encoder_decoder),
+            capabilities=describe_capabilities(
+                is_encoder_decoder=model.manifest.config.is_encoder_decoder, has_chat=model.chat is not None
+            ),
             parity=None if parity is None else _summary(parity),
             device=model.manifest.device,
             precision=model.manifest.precision,
@@ -138,8 +140,8 @@ def _limits(model: ServedModel, config: ServeConfig) -> pb.ModelLimits:
     )
 
 
-def describe_capabilities(*, is_encoder_decoder: bool) -> pb.ModelCapabilities:
-    """What `transport.codec` lets through, as far as the family has it; a test keeps the two together."""
+def describe_capabilities(*, is_encoder_decoder: bool, has_chat: bool) -> pb.ModelCapabilities:
+    """What `transport.codec` lets through, as far as the model has it; a test keeps the two together."""
     return pb.ModelCapabilities(
         streaming=True,
         sampling=True,
@@ -155,6 +157,7 @@ def describe_capabilities(*, is_encoder_decoder: bool) -> pb.ModelCapabilities:
         scoring=True,
         cost=True,
         target_prefix=is_encoder_decoder,
+        chat=has_chat,
     )
 
 

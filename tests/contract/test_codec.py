@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from model.chat import Message
 from proto.onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
 from service.engine.types import (
@@ -17,19 +18,15 @@ from service.engine.types import (
     StoppingParams,
     TokenLogprobs,
 )
-from service.errors import InvalidRequest, UnsupportedFeature
+from service.errors import InvalidRequest
 from service.generator import GenerateCall, Outcome
+from service.models import Conversation
 from service.scoring import Score, ScoreCall
 from service.transport import codec
 from service.transport.model_service import describe_capabilities
 
 LIMITS = RequestLimits()
 ONE_TOKEN = pb.TokenIds(ids=[7])
-
-# Field that is refused, the message that asks for it, and the capability that says so.
-UNSUPPORTED: dict[str, tuple[pb.GenerateRequest, str]] = {
-    "prompt.chat": (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])), "chat"),
-}
 
 
 def decode(message: pb.GenerateRequest, limits: RequestLimits = LIMITS) -> GenerateCall:
@@ -255,6 +252,70 @@ def test_default_of_max_tokens_bows_to_the_operators_limit() -> None:
         decode(pb.GenerateRequest(text="a", stopping=pb.StoppingParams(max_tokens=11)), limits)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        (pb.SamplingParams(temperature=1.0), "sampling.temperature"),
+        (pb.SamplingParams(n=1), "sampling.n"),
+        (pb.SamplingParams(top_k=5), "sampling.top_k"),
+        (pb.SamplingParams(repetition_penalty=1.0), "sampling.repetition_penalty"),
+        (pb.SamplingParams(logit_bias={3: 1.0}), "sampling.logit_bias"),
+        (pb.SamplingParams(allowed_token_ids=[3]), "sampling.allowed_token_ids"),
+    ],
+)
+def test_beam_search_excludes_every_field_of_sampling(sampling: pb.SamplingParams, field: str) -> None:
+    beam_search = pb.BeamSearchParams(beam_size=2)
+    with pytest.raises(InvalidRequest) as refusal:
+        decode(pb.GenerateRequest(text="a", beam_search=beam_search, sampling=sampling))
+    assert refusal.value.field == field
+    assert refusal.value.limit == "must not be set with beam_search"
+
+
+def test_beam_search_excludes_stop_texts() -> None:
+    stopping, beam_search = pb.StoppingParams(stop=["x"]), pb.BeamSearchParams(beam_size=2)
+    with pytest.raises(InvalidRequest, match=r"^stopping\.stop: must be empty with beam_search, got \['x'\]$"):
+        decode(pb.GenerateRequest(text="a", beam_search=beam_search, stopping=stopping))
+
+
+@pytest.mark.parametrize("number", [-1, 0, 17])
+def test_number_of_outputs_is_within_the_operators_limit(number: int) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^sampling\.n: must be from 1 to 16, got {number}$"):
+        decode(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=number)))
+
+
+def test_outputs_and_beams_are_bound_by_the_operators_limits() -> None:
+    limits = RequestLimits(max_outputs=2, max_beam_size=3)
+    with pytest.raises(InvalidRequest, match=r"^sampling\.n: must be from 1 to 2, got 3"):
+        decode(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=3)), limits)
+    with pytest.raises(InvalidRequest, match=r"^beam_search\.beam_size: must be from 1 to 3, got 4"):
+        decode(pb.GenerateRequest(text="a", beam_search=pb.BeamSearchParams(beam_size=4)), limits)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (pb.SamplingParams(temperature=0.0), SamplingParams(temperature=0.0)),
+        (pb.SamplingParams(seed=0), SamplingParams(seed=0)),
+        (pb.SamplingParams(min_p=1.0), SamplingParams(min_p=1.0)),
+    ],
+    ids=["temperature", "seed", "min_p"],
+)
+def test_zero_that_was_said_is_not_an_absent_value(sampling: pb.SamplingParams, expected: SamplingParams) -> None:
+    assert decode(pb.GenerateRequest(text="a", sampling=sampling)).sampling == expected
+
+
+def test_logprobs_zero_asks_for_the_chosen_token_alone() -> None:
+    assert decode(pb.GenerateRequest(text="a", response=pb.ResponseOptions(logprobs=0))).logprobs == 0
+    assert decode(pb.GenerateRequest(text="a", response=pb.ResponseOptions(prompt_logprobs=0))).prompt_logprobs == 0
+
+
+def test_default_of_max_tokens_bows_to_the_operators_limit() -> None:
+    limits = RequestLimits(max_generated_tokens=10)
+    assert decode(pb.GenerateRequest(text="a"), limits).stopping.max_tokens == 10
+    with pytest.raises(InvalidRequest, match=r"stopping\.max_tokens: must be from 1 to 10, got 11"):
+        decode(pb.GenerateRequest(text="a", stopping=pb.StoppingParams(max_tokens=11)), limits)
+
+
 @pytest.mark.parametrize("field", UNSUPPORTED)
 def test_feature_of_a_later_version_is_refused_by_the_name_of_its_field(field: str) -> None:
     message, _ = UNSUPPORTED[field]
@@ -303,14 +364,23 @@ def test_min_tokens_is_within_max_tokens_given_or_default(min_tokens: int, max_t
     assert str(max_tokens or 256) in refusal.value.limit
 
 
+@pytest.mark.parametrize("has_chat", [False, True])
 @pytest.mark.parametrize("is_encoder_decoder", [False, True])
-def test_capabilities_deny_exactly_what_is_refused(is_encoder_decoder: bool) -> None:
-    capabilities = describe_capabilities(is_encoder_decoder=is_encoder_decoder)
+def test_capabilities_deny_exactly_what_is_refused(is_encoder_decoder: bool, has_chat: bool) -> None:
+    capabilities = describe_capabilities(is_encoder_decoder=is_encoder_decoder, has_chat=has_chat)
     denied = {field.name for field in capabilities.DESCRIPTOR.fields if not getattr(capabilities, field.name)}
     methods = {"explain"}
-    # Known to the codec, but no field of this family: the model refuses it.
-    foreign = set() if is_encoder_decoder else {"target_prefix"}
-    assert denied == {capability for _, capability in UNSUPPORTED.values()} | methods | foreign
+    # Known to the codec, but not to this model, which refuses it.
+    foreign = (set() if is_encoder_decoder else {"target_prefix"}) | (set() if has_chat else {"chat"})
+    assert denied == methods | foreign
+
+
+def test_conversation_is_a_prompt_of_messages() -> None:
+    messages = [pb.ChatMessage(role="system", content=""), pb.ChatMessage(role="user", content="a")]
+    prompt = decode(pb.GenerateRequest(chat=pb.Chat(messages=messages))).prompt
+    assert prompt == Conversation((Message("system", ""), Message("user", "a")))
+    with pytest.raises(InvalidRequest, match=r"prompt\.chat\.messages: must have at least 1 message"):
+        decode(pb.GenerateRequest(chat=pb.Chat()))
 
 
 @pytest.mark.parametrize(

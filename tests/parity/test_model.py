@@ -15,7 +15,7 @@ from model import reference
 from model.attention import AdditiveScore, attend, attend_fused, causal_mask, dot_scores, padding_mask
 from model.config import Activation, Architecture, AttentionScore, ModelConfig, Norm, NormPlacement, Positions
 from model.layers import DecoderLayer, FeedForward, GatedFeedForward, Residual
-from model.positions import rotary_tables, rotate
+from model.positions import base_frequencies, rotary_tables, rotate
 from model.training.config import TrainConfig
 from model.training.optimizers import make_optimizers
 from model.transformer import DecoderOnly, EncoderDecoder, Transformer, build, num_parameters
@@ -131,7 +131,7 @@ def test_masks_are_true_where_attention_may_go() -> None:
 
 
 def test_rotated_dot_products_depend_on_distance_alone() -> None:
-    cos, sin = rotary_tables(64, 8, 100.0)
+    cos, sin = rotary_tables(64, base_frequencies(8, 100.0))
     q, k = draw(8), draw(8, seed=1)
     queries, keys = rotate(q.expand(64, 8), cos, sin), rotate(k.expand(64, 8), cos, sin)
     for distance in (0, 1, 5, 20):
@@ -141,13 +141,13 @@ def test_rotated_dot_products_depend_on_distance_alone() -> None:
 
 
 def test_rotation_turns_the_two_halves_against_each_other() -> None:
-    cos, sin = rotary_tables(4, 4, 10000.0)
+    cos, sin = rotary_tables(4, base_frequencies(4, 10000.0))
     turned = rotate(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), cos[3:], sin[3:])[0]
     np.testing.assert_allclose(turned.numpy(), [np.cos(3.0), 0.0, np.sin(3.0), 0.0], atol=1e-6)
 
 
 def test_rotary_angles_are_exact_far_from_the_start() -> None:
-    cos, sin = rotary_tables(100_000, 8, 500_000.0)
+    cos, sin = rotary_tables(100_000, base_frequencies(8, 500_000.0))
     angles = np.float64(99_999) / np.float64(500_000.0) ** (np.arange(0, 8, 2) / 8)
     np.testing.assert_allclose(cos[-1].numpy(), np.cos(angles), atol=1e-7)
     np.testing.assert_allclose(sin[-1].numpy(), np.sin(angles), atol=1e-7)

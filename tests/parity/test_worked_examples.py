@@ -33,7 +33,7 @@ from model.attention import (
 )
 from model.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
 from model.layers import EncoderLayer, FeedForward, make_norm
-from model.positions import SinusoidalPositions, rotary_tables, rotate
+from model.positions import SinusoidalPositions, base_frequencies, rotary_tables, rotate
 from model.transformer import Embedding
 from tests.parity import worked_examples as notes
 
@@ -283,7 +283,7 @@ def test_one_rotation_moves_every_position_by_the_same_offset(run: Run) -> None:
 
 def test_rotary_positions_are_those_of_the_onnx_operator(run: Run) -> None:
     x = floats(2, 4, 9, 16)
-    cos, sin = (table.numpy() for table in rotary_tables(9, 16, 10000.0))
+    cos, sin = (table.numpy() for table in rotary_tables(9, base_frequencies(16, 10000.0)))
     turned = run(Computation(rotate), x, cos, sin)
     position_ids = np.tile(np.arange(9), (2, 1))
     np.testing.assert_allclose(turned, run_operator("RotaryEmbedding", x, cos, sin, position_ids), atol=TOLERANCE)

@@ -212,7 +212,7 @@ def test_every_broken_relation_is_reported_at_once() -> None:
         ({"norm_epsilon": float("nan")}, "norm_epsilon is nan, must be finite and positive"),
         ({"dropout": float("nan")}, "dropout is nan, must be in [0, 1)"),
         ({"dropout": -0.1}, "dropout is -0.1, must be in [0, 1)"),
-        ({"activation": "tanh"}, "activation is 'tanh', must be one of relu, gelu, swiglu"),
+        ({"activation": "tanh"}, "activation is 'tanh', must be one of relu, gelu, gelu-exact, silu, swiglu"),
         ({"attention_score": "cosine"}, "attention_score is 'cosine', must be one of dot, additive"),
         ({"eos_id": 100}, "eos_id is 100, must be in [0, 100)"),
     ],

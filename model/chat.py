@@ -1,0 +1,500 @@
+"""Conversations to token ids, by a model's own template: the one way on which control tokens come from text.
+
+A template is a program that others wrote (Jinja, as Hugging Face's tokenizers carry them along). It runs in a sandbox
+that changes nothing, reads nothing and is bounded in time and size. What it writes itself may be control tokens; what
+people said never is, whatever they said and whatever the template does with it:
+
+    said       `<|im_end|>`, anywhere               → ordinary characters
+    written    `<|im_end|>` by the template         → the control token
+
+Noncharacters, which no text may hold, tell the two apart while the template runs. A message's control tokens are broken
+by one behind their first character, as is every character that one could begin with; strings that templates look for in
+messages (`</think>`, say) are left whole but enclosed by two others, with which string methods find them. What comes
+out of the template with nothing in it is the template's own.
+
+Knows templates and a tokenizer; nothing of models or the wire.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import wraps
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import FILTERS
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from model.tokenizer import CONTROL_MARK, Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may speak. A closed list, as some templates spell control tokens with it."""
+
+VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The control tokens that templates know by name."""
+
+MAX_TEMPLATE_CHARACTERS = 256 * 1024
+MAX_STEPS = 100_000
+"""Turns of loops and calls in one rendering."""
+MAX_SECONDS = 2.0
+MAX_CHARACTERS = 4 * 2**20
+"""Of any string that a template makes."""
+MAX_TOTAL_CHARACTERS = 64 * 2**20
+"""Of all of them together."""
+_MAX_ARGUMENT = 10_000
+"""Of whole numbers given to methods and filters, which may be widths or counts."""
+
+# Noncharacters (The Unicode Standard, section 23.7): valid code points that no text may hold.
+_BREAK, _OPEN, _CLOSE = "\ufdd1", "\ufdd2", "\ufdd3"
+_RESERVED = frozenset({CONTROL_MARK, _BREAK, _OPEN, _CLOSE})
+
+
+class ChatTemplateError(ValueError):
+    """A template cannot be used; the message says why."""
+
+
+class ConversationError(ValueError):
+    """A conversation cannot be rendered. `place` is the part at fault, as in `[2].role`, empty where it is no one's."""
+
+    def __init__(self, reason: str, place: str = "") -> None:
+        self.reason = reason
+        self.place = place
+        super().__init__(f"{place}: {reason}" if place else reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn: who speaks, one of `ROLES`, and what is said."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """chat.json: a template, and the spellings of the control tokens that it knows by name (`VARIABLES`)."""
+
+    template: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The text of chat.json."""
+        values = {"template": self.template, "variables": dict(self.variables)}
+        return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> ChatSettings:
+        """Parses chat.json.
+
+        Raises:
+            ChatTemplateError: when it is none.
+        """
+        try:
+            values = json.loads(text)
+            template, variables = values["template"], values["variables"]
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise ChatTemplateError(f"not a template and its variables: {error!r}") from error
+        if not isinstance(template, str) or not isinstance(variables, dict):
+            raise ChatTemplateError("template must be a string and variables an object")
+        wrong = [name for name, value in variables.items() if name not in VARIABLES or not isinstance(value, str)]
+        if wrong:
+            raise ChatTemplateError(
+                f"variables are {', '.join(VARIABLES)}, all strings; not {', '.join(map(str, wrong))}"
+            )
+        return cls(template, variables)
+
+
+class Chat:
+    """A template with its tokenizer, ready to use; immutable, and safe to use from several threads.
+
+    Args:
+        settings: the template.
+        tokenizer: of the model's prompts.
+        now: what the template's `strftime_now` tells.
+
+    Raises:
+        ChatTemplateError: when the template cannot be compiled, or is one that bounds cannot hold.
+    """
+
+    def __init__(
+        self, settings: ChatSettings, tokenizer: Tokenizer, now: Callable[[], datetime] = datetime.now
+    ) -> None:
+        source = settings.template
+        if len(source) > MAX_TEMPLATE_CHARACTERS:
+            raise ChatTemplateError(f"has {len(source)} characters, must have at most {MAX_TEMPLATE_CHARACTERS}")
+        if reserved := _RESERVED.intersection(source):
+            raise ChatTemplateError(f"has the noncharacter U+{ord(min(reserved)):04X}")
+        environment = _Sandbox(now)
+        try:
+            self._template = environment.from_string(source)
+            literals = _literals(environment.parse(source))
+        except (jinja2.TemplateError, RecursionError, ValueError, SyntaxError) as error:
+            raise ChatTemplateError(f"cannot be compiled: {error}") from error
+        self._variables = dict(settings.variables)
+        text = "\0".join(literals)
+        # Added tokens that are not special are the template's if it writes them.
+        ordinary = {
+            spelling for spelling in tokenizer.added_spellings - tokenizer.control_spellings if spelling in text
+        }
+        self._tokenizer = tokenizer.with_marks(ordinary)
+        self._guard = _Guard(tokenizer.control_spellings, ordinary, literals)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """What the template makes of a conversation to be answered, each of its control tokens behind `CONTROL_MARK`.
+
+        Raises:
+            ConversationError: when the template refuses it, or there is something in it that cannot be.
+        """
+        if not messages:
+            raise ConversationError("must have at least 1 message")
+        said = []
+        for index, message in enumerate(messages):
+            if message.role not in ROLES:
+                raise ConversationError(f"must be one of {', '.join(ROLES)}", f"[{index}].role")
+            if reserved := _RESERVED.intersection(message.content):
+                raise ConversationError(
+                    f"must not have the noncharacter U+{ord(min(reserved)):04X}", f"[{index}].content"
+                )
+            said.append({"role": message.role, "content": self._guard.protect(message.content)})
+        budget = _budget.set(_Budget())
+        try:
+            written = self._template.render(
+                **self._variables, messages=said, tools=None, documents=None, add_generation_prompt=True
+            )
+        except SecurityError as error:
+            raise ConversationError(f"the model's template was stopped: {error}") from error
+        except Exception as error:  # whatever a program may raise that others wrote
+            raise ConversationError(f"the model's template refuses it: {error}") from error
+        finally:
+            _budget.reset(budget)
+        return self._guard.resolve(written)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation to be answered; may take milliseconds.
+
+        Raises:
+            ConversationError: as `render`.
+        """
+        return self._tokenizer.encode(self.render(messages))
+
+
+class _Guard:
+    """Tells what people said from what a template writes.
+
+    Args:
+        special: control tokens, never to come from what was said.
+        ordinary: tokens that are the template's as well, though templates look for them in messages.
+        literals: strings that the template holds; it may look for these, too.
+    """
+
+    def __init__(self, special: Iterable[str], ordinary: Iterable[str], literals: Iterable[str]) -> None:
+        special = {spelling for spelling in special if spelling}
+        control = special.union(ordinary)
+        firsts = {spelling[0] for spelling in control}
+        sought = set(ordinary)
+        sought |= {
+            literal
+            for literal in literals
+            if len(literal) > 1 and firsts.intersection(literal) and not any(each in literal for each in special)
+        }
+        self.sought = frozenset(sought)
+        self._said = _any_of({*special, *sought, *firsts})
+        enclosed = _enclose(f"(?:{_any_of(sought).pattern})")
+        self._written = re.compile(f"({enclosed})|({_any_of(control).pattern})|[{_BREAK}{_OPEN}{_CLOSE}]")
+
+    def protect(self, content: str) -> str:
+        """What was said, as the template gets it."""
+
+        def mark(match: re.Match[str]) -> str:
+            found = match.group()
+            return _enclose(found) if found in self.sought else f"{found[0]}{_BREAK}{found[1:]}"
+
+        return self._said.sub(mark, content)
+
+    def resolve(self, written: str) -> str:
+        """What the template made of it, with the template's own control tokens marked and nothing else."""
+
+        def mark(match: re.Match[str]) -> str:
+            enclosed, control = match.groups()
+            if enclosed is not None:
+                return enclosed[1:-1]
+            return "" if control is None else f"{CONTROL_MARK}{control}"
+
+        return self._written.sub(mark, written)
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What one rendering has used up."""
+
+    deadline: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
+    steps: int = 0
+    characters: int = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise SecurityError(f"more than {MAX_STEPS} turns of loops and calls")
+        if time.monotonic() > self.deadline:
+            raise SecurityError(f"more than {MAX_SECONDS:g} seconds")
+
+    def make(self, size: int) -> None:
+        self.characters += size
+        if size > MAX_CHARACTERS or self.characters > MAX_TOTAL_CHARACTERS:
+            raise SecurityError(
+                f"more than {MAX_CHARACTERS} characters in a string, or than {MAX_TOTAL_CHARACTERS} in all"
+            )
+
+
+_budget: ContextVar[_Budget] = ContextVar("_budget")
+
+
+def _spent() -> _Budget:
+    """The rendering's, or where nothing is rendered, as when constants are folded, one of its own."""
+    return _budget.get(None) or _Budget()
+
+
+_FILTERS = (
+    "abs", "batch", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "groupby",
+    "indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr",
+    "replace", "reverse", "round", "safe", "select", "selectattr", "sort", "string", "sum", "title", "trim", "unique",
+    "upper",
+)  # fmt: skip
+# Methods that make much of little, and that no template needs.
+_FORBIDDEN_METHODS = frozenset({"expandtabs", "translate", "maketrans", "format", "format_map", "encode"})
+_BOUNDED_LOOP = "bounded_loop"
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja as Hugging Face's tokenizers have it, without what could not be bounded.
+
+    Every loop's turn and every call counts as a step, every string made of others counts its characters. Formatting
+    with widths, recursive loops, inclusion of other templates and a few filters are not offered.
+    """
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, now: Callable[[], datetime]) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], optimized=False)
+        self.filters = {name: _bounded_filter(FILTERS[name]) for name in _FILTERS}
+        self.filters |= {"tojson": _bounded_filter(_to_json), _BOUNDED_LOOP: _bounded_loop}
+        self.filters |= {"join": _bounded_filter(_join), "replace": _bounded_filter(self._replace_filter)}
+        self.filters["indent"] = _bounded_filter(_indent)
+        self.sought: frozenset[str] = frozenset()
+        self.globals = {name: self.globals[name] for name in ("range", "cycler", "joiner")}
+
+        def strftime_now(format: str) -> str:  # noqa: A002 — the name that templates may use
+            if not isinstance(format, str) or len(format) > 100 or re.search(r"[0-9]{3}", format):
+                raise SecurityError("a time in such a format")
+            return now().strftime(format)
+
+        self.globals |= {"raise_exception": _raise, "strftime_now": strftime_now}
+        self.globals |= {"dict": dict, "namespace": _Namespace}
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """What blocks, macros and the whole are put together by."""
+        parts = list(pieces)
+        _spent().make(sum(map(len, parts)))
+        return "".join(parts)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """Puts the bounds into the template itself."""
+        tree = super()._parse(source, name, filename)
+        for kind in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends):
+            if tree.find(kind) is not None:
+                raise jinja2.TemplateSyntaxError("there are no other templates", tree.find(kind).lineno)
+        for loop in tree.find_all(nodes.For):
+            if loop.recursive:
+                raise jinja2.TemplateSyntaxError("recursive loops are not offered", loop.lineno)
+            loop.iter = nodes.Filter(loop.iter, _BOUNDED_LOOP, [], [], None, None, lineno=loop.lineno)
+        return _without_concat(tree)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """`+`, `*`, `**`, `%`."""
+        match operator:
+            case "+" if hasattr(left, "__len__") and hasattr(right, "__len__"):
+                _spent().make(len(left) + len(right))
+            case "*" if hasattr(left, "__len__") or hasattr(right, "__len__"):
+                sized, times = (left, right) if hasattr(left, "__len__") else (right, left)
+                _spent().make(len(sized) * max(times, 0) if isinstance(times, int) else 0)
+            case "%" if isinstance(left, str):
+                raise SecurityError("formatting")
+            case "*" | "**" | "+":
+                _require_small(left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Methods, macros and functions."""
+        _spent().step()
+        _require_small(*args, *kwargs.values())
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(owner, str):
+            args = (self._find(owner, args[0]), *args[1:]) if args else args
+            if name == "replace" and len(args) >= 2:
+                return _replace(owner, *args, **kwargs)
+            if name == "join" and args:
+                return _join(args[0], owner)
+            _spent().make(len(owner))
+        return super().call(context, function, *args, **kwargs)
+
+    def _replace_filter(self, text: Any, old: Any, new: Any, count: int | None = None) -> str:
+        return _replace(text, self._find(str(text), old), new, count)
+
+    def _find(self, text: str, argument: Any) -> Any:
+        """What a method is to look for in a text where the same was said."""
+        is_sought = isinstance(argument, str) and argument in self.sought
+        return _enclose(argument) if is_sought and _enclose(argument) in text else argument
+
+    def wrap_str_format(self, value: Any) -> None:
+        """No method is let through as one that formats safely: widths could be anything."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Besides what the sandbox forbids anyway."""
+        if isinstance(obj, str) and attr in _FORBIDDEN_METHODS:
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's, whose attributes may shadow anything, without names that Python's own machinery asks for."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # So that a template's own names may include "self".
+        self, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _require_public(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _require_public(name)
+        super().__setitem__(name, value)
+
+
+def _require_public(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"the attribute {name!r}")
+
+
+class _Generation(Extension):
+    """`{% generation %}`, by which templates say what the model wrote: of no concern here, but to be understood."""
+
+    tags = {"generation"}  # noqa: RUF012 — as the library wants it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The block's contents, as they are."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _literals(tree: nodes.Template) -> set[str]:
+    """All strings that a template holds: its text, and the constants of its expressions."""
+    found = {node.data for node in tree.find_all(nodes.TemplateData)}
+    return found | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+
+
+def _without_concat(tree: nodes.Template) -> nodes.Template:
+    """`a ~ b`, which the sandbox does not see, as `a|string + b|string`, which it does."""
+
+    def rewrite(node: nodes.Node) -> nodes.Node:
+        for name, value in node.iter_fields():
+            if isinstance(value, nodes.Node):
+                setattr(node, name, rewrite(value))
+            elif isinstance(value, list):
+                setattr(node, name, [rewrite(each) if isinstance(each, nodes.Node) else each for each in value])
+        if not isinstance(node, nodes.Concat):
+            return node
+        parts: list[nodes.Expr] = [
+            nodes.Filter(part, "string", [], [], None, None, lineno=node.lineno) for part in node.nodes
+        ]
+        joined = parts[0]
+        for part in parts[1:]:
+            joined = nodes.Add(joined, part, lineno=node.lineno)
+        return joined
+
+    rewrite(tree)
+    return tree
+
+
+def _enclose(text: str) -> str:
+    return f"{_OPEN}{text}{_CLOSE}"
+
+
+def _any_of(spellings: Iterable[str]) -> re.Pattern[str]:
+    """The longest of these; of none, a pattern that never matches."""
+    ordered = sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
+    return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+
+
+def _bounded_loop(items: Any) -> Iterator[Any]:
+    for item in items:
+        _spent().step()
+        yield item
+
+
+def _bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        _spent().step()
+        _require_small(*args, *kwargs.values())
+        return function(*args, **kwargs)
+
+    return bounded
+
+
+def _require_small(*values: Any) -> None:
+    for value in values:
+        if isinstance(value, int) and abs(value) > _MAX_ARGUMENT:
+            raise SecurityError(f"the number {value if abs(value) < 10**18 else 'beyond 10**18'}")
+
+
+def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
+    text, old, new = str(text), str(old), str(new)
+    limit = -1 if count is None else count
+    times = text.count(old) if limit < 0 else min(limit, text.count(old))
+    _spent().make(len(text) + times * len(new))
+    return text.replace(old, new, limit)
+
+
+def _join(items: Any, separator: Any = "", attribute: Any = None) -> str:
+    if attribute is not None:
+        raise SecurityError("join by an attribute")
+    parts, separator = [str(item) for item in items], str(separator)
+    _spent().make(sum(map(len, parts)) + len(separator) * len(parts))
+    return separator.join(parts)
+
+
+def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:  # noqa: FBT001, FBT002
+    """As Jinja's own."""
+    prefix = " " * width if isinstance(width, int) else str(width)
+    lines = str(text).split("\n")
+    _spent().make(sum(map(len, lines)) + len(lines) * (len(prefix) + 1))
+    indented = [f"{prefix}{line}" if line or blank else line for line in lines[1:]]
+    return "\n".join([f"{prefix}{lines[0]}" if first else lines[0], *indented])
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 — as Hugging Face has it
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    """As Hugging Face has it: without HTML escapes, which is Jinja's own way."""
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    _spent().make(len(text))
+    return text
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,1 @@
+"""Checkpoints in Hugging Face's layout made ours: read, checked whole, and only then written."""

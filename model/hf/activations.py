@@ -1,0 +1,22 @@
+"""The non-linearities of networks without a gate, by their names in Hugging Face's configurations."""
+
+from __future__ import annotations
+
+from model.config import Activation
+from model.hf.values import Values
+
+ACTIVATIONS = {
+    "relu": Activation.RELU,
+    "gelu": Activation.GELU_EXACT,
+    "gelu_python": Activation.GELU_EXACT,
+    "gelu_new": Activation.GELU,
+    "gelu_fast": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU,
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+}
+
+
+def read_activation(values: Values, name: str, default: str) -> Activation:
+    """The field `name`, `default` where it is absent."""
+    return ACTIVATIONS[values.word(name, default, tuple(ACTIVATIONS))]

@@ -1,0 +1,202 @@
+"""A folder in Hugging Face's layout, opened with suspicion: its JSON, and the headers of its weights.
+
+Nothing is unpickled, no path leaves the folder, and no number of the weights is read: what a safetensors file's header
+says of names, dtypes and shapes is all that checks need. Everything that is wrong is collected. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from model.hf.values import shorten
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = ("F32", "F16", "BF16")
+"""What weights may be stored in."""
+
+_MAX_JSON_BYTES = 256 * 2**20
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
+
+
+class ImportRefused(ValueError):
+    """A folder cannot be imported; `problems` lists every reason."""
+
+    def __init__(self, folder: Path, problems: Iterable[str]) -> None:
+        self.problems = tuple(dict.fromkeys(problems))
+        super().__init__(f"{folder}: " + "; ".join(self.problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor on disk: its file in the folder, its dtype by safetensors' name, its shape."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfFolder:
+    """What a folder holds; empty objects stand for files that are missing and need not be there.
+
+    `tensors` has everything that the weights' headers name.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    tokenizer_config: Mapping[str, Any]
+    tensors: Mapping[str, Stored] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.resolve().name
+
+    def file(self, name: str) -> Path | None:
+        """A file by its name; None where there is none, or what there is lies elsewhere."""
+        path = self.path / name
+        return path if path.is_file() and not _escapes(self.path, name) else None
+
+    def read_text(self, name: str, problems: list[str]) -> str | None:
+        """A text file's contents; None where there is none, or it cannot be read, which is a problem."""
+        return _read_text(self.path, name, problems)
+
+    def read_json(self, name: str, problems: list[str]) -> dict[str, Any]:
+        """A JSON object; an empty one where the file is missing, or is not one, which is a problem."""
+        return _read_json(self.path, name, problems)
+
+
+def read_folder(path: Path, problems: list[str]) -> HfFolder:
+    """Reads the JSON and the headers; what is wrong goes to `problems`."""
+    if not path.is_dir():
+        problems.append(f"{path} is not a folder")
+        return HfFolder(path=path, config={}, generation={}, tokenizer_config={})
+    if not (path / CONFIG).is_file():
+        problems.append(f"{CONFIG} is missing")
+    if (path / "adapter_config.json").is_file():
+        problems.append("adapter_config.json: an adapter is no model; merge it into the model that it is for")
+    return HfFolder(
+        path=path,
+        config=_read_json(path, CONFIG, problems),
+        generation=_read_json(path, GENERATION, problems),
+        tokenizer_config=_read_json(path, TOKENIZER_CONFIG, problems),
+        tensors=_read_headers(path, problems),
+    )
+
+
+def _escapes(folder: Path, name: str) -> bool:
+    """Whether a name is no plain file name, or a link out of the folder."""
+    if name != Path(name).name or name in ("", ".", "..") or "\\" in name or "\0" in name:
+        return True
+    try:
+        return not (folder / name).resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a loop of links
+        return True
+
+
+def _read_text(folder: Path, name: str, problems: list[str]) -> str | None:
+    path = folder / name
+    if not path.is_file():
+        return None
+    if _escapes(folder, name):
+        problems.append(f"{name} is a link out of the folder; copy the folder with what its links point to (cp -rL)")
+        return None
+    try:
+        if (size := path.stat().st_size) > _MAX_JSON_BYTES:
+            problems.append(f"{name} has {size} bytes, must have at most {_MAX_JSON_BYTES}")
+            return None
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        problems.append(f"{name}: {error}")
+        return None
+
+
+def _read_json(folder: Path, name: str, problems: list[str]) -> dict[str, Any]:
+    text = _read_text(folder, name, problems)
+    if text is None:
+        return {}
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{name}: {error}")
+        return {}
+    if not isinstance(values, dict):
+        problems.append(f"{name} is not a JSON object")
+        return {}
+    return values
+
+
+def _read_headers(folder: Path, problems: list[str]) -> dict[str, Stored]:
+    has_index, has_single = (folder / INDEX).is_file(), (folder / WEIGHTS).is_file()
+    if has_index and has_single:
+        problems.append(f"both {WEIGHTS} and {INDEX} are there: which of them is the model?")
+        return {}
+    if has_single:
+        return _read_header(folder, WEIGHTS, problems)
+    if has_index:
+        return _read_shards(folder, problems)
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        problems.append(
+            f"weights are in {shorten(pickles)}: pickled files can run programs and are not read; whoever trusts them "
+            "can load them with transformers and save_pretrained(…) the model anew, which writes safetensors"
+        )
+    else:
+        problems.append(f"neither {WEIGHTS} nor {INDEX} is there")
+    return {}
+
+
+def _read_shards(folder: Path, problems: list[str]) -> dict[str, Stored]:
+    """All tensors of all shards, each where the index says."""
+    placed = _read_json(folder, INDEX, problems).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()) or not placed:
+        problems.append(f"{INDEX}: weight_map is {shorten(placed)}, must be an object of file names")
+        return {}
+    by_file: dict[str, set[str]] = defaultdict(set)
+    for name, file in placed.items():
+        by_file[file].add(name)
+    tensors: dict[str, Stored] = {}
+    for file, names in sorted(by_file.items()):
+        if _escapes(folder, file):
+            problems.append(f"{INDEX}: {file!r} leaves the folder")
+            continue
+        if not (folder / file).is_file():
+            problems.append(f"{file} is missing, {INDEX} puts {len(names)} tensors into it")
+            continue
+        found = _read_header(folder, file, problems)
+        problems += [f"{file} lacks {name}, which {INDEX} puts there" for name in sorted(names - found.keys()) if found]
+        problems += [f"{file} has {name}, which {INDEX} does not put there" for name in sorted(found.keys() - names)]
+        tensors |= found
+    return tensors
+
+
+def _read_header(folder: Path, file: str, problems: list[str]) -> dict[str, Stored]:
+    if _escapes(folder, file):
+        problems.append(f"{file} is a link out of the folder; copy the folder with what its links point to (cp -rL)")
+        return {}
+    try:
+        with safe_open(folder / file, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 — no mapping
+            stored = {name: Stored(file, piece.get_dtype(), tuple(piece.get_shape())) for name, piece in slices.items()}
+    except (SafetensorError, OSError) as error:
+        problems.append(f"{file}: {error}")
+        return {}
+    problems += [
+        f"{file}: {name} is {tensor.dtype}, must be {', '.join(DTYPES)}"
+        for name, tensor in sorted(stored.items())
+        if tensor.dtype not in DTYPES
+    ]
+    return stored

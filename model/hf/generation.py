@@ -1,0 +1,144 @@
+"""Which tokens end, begin, force and forbid: generation_config.json, or config.json where there is none.
+
+What a request can say for itself (sampling, beams, lengths) stays the request's to say: such defaults are told, not
+applied. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model.config import ModelConfig
+from model.generation import GenerationRules, GenerationSettings
+from model.hf.folder import CONFIG, GENERATION, HfFolder
+from model.hf.values import Values, shorten
+
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "llama": {"bos_token_id": 1, "eos_token_id": 2},
+    "mistral": {"bos_token_id": 1, "eos_token_id": 2},
+    "gpt2": {"bos_token_id": 50256, "eos_token_id": 50256},
+    "bart": {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "decoder_start_token_id": 2}
+    | {"forced_eos_token_id": 2},
+    "marian": {"eos_token_id": 0, "pad_token_id": 58100, "decoder_start_token_id": 58100, "forced_eos_token_id": 0},
+}
+"""What transformers takes for tokens that config.json leaves out, by `model_type`."""
+
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "begin_suppress_tokens": (),
+    "constraints": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
+    "forced_decoder_ids": (),
+    "guidance_scale": (1.0,),
+    "sequence_bias": (),
+}
+"""What would change outputs and nobody here can do, and the values that change nothing."""
+
+_REQUESTS: Mapping[str, tuple[Any, ...]] = {
+    "do_sample": (False,),
+    "early_stopping": (False,),
+    "length_penalty": (1.0,),
+    "max_length": (20,),
+    "max_new_tokens": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "min_p": (0.0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "repetition_penalty": (1.0,),
+    "temperature": (1.0,),
+    "top_k": (0, 50),
+    "top_p": (1.0,),
+    "typical_p": (1.0,),
+}
+"""What a request says for itself, and what transformers takes where nothing is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Settings, and the ids that a `ModelConfig` has; `defaults` are a request's to repeat, by their names there."""
+
+    settings: GenerationSettings
+    pad_id: int
+    start_id: int
+    defaults: Mapping[str, Any]
+
+
+def read_tokens(folder: HfFolder, config: ModelConfig, problems: list[str], notes: list[str]) -> Tokens | None:
+    """Settings and tokens of a model; None where no token ends an output."""
+    has_file = folder.file(GENERATION) is not None
+    model_type = str(folder.config.get("model_type"))
+    described = Values(CONFIG, {**_DEFAULTS.get(model_type, {}), **folder.config}, problems)
+    asked = Values(GENERATION, folder.generation, problems) if has_file else described
+    for name, neutral in _REFUSED.items():
+        if asked.get(name) not in (None, [], {}, *neutral):
+            asked.refuse(name, "which is not supported")
+    eos_ids = asked.tokens("eos_token_id") or described.tokens("eos_token_id")
+    if not eos_ids:
+        problems.append(f"no token ends an output: neither {GENERATION} nor {CONFIG} has eos_token_id")
+        return None
+    bos = asked.token("bos_token_id") if asked.get("bos_token_id") is not None else described.token("bos_token_id")
+    start = bos
+    if config.is_encoder_decoder:
+        name = "decoder_start_token_id"
+        start = asked.token(name) if asked.get(name) is not None else described.token(name)
+        start = bos if start is None else start
+        if start is None:
+            problems.append(f"no token begins an output: neither {GENERATION} nor {CONFIG} has {name} or bos_token_id")
+    rules = GenerationRules(
+        forced_first_id=asked.token("forced_bos_token_id"),
+        forced_last_id=asked.token("forced_eos_token_id"),
+        suppressed_ids=_suppressed(asked, eos_ids),
+        renormalize=asked.flag("renormalize_logits", default=False),
+    )
+    if rules.forced_first_id is not None and not config.is_encoder_decoder:
+        asked.refuse("forced_bos_token_id", "a decoder-only model's output begins with its prompt")
+    pad = _pad(asked) if _pad(asked) is not None else _pad(described)
+    defaults = {
+        name: asked.get(name)
+        for name, neutral in _REQUESTS.items()
+        if asked.get(name) is not None and asked.get(name) not in neutral
+    }
+    if defaults:
+        said = ", ".join(f"{name} {shorten(value)}" for name, value in defaults.items())
+        notes.append(f"generation defaults that a request must ask for itself: {said}")
+    tokens = Tokens(
+        settings=GenerationSettings(eos_ids, rules),
+        pad_id=eos_ids[0] if pad is None else pad,
+        start_id=eos_ids[0] if start is None else start,
+        defaults=defaults,
+    )
+    problems += _out_of_range(tokens, config)
+    return tokens
+
+
+def _suppressed(asked: Values, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Words of one token that are never to be said; an end of sequence is not taken at its word, nor is it there."""
+    banned = list(asked.tokens("suppress_tokens"))
+    words = asked.get("bad_words_ids")
+    for word in words if isinstance(words, list) else [] if words is None else [words]:
+        if not (isinstance(word, list) and len(word) == 1 and isinstance(word[0], int) and word[0] >= 0):
+            asked.refuse("bad_words_ids", "only words of one token are supported")
+            return ()
+        if word[0] not in eos_ids:
+            banned.append(word[0])
+    return tuple(dict.fromkeys(banned))
+
+
+def _pad(values: Values) -> int | None:
+    """The first Llamas said -1 for none."""
+    return None if values.get("pad_token_id") in (None, -1) else values.token("pad_token_id")
+
+
+def _out_of_range(tokens: Tokens, config: ModelConfig) -> list[str]:
+    size = config.vocab_size
+    fillable = min(size, config.source_vocab_size) if config.is_encoder_decoder else size
+    named = [("pad_token_id", tokens.pad_id, fillable), ("decoder_start_token_id", tokens.start_id, size)]
+    named += [("eos_token_id", token, size) for token in tokens.settings.eos_ids]
+    named += [(name, token, size) for name, token in tokens.settings.rules.named_ids]
+    return [f"{name} is {token}, must be in [0, {limit})" for name, token, limit in named if token >= limit]

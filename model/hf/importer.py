@@ -1,0 +1,257 @@
+"""From a folder in Hugging Face's layout to a checkpoint of ours: `plan` checks everything, `write` moves the numbers.
+
+`plan` reads JSON and headers alone and needs no torch; it refuses with all reasons at once. What only the numbers can
+tell, whether two tensors that must be one are one, `write` finds out before it writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from model.artifact import TOKENIZER
+from model.config import ConfigError, ModelConfig
+from model.generation import GENERATION
+from model.hf import bart, gpt2, llama
+from model.hf.folder import CONFIG, HfFolder, ImportRefused, Stored, read_folder
+from model.hf.generation import read_tokens
+from model.hf.layout import Described, Layout, Part
+from model.hf.texts import read_chat, read_tokenizers
+from model.hf.values import Values, shorten
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from model.transformer import Transformer
+
+_SINUSOID_TOLERANCE = 2e-3
+"""Sinusoids are at most 1, and half precision rounds them to 5e-4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A `model_type`: the class that its weights are of, and who understands its configuration."""
+
+    architecture: str
+    describe: Callable[[Values, Mapping[str, Stored], list[str]], Described | None]
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("LlamaForCausalLM", llama.describe),
+    "mistral": Family("MistralForCausalLM", llama.describe),
+    "qwen2": Family("Qwen2ForCausalLM", llama.describe),
+    "qwen3": Family("Qwen3ForCausalLM", llama.describe),
+    "gpt2": Family("GPT2LMHeadModel", gpt2.describe),
+    "bart": Family("BartForConditionalGeneration", bart.describe),
+    "marian": Family("MarianMTModel", bart.describe),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will be written, but for the numbers.
+
+    `tokenizers` and `extras` are texts by file name, `manifest` the contents of run.json; `notes` are for people.
+    """
+
+    folder: HfFolder
+    config: ModelConfig
+    layout: Layout
+    tokenizers: Mapping[str, str]
+    extras: Mapping[str, str]
+    manifest: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def plan(path: Path, *, context: int | None = None, chat: bool = True) -> Plan:
+    """Checks a folder as a whole.
+
+    Args:
+        path: the folder.
+        context: given, the checkpoint's contexts are cut to so many tokens.
+        chat: whether to take a chat template over.
+
+    Raises:
+        ImportRefused: listing everything that is wrong or not supported.
+    """
+    problems: list[str] = []
+    notes: list[str] = []
+    folder = read_folder(path, problems)
+    described = _describe(folder, problems) if folder.config else None
+    if described is None:
+        raise ImportRefused(path, problems)
+    problems += described.layout.check(folder.tensors) if folder.tensors else []
+    tokens = read_tokens(folder, described.config, problems, notes)
+    if tokens is None:
+        raise ImportRefused(path, problems)
+    tokenizers = read_tokenizers(folder, described.config, tokens, problems, notes)
+    extras = {GENERATION: tokens.settings.to_json()}
+    extras |= read_chat(folder, tokenizers.get(TOKENIZER), problems, notes) if chat else {}
+    config = described.config
+    if context is not None and not 1 <= context <= config.context:
+        problems.append(f"context is {context}, must be in [1, {config.context}]")
+    if problems:
+        raise ImportRefused(path, problems)
+    ids = {"pad_id": tokens.pad_id, "bos_id": tokens.start_id, "eos_id": tokens.settings.eos_ids[0]}
+    config = dataclasses.replace(_cut(config, context or config.context), **ids)
+    notes = [*described.notes, *notes]
+    manifest = {
+        "imported": {
+            "folder": folder.name,
+            "model_type": folder.config["model_type"],
+            "transformers_version": folder.config.get("transformers_version"),
+            "dtypes": sorted({tensor.dtype for tensor in folder.tensors.values()}),
+            "generation_defaults": dict(tokens.defaults),
+            "notes": notes,
+        },
+        "versions": {"python": platform.python_version()},
+    }
+    return Plan(
+        folder=folder,
+        config=config,
+        layout=described.layout,
+        tokenizers=tokenizers,
+        extras=extras,
+        manifest=manifest,
+        notes=tuple(notes),
+    )
+
+
+def write(plan: Plan, out: Path) -> int:
+    """Reads the weights, as float32, and writes or replaces the checkpoint `out`; how many numbers it has.
+
+    Raises:
+        ImportRefused: when tensors that must be alike are not.
+        OSError: when a file cannot be read or written.
+        ValueError: when `out` is a folder of others'.
+    """
+    from model import checkpoint
+    from model.files import StagedFiles
+
+    if (out / checkpoint.CONFIG).exists() and not (out / checkpoint.RUN).exists():
+        raise ValueError(f"{out} holds a {checkpoint.CONFIG} that is no checkpoint's: it is not overwritten")
+    with _Weights.open(plan.folder) as weights:
+        problems = weights.check(plan.layout)
+        if problems:
+            raise ImportRefused(plan.folder.path, problems)
+        tensors = weights.assemble(plan.layout, _shapes(plan.config))
+    with StagedFiles(out) as files:
+        checkpoint.stage(files, tensors, plan.config, plan.tokenizers, plan.manifest, plan.extras)
+        files.commit()
+    checkpoint.tidy(out, {**plan.tokenizers, **plan.extras})
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _describe(folder: HfFolder, problems: list[str]) -> Described | None:
+    values = Values(CONFIG, folder.config, problems)
+    kind = folder.config.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    quantization = folder.config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        problems.append(f"{CONFIG}: quantization_config is {shorten(method)}: bring the weights that it was made of")
+    if family is None:
+        problems.append(f"{CONFIG}: model_type is {shorten(kind)}, must be one of {', '.join(FAMILIES)}")
+        return None
+    architectures = folder.config.get("architectures")
+    if architectures is not None and architectures != [family.architecture]:
+        values.refuse("architectures", f"{kind} must be [{family.architecture!r}]")
+    # A configuration is read on its own: what is wrong elsewhere must not hide what is wrong in it.
+    own: list[str] = []
+    try:
+        described = family.describe(Values(CONFIG, folder.config, own), folder.tensors, own)
+    except ConfigError as error:
+        described = None
+        own += [f"{CONFIG}: {problem}" for problem in error.problems]
+    problems += own
+    return described
+
+
+def _cut(config: ModelConfig, context: int) -> ModelConfig:
+    """With a shorter context, and without a window that reaches over all of it."""
+    changes: dict[str, Any] = {"context": context}
+    if config.is_encoder_decoder:
+        changes["source_context"] = context
+    if config.sliding_window >= context:
+        changes |= {"sliding_window": 0, "layer_types": ()}
+    return dataclasses.replace(config, **changes)
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of a model, none of which is made."""
+    import torch
+
+    from model.transformer import build
+
+    with torch.device("meta"):
+        model: Transformer = build(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Open files, read tensor by tensor: what is in memory is what is asked for."""
+
+    stored: Mapping[str, Stored]
+    files: Mapping[str, Any]
+
+    @classmethod
+    @contextmanager
+    def open(cls, folder: HfFolder) -> Iterator[_Weights]:
+        from safetensors import SafetensorError, safe_open
+
+        names = sorted({tensor.file for tensor in folder.tensors.values()})
+        with ExitStack() as stack:
+            try:
+                files = {name: stack.enter_context(safe_open(folder.path / name, framework="pt")) for name in names}
+                yield cls(folder.tensors, files)
+            except SafetensorError as error:
+                raise OSError(f"{folder.path}: {error}") from error
+
+    def check(self, layout: Layout) -> list[str]:
+        """Tensors that are there twice and not the same, and sinusoids that are none."""
+        import torch
+
+        from model.positions import sinusoidal_table
+
+        problems = [
+            f"{self.stored[name].file}: {name} is not what {part.name} is, though they are tied"
+            for name, part in layout.copies.items()
+            if name in self.stored and not torch.equal(self._read(name), self._read(part.name))
+        ]
+        for name, shape in layout.sinusoids.items():
+            if name not in self.stored:
+                continue
+            error = (self._read(name).float() - sinusoidal_table(*shape, interleaved=False)).abs().max().item()
+            if not error < _SINUSOID_TOLERANCE:
+                problems.append(f"{self.stored[name].file}: {name} is off the sinusoids by {error:.2g}")
+        return problems
+
+    def assemble(self, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """All of our tensors in float32."""
+        if layout.tensors.keys() != shapes.keys():
+            raise ValueError(f"the layout is of another model: {sorted(layout.tensors.keys() ^ shapes.keys())}")
+        return {name: self._assemble(layout.tensors[name], shape) for name, shape in shapes.items()}
+
+    def _assemble(self, parts: tuple[Part, ...], shape: tuple[int, ...]) -> Tensor:
+        import torch
+
+        read = []
+        for part in parts:
+            tensor = self._read(part.name).float()
+            tensor = tensor.T if part.transposed else tensor
+            read.append(tensor[part.skipped_rows :])
+        whole = read[0] if len(read) == 1 else torch.cat(read)
+        if whole.dim() == len(shape):
+            # A context that is cut leaves the first positions.
+            whole = whole[: shape[0]]
+        return whole.reshape(shape).contiguous()
+
+    def _read(self, name: str) -> Tensor:
+        tensor: Tensor = self.files[self.stored[name].file].get_tensor(name)
+        return tensor

@@ -1,0 +1,131 @@
+"""Tokenizers and chat templates: taken over as they are, but that every control token is said to be one.
+
+A `tokenizer.json` is what transformers' fast tokenizers read, too. Marian's models come with a pair of SentencePiece
+models instead, which are converted (`model.hf.marian_pieces`). Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import tokenizers
+
+from model.artifact import CHAT, TARGET_TOKENIZER, TOKENIZER
+from model.chat import VARIABLES, Chat, ChatSettings, ChatTemplateError, ConversationError, Message
+from model.config import ModelConfig
+from model.hf.folder import TOKENIZER_CONFIG, HfFolder
+from model.hf.generation import Tokens
+from model.tokenizer import Tokenizer, TokenizerError
+
+CHAT_TEMPLATE = "chat_template.jinja"
+SPECIAL_TOKENS = "special_tokens_map.json"
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
+
+
+def read_tokenizers(
+    folder: HfFolder, config: ModelConfig, tokens: Tokens, problems: list[str], notes: list[str]
+) -> dict[str, str]:
+    """Texts of our files by name: tokenizer.json, and target_tokenizer.json where a pair is there."""
+    names = _special_spellings(folder, problems)
+    text = folder.read_text(TOKENIZER, problems)
+    if text is not None:
+        made = {TOKENIZER: text}
+    elif folder.config.get("model_type") == "marian":
+        # Needs a package of its own, which only this needs.
+        from model.hf.marian_pieces import convert
+
+        made = convert(folder, problems, notes)
+    else:
+        problems.append(
+            f"{TOKENIZER} is missing; transformers writes one: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        )
+        return {}
+    ids = {*tokens.settings.eos_ids, *(token for _, token in tokens.settings.rules.named_ids)}
+    limits = {TOKENIZER: config.source_vocab_size or config.vocab_size, TARGET_TOKENIZER: config.vocab_size}
+    result = {}
+    for name, each in made.items():
+        try:
+            tokenizer = Tokenizer(_declare(tokenizers.Tokenizer.from_str(each), names, ids))
+        except Exception as error:  # the library's own, which has no other name
+            problems.append(f"{name}: {error}")
+            continue
+        if tokenizer.vocab_size > limits[name]:
+            problems.append(f"{name} has ids up to {tokenizer.vocab_size - 1}, the model embeds {limits[name]}")
+        result[name] = tokenizer.to_json()
+    return result
+
+
+def read_chat(folder: HfFolder, tokenizer_json: str | None, problems: list[str], notes: list[str]) -> dict[str, str]:
+    """The text of chat.json by its name, if the folder has a template."""
+    source = folder.read_text(CHAT_TEMPLATE, problems)
+    if source is None:
+        source = _default_template(folder.tokenizer_config.get("chat_template"), problems)
+    if source is None or tokenizer_json is None:
+        return {}
+    values = _special_values(folder, problems)
+    variables = {name: spelling for name in VARIABLES if (spelling := _spelling(values.get(name))) is not None}
+    settings = ChatSettings(source, variables)
+    try:
+        chat = Chat(settings, Tokenizer.from_json(tokenizer_json))
+    except (ChatTemplateError, TokenizerError) as error:
+        problems.append(f"chat template: {error}; --no-chat leaves it out")
+        return {}
+    try:
+        chat.encode([Message("user", "Hello")])
+    except ConversationError as error:
+        notes.append(f"chat template: a lone greeting cannot be rendered: {error}")
+    return {CHAT: settings.to_json()}
+
+
+def _default_template(value: Any, problems: list[str]) -> str | None:
+    """A template, or the one called default of several."""
+    if isinstance(value, list):
+        value = next((each.get("template") for each in value if isinstance(each, dict) and _is_default(each)), None)
+    if value is not None and not isinstance(value, str):
+        problems.append(f"{TOKENIZER_CONFIG}: chat_template must be a string or a list of named ones")
+        return None
+    return value
+
+
+def _is_default(named: Mapping[str, Any]) -> bool:
+    return named.get("name") == "default"
+
+
+def _special_values(folder: HfFolder, problems: list[str]) -> dict[str, Any]:
+    """Control tokens by name; what tokenizer_config.json says counts more than the older file."""
+    return {**folder.read_json(SPECIAL_TOKENS, problems), **folder.tokenizer_config}
+
+
+def _special_spellings(folder: HfFolder, problems: list[str]) -> set[str]:
+    """How the folder spells its control tokens, wherever it says so."""
+    values = _special_values(folder, problems)
+    given = [values.get(name) for name in VARIABLES]
+    for name in _LISTS:
+        several = values.get(name)
+        given += several if isinstance(several, list) else list(several.values()) if isinstance(several, dict) else []
+    decoder = values.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        given += [each for each in decoder.values() if isinstance(each, dict) and each.get("special") is True]
+    return {spelling for each in given if (spelling := _spelling(each)) is not None}
+
+
+def _spelling(value: Any) -> str | None:
+    """A token is its spelling, or an object with that as its content."""
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) and content else None
+
+
+def _declare(inner: tokenizers.Tokenizer, names: Collection[str], ids: Collection[int]) -> tokenizers.Tokenizer:
+    """Says of every control token that it is special, which a file may leave to others; none gets a new id."""
+    spellings = {name for name in names if inner.token_to_id(name) is not None}
+    spellings |= {spelling for token in ids if (spelling := inner.id_to_token(token)) is not None}
+    described = json.loads(inner.to_str())
+    listed = {token["content"]: token for token in described["added_tokens"]}
+    for spelling in spellings & listed.keys():
+        listed[spelling]["special"] = True
+    declared = tokenizers.Tokenizer.from_str(json.dumps(described))
+    missing = sorted(spellings - listed.keys(), key=declared.token_to_id)
+    declared.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in missing])
+    return declared
