@@ -147,6 +147,7 @@ class Chat:
         }
         self._tokenizer = tokenizer.with_marks(ordinary)
         self._guard = _Guard(tokenizer.control_spellings, ordinary, literals)
+        environment.sought = self._guard.sought
 
     def render(self, messages: Sequence[Message]) -> str:
         """What the template makes of a conversation to be answered, each of its control tokens behind `CONTROL_MARK`.
