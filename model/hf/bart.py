@@ -8,6 +8,7 @@ Both add a bias to the logits, which their files may leave out. Standard library
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,13 +114,11 @@ def _add_tables(layout: Layout, config: ModelConfig, stored: Mapping[str, Stored
         add("embedding.tokens.weight", config.vocab_size, target, head)
         add("encoder.embedding.tokens.weight", config.source_vocab_size, source)
     else:
-        # Whatever has no table of its own reads the shared one.
+        # Whatever has no table of its own reads the shared one, and where both have, nobody does.
         add("embedding.tokens.weight", config.vocab_size, target if target in stored else shared)
         add("encoder.embedding.tokens.weight", config.source_vocab_size, source if source in stored else shared)
         add("head.weight", config.vocab_size, head)
-        used = {part.name for part in layout.parts}
-        if shared in stored and shared not in used:
-            layout.copies[shared] = Part(source, (config.source_vocab_size, config.d_model))
+        layout.ignored = (re.escape(shared),)
 
 
 def _add_layer(layout: Layout, config: ModelConfig, ours: str, theirs: str, *, has_cross: bool) -> None:
