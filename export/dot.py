@@ -12,6 +12,8 @@ stand.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.onnx.ops import symbolic_multi_out
@@ -119,7 +121,7 @@ def group_query_attention(
     inputs = [*operands, *past, seqlens_k, total_sequence_length]
     if rotary is not None:
         inputs += [rotary.cos, rotary.sin]
-    attributes = {
+    attributes: dict[str, Any] = {
         "num_heads": config.num_heads,
         "kv_num_heads": config.num_kv_heads,
         "do_rotary": int(rotary is not None),

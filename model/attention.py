@@ -219,7 +219,7 @@ class SelfAttention(nn.Module):
         q, k, v = torch.split(packed, [self.query_width, self.kv_width, self.kv_width], dim=-1)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = (
-                norm(part.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+                norm(part.reshape(*part.shape[:-1], -1, self.head_dim)).flatten(-2)
                 for norm, part in ((self.query_norm, q), (self.key_norm, k))
             )
         return q, k, v

@@ -29,10 +29,11 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from model.tokenizer import CONTROL_MARK, Tokenizer
 
@@ -311,9 +312,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Puts the bounds into the template itself."""
         tree = super()._parse(source, name, filename)
-        for kind in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends):
-            if tree.find(kind) is not None:
-                raise jinja2.TemplateSyntaxError("there are no other templates", tree.find(kind).lineno)
+        for other in tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
+            raise jinja2.TemplateSyntaxError("there are no other templates", other.lineno)
         for loop in tree.find_all(nodes.For):
             if loop.recursive:
                 raise jinja2.TemplateSyntaxError("recursive loops are not offered", loop.lineno)
@@ -464,7 +464,8 @@ def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
     limit = -1 if count is None else count
     times = text.count(old) if limit < 0 else min(limit, text.count(old))
     _spent().make(len(text) + times * len(new))
-    return text.replace(old, new, limit)
+    replaced: str = text.replace(old, new, limit)
+    return replaced
 
 
 def _join(items: Any, separator: Any = "", attribute: Any = None) -> str:
@@ -472,7 +473,8 @@ def _join(items: Any, separator: Any = "", attribute: Any = None) -> str:
         raise SecurityError("join by an attribute")
     parts, separator = [str(item) for item in items], str(separator)
     _spent().make(sum(map(len, parts)) + len(separator) * len(parts))
-    return separator.join(parts)
+    joined: str = separator.join(parts)
+    return joined
 
 
 def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:  # noqa: FBT001, FBT002

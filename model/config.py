@@ -198,7 +198,9 @@ class ModelConfig:
             raise ConfigError(problems)
 
     def _coerce_layer_types(self) -> list[str]:
-        given = (self.layer_types,) if isinstance(self.layer_types, str) else tuple(self.layer_types)
+        # From JSON it may come as a list, or a single name.
+        given: Any = self.layer_types
+        given = (given,) if isinstance(given, str) else tuple(given)
         unknown = [value for value in given if value not in tuple(LayerType)]
         if unknown:
             return [f"layer_types has {value!r}, must be of {', '.join(LayerType)}" for value in dict.fromkeys(unknown)]
@@ -207,8 +209,10 @@ class ModelConfig:
 
     def _size_problems(self) -> list[str]:
         needed = ("vocab_size", "context", "d_model", "num_layers", "num_heads", "d_ff")
-        derived = ("num_kv_heads", "head_dim", "num_encoder_layers", "source_vocab_size", "source_context")
-        derived = (*derived, "rope_original_context", "sliding_window")
+        derived = (
+            *("num_kv_heads", "head_dim", "num_encoder_layers", "source_vocab_size", "source_context"),
+            *("rope_original_context", "sliding_window"),
+        )
         return [
             *(f"{name} is {size}, must be at least 1" for name in needed if (size := getattr(self, name)) < 1),
             *(f"{name} is {size}, must not be negative" for name in derived if (size := getattr(self, name)) < 0),

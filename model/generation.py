@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,7 @@ def _is_ids(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_id, value))
 
 
-_CHECKS = {
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "forced_first_id": (lambda value: value is None or _is_id(value), "a token id or null"),
     "forced_last_id": (lambda value: value is None or _is_id(value), "a token id or null"),
     "suppressed_ids": (_is_ids, "a list of token ids"),

@@ -97,8 +97,12 @@ def plan(path: Path, *, context: int | None = None, chat: bool = True) -> Plan:
         problems.append(f"context is {context}, must be in [1, {config.context}]")
     if problems:
         raise ImportRefused(path, problems)
-    ids = {"pad_id": tokens.pad_id, "bos_id": tokens.start_id, "eos_id": tokens.settings.eos_ids[0]}
-    config = dataclasses.replace(_cut(config, context or config.context), **ids)
+    config = dataclasses.replace(
+        _cut(config, context or config.context),
+        pad_id=tokens.pad_id,
+        bos_id=tokens.start_id,
+        eos_id=tokens.settings.eos_ids[0],
+    )
     notes = [*described.notes, *notes]
     manifest = {
         "imported": {

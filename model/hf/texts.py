@@ -126,6 +126,6 @@ def _declare(inner: tokenizers.Tokenizer, names: Collection[str], ids: Collectio
     for spelling in spellings & listed.keys():
         listed[spelling]["special"] = True
     declared = tokenizers.Tokenizer.from_str(json.dumps(described))
-    missing = sorted(spellings - listed.keys(), key=declared.token_to_id)
+    missing = sorted(spellings - listed.keys(), key=lambda spelling: declared.token_to_id(spelling) or 0)
     declared.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in missing])
     return declared

@@ -1,0 +1,169 @@
+"""Checkpoints made by transformers, imported, exported and served: the same logits, texts and hypotheses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks import imports
+from benchmarks.imports import CASES, Case, make_folder
+from export.__main__ import main as export_main
+from model import checkpoint
+from model.__main__ import main
+from model.checkpoint import CheckpointError
+from model.generation import GENERATION, GenerationRules
+from model.hf.folder import ImportRefused
+from model.hf.importer import plan, write
+from tests.hf_folders import llama_tensors, write_folder
+
+_FULL = frozenset(next(case.name for case in CASES if case.family == family) for family in ("bart", "marian"))
+
+
+def case_named(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_imported_checkpoint_answers_as_transformers_does(case: Case, tmp_path: Path) -> None:
+    outcome = imports.check(case, tmp_path, num_sources=imports.NUM_SOURCES if case.name in _FULL else 8)
+    assert not outcome.problems
+    assert max(outcome.torch_error, outcome.graph_error) < 1e-4
+    assert outcome.num_greedy == 4
+
+
+def test_every_family_has_three_cases_that_cover_what_makes_families_differ() -> None:
+    for family in imports.FAMILIES:
+        assert sum(case.family == family for case in CASES) >= 3
+    assert {case.dtype for case in CASES} == {torch.float32, torch.float16, torch.bfloat16}
+    assert any(case.is_sharded for case in CASES)
+
+
+def test_a_difference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison itself: one number of one matrix is enough."""
+
+    def spoiled(*arguments: Any) -> Any:
+        loaded = load(*arguments)
+        with torch.no_grad():
+            loaded.model.layers[1].feed_forward.down.weight[3, 5] += 0.05
+        return loaded
+
+    load = checkpoint.load
+    monkeypatch.setattr(imports.checkpoint, "load", spoiled)
+    outcome = imports.check(case_named("gpt2-tied"), tmp_path)
+    assert any("torch is off" in problem for problem in outcome.problems)
+    assert any("graph is off" in problem for problem in outcome.problems)
+
+
+def test_numbers_come_through_in_every_dtype_and_from_shards(tmp_path: Path) -> None:
+    for dtype in ("float32", "float16"):
+        tensors = llama_tensors(dtype=dtype)
+        folder = write_folder(tmp_path / dtype, tensors=tensors, sharded=dtype == "float16")
+        write(plan(folder), tmp_path / f"{dtype}-ours")
+        weights = load_file(tmp_path / f"{dtype}-ours" / "model.safetensors")
+        assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+        packed = np.concatenate([tensors[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"])
+        np.testing.assert_array_equal(weights["layers.1.self_attention.qkv.weight"].numpy(), packed.astype(np.float32))
+        assert sum(tensor.numel() for tensor in weights.values()) == sum(each.size for each in tensors.values())
+
+
+def test_tied_tensors_that_differ_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder", tie_word_embeddings=True)
+    with pytest.raises(ImportRefused, match=r"lm_head\.weight is not what model\.embed_tokens\.weight is"):
+        write(plan(folder), tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+    tensors = llama_tensors()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    write(plan(write_folder(tmp_path / "alike", tie_word_embeddings=True, tensors=tensors)), tmp_path / "ours")
+    assert "head.weight" not in load_file(tmp_path / "ours" / "model.safetensors")
+
+
+def test_sinusoids_that_are_none_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    make_folder(case_named("marian-shared"), folder)
+    weights = load_file(folder / "model.safetensors")
+    rows = torch.rand(72, 48)
+    save_file({**weights, "model.encoder.embed_positions.weight": rows}, folder / "model.safetensors")
+    with pytest.raises(ImportRefused, match=r"encoder\.embed_positions\.weight is off the sinusoids by"):
+        write(plan(folder), tmp_path / "ours")
+
+
+def test_context_that_is_cut_keeps_the_first_positions(tmp_path: Path) -> None:
+    for name, context in (("gpt2-tied", 24), ("bart-plain", 24), ("mistral-yarn", 24)):
+        theirs = make_folder(case_named(name), tmp_path / name)
+        write(plan(tmp_path / name, context=context), tmp_path / f"{name}-ours")
+        loaded = checkpoint.load(tmp_path / f"{name}-ours")
+        assert (loaded.config.context, loaded.config.sliding_window) == (context, 0)
+        assert imports._torch_error(theirs, loaded) < 1e-4
+
+
+def test_import_command_says_what_it_did_and_its_checkpoint_exports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "folder")
+    assert main(["import", str(folder), "--out", str(tmp_path / "ours"), "--context", "32"]) == 0
+    out, err = capsys.readouterr()
+    said = json.loads(out.splitlines()[-1])
+    assert said["model_type"] == "llama"
+    assert said["context"] == 32
+    assert said["has_chat_template"]
+    assert said["num_parameters"] == sum(tensor.size for tensor in llama_tensors().values())
+    assert "temperature 0.6" in err
+    assert export_main([str(tmp_path / "ours"), "--out", str(tmp_path / "artefact")]) == 0
+    manifest = json.loads((tmp_path / "artefact" / "manifest.json").read_text())
+    assert manifest["eos_ids"] == [2, 7]
+    assert "chat.json" in manifest["files"]
+
+
+def test_import_command_lists_every_problem_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "folder", hidden_act="relu", rope_scaling={"type": "su"})
+    (folder / "model.safetensors").unlink()
+    assert main(["import", str(folder), "--out", str(tmp_path / "ours")]) == 2
+    err = capsys.readouterr().err
+    for said in ("hidden_act is 'relu'", "rope_type is 'su'", "neither model.safetensors"):
+        assert said in err
+    assert not (tmp_path / "ours").exists()
+
+
+def test_import_does_not_overwrite_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "folder")
+    assert main(["import", str(folder), "--out", str(folder)]) == 2
+    assert "is not overwritten" in capsys.readouterr().err
+    for _ in range(2):
+        assert main(["import", str(folder), "--out", str(tmp_path / "ours")]) == 0
+    assert main(["import", str(folder), "--out", str(tmp_path / "ours"), "--no-chat"]) == 0
+    assert not (tmp_path / "ours" / "chat.json").exists()
+    assert checkpoint.load(tmp_path / "ours").chat is None
+
+
+def test_generation_rules_survive_the_checkpoint_and_are_checked(tmp_path: Path) -> None:
+    make_folder(case_named("marian-apart"), tmp_path / "theirs")
+    write(plan(tmp_path / "theirs"), tmp_path / "ours")
+    loaded = checkpoint.load(tmp_path / "ours")
+    rules = GenerationRules(forced_last_id=0, suppressed_ids=(139,), renormalize=True)
+    assert loaded.generation.rules == rules
+    assert loaded.generation.eos_ids == (0,)
+    assert (loaded.config.bos_id, loaded.config.pad_id) == (139, 139)
+    (tmp_path / "ours" / GENERATION).write_text('{"eos_ids": [160], "rules": {"forced_first_id": -1}}')
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(tmp_path / "ours")
+    assert any("forced_first_id is -1" in problem for problem in caught.value.problems)
+    assert any("generation.json is not the file" in problem for problem in caught.value.problems)
+
+
+def test_plan_needs_no_torch(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder")
+    program = (
+        "import sys; from pathlib import Path; from model.hf.importer import plan; plan(Path(sys.argv[1])); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(folder)], check=True, cwd=Path(__file__).parents[2], timeout=60)
