@@ -13,12 +13,14 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from model.config import Architecture, ModelConfig
+from model.generation import NO_WISHES, GenerationRules
 from service.costing import CostModel
 from service.engine.batch import (
     KVCopy,
@@ -240,11 +242,13 @@ def fake_engine(
     last_run: LastRun | None = None,
     kv_budget: KVBudget | None = None,
     clock: Callable[[], float] = time.monotonic,
+    generation: GenerationRules = NO_WISHES,
 ) -> Engine:
     """A whole engine over a `FakeRunner`; `limits` default to 4 slots, chunks of 8 and 16 prefill tokens a step."""
     limits = limits or EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=16)
+    model = replace(fake_model(encoder_decoder=encoder_decoder, context=context), generation=generation)
     return Engine(
-        Scheduler(limits, fake_model(encoder_decoder=encoder_decoder, context=context), decode, kv_budget),
+        Scheduler(limits, model, decode, kv_budget),
         runner or FakeRunner(limits.max_batch_size),
         Sampler(),
         last_run or LastRun(),

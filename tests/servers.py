@@ -18,7 +18,9 @@ from prometheus_client import CollectorRegistry
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from model.artifact import Device, Manifest, Precision
+from model.chat import Chat, ChatSettings
 from model.config import Architecture, ModelConfig
+from model.generation import NO_WISHES, GenerationRules
 from model.golden import CaseResult, Feed, GoldenCase
 from model.tokenizer import Tokenizer
 from proto.onward.v1 import generation_pb2 as pb
@@ -83,8 +85,10 @@ def served_model(
     encoder_decoder: bool = False,
     golden_error: float = 0.0,
     precision: Precision = Precision.FP32,
+    generation: GenerationRules = NO_WISHES,
+    chat: str | None = None,
 ) -> ServedModel:
-    """What the server knows of a fake model."""
+    """What the server knows of a fake model; `chat` is the source of its template."""
     encoder: dict[str, Any] = {"num_encoder_layers": 1, "source_context": context} if encoder_decoder else {}
     family = Architecture.ENCODER_DECODER if encoder_decoder else Architecture.DECODER_ONLY
     config = ModelConfig(
@@ -107,6 +111,7 @@ def served_model(
         decoder_start_id=BOS,
         graphs={},
         files={},
+        generation=generation,
     )
     tokenizer = letter_tokenizer(ends_with_eos=encoder_decoder)
     return ServedModel(
@@ -115,6 +120,7 @@ def served_model(
         prompt_tokenizer=tokenizer,
         output_tokenizer=tokenizer,
         golden_cases=(golden_case(encoder_decoder=encoder_decoder, error=golden_error),),
+        chat=None if chat is None else Chat(ChatSettings(chat), tokenizer),
     )
 
 
@@ -127,6 +133,7 @@ def engine_for(model: ServedModel, runner: FakeRunner | None = None, **options: 
         limits=EngineLimits(max_batch_size=SLOTS, prefill_chunk=8, max_prefill_tokens=16),
         context=config.context,
         decode=model.output_tokenizer.decode,
+        generation=model.manifest.generation,
         **options,
     )
 
