@@ -55,6 +55,7 @@ STYLES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "llama": {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary"},
+    "windowed": {"positions": "rotary", "query_key_norm": True, "sliding_window": 23},
 }
 Shape = tuple[int, int, int, int, int, str]
 # Additive scores have one shape in each family, as awkward: `tests.artifacts.ADDITIVE`.
@@ -67,6 +68,8 @@ SHAPES: list[Shape] = [
     (192, 12, 4, 768, 97, "paper"),
     (72, 9, 1, 130, 33, "gpt2"),
 ]
+# For a decoder alone: queries and keys normed by themselves, and a window that is shorter than the rows.
+WINDOWED_SHAPE: Shape = (96, 3, 1, 130, 97, "windowed")
 
 
 FP32, INT8, INT4 = Precision.FP32, Precision.INT8, Precision.INT4
@@ -78,6 +81,7 @@ by_decoder = pytest.mark.parametrize(
     [
         *(("decoder-only", shape, FP32) for shape in SHAPES[:3]),
         *(("encoder-decoder", shape, FP32) for shape in (SHAPES[0], *SHAPES[3:])),
+        ("decoder-only", WINDOWED_SHAPE, FP32),
         ("decoder-only", ADDITIVE_SHAPE, FP32),
         ("encoder-decoder", ADDITIVE_SHAPE, FP32),
         *(("decoder-only", shape, INT8) for shape in SHAPES[:3]),
@@ -242,7 +246,7 @@ def test_decoded_row_has_the_same_bits_alone_and_in_any_company(
 @pytest.mark.parametrize(
     ("shape", "precision"),
     [
-        *((shape, FP32) for shape in (*SHAPES[:3], ADDITIVE_SHAPE)),
+        *((shape, FP32) for shape in (*SHAPES[:3], WINDOWED_SHAPE, ADDITIVE_SHAPE)),
         *((shape, INT8) for shape in SHAPES[:3]),
         (SHAPES[1], INT4),
     ],
@@ -264,7 +268,11 @@ def test_prefill_has_the_same_bits_in_any_slot(shape: Shape | None, precision: P
 
 BY_KV_SHAPE = pytest.mark.parametrize(
     ("shape", "precision"),
-    [*((shape, FP32) for shape in SHAPES[:3]), *((shape, INT8) for shape in SHAPES[:3]), (SHAPES[1], INT4)],
+    [
+        *((shape, FP32) for shape in (*SHAPES[:3], WINDOWED_SHAPE)),
+        *((shape, INT8) for shape in SHAPES[:3]),
+        (SHAPES[1], INT4),
+    ],
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
 
@@ -313,6 +321,7 @@ def test_prefill_over_int8_kv_has_the_same_bits_in_any_slot_and_in_any_chunks(
     [
         *((shape, precision, KV_FP32) for precision in (FP32, INT8) for shape in (*SHAPES[:3], ADDITIVE_SHAPE)),
         (SHAPES[1], INT4, KV_FP32),
+        (WINDOWED_SHAPE, FP32, KV_FP32),
         (SHAPES[0], FP32, KV_INT8),
         (SHAPES[1], INT8, KV_INT8),
         (SHAPES[1], INT4, KV_INT8),

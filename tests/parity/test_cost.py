@@ -37,6 +37,17 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "tie_embeddings": (False, True),
     "attention_score": ("dot", "additive"),
 }
+# What checkpoints of others have besides; each changes a count of its own, so all of them together do.
+_FOREIGN: tuple[dict[str, Any], ...] = (
+    {"query_key_norm": True, "attention_bias": True, "attention_output_bias": False},
+    {"embedding_norm": True, "logits_bias": True, "norm": "layernorm", "norm_placement": "post", "activation": "silu"},
+    {
+        "embedding_norm": True,
+        "positions": "sinusoidal-halves",
+        "activation": "gelu-exact",
+        "attention_output_bias": False,
+    },
+)
 _SOURCES: tuple[dict[str, Any], ...] = (
     {},
     {"source_vocab_size": 13, "source_context": 7},
@@ -71,6 +82,15 @@ def test_parameters_are_as_many_as_the_real_model_has() -> None:
         with torch.device("meta"):
             model = build(config)
         assert cost.num_parameters(config) == num_parameters(model), config
+
+
+@pytest.mark.parametrize("choice", _FOREIGN)
+@pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])
+def test_parameters_of_others_parts_are_counted(family: str, choice: dict[str, Any]) -> None:
+    encoder = {"num_encoder_layers": 3, "source_vocab_size": 13} if family == "encoder-decoder" else {}
+    config = ModelConfig(architecture=family, **{**_SMALL, **encoder, **choice})
+    with torch.device("meta"):
+        assert cost.num_parameters(config) == num_parameters(build(config))
 
 
 def inputs(config: ModelConfig, rows: int, length: int, source_length: int) -> tuple[torch.Tensor, ...]:

@@ -88,11 +88,24 @@ _ENCODER_ROTARY: Mapping[str, Any] = {
     "vocab_size": 499,
     "d_ff": 200,
 }
+_WINDOWED: Mapping[str, Any] = {
+    "sliding_window": 19,
+    "layer_types": ("sliding", "full"),
+    "query_key_norm": True,
+    "rope_scaling": "yarn",
+    "rope_factor": 2.0,
+    "rope_original_context": 48,
+    "rope_attention_factor": 1.1,
+    "num_heads": 3,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+}
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "rotary": (DECODER_ONLY, {}),
     "learned": (DECODER_ONLY, _LEARNED),
     "sinusoidal": (ENCODER_DECODER, {}),
     "encoder-rotary": (ENCODER_DECODER, _ENCODER_ROTARY),
+    "windowed": (DECODER_ONLY, _WINDOWED),
     "additive": (DECODER_ONLY, ADDITIVE[DECODER_ONLY]),
     "encoder-additive": (ENCODER_DECODER, ADDITIVE[ENCODER_DECODER]),
     "learned-int8": (DECODER_ONLY, {**_LEARNED, "precision": Precision.INT8}),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,8 +17,11 @@ from safetensors.torch import load_file, save_file
 from benchmarks import imports
 from benchmarks.imports import CASES, Case, make_folder
 from export.__main__ import main as export_main
+from export.exporter import export
+from export.verify import Verdict
 from model import checkpoint
 from model.__main__ import main
+from model.artifact import Device, KVPrecision, Precision
 from model.checkpoint import CheckpointError
 from model.generation import GENERATION, GenerationRules
 from model.hf.folder import ImportRefused
@@ -60,6 +64,30 @@ def test_a_difference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     outcome = imports.check(case_named("gpt2-tied"), tmp_path)
     assert any("torch is off" in problem for problem in outcome.problems)
     assert any("graph is off" in problem for problem in outcome.problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "kv_precision"),
+    [
+        ("qwen3-wide-heads", Precision.INT8, KVPrecision.INT8),
+        ("gpt2-tied", Precision.INT8, KVPrecision.FP32),
+        ("bart-plain", Precision.INT4, KVPrecision.FP32),
+    ],
+)
+def test_imported_checkpoint_is_proven_in_fewer_bits(
+    name: str, precision: Precision, kv_precision: KVPrecision, tmp_path: Path
+) -> None:
+    make_folder(case_named(name), tmp_path / "theirs")
+    write(plan(tmp_path / "theirs"), tmp_path / "ours")
+    loaded, artefact = checkpoint.load(tmp_path / "ours"), tmp_path / "artefact"
+    report = export(loaded, artefact, Device.CPU, precision, lambda _: None, kv_precision)
+    assert report.verdict is Verdict.PASSED
+    products = [node.op_type for node in onnx.load(artefact / "decoder.onnx").graph.node if node.op_type in _PRODUCTS]
+    assert products[-1] == "MatMulIntegerToFloat", "the head is int8, with its bias or without"
+    assert not {"MatMul", "Gemm"} & set(products)
+
+
+_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "MatMulIntegerToFloat")
 
 
 def test_numbers_come_through_in_every_dtype_and_from_shards(tmp_path: Path) -> None:

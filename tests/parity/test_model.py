@@ -12,10 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from model import reference
-from model.attention import AdditiveScore, attend, attend_fused, causal_mask, dot_scores, padding_mask
+from model.attention import (
+    AdditiveScore,
+    Attend,
+    attend,
+    attend_fused,
+    causal_mask,
+    dot_scores,
+    padding_mask,
+    window_mask,
+)
 from model.config import Activation, Architecture, AttentionScore, ModelConfig, Norm, NormPlacement, Positions
 from model.layers import DecoderLayer, FeedForward, GatedFeedForward, Residual
-from model.positions import base_frequencies, rotary_tables, rotate
+from model.positions import base_frequencies, rotary_frequencies, rotary_tables, rotate, sinusoidal_table
 from model.training.config import TrainConfig
 from model.training.optimizers import make_optimizers
 from model.transformer import DecoderOnly, EncoderDecoder, Transformer, build, num_parameters
@@ -35,6 +44,10 @@ def make_config(architecture: Architecture = Architecture.DECODER_ONLY, **change
     if architecture is Architecture.ENCODER_DECODER:
         values |= {"num_encoder_layers": 2, "source_vocab_size": 19, "source_context": 12}
     return ModelConfig(**values | changes)
+
+
+def rotary_config(scaling: str, head_dim: int = 16, **changes: object) -> ModelConfig:
+    return make_config(rope_theta=500.0, rope_scaling=scaling, head_dim=head_dim, **changes)
 
 
 def make_model(config: ModelConfig) -> Transformer:
@@ -138,6 +151,79 @@ def test_rotated_dot_products_depend_on_distance_alone() -> None:
         products = (queries[distance:] * keys[: 64 - distance]).sum(-1)
         torch.testing.assert_close(products, products[:1].expand_as(products), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(queries.norm(dim=-1), q.norm().expand(64), atol=1e-5, rtol=1e-5)
+
+
+def test_linear_scaling_turns_as_far_at_a_multiple_of_the_position() -> None:
+    plain, scaled = base_frequencies(16, 500.0), rotary_frequencies(rotary_config("linear", rope_factor=4.0))
+    for one, other in zip(rotary_tables(8, plain), rotary_tables(32, scaled), strict=True):
+        torch.testing.assert_close(one, other[::4])
+
+
+def test_llama3_scaling_slows_long_waves_leaves_short_ones_and_blends_between() -> None:
+    config = rotary_config("llama3", rope_factor=8.0, rope_original_context=64, head_dim=32)
+    plain, scaled = base_frequencies(32, 500.0), rotary_frequencies(config)
+    wavelengths, kept = 2 * np.pi / plain.numpy(), (scaled / plain).numpy()
+    assert (kept[wavelengths < 64 / 4] == 1).all()
+    np.testing.assert_allclose(kept[wavelengths > 64], 1 / 8)
+    between = kept[(wavelengths > 64 / 4) & (wavelengths < 64)]
+    assert len(between) >= 3
+    assert ((between > 1 / 8) & (between < 1)).all()
+    assert (np.diff(between) < 0).all()
+
+
+def test_yarn_scaling_goes_from_the_fast_pairs_to_the_slow_ones_and_lengthens() -> None:
+    config = rotary_config("yarn", rope_factor=4.0, rope_original_context=64, head_dim=32, rope_attention_factor=1.2)
+    kept = (rotary_frequencies(config) / base_frequencies(32, 500.0)).numpy()
+    turns = 64 * base_frequencies(32, 500.0).numpy() / (2 * np.pi)
+    np.testing.assert_allclose(kept[turns < 1][1:], 1 / 4)
+    assert (np.diff(kept) <= 1e-12).all()
+    assert kept[0] == 1
+    cos, sin = rotary_tables(5, rotary_frequencies(config), config.rope_attention_factor)
+    torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, 1.2**2))
+
+
+def test_sinusoids_in_halves_are_the_alternating_ones_sorted() -> None:
+    alternating, halves = sinusoidal_table(9, 12), sinusoidal_table(9, 12, interleaved=False)
+    torch.testing.assert_close(halves[:, :6], alternating[:, 0::2])
+    torch.testing.assert_close(halves[:, 6:], alternating[:, 1::2])
+
+
+# Windows and norms of heads
+
+
+def test_window_hides_what_lies_before_it_and_nothing_else() -> None:
+    mask = window_mask(6, 3) & causal_mask(6)
+    assert mask.int().tolist() == [[int(i - 3 < j <= i) for j in range(6)] for i in range(6)]
+
+
+@pytest.mark.parametrize("attend_with", [attend, attend_fused])
+def test_a_token_is_forgotten_when_it_leaves_the_windows_of_all_layers(attend_with: Attend) -> None:
+    model = make_model(make_config(context=24, sliding_window=4))
+    ids = draw_ids(1, 24)
+    changed = ids.clone()
+    changed[0, 2] = 1
+    with torch.no_grad():
+        moved = (model(ids, attend_with) - model(changed, attend_with)).abs().amax(-1)[0]
+    # Through two layers a token reaches 2 · (4 - 1) positions further.
+    assert (moved[2:9] > 1e-5).all()
+    assert (moved[9:] == 0).all()
+    assert (moved[:2] == 0).all()
+
+
+def test_layers_of_two_kinds_see_each_its_own() -> None:
+    model = make_model(make_config(sliding_window=4, layer_types=("sliding", "full")))
+    assert [layer.self_attention.window for layer in model.layers] == [4, 0]
+
+
+def test_queries_and_keys_are_normed_head_by_head_and_values_are_not() -> None:
+    config = make_config(query_key_norm=True)
+    module = make_model(config).layers[0].self_attention
+    with torch.no_grad():
+        module.query_norm.weight.fill_(3.0)
+        q, k, v = module.split(module.project(draw(2, 5, config.d_model)))
+    torch.testing.assert_close(q.pow(2).mean(-1).sqrt(), torch.full(q.shape[:-1], 3.0), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(k.pow(2).mean(-1).sqrt(), torch.ones(k.shape[:-1]), rtol=1e-3, atol=1e-3)
+    assert v.pow(2).mean(-1).std() > 1e-3
 
 
 def test_rotation_turns_the_two_halves_against_each_other() -> None:

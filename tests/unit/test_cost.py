@@ -56,6 +56,16 @@ def test_pairs_are_those_that_a_mask_lets_meet(length, source_length):
     assert cost.computed_pairs(encoder_decoder(), length, source_length) == 2 * length**2 + cross + sources
 
 
+@pytest.mark.parametrize("length", [1, 4, 5, 9])
+def test_pairs_of_a_window_are_those_within_it(length):
+    mixed = decoder_only(sliding_window=4, layer_types=("sliding", "full"))
+    seen = sum(1 for query in range(length) for key in range(length) if query - 4 < key <= query)
+    own = length * (length + 1) // 2
+    assert cost.attended_pairs(mixed, length) == seen + own
+    assert cost.attended_pairs(decoder_only(sliding_window=4), length) == 2 * seen
+    assert cost.computed_pairs(mixed, length) == 2 * length**2
+
+
 def test_operations_of_a_small_model_by_hand():
     # A layer: 4·8·8 weights of attention and 2·8·16 of the feed-forward network; the head: 10·8.
     flops = cost.forward_flops(decoder_only(), 5)

@@ -14,10 +14,12 @@ from model.config import (
     Architecture,
     AttentionScore,
     ConfigError,
+    LayerType,
     ModelConfig,
     Norm,
     NormPlacement,
     Positions,
+    RopeScaling,
 )
 
 DECODER_ONLY = {
@@ -55,7 +57,7 @@ def valid_configs(draw: st.DrawFn) -> ModelConfig:
         vocab_size=vocab_size,
         context=draw(st.integers(1, MAX_ADDITIVE_CONTEXT if is_additive else 8192)),
         d_model=2 * kv_heads * group * half_head,
-        num_layers=draw(st.integers(1, 8)),
+        num_layers=(layers := draw(st.integers(1, 8))),
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
         head_dim=draw(st.sampled_from((0, 2 * half_head, 64))),
@@ -63,9 +65,21 @@ def valid_configs(draw: st.DrawFn) -> ModelConfig:
         num_encoder_layers=draw(st.integers(1, 8)) if is_pair else 0,
         source_vocab_size=source_vocab_size,
         source_context=draw(st.integers(0, 500)) if is_pair else 0,
-        positions=draw(st.sampled_from([kind for kind in Positions if kind != "rotary" or not is_additive])),
+        positions=(
+            positions := draw(st.sampled_from([kind for kind in Positions if kind != "rotary" or not is_additive]))
+        ),
         attention_score=score,
         rope_theta=draw(st.floats(1.5, 1e6)),
+        rope_scaling=(scaling := draw(st.sampled_from(RopeScaling)) if positions == "rotary" else RopeScaling.NONE),
+        rope_factor=1.0 if scaling is RopeScaling.NONE else draw(st.floats(1.0, 64.0)),
+        rope_original_context=draw(st.integers(0, 4096)),
+        rope_truncate=draw(st.booleans()),
+        rope_attention_factor=draw(st.floats(0.5, 2.0)) if scaling is RopeScaling.YARN else 1.0,
+        sliding_window=(window := draw(st.integers(0, 64)) if not is_pair and not is_additive else 0),
+        layer_types=tuple(draw(st.lists(st.sampled_from(LayerType), min_size=layers, max_size=layers)))
+        if window and draw(st.booleans())
+        else (),
+        query_key_norm=draw(st.booleans()),
         norm=draw(st.sampled_from(Norm)),
         norm_placement=draw(st.sampled_from(NormPlacement)),
         norm_epsilon=draw(st.floats(1e-12, 1e-2)),
@@ -75,6 +89,9 @@ def valid_configs(draw: st.DrawFn) -> ModelConfig:
         tie_embeddings=draw(st.booleans()),
         share_embeddings=draw(st.booleans()),
         scale_embeddings=draw(st.booleans()),
+        embedding_norm=draw(st.booleans()),
+        logits_bias=draw(st.booleans()),
+        attention_output_bias=draw(st.booleans()),
         dropout=draw(st.floats(0.0, 1.0, exclude_max=True)),
         pad_id=draw(st.integers(0, min(vocab_size, source_vocab_size or vocab_size) - 1)),
         bos_id=draw(token),
@@ -215,6 +232,40 @@ def test_every_broken_relation_is_reported_at_once() -> None:
         ({"activation": "tanh"}, "activation is 'tanh', must be one of relu, gelu, gelu-exact, silu, swiglu"),
         ({"attention_score": "cosine"}, "attention_score is 'cosine', must be one of dot, additive"),
         ({"eos_id": 100}, "eos_id is 100, must be in [0, 100)"),
+        ({"rope_scaling": "su"}, "rope_scaling is 'su', must be one of none, linear, llama3, yarn"),
+        ({"rope_factor": 2.0}, "rope_factor is 2.0, rope_scaling is none"),
+        ({"rope_scaling": "linear", "rope_factor": 0.5}, "rope_factor is 0.5, must be finite and at least 1"),
+        (
+            {"rope_scaling": "linear", "positions": "learned"},
+            "rope_scaling is linear, positions are learned and turn nothing",
+        ),
+        (
+            {"rope_scaling": "llama3", "rope_low_frequency_factor": 4.0},
+            "rope_low_frequency_factor is 4.0, must be below rope_high_frequency_factor 4.0",
+        ),
+        (
+            {"rope_scaling": "yarn", "rope_beta_slow": 33.0},
+            "rope_beta_slow is 33.0, must be at most rope_beta_fast 32.0",
+        ),
+        ({"rope_attention_factor": 1.5}, "rope_attention_factor is 1.5, only yarn scaling has one"),
+        ({"rope_beta_fast": 0.0}, "rope_beta_fast is 0.0, must be finite and positive"),
+        ({"rope_original_context": -1}, "rope_original_context is -1, must not be negative"),
+        ({"sliding_window": -1}, "sliding_window is -1, must not be negative"),
+        ({"layer_types": ["full"]}, "layer_types has 1 entries, there are 2 layers"),
+        ({"layer_types": ["full", "sliding"]}, "layer_types has sliding layers, sliding_window is 0"),
+        ({"layer_types": ["full", "odd"]}, "layer_types has 'odd', must be of full, sliding"),
+        (
+            ENCODER_DECODER | {"sliding_window": 4},
+            "sliding_window is 4, only decoder-only models have one",
+        ),
+        (
+            {"sliding_window": 4, "attention_score": "additive", "positions": "learned"},
+            "sliding_window is 4, additive scores have none",
+        ),
+        (
+            {"d_model": 25, "head_dim": 6, "positions": "sinusoidal-halves"},
+            "d_model 25 is odd, sinusoidal positions come in pairs",
+        ),
     ],
 )
 def test_a_broken_rule_is_named_with_its_value_and_limit(changes: dict[str, object], problem: str) -> None:
@@ -236,6 +287,21 @@ def test_json_of_wrong_form_is_reported_field_by_field() -> None:
 
 def test_a_whole_number_may_stand_for_a_float() -> None:
     assert ModelConfig.from_dict(DECODER_ONLY | {"rope_theta": 500000}).rope_theta == 500000.0
+
+
+def test_layers_are_alike_unless_they_are_told_apart() -> None:
+    plain = ModelConfig.from_dict(DECODER_ONLY)
+    assert [plain.window(index) for index in range(2)] == [0, 0]
+    everywhere = ModelConfig.from_dict(DECODER_ONLY | {"sliding_window": 5})
+    assert [everywhere.window(index) for index in range(2)] == [5, 5]
+    mixed = ModelConfig.from_dict(DECODER_ONLY | {"sliding_window": 5, "layer_types": ["full", "sliding"]})
+    assert [mixed.window(index) for index in range(2)] == [0, 5]
+
+
+def test_what_scaling_stretches_is_the_context_unless_it_is_told() -> None:
+    yarn = {"rope_scaling": "yarn", "rope_factor": 2.0}
+    assert ModelConfig.from_dict(DECODER_ONLY | yarn).rope_original_context == 32
+    assert ModelConfig.from_dict(DECODER_ONLY | yarn | {"rope_original_context": 16}).rope_original_context == 16
 
 
 def test_kv_bytes_count_keys_and_values_of_every_layer() -> None:
