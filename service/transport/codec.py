@@ -1,8 +1,7 @@
 """Protobuf to values and back: requests validated field by field, answers put together. No protobuf goes further in.
 
-An invalid field is named by its full path, with its value and its limit. What a later version will offer is refused by
-name rather than ignored: a client must not believe in a template that nobody rendered. Knows the operator's limits but
-no model; what depends on one (token ids, lengths in tokens) is `service.models`' to check.
+An invalid field is named by its full path, with its value and its limit. Knows the operator's limits but no model; what
+depends on one (token ids, lengths in tokens, whether there is a template) is `service.models`' to check.
 """
 
 from __future__ import annotations
