@@ -53,7 +53,7 @@ def main() -> None:
         training[name] = _run("model", "train", name, "--out", str(checkpoints_folder / name))
     for name in MODELS:
         _say(f"exporting {name}")
-        _run("export", str(checkpoints_folder / name), "--out", str(models_folder / name))
+        _run("export", str(checkpoints_folder / name), "--out", str(models_folder / name), "--explain-graph")
     parity = [_run("export", "verify", str(models_folder / name)) for name in MODELS]
 
     with serving(models_folder, "--log-level", "warning", "--metrics-port", "0") as target:

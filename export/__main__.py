@@ -1,7 +1,7 @@
 """The exporter's command line.
 
     python -m export CHECKPOINT --out DIR [--device cpu] [--precision fp32|int8|int4] [--kv-cache fp32|int8]
-                     [--prefill-graph]
+                     [--prefill-graph] [--explain-graph]
     python -m export verify ARTEFACT
 
 Progress goes to stderr; stdout holds the parity table and, as its last line, one JSON object. Exit status: 0 proven,
@@ -67,6 +67,12 @@ def _export_parser() -> argparse.ArgumentParser:
         help="write a graph for prompts besides, which `serve --prefill-provider openvino` needs; beside an int8 or "
         "int4 decoder it has fp32 weights of its own; for decoder-only models",
     )
+    parser.add_argument(
+        "--explain-graph",
+        action="store_true",
+        help="write a graph of attention weights besides, which `Explain` and `python -m service explain` need; it has "
+        "no weights of its own; not with int8 K/V",
+    )
     return parser
 
 
@@ -100,6 +106,7 @@ def _export(options: argparse.Namespace) -> int:
                 on_stage,
                 options.kv_cache,
                 prefill_graph=options.prefill_graph,
+                explain_graph=options.explain_graph,
             )
         num_bytes = sum(path.stat().st_size for path in options.out.iterdir())
     except OSError as error:  # a folder that cannot be made, a disk that is full
@@ -138,7 +145,7 @@ def _summary(report: ParityReport) -> dict[str, Any]:
         "verdict": report.verdict,
         "min_agreement": report.min_agreement,
         "max_abs_error": finite(report.max_abs_error),
-        "num_cases": len(report.cases),
+        "num_cases": len(report.cases) + len(report.attention),
         "proven_context": report.proven_context,
         "proven_source_context": report.proven_source_context,
         "provider": report.provider,

@@ -20,6 +20,7 @@ import onnx
 import torch
 from torch import Tensor
 
+from export.explain import ExplainGraph
 from export.graphs import OPSET, DecoderGraph, EncoderGraph
 from export.prefill import PrefillGraph
 from model.artifact import GraphSpec, TensorSpec
@@ -37,7 +38,7 @@ class EmitError(Exception):
         super().__init__(f"{file}: " + "; ".join(problems))
 
 
-def emit(graph: DecoderGraph | EncoderGraph | PrefillGraph, path: Path, opset: int = OPSET) -> GraphSpec:
+def emit(graph: DecoderGraph | EncoderGraph | PrefillGraph | ExplainGraph, path: Path, opset: int = OPSET) -> GraphSpec:
     """Writes `graph` to `path` and its weights to the same name with `.data` added, and returns the file's signature.
 
     Raises:
@@ -69,27 +70,37 @@ def emit(graph: DecoderGraph | EncoderGraph | PrefillGraph, path: Path, opset: i
     return spec
 
 
-def share_weights(path: Path, other: Path) -> None:
-    """Lets the graph in `path` read its weights from the data file of `other`, and removes its own.
+def share_weights(path: Path, *others: Path) -> None:
+    """Lets the graph in `path` read its weights from the data files of `others`, and removes its own.
 
-    Both lie in one folder and come from one model, so tensors of one name are one tensor; each is compared all the
-    same.
+    All lie in one folder and come from one model, so tensors of one name are one tensor; each is compared all the same.
 
     Raises:
-        EmitError: naming the first weight that is not the same there.
+        EmitError: naming the first weight that is not the same in any of them.
     """
     graph, values = onnx.load(path, load_external_data=False), onnx.load(path)
-    places = {tensor.name: tensor for tensor in onnx.load(other, load_external_data=False).graph.initializer}
-    others = {tensor.name: tensor for tensor in onnx.load(other).graph.initializer}
+    places = [_initializers(onnx.load(other, load_external_data=False)) for other in others]
+    tensors = [_initializers(onnx.load(other)) for other in others]
     for tensor, value in zip(graph.graph.initializer, values.graph.initializer, strict=True):
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
             continue
-        if value != others.get(tensor.name) or places[tensor.name].data_location != onnx.TensorProto.EXTERNAL:
-            raise EmitError(path.name, [f"{tensor.name} is not the same in {other.name}"])
-        tensor.CopyFrom(places[tensor.name])
+        there = (
+            place[tensor.name]
+            for place, known in zip(places, tensors, strict=True)
+            if value == known.get(tensor.name) and place[tensor.name].data_location == onnx.TensorProto.EXTERNAL
+        )
+        found = next(there, None)
+        if found is None:
+            names = " or ".join(other.name for other in others)
+            raise EmitError(path.name, [f"{tensor.name} is not the same in {names}"])
+        tensor.CopyFrom(found)
     path.with_name(f"{path.name}.data").unlink()
     onnx.save(graph, path)
     onnx.checker.check_model(path, full_check=True)
+
+
+def _initializers(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+    return {tensor.name: tensor for tensor in model.graph.initializer}
 
 
 def read_signature(path: Path) -> GraphSpec:

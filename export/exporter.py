@@ -5,7 +5,8 @@ reader meets a whole artefact or none, and one that fails its proof never appear
 behind, the next one to the same place clears away.
 
 A graph of lower precision is a rewritten float32 graph, and one with K/V of lower precision too. Each is held to its
-tolerance before it is rewritten: so what the next, wider tolerance gives room to is rounding and nothing else.
+tolerance before it is rewritten: so what the next, wider tolerance gives room to is rounding and nothing else. Graphs
+that share weights have their own until all are rewritten.
 """
 
 from __future__ import annotations
@@ -17,25 +18,28 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import onnx
 import torch
 
-from export import prefill, quantize, quantize_kv
+from export import explain, prefill, quantize, quantize_kv
 from export.emit import emit, read_signature, share_weights
-from export.golden_cases import make_cases
+from export.explain import ExplainGraph
+from export.golden_cases import make_attention_cases, make_cases
 from export.graphs import OPSET, DecoderGraph, EncoderGraph, unsupported
 from export.prefill import PREFILL_OPSET, PrefillGraph
 from export.verify import ParityReport, Verdict, replay, runtime_versions
-from model import artifact, golden
+from model import artifact, golden, golden_attention
 from model.artifact import (
     CPU_PRECISIONS,
     DECODER,
     ENCODER,
+    EXPLAIN,
     PREFILL,
     Device,
     GraphSpec,
@@ -46,6 +50,7 @@ from model.artifact import (
 )
 from model.checkpoint import Checkpoint
 from model.golden import GoldenCase
+from model.golden_attention import AttentionCase
 from model.tokenizer import Tokenizer, TokenizerError
 from model.transformer import EncoderDecoder
 
@@ -66,11 +71,9 @@ class ParityError(Exception):
 
     def __init__(self, report: ParityReport) -> None:
         self.report = report
-        failed = [case.name for case in report.cases if not case.passed]
+        failed, num_cases = report.failed, len(report.cases) + len(report.attention)
         arithmetic = f"{report.precision} over {report.kv_precision} K/V"
-        super().__init__(
-            f"parity in {arithmetic} failed in {len(failed)} of {len(report.cases)} cases: {', '.join(failed)}"
-        )
+        super().__init__(f"parity in {arithmetic} failed in {len(failed)} of {num_cases} cases: {', '.join(failed)}")
 
 
 def export(
@@ -82,6 +85,7 @@ def export(
     kv_precision: KVPrecision = KVPrecision.FP32,
     *,
     prefill_graph: bool = False,
+    explain_graph: bool = False,
 ) -> ParityReport:
     """Writes the artefact folder `out`, replacing an artefact that is there already.
 
@@ -93,6 +97,7 @@ def export(
         on_stage: told what is being done, before it is done.
         kv_precision: how the decoder's own K/V is stored.
         prefill_graph: whether to write prompts' own graph besides, for servers with another provider for them.
+        explain_graph: whether to write a graph that answers with attention weights besides, for `Explain`.
 
     Raises:
         Refused: when the device, the precision, the model or the folder is not one that can be exported to or from.
@@ -104,6 +109,7 @@ def export(
     problems = [*_check_target(device, precision), *unsupported(config), *quantize.unsupported(config, precision)]
     problems += quantize_kv.unsupported(config) if kv_precision is KVPrecision.INT8 else []
     problems += prefill.unsupported(config, kv_precision) if prefill_graph else []
+    problems += explain.unsupported(kv_precision) if explain_graph else []
     problems += [*_check_tokenizers(checkpoint), *_check_folder(out)]
     if problems:
         raise Refused(problems)
@@ -111,18 +117,22 @@ def export(
         on_stage("golden cases by the reference")
         cases = make_cases(checkpoint.model)
         golden.save(folder / artifact.GOLDEN, cases)
+        attention = make_attention_cases(checkpoint.model) if explain_graph else ()
+        if explain_graph:
+            golden_attention.save(folder / artifact.GOLDEN_ATTENTION, attention)
         _copy_texts(checkpoint, folder)
-        graphs = _write_graphs(checkpoint, folder, on_stage, prefill_graph=prefill_graph)
-        if prefill_graph and precision is Precision.FP32:
-            share_weights(folder / graphs[PREFILL].file, folder / graphs[DECODER].file)
+        wanted = {PREFILL: prefill_graph, EXPLAIN: explain_graph}
+        graphs = _write_graphs(checkpoint, folder, on_stage, [name for name, is_wanted in wanted.items() if is_wanted])
         draft = _draft(checkpoint, device, graphs)
-        report = _prove(folder, draft, cases, on_stage)
+        prove = partial(_prove, folder, cases=cases, attention=attention, on_stage=on_stage)
         if kv_precision is not draft.kv_cache.precision:
+            prove(draft)
             draft = _quantize_kv(folder, draft, kv_precision, on_stage)
-            report = _prove(folder, draft, cases, on_stage)
         if precision is not draft.precision:
+            prove(draft)
             draft = _quantize(folder, draft, precision, on_stage)
-            report = _prove(folder, draft, cases, on_stage)
+        _share_weights(folder, draft)
+        report = prove(draft)
         (folder / artifact.PARITY).write_text(report.to_json(), encoding="utf-8")
         files = {path.name: artifact.hash_file(path) for path in sorted(folder.iterdir())}
         manifest = dataclasses.replace(draft, files=files)
@@ -181,18 +191,31 @@ def _is_artefact(folder: Path) -> bool:
 
 
 def _write_graphs(
-    checkpoint: Checkpoint, folder: Path, on_stage: Callable[[str], None], *, prefill_graph: bool
+    checkpoint: Checkpoint, folder: Path, on_stage: Callable[[str], None], besides: Collection[str]
 ) -> dict[str, GraphSpec]:
+    """Writes the graphs that the model needs and those of `besides`, each with weights of its own."""
     model = checkpoint.model
     on_stage("decoder graph")
     graphs = {DECODER: emit(DecoderGraph(model), folder / f"{DECODER}.onnx")}
     if isinstance(model, EncoderDecoder):
         on_stage("encoder graph")
         graphs[ENCODER] = emit(EncoderGraph(model), folder / f"{ENCODER}.onnx")
-    if prefill_graph:
+    if PREFILL in besides:
         on_stage("prefill graph")
         graphs[PREFILL] = emit(PrefillGraph(model), folder / f"{PREFILL}.onnx", PREFILL_OPSET)
+    if EXPLAIN in besides:
+        on_stage("explain graph")
+        graphs[EXPLAIN] = emit(ExplainGraph(model), folder / f"{EXPLAIN}.onnx")
     return graphs
+
+
+def _share_weights(folder: Path, draft: Manifest) -> None:
+    """Leaves one copy of each weight in `folder`, but for a prefill graph's that are not the decoder's."""
+    files = {name: folder / graph.file for name, graph in draft.graphs.items()}
+    if PREFILL in files and draft.precision is Precision.FP32:
+        share_weights(files[PREFILL], files[DECODER])
+    if EXPLAIN in files:
+        share_weights(files[EXPLAIN], *(files[name] for name in (DECODER, ENCODER) if name in files))
 
 
 def _quantize(folder: Path, draft: Manifest, precision: Precision, on_stage: Callable[[str], None]) -> Manifest:
@@ -216,9 +239,13 @@ def _quantize_kv(folder: Path, draft: Manifest, kv_precision: KVPrecision, on_st
 
 
 def _prove(
-    folder: Path, draft: Manifest, cases: tuple[GoldenCase, ...], on_stage: Callable[[str], None]
+    folder: Path,
+    draft: Manifest,
+    cases: tuple[GoldenCase, ...],
+    attention: tuple[AttentionCase, ...],
+    on_stage: Callable[[str], None],
 ) -> ParityReport:
-    report = replay(folder, draft, cases, lambda name: on_stage(f"replaying {name} in {draft.precision}"))
+    report = replay(folder, draft, cases, lambda name: on_stage(f"replaying {name} in {draft.precision}"), attention)
     if report.verdict is not Verdict.PASSED:
         raise ParityError(report)
     return report

@@ -20,8 +20,10 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from model import reference
+from model.artifact import attention_layers, attention_output
 from model.config import AttentionScore, ModelConfig
 from model.golden import Feed, Float32, GoldenCase, Int64, Step, staggered
+from model.golden_attention import AttentionCase
 from model.transformer import Transformer, num_parameters
 
 CHUNK = 128
@@ -33,6 +35,7 @@ _MAX_SCORE_BYTES = 256 * 2**20
 _MAX_PREFILL_MULTIPLICATIONS = 1.5e11
 _MAX_DECODE_MULTIPLICATIONS = 1e10
 _MAX_DECODE_LOGITS = 1e6
+_MAX_ATTENTION_WEIGHTS = 2**17
 
 
 class GoldenCaseError(Exception):
@@ -59,6 +62,35 @@ def make_cases(model: Transformer) -> tuple[GoldenCase, ...]:
     plan = _plan_encoder_decoder if config.is_encoder_decoder else _plan_decoder_only
     answers = _Answers(model)
     return tuple(answers.complete(case) for case in plan(config, num_parameters(model)))
+
+
+def make_attention_cases(model: Transformer) -> tuple[AttentionCase, ...]:
+    """Attention weights by `model.reference`: one token, a few, and as many as half a megabyte of weights allows.
+
+    Raises:
+        GoldenCaseError: when a weight is not finite.
+    """
+    config = model.config
+    num_matrices = config.num_heads * sum(attention_layers(config).values())
+    longest = math.isqrt(_MAX_ATTENTION_WEIGHTS // num_matrices)
+    cases = []
+    for length in _fitting((1, 17, longest), max(1, min(config.context, longest))):
+        sequence, source = _tokens(length, length, config.vocab_size), np.empty(0, np.int64)
+        if config.is_encoder_decoder:
+            sequence[0] = config.bos_id
+            # Another length than the sequence's, or which is which would not show.
+            source = _tokens(length, min(config.source_context, max(1, length * 2 // 3)), config.source_vocab_size)
+        given = source.tolist() if config.is_encoder_decoder else None
+        weights = {
+            attention_output(kind, layer): tensor.numpy()
+            for kind, tensors in reference.attention(model, sequence.tolist(), given).items()
+            for layer, tensor in enumerate(tensors)
+        }
+        name = f"attention-{length}"
+        if not all(np.isfinite(matrix).all() for matrix in weights.values()):
+            raise GoldenCaseError(f"{name}: the checkpoint's own attention weights are not finite")
+        cases.append(AttentionCase(name, sequence, source, weights))
+    return tuple(cases)
 
 
 def _plan_decoder_only(config: ModelConfig, size: int) -> Iterator[_Plan]:

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from model.artifact import DECODER, ENCODER, PREFILL, ArtifactError, GraphSpec, Manifest, TensorSpec
+from model.artifact import DECODER, ENCODER, EXPLAIN, PREFILL, ArtifactError, GraphSpec, Manifest, TensorSpec
 from model.config import Positions
 from model.golden import Feed, Float32, GoldenCase, Step
+from model.golden_attention import AttentionCase
 
 PROVIDER = "CPUExecutionProvider"
 
@@ -158,6 +159,31 @@ class Replayer:
             self._decoder.run_with_iobinding(binding)
         logits: Float32 = binding.get_outputs()[0].numpy()
         return logits
+
+
+class AttentionReplayer:
+    """A session over one artefact's explain graph.
+
+    Args:
+        folder: the artefact.
+        manifest: what it says of the graph.
+
+    Raises:
+        ArtifactError: as `Replayer`.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._session = _open(folder, manifest.graphs[EXPLAIN])
+
+    def run(self, case: AttentionCase) -> dict[str, Float32]:
+        """Attention weights by the name of the graph's output.
+
+        Raises:
+            ReplayError: when ONNX Runtime fails.
+        """
+        names = list(case.weights)
+        with _naming_failures():
+            return dict(zip(names, self._session.run(names, case.inputs), strict=True))
 
 
 @contextmanager

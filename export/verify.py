@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,10 +21,11 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from export.replay import PROVIDER, Replayer, ReplayError
-from model import artifact, golden
-from model.artifact import PREFILL, ArtifactError, KVPrecision, Manifest, Precision
+from export.replay import PROVIDER, AttentionReplayer, Replayer, ReplayError
+from model import artifact, golden, golden_attention
+from model.artifact import EXPLAIN, PREFILL, ArtifactError, KVPrecision, Manifest, Precision
 from model.golden import CaseResult, GoldenCase, Tolerance, tolerance_of
+from model.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionResult
 
 
 class Verdict(StrEnum):
@@ -40,9 +41,10 @@ class ParityReport:
     """How an artefact's graphs compared with PyTorch in float32: parity.json.
 
     What they are held to is their precision's (`model.golden.tolerance_of`); each case says what that came to. Where
-    there is a prefill graph, cases with several tokens in a step are there twice, the second time by that graph. The
-    cases reach `proven_context` of the decoder's `context` positions and `proven_source_context` of the encoder's
-    `source_context`, which are both 0 for a decoder-only model.
+    there is a prefill graph, cases with several tokens in a step are there twice, the second time by that graph.
+    `attention` is how an explain graph's weights compared, and empty where there is none. The other cases reach
+    `proven_context` of the decoder's `context` positions and `proven_source_context` of the encoder's `source_context`,
+    which are both 0 for a decoder-only model.
     """
 
     provider: str
@@ -54,13 +56,20 @@ class ParityReport:
     proven_context: int
     source_context: int
     proven_source_context: int
+    attention: tuple[AttentionResult, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
         """Passed when every case did, and there was one."""
         if not self.cases:
             return Verdict.NOT_RUN
-        return Verdict.PASSED if all(case.passed for case in self.cases) else Verdict.FAILED
+        return Verdict.FAILED if self.failed else Verdict.PASSED
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the cases that did not pass."""
+        results: tuple[CaseResult | AttentionResult, ...] = (*self.cases, *self.attention)
+        return tuple(result.name for result in results if not result.passed)
 
     @property
     def tolerance(self) -> Tolerance:
@@ -92,11 +101,6 @@ class ParityReport:
 
     def to_json(self) -> str:
         """The text of parity.json."""
-        cases = []
-        for case in self.cases:
-            values = {name: finite(value) for name, value in asdict(case).items()}
-            values["verdict"] = Verdict.PASSED if values.pop("passed") else Verdict.FAILED
-            cases.append(values)
         report = {
             "provider": self.provider,
             "precision": self.precision,
@@ -109,10 +113,21 @@ class ParityReport:
             "proven_context": self.proven_context,
             "source_context": self.source_context,
             "proven_source_context": self.proven_source_context,
-            "cases": cases,
+            "cases": _cases(self.cases),
             "versions": dict(self.versions),
         }
+        if self.attention:
+            report["attention"] = _cases(self.attention)
         return json.dumps(report, indent=2, allow_nan=False) + "\n"
+
+
+def _cases(results: Sequence[CaseResult | AttentionResult]) -> list[dict[str, Any]]:
+    cases = []
+    for result in results:
+        values = {name: finite(value) for name, value in asdict(result).items()}
+        values["verdict"] = Verdict.PASSED if values.pop("passed") else Verdict.FAILED
+        cases.append(values)
+    return cases
 
 
 def replay(
@@ -120,6 +135,7 @@ def replay(
     manifest: Manifest,
     cases: tuple[GoldenCase, ...],
     on_case: Callable[[str], None],
+    attention: tuple[AttentionCase, ...] = (),
 ) -> ParityReport:
     """Replays cases on the graphs in `folder`.
 
@@ -128,6 +144,7 @@ def replay(
         manifest: says what they are and in which precision; its checksums are not looked at.
         cases: what PyTorch answered.
         on_case: told the name of each case before it runs, and why it could not run, which fails it.
+        attention: the weights that it computed, for an artefact with an explain graph.
 
     Raises:
         ArtifactError: when ONNX Runtime refuses a graph.
@@ -153,6 +170,7 @@ def replay(
         proven_context=max((len(row) for case in cases for row in case.sequences), default=0),
         source_context=manifest.config.source_context,
         proven_source_context=max((len(row) for case in cases for row in case.sources), default=0),
+        attention=_replay_attention(folder, manifest, attention, on_case),
     )
 
 
@@ -166,6 +184,24 @@ def _replay_case(
         on_case(f"{case.name}: {error}")
         logits = np.empty((0, 0), np.float32)
     return golden.compare(case, logits, tolerance)
+
+
+def _replay_attention(
+    folder: Path, manifest: Manifest, cases: tuple[AttentionCase, ...], on_case: Callable[[str], None]
+) -> tuple[AttentionResult, ...]:
+    if EXPLAIN not in manifest.graphs:
+        return ()
+    replayer = AttentionReplayer(folder, manifest)
+    results = []
+    for case in cases:
+        on_case(case.name)
+        weights: Mapping[str, golden_attention.Float32] = {}
+        try:
+            weights = replayer.run(case)
+        except ReplayError as error:
+            on_case(f"{case.name}: {error}")
+        results.append(golden_attention.compare(case, weights, ATTENTION_TOLERANCES[manifest.precision]))
+    return tuple(results)
 
 
 def _by_prefill_graph(case: GoldenCase) -> GoldenCase | None:
@@ -190,9 +226,11 @@ def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:
     manifest = artifact.load(folder)
     try:
         cases = golden.load(folder / artifact.GOLDEN, manifest.config)
+        explained = EXPLAIN in manifest.graphs
+        attention = golden_attention.load(folder / artifact.GOLDEN_ATTENTION, manifest.config) if explained else ()
     except ValueError as error:
         raise ArtifactError(folder, [str(error)]) from error
-    return replay(folder, manifest, cases, on_case)
+    return replay(folder, manifest, cases, on_case, attention)
 
 
 def runtime_versions() -> dict[str, str]:
@@ -208,7 +246,8 @@ def finite(value: Any) -> Any:
 def draw(report: ParityReport) -> Table:
     """The report for people: one line for each case.
 
-    `relative` divides the error by the spread of the golden logits; `greedy` is the share of equal arg-maxima.
+    `relative` divides the error by the spread of the golden logits; `greedy` is the share of equal arg-maxima. For
+    attention, `relative` is the mean distance of rows divided by theirs from even ones, which has the tolerance.
     """
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -225,6 +264,19 @@ def draw(report: ParityReport) -> Table:
             f"{case.max_relative_error:.1e}",
             f"{case.tolerance:.1e}",
             f"{case.agreement:.1%}",
-            Verdict.PASSED if case.passed else f"[bold red]{Verdict.FAILED}",
+            _drawn_verdict(case),
+        )
+    for result in report.attention:
+        table.add_row(
+            escape(result.name),
+            f"{result.max_abs_error:.1e}",
+            f"{result.relative_distance:.1e}",
+            f"{result.tolerance.relative:.1e}",
+            "",
+            _drawn_verdict(result),
         )
     return table
+
+
+def _drawn_verdict(result: CaseResult | AttentionResult) -> str:
+    return Verdict.PASSED if result.passed else f"[bold red]{Verdict.FAILED}"

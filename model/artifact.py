@@ -9,9 +9,11 @@ compute is proven elsewhere (`model.golden`).
     encoder.onnx       + encoder.onnx.data, encoder-decoder only
     prefill.onnx       decoder-only and optional, float32 always; its weights are those in decoder.onnx.data, or where
                        the decoder's are rounded its own: prefill.onnx.data
+    explain.onnx       optional; its weights are those in decoder.onnx.data and encoder.onnx.data
     tokenizer.json     (+ target_tokenizer.json where source and target differ)
     chat.json          where the model has a template for conversations (`model.chat`)
     golden.npz         inputs and PyTorch's outputs, in float32 whatever the graphs' precision
+    attention.npz      the same for explain.onnx, where there is one: PyTorch's attention weights
     parity.json        how the exported graphs compared with them, and the tolerance of their precision
 """
 
@@ -35,10 +37,12 @@ TOKENIZER = "tokenizer.json"
 TARGET_TOKENIZER = "target_tokenizer.json"
 CHAT = "chat.json"
 GOLDEN = "golden.npz"
+GOLDEN_ATTENTION = "attention.npz"
 PARITY = "parity.json"
 DECODER = "decoder"
 ENCODER = "encoder"
 PREFILL = "prefill"
+EXPLAIN = "explain"
 MIN_OPSET = 23
 """The first ONNX operator set with RMSNormalization and Attention."""
 MAX_OPSET = 26
@@ -89,6 +93,14 @@ class KVPrecision(StrEnum):
     def dtype(self) -> str:
         """The ONNX and NumPy name of what a buffer holds."""
         return {KVPrecision.FP32: "float32", KVPrecision.INT8: "int8"}[self]
+
+
+class AttentionKind(StrEnum):
+    """Who attends to whom: the encoder to its source, the decoder to itself, the decoder to the encoder's output."""
+
+    ENCODER = "encoder"
+    DECODER = "decoder"
+    CROSS = "cross"
 
 
 CPU_PRECISIONS = (Precision.FP32, Precision.INT8, Precision.INT4)
@@ -320,6 +332,44 @@ def prefill_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tupl
     return tuple(inputs), tuple(outputs)
 
 
+def attention_layers(config: ModelConfig) -> dict[AttentionKind, int]:
+    """The kinds of attention that a model has, and in how many layers each."""
+    if not config.is_encoder_decoder:
+        return {AttentionKind.DECODER: config.num_layers}
+    return {
+        AttentionKind.ENCODER: config.num_encoder_layers,
+        AttentionKind.DECODER: config.num_layers,
+        AttentionKind.CROSS: config.num_layers,
+    }
+
+
+def attention_output(kind: AttentionKind, layer: int) -> str:
+    """What an explain graph calls the weights of one layer."""
+    return f"{kind}_attention_{layer}"
+
+
+def explain_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs that an explain graph must have: one whole sequence in, every layer's attention weights out.
+
+    Row i of a matrix is query i's distribution over the keys. There is no cache and no logit: of an encoder-decoder,
+    `input_ids` begin with the start token.
+    """
+    lengths = {
+        AttentionKind.ENCODER: ("source", "source"),
+        AttentionKind.DECODER: ("sequence", "sequence"),
+        AttentionKind.CROSS: ("sequence", "source"),
+    }
+    inputs = [TensorSpec("input_ids", "int64", (1, "sequence"))]
+    if config.is_encoder_decoder:
+        inputs.append(TensorSpec("source_ids", "int64", (1, "source")))
+    outputs = (
+        TensorSpec(attention_output(kind, layer), "float32", (config.num_heads, *lengths[kind]))
+        for kind, num_layers in attention_layers(config).items()
+        for layer in range(num_layers)
+    )
+    return tuple(inputs), tuple(outputs)
+
+
 def hash_file(path: Path) -> FileEntry:
     """Checksum and size of a file, read in pieces."""
     digest = hashlib.sha256()
@@ -377,6 +427,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _check_files(folder: Path, files: Mapping[str, FileEntry], graphs: Mapping[str, GraphSpec]) -> list[str]:
     needed = {TOKENIZER, GOLDEN, PARITY, *(graph.file for graph in graphs.values())}
+    needed |= {GOLDEN_ATTENTION} if EXPLAIN in graphs else set()
     problems = [f"files does not list {name}" for name in sorted(needed - files.keys())]
     for name, expected in sorted(files.items()):
         try:
@@ -437,6 +488,8 @@ def _check_signatures(manifest: Manifest) -> list[str]:
         expected[ENCODER] = encoder_signature(manifest.config)
     elif PREFILL in manifest.graphs:
         expected[PREFILL] = prefill_signature(manifest.config)
+    if EXPLAIN in manifest.graphs:
+        expected[EXPLAIN] = explain_signature(manifest.config)
     problems = [f"graphs lists unknown {name!r}" for name in sorted(manifest.graphs.keys() - expected.keys())]
     for name, (inputs, outputs) in expected.items():
         graph = manifest.graphs.get(name)

@@ -126,12 +126,38 @@ def attend(
     Returns:
         `[B, H, S, D]`.
     """
+    return attend_and_weigh(q, k, v, mask, is_causal=is_causal, score=score)[0]
+
+
+def attend_and_weigh(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    score: Score = dot_scores,
+) -> tuple[Tensor, Tensor]:
+    """`attend`, and the weights by which it summed the values.
+
+    Args:
+        q: as in `attend`, like all others.
+        k: as there.
+        v: as there.
+        mask: as there.
+        is_causal: as there.
+        score: as there.
+
+    Returns:
+        `[B, H, S, D]` and `[B, H, S, T]`.
+    """
     if is_causal:
         causal = causal_mask(k.shape[-2], device=k.device)
         mask = causal if mask is None else mask & causal
     if (group := q.shape[1] // k.shape[1]) > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    return attention_weights(score(q, k), mask) @ v
+    weights = attention_weights(score(q, k), mask)
+    return weights @ v, weights
 
 
 def attend_fused(

@@ -6,13 +6,14 @@ float32, with `attend` and no fused kernel. Nothing is reused from token to toke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from model.attention import attend
+from model.artifact import AttentionKind, attention_layers
+from model.attention import Attend, Score, attend, attend_and_weigh, dot_scores
 from model.transformer import EncoderDecoder, Transformer
 
 
@@ -75,6 +76,57 @@ def greedy(
         if token in eos_ids:
             break
     return sequence[num_given:]
+
+
+def attention(
+    model: Transformer, sequence: Sequence[int], source: Sequence[int] | None = None
+) -> dict[AttentionKind, list[Tensor]]:
+    """Attention weights of every layer over one whole sequence.
+
+    Args:
+        model: as in `logits`.
+        sequence: as there.
+        source: as there.
+
+    Returns:
+        By kind and layer `[H, S, T] float32` on the CPU: row i is query i's distribution over the keys.
+
+    Raises:
+        ValueError: as `logits`.
+    """
+    _check(model, sequence, source)
+    device = model.embedding.tokens.weight.device
+    found: dict[AttentionKind, list[Tensor]] = {kind: [] for kind in attention_layers(model.config)}
+    target_ids = torch.tensor([sequence], device=device)
+    with _evaluating(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        if isinstance(model, EncoderDecoder):
+            source_ids = torch.tensor([source], device=device)
+            lengths = torch.tensor([source_ids.shape[1]], device=device)
+            memory = model.encode(source_ids, lengths, _keeping(lambda _: found[AttentionKind.ENCODER]))
+            kinds = {True: AttentionKind.DECODER, False: AttentionKind.CROSS}
+            model.decode_hidden(memory, lengths, target_ids, _keeping(lambda is_causal: found[kinds[is_causal]]))
+        else:
+            model(target_ids, _keeping(lambda _: found[AttentionKind.DECODER]))
+    return found
+
+
+def _keeping(place: Callable[[bool], list[Tensor]]) -> Attend:
+    """`attend` that appends its weights to a list, which is chosen by whether it is causal."""
+
+    def attend_and_keep(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        score: Score = dot_scores,
+    ) -> Tensor:
+        y, weights = attend_and_weigh(q, k, v, mask, is_causal=is_causal, score=score)
+        place(is_causal).append(weights[0].cpu())
+        return y
+
+    return attend_and_keep
 
 
 def _check(model: Transformer, sequence: Sequence[int], source: Sequence[int] | None) -> None:

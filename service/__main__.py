@@ -1,4 +1,4 @@
-"""`python -m service serve …`, `ask MODEL TEXT …`, `health` and `trace`.
+"""`python -m service serve …`, `ask MODEL TEXT …`, `explain MODEL TEXT …`, `health` and `trace`.
 
 Exit status: 0 done, 1 failed while running, 2 refused to start.
 """
@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from service.config import AskConfig, HealthConfig, LogLevel, ServeConfig, TraceConfig, parse_command_line
+from service.config import AskConfig, ExplainConfig, HealthConfig, LogLevel, ServeConfig, TraceConfig, parse_command_line
 from service.errors import StartupError
 from service.huge_pages import restart_with_huge_pages
 
@@ -33,6 +33,8 @@ def main(argv: Sequence[str], *, may_restart: bool = False) -> int:
                 return _serve(config)
             case AskConfig():
                 return _ask(config)
+            case ExplainConfig():
+                return _explain(config)
             case HealthConfig():
                 return _health(config)
             case TraceConfig():
@@ -64,6 +66,12 @@ def _ask(config: AskConfig) -> int:
     from service.client import ask
 
     return ask(config)
+
+
+def _explain(config: ExplainConfig) -> int:
+    from service.explain_client import explain
+
+    return explain(config)
 
 
 def _health(config: HealthConfig) -> int:

@@ -25,9 +25,11 @@ from service.async_engine import AsyncEngine
 from service.config import Admission, MetricsCompat, ServeConfig
 from service.costing import CostModel
 from service.debug import from_loop, with_debug
+from service.engine.attention import load_attention_graph
 from service.engine.engine import LastRun
 from service.engine_thread import StepEngine
 from service.errors import EngineFailed, RequestError
+from service.explainer import Explainer
 from service.exposition import exposing, metrics_app
 from service.generator import Generator
 from service.lane import LaneLimits
@@ -194,6 +196,15 @@ class App:
         self._prompts = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="prompts")
         # A thread of its own: whoever tokenises for its own sake waits in line and holds up no prompt.
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._generator = Generator(self._engine, self._models, self._prompts)
+        self._explainer = Explainer(
+            self._generator,
+            self._models,
+            lambda model: load_attention_graph(config.models / model.name, model.manifest),
+            self._prompts,
+            config.limits.max_explain_tokens,
+            config.max_message_bytes,
+        )
         self._calls = CallInterceptor(
             SERVICES,
             self._metrics.handled,
@@ -274,11 +285,11 @@ class App:
 
     def _make_server(self) -> GrpcServer:
         """A gRPC server belongs to the event loop that runs when it is made, so it cannot be made any earlier."""
-        generator = Generator(self._engine, self._models, self._prompts)
+        generator, limits = self._generator, self._config.request_limits
         return GrpcServer(
-            GenerationServicer(generator, self._models, self._config.request_limits, self._texts),
+            GenerationServicer(generator, self._explainer, self._models, limits, self._texts),
             ModelServicer(self._models, self._verifier.verify, self._library, self._config),
-            InferenceServicer(generator, self._models, self._library, self._config.request_limits),
+            InferenceServicer(generator, self._models, self._library, limits),
             [self._calls],
             TransportLimits(
                 max_message_bytes=self._config.max_message_bytes,
@@ -308,6 +319,7 @@ class App:
         for name in self._told - set(self._models.names):
             await self._server.set_health(name, is_serving=False)
         self._told |= set(self._models.names)
+        self._explainer.models_changed()
         self._show_states()
         serving = {name: self._models.state(name) is ModelState.SERVING for name in self._models.names}
         for name, is_serving in serving.items():
@@ -338,6 +350,7 @@ class App:
         await self._tracer.close(_CLOSING_SECONDS)
         for executor in (self._prompts, self._texts):
             executor.shutdown(wait=False, cancel_futures=True)
+        self._explainer.close()
 
     async def _drain(self, hurry: asyncio.Event) -> None:
         """Gives calls in flight the grace to end, or less if `hurry` is set."""

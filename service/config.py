@@ -68,6 +68,8 @@ class Option:
 def _text(text: str) -> str:
     if not text:
         raise ValueError("must not be empty")
+    if not _is_unicode(text):
+        raise ValueError("must be UTF-8")
     return text
 
 
@@ -84,6 +86,13 @@ def _file(text: str) -> Path:
 
 _MAX_OBJECTIVES = 8
 _MAX_OBJECTIVE_SECONDS = 3600.0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) < 1 << 31 for part in parts):
+        raise ValueError("must be whole numbers from 0, as in 0,2")
+    return tuple(map(int, parts))
 
 
 def _boolean(text: str) -> bool:
@@ -219,6 +228,9 @@ class RequestLimits:
     max_request_id_length: Annotated[int, Option("longest request_id in characters", _integer(32, 4096))] = 128
     max_tokenize_bytes: Annotated[int, Option("longest text of Tokenize in bytes", _integer(1, 1 << 30))] = 256 << 10
     max_detokenize_tokens: Annotated[int, Option("most token ids of Detokenize", _integer(1, 2**31 - 1))] = 64 << 10
+    max_explain_tokens: Annotated[
+        int, Option("most tokens of a source, and most that a decoder reads, in Explain", _integer(2, 8192))
+    ] = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,6 +378,31 @@ class AskConfig(ConnectionConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainConfig(ConnectionConfig):
+    """All that `explain` can be told. None leaves the choice to the server; layers and heads count from 0.
+
+    Raises:
+        StartupError: when there is no file to write.
+    """
+
+    model: str
+    text: str
+    target_text: Annotated[str | None, Option("output to explain; default: what the model writes", _text)] = None
+    max_tokens: Annotated[
+        int | None, Option("tokens to write at most, where none are given", _integer(1, 2**31 - 1))
+    ] = None
+    html: Annotated[Path | None, Option("page to write, with a heat map for each layer and head", _folder)] = None
+    svg: Annotated[Path | None, Option("picture to write: the page's first", _folder)] = None
+    layers: Annotated[tuple[int, ...] | None, Option("layers to show, as in 0,2; default: all", _numbers)] = None
+    heads: Annotated[tuple[int, ...] | None, Option("heads to show, as in 0,2; default: all", _numbers)] = None
+    timeout_seconds: Annotated[float | None, Option("give up after this long", _number(0.001, 86400))] = None
+
+    def __post_init__(self) -> None:
+        if self.html is None and self.svg is None:
+            raise StartupError([f"{flag('html')} or {flag('svg')} must name a file to write"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HealthConfig(ConnectionConfig):
     """All that `health` can be told."""
 
@@ -381,7 +418,7 @@ class TraceConfig:
     out: Annotated[Path, Option("file to write", _folder)] = Path("trace.json")
 
 
-Config = ServeConfig | AskConfig | HealthConfig | TraceConfig
+Config = ServeConfig | AskConfig | ExplainConfig | HealthConfig | TraceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,6 +436,11 @@ _COMMANDS: Mapping[str, _Command] = {
     "ask": _Command(
         config=AskConfig,
         help="ask a served model",
+        positionals={"model": "the model's name", "text": "the prompt or source text"},
+    ),
+    "explain": _Command(
+        config=ExplainConfig,
+        help="draw where a served model looked",
         positionals={"model": "the model's name", "text": "the prompt or source text"},
     ),
     "health": _Command(config=HealthConfig, help="exit with 0 if a server answers requests, with 1 if not"),

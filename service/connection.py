@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,12 @@ from service.errors import StartupError
 
 
 @contextmanager
-def connect(config: ConnectionConfig) -> Iterator[grpc.Channel]:
+def connect(config: ConnectionConfig, *, max_answer_bytes: int | None = None) -> Iterator[grpc.Channel]:
     """A channel for the length of the block. It connects with its first call.
+
+    Args:
+        config: where to, and how.
+        max_answer_bytes: the largest message that is taken, -1 for any; gRPC's own 4 MiB unless given.
 
     Raises:
         StartupError: naming every file that cannot be read, or a key that belongs to no certificate.
@@ -30,16 +34,22 @@ def connect(config: ConnectionConfig) -> Iterator[grpc.Channel]:
         problems.append("--client-certificate and --client-key belong together")
     if problems:
         raise StartupError(problems)
-    with _channel(config, authority, key, certificate) as channel:
+    options = [] if max_answer_bytes is None else [("grpc.max_receive_message_length", max_answer_bytes)]
+    with _channel(config, authority, key, certificate, options) as channel:
         yield grpc.intercept_channel(channel, _ApiKey(api_key)) if api_key else channel
 
 
 def _channel(
-    config: ConnectionConfig, authority: bytes | None, key: bytes | None, certificate: bytes | None
+    config: ConnectionConfig,
+    authority: bytes | None,
+    key: bytes | None,
+    certificate: bytes | None,
+    options: Sequence[tuple[str, Any]],
 ) -> grpc.Channel:
     if authority is None:
-        return grpc.insecure_channel(config.target)
-    options = [("grpc.ssl_target_name_override", config.server_name)] if config.server_name else []
+        return grpc.insecure_channel(config.target, options)
+    if config.server_name:
+        options = [*options, ("grpc.ssl_target_name_override", config.server_name)]
     credentials = grpc.ssl_channel_credentials(authority, key, certificate)
     return grpc.secure_channel(config.target, credentials, options)
 

@@ -85,9 +85,9 @@ class UnsupportedFeature(RequestError):
 
     label = "unsupported_feature"
 
-    def __init__(self, field: str) -> None:
+    def __init__(self, field: str, why: str = "is not offered by this server") -> None:
         self.field = field
-        super().__init__(f"{field}: is not offered by this server")
+        super().__init__(f"{field}: {why}")
 
 
 class AnswerTooLarge(RequestError):
@@ -95,10 +95,10 @@ class AnswerTooLarge(RequestError):
 
     label = "answer_too_large"
 
-    def __init__(self, num_bytes: int, limit: int) -> None:
+    def __init__(self, num_bytes: int, limit: int, advice: str = "ask for less or stream it") -> None:
         self.num_bytes = num_bytes
         self.limit = limit
-        super().__init__(f"the answer has {num_bytes} bytes, a message has at most {limit}; ask for less or stream it")
+        super().__init__(f"the answer has {num_bytes} bytes, a message has at most {limit}; {advice}")
 
 
 class Overloaded(RequestError):

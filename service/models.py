@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from model.artifact import Manifest
+from model.artifact import EXPLAIN, Manifest
 from model.chat import Chat, ConversationError, Message
 from model.golden import CaseResult, GoldenCase
 from model.tokenizer import Tokenizer
@@ -95,6 +95,11 @@ class ServedModel:
         """Number of ids a prompt may hold."""
         config = self.manifest.config
         return config.source_vocab_size if config.is_encoder_decoder else config.vocab_size
+
+    @property
+    def explains(self) -> bool:
+        """Whether its artefact has a graph of attention weights."""
+        return EXPLAIN in self.manifest.graphs
 
     def kv_memory_bytes(self, max_batch_size: int, kv_memory: int | None) -> int:
         """The key-value budget of its engine: what the operator gave, else room for every sequence at full length."""

@@ -81,7 +81,7 @@ def make_task(model: ServedModel, prompt: Text, target: Text | None) -> ScoreTas
     config = model.manifest.config
     beginning = model.output_beginning if config.is_encoder_decoder else ()
     room = config.context - (1 + len(beginning) if config.is_encoder_decoder else len(given))
-    scored = _encode_target(model, target, room)
+    scored = encode_target(model, target, room, "the room left in the context")
     text = target if isinstance(target, str) else model.output_tokenizer.decode(scored)
     return ScoreTask(
         prompt_token_ids=given if config.is_encoder_decoder else given + scored,
@@ -115,12 +115,24 @@ def _prompt_task(model: ServedModel, prompt: Text) -> ScoreTask:
     )
 
 
-def _encode_target(model: ServedModel, target: Text, room: int) -> tuple[int, ...]:
+def encode_target(model: ServedModel, target: Text, room: int, why: str) -> tuple[int, ...]:
+    """Token ids of a given output, without control tokens; text may take milliseconds.
+
+    Args:
+        model: whose output it is.
+        target: text or raw ids.
+        room: how many tokens it may have.
+        why: what that is, for the message.
+
+    Raises:
+        PromptTooLong: when it has more.
+        InvalidRequest: when an id is not in the vocabulary, or the text has no tokens.
+    """
     field = "target.target_text" if isinstance(target, str) else "target.target_token_ids.ids"
     token_ids = tuple(model.output_tokenizer.encode_plain(target)) if isinstance(target, str) else target
     if not token_ids:
         raise InvalidRequest(field, target, "must have at least 1 token")
     if len(token_ids) > room:
-        raise PromptTooLong(field, len(token_ids), f"must have at most {room} tokens, the room left in the context")
+        raise PromptTooLong(field, len(token_ids), f"must have at most {room} tokens, {why}")
     check_ids(field, token_ids, model.manifest.config.vocab_size)
     return token_ids

@@ -80,10 +80,12 @@ def tiny_artifact(
     kv_precision: KVPrecision = KVPrecision.FP32,
     *,
     prefill_graph: bool = False,
+    explain_graph: bool = False,
     **overrides: Any,
 ) -> Path:
     """An artefact folder of `tiny_config`; equal arguments give the same folder, which tests must not write to."""
-    return _export(tiny_config(family, **overrides), precision, kv_precision, prefill_graph=prefill_graph)
+    besides = {"prefill_graph": prefill_graph, "explain_graph": explain_graph}
+    return _export(tiny_config(family, **overrides), precision, kv_precision, **besides)
 
 
 def tiny_checkpoint(folder: Path, config: ModelConfig, seed: int = 0) -> Path:
@@ -136,14 +138,14 @@ def rehash(folder: Path) -> None:
 
 
 @cache
-def _export(config: ModelConfig, precision: Precision, kv_precision: KVPrecision, *, prefill_graph: bool) -> Path:
+def _export(config: ModelConfig, precision: Precision, kv_precision: KVPrecision, **besides: bool) -> Path:
     from export.exporter import export
     from model import checkpoint
 
     root = Path(tempfile.mkdtemp(dir=_root()))
     source = checkpoint.load(tiny_checkpoint(root / "checkpoint", config))
     folder = root / config.architecture
-    export(source, folder, Device.CPU, precision, lambda _: None, kv_precision, prefill_graph=prefill_graph)
+    export(source, folder, Device.CPU, precision, lambda _: None, kv_precision, **besides)
     return folder
 
 

@@ -70,7 +70,8 @@ def build_runner(
     by_openvino = prefill is PrefillProvider.OPENVINO
     # Threads of one provider that spin take the cores from those of the other.
     options = dataclasses.replace(options, stop_spinning=by_openvino)
-    graphs = {name: spec for name, spec in manifest.graphs.items() if name != PREFILL}
+    # The others are loaded when they are wanted.
+    graphs = {name: spec for name, spec in manifest.graphs.items() if name in (DECODER, ENCODER)}
     sessions = {name: GraphSession(folder, spec, options) for name, spec in graphs.items()}
     decoder, encoder = sessions[DECODER], sessions.get(ENCODER)
     prefill_graph = _load_prefill_graph(folder, manifest, options) if by_openvino else None

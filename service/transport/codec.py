@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sized
 from typing import Any, Literal
 
+from model.artifact import AttentionKind
 from model.chat import Message
 from proto.onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
@@ -24,6 +25,7 @@ from service.engine.types import (
     TokenLogprobs,
 )
 from service.errors import InvalidRequest
+from service.explaining import ExplainCall, Explanation
 from service.forecast import Estimate
 from service.generator import GenerateCall, Outcome
 from service.models import Conversation, Prompt
@@ -37,7 +39,14 @@ FINISH_REASONS: Mapping[FinishReason, pb.FinishReason.ValueType] = {
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
 
+ATTENTION_KINDS: Mapping[AttentionKind, pb.AttentionKind.ValueType] = {
+    AttentionKind.ENCODER: pb.ATTENTION_KIND_ENCODER,
+    AttentionKind.DECODER: pb.ATTENTION_KIND_DECODER,
+    AttentionKind.CROSS: pb.ATTENTION_KIND_CROSS,
+}
+
 _DEFAULT_MAX_TOKENS = 256
+_DEFAULT_EXPLAINED_TOKENS = 64
 # As in OpenAI's API; vLLM cuts what is beyond, which a client would never know.
 _MAX_BIAS = 100.0
 # Peers take any number; beyond these a power of a length, or a product with a beam size, may be none.
@@ -79,16 +88,32 @@ def decode_score(message: pb.ScoreRequest, draw_id: Callable[[], str] = lambda: 
     Raises:
         InvalidRequest: naming the first field beyond its limit.
     """
-    target: str | tuple[int, ...] | None
-    match message.WhichOneof("target"):
-        case "target_text":
-            field, target = "target.target_text", message.target_text
-        case "target_token_ids":
-            field, target = "target.target_token_ids.ids", tuple(message.target_token_ids.ids)
-        case _:
-            field, target = "target", None
-    _require(field, target, "must not be empty", valid=target is None or len(target) > 0)
-    return ScoreCall(request_id=draw_id(), model=message.model, prompt=_text_or_ids(message), target=target)
+    return ScoreCall(request_id=draw_id(), model=message.model, prompt=_text_or_ids(message), target=_target(message))
+
+
+def decode_explain(message: pb.ExplainRequest, draw_id: Callable[[], str] = lambda: uuid.uuid4().hex) -> ExplainCall:
+    """Reads a request for attention; an id is drawn for what is generated.
+
+    Raises:
+        InvalidRequest: naming the first field beyond its limit.
+    """
+    kinds = {number: kind for kind, number in ATTENTION_KINDS.items()}
+    _require_count("kinds", message.kinds, len(kinds))
+    for index, number in enumerate(message.kinds):
+        limit = f"must be one of {', '.join(map(pb.AttentionKind.Name, kinds))}"
+        _require(f"kinds[{index}]", number, limit, valid=number in kinds)
+    max_tokens = _given(message, "max_tokens", _DEFAULT_EXPLAINED_TOKENS)
+    _require("max_tokens", max_tokens, "must be at least 1", valid=max_tokens >= 1)
+    return ExplainCall(
+        request_id=draw_id(),
+        model=message.model,
+        prompt=_text_or_ids(message),
+        target=_target(message),
+        kinds=tuple(kinds[number] for number in message.kinds),
+        layers=tuple(message.layers),
+        heads=tuple(message.heads),
+        max_tokens=max_tokens,
+    )
 
 
 def _request_id(value: str, limits: RequestLimits) -> str:
@@ -106,7 +131,9 @@ def _prompt(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> Prompt:
     return Conversation(messages)
 
 
-def _text_or_ids(message: pb.GenerateRequest | pb.GenerateStreamRequest | pb.ScoreRequest) -> str | tuple[int, ...]:
+def _text_or_ids(
+    message: pb.GenerateRequest | pb.GenerateStreamRequest | pb.ScoreRequest | pb.ExplainRequest,
+) -> str | tuple[int, ...]:
     prompt: str | tuple[int, ...]
     match message.WhichOneof("prompt"):
         case "text":
@@ -118,6 +145,19 @@ def _text_or_ids(message: pb.GenerateRequest | pb.GenerateStreamRequest | pb.Sco
     if not prompt:
         raise InvalidRequest(field, prompt, "must not be empty")
     return prompt
+
+
+def _target(message: pb.ScoreRequest | pb.ExplainRequest) -> str | tuple[int, ...] | None:
+    target: str | tuple[int, ...] | None
+    match message.WhichOneof("target"):
+        case "target_text":
+            field, target = "target.target_text", message.target_text
+        case "target_token_ids":
+            field, target = "target.target_token_ids.ids", tuple(message.target_token_ids.ids)
+        case _:
+            field, target = "target", None
+    _require(field, target, "must not be empty", valid=target is None or len(target) > 0)
+    return target
 
 
 def _sampling(message: pb.SamplingParams, limits: RequestLimits) -> SamplingParams:
@@ -253,6 +293,26 @@ def encode_score(score: Score) -> pb.ScoreResponse:
         perplexity=score.perplexity,
         bits_per_byte=score.bits_per_byte,
     )
+
+
+def encode_explanation(explanation: Explanation) -> pb.ExplainResponse:
+    """Tokens and matrices; up to megabytes of them, so call this off the event loop."""
+    response = pb.ExplainResponse(
+        prompt_tokens=explanation.prompt_tokens,
+        target_tokens=explanation.target_tokens,
+        decoder_tokens=explanation.decoder_tokens,
+    )
+    for matrix in explanation.matrices:
+        rows, columns = matrix.weights.shape
+        response.attentions.add(
+            kind=ATTENTION_KINDS[matrix.kind],
+            layer=matrix.layer,
+            head=matrix.head,
+            rows=rows,
+            columns=columns,
+            weights=matrix.weights.ravel().tolist(),
+        )
+    return response
 
 
 def encode_matched_stop(matched: str | int | None) -> pb.MatchedStop | None:

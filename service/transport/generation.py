@@ -19,6 +19,7 @@ from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer
 from service.config import RequestLimits
 from service.errors import InvalidRequest, RequestError, UnsupportedFeature
+from service.explainer import Explainer
 from service.generator import Accepted, Finished, GenerateCall, Generator, Outcome, Part, Piece, PromptScores
 from service.models import Models, ServedModel, check_ids
 from service.transport import codec
@@ -33,13 +34,18 @@ class GenerationServicer(GenerationServiceServicer):
 
     Args:
         generator: runs them.
+        explainer: answers `Explain`.
         models: what is served.
         limits: what one request may ask.
-        executor: where `Tokenize` and `Detokenize` work; not the generator's, or they would hold up its prompts.
+        executor: where `Tokenize` and `Detokenize` work and large answers are put together; not the generator's, or
+            they would hold up its prompts.
     """
 
-    def __init__(self, generator: Generator, models: Models, limits: RequestLimits, executor: Executor) -> None:
+    def __init__(
+        self, generator: Generator, explainer: Explainer, models: Models, limits: RequestLimits, executor: Executor
+    ) -> None:
         self._generator = generator
+        self._explainer = explainer
         self._models = models
         self._limits = limits
         self._executor = executor
@@ -105,8 +111,9 @@ class GenerationServicer(GenerationServiceServicer):
         return codec.encode_estimate(await self._generator.estimate(call))
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
-        """Not offered."""
-        raise UnsupportedFeature("Explain")
+        """Computes attention weights, apart from the engine; the answer is put together off the event loop."""
+        explanation = await self._explainer.explain(codec.decode_explain(request), context.time_remaining())
+        return await asyncio.get_running_loop().run_in_executor(self._executor, codec.encode_explanation, explanation)
 
     def _decode(self, request: pb.GenerateRequest | pb.GenerateStreamRequest) -> GenerateCall:
         try:

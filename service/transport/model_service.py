@@ -66,7 +66,9 @@ class ModelServicer(ModelServiceServicer):
             architecture=_architecture(model),
             limits=_limits(model, self._config),
             capabilities=describe_capabilities(
-                is_encoder_decoder=model.manifest.config.is_encoder_decoder, has_chat=model.chat is not None
+                is_encoder_decoder=model.manifest.config.is_encoder_decoder,
+                has_chat=model.chat is not None,
+                explains=model.explains,
             ),
             parity=None if parity is None else _summary(parity),
             device=model.manifest.device,
@@ -136,12 +138,13 @@ def _limits(model: ServedModel, config: ServeConfig) -> pb.ModelLimits:
         max_detokenize_tokens=limits.max_detokenize_tokens,
         max_outputs=limits.max_outputs,
         max_beam_size=limits.max_beam_size,
+        max_explain_tokens=limits.max_explain_tokens if model.explains else 0,
         kv_memory_bytes=model.kv_memory_bytes(config.max_batch_size, config.kv_memory),
     )
 
 
-def describe_capabilities(*, is_encoder_decoder: bool, has_chat: bool) -> pb.ModelCapabilities:
-    """What `transport.codec` lets through, as far as the model has it; a test keeps the two together."""
+def describe_capabilities(*, is_encoder_decoder: bool, has_chat: bool, explains: bool) -> pb.ModelCapabilities:
+    """What `transport.codec` lets through, as far as family and artefact have it; a test keeps the two together."""
     return pb.ModelCapabilities(
         streaming=True,
         sampling=True,
@@ -158,6 +161,7 @@ def describe_capabilities(*, is_encoder_decoder: bool, has_chat: bool) -> pb.Mod
         cost=True,
         target_prefix=is_encoder_decoder,
         chat=has_chat,
+        explain=explains,
     )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
+from model.artifact import AttentionKind
 from model.chat import Message
 from proto.onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
@@ -19,6 +21,7 @@ from service.engine.types import (
     TokenLogprobs,
 )
 from service.errors import InvalidRequest
+from service.explaining import AttentionMatrix, ExplainCall, Explanation
 from service.generator import GenerateCall, Outcome
 from service.models import Conversation
 from service.scoring import Score, ScoreCall
@@ -294,8 +297,9 @@ def test_min_tokens_is_within_max_tokens_given_or_default(min_tokens: int, max_t
 @pytest.mark.parametrize("has_chat", [False, True])
 @pytest.mark.parametrize("is_encoder_decoder", [False, True])
 def test_capabilities_deny_exactly_what_is_refused(is_encoder_decoder: bool, has_chat: bool) -> None:
-    capabilities = describe_capabilities(is_encoder_decoder=is_encoder_decoder, has_chat=has_chat)
+    capabilities = describe_capabilities(is_encoder_decoder=is_encoder_decoder, has_chat=has_chat, explains=False)
     denied = {field.name for field in capabilities.DESCRIPTOR.fields if not getattr(capabilities, field.name)}
+    # The artefact's affair.
     methods = {"explain"}
     # Known to the codec, but not to this model, which refuses it.
     foreign = (set() if is_encoder_decoder else {"target_prefix"}) | (set() if has_chat else {"chat"})
@@ -345,6 +349,64 @@ def test_score_is_spelled_token_by_token_and_has_no_bits_without_bytes() -> None
     assert (message.total_logprob, message.perplexity) == pytest.approx((math.log(1 / 16), 4.0))
     assert message.bits_per_byte == pytest.approx(1.0)
     assert not codec.encode_score(Score((2,), (-1.0,), num_bytes=0)).HasField("bits_per_byte")
+
+
+def test_explain_request_is_read() -> None:
+    message = pb.ExplainRequest(
+        model="m", text="a", target_text="b", layers=[1, 0], heads=[2], kinds=[pb.ATTENTION_KIND_CROSS]
+    )
+    assert codec.decode_explain(message, draw_id=lambda: "drawn") == ExplainCall(
+        request_id="drawn",
+        model="m",
+        prompt="a",
+        target="b",
+        kinds=(AttentionKind.CROSS,),
+        layers=(1, 0),
+        heads=(2,),
+        max_tokens=64,
+    )
+    assert codec.decode_explain(pb.ExplainRequest(text="a", max_tokens=3)).max_tokens == 3
+    bare = codec.decode_explain(pb.ExplainRequest(token_ids=ONE_TOKEN))
+    assert (bare.prompt, bare.target, bare.kinds, bare.layers, bare.heads) == ((7,), None, (), (), ())
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.ExplainRequest(target_text="b"), "prompt"),
+        (pb.ExplainRequest(text="", target_text="b"), "prompt.text"),
+        (pb.ExplainRequest(text="a", target_text=""), "target.target_text"),
+        (pb.ExplainRequest(text="a", target_token_ids=pb.TokenIds()), "target.target_token_ids.ids"),
+        (pb.ExplainRequest(text="a", kinds=[pb.ATTENTION_KIND_CROSS, 0]), "kinds[1]"),
+        (pb.ExplainRequest(text="a", max_tokens=0), "max_tokens"),
+        (pb.ExplainRequest(text="a", max_tokens=-1), "max_tokens"),
+        (pb.ExplainRequest(text="a", kinds=[9]), "kinds[0]"),
+        (pb.ExplainRequest(text="a", kinds=[pb.ATTENTION_KIND_CROSS] * 4), "kinds"),
+    ],
+)
+def test_explain_request_that_cannot_be_meant_is_refused_by_its_field(message: pb.ExplainRequest, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        codec.decode_explain(message)
+    assert refusal.value.field == field
+
+
+def test_explanation_is_told_row_by_row() -> None:
+    weights = np.array([[1.0, 0.0, 0.0], [0.25, 0.75, 0.0]], np.float32)
+    # As it comes from a graph: one head of many, and not in one piece.
+    part = np.stack([weights.T, weights.T])[1].T
+    matrix = AttentionMatrix(AttentionKind.CROSS, 1, 2, part)
+    message = codec.encode_explanation(Explanation(("p",), ("t", "u"), ("d",), (matrix,)))
+    (attention,) = message.attentions
+    assert (attention.kind, attention.layer, attention.head) == (pb.ATTENTION_KIND_CROSS, 1, 2)
+    assert (attention.rows, attention.columns) == (2, 3)
+    assert list(attention.weights) == [1.0, 0.0, 0.0, 0.25, 0.75, 0.0]
+    assert (message.prompt_tokens, message.target_tokens, message.decoder_tokens) == (["p"], ["t", "u"], ["d"])
+
+
+def test_every_kind_of_attention_is_spelled_as_on_the_wire() -> None:
+    assert set(codec.ATTENTION_KINDS) == set(AttentionKind)
+    for kind, number in codec.ATTENTION_KINDS.items():
+        assert pb.AttentionKind.Name(number) == f"ATTENTION_KIND_{kind.upper()}"
 
 
 def test_error_never_echoes_a_long_value() -> None:

@@ -9,6 +9,7 @@ import pytest
 from service.config import (
     Admission,
     AskConfig,
+    ExplainConfig,
     LogLevel,
     MetricsCompat,
     RequestLimits,
@@ -85,6 +86,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "max_logit_bias": ("12", 12),
     "max_outputs": ("13", 13),
     "max_beam_size": ("14", 14),
+    "max_explain_tokens": ("15", 15),
 }
 
 
@@ -205,7 +207,7 @@ def test_help_names_every_flag_default_and_variable(capsys: pytest.CaptureFixtur
     assert "(default: 127.0.0.1)" in text
 
 
-@pytest.mark.parametrize("command", ["serve", "ask", "trace"])
+@pytest.mark.parametrize("command", ["serve", "ask", "explain", "trace"])
 def test_help_explains_the_variables(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse([command, "--help"], {})
@@ -254,3 +256,35 @@ def test_ask_leaves_to_the_server_what_is_not_said() -> None:
     assert asked == AskConfig(
         model="m", text="hello", target="h:1", stream=True, seed=0, temperature=0.0, n=3, beam_size=4
     )
+
+
+def test_explain_reads_layers_and_heads_and_needs_a_file_to_write() -> None:
+    flags = ("--html", "out.html", "--layers", "0,2", "--heads", "1", "--target-text", "é", "--max-tokens", "9")
+    explained = parse(["explain", "m", "hello", *flags], {"ONWARD_TARGET": "h:1", "ONWARD_SVG": "a.svg"})
+    assert explained == ExplainConfig(
+        model="m",
+        text="hello",
+        target="h:1",
+        target_text="é",
+        html=Path("out.html"),
+        svg=Path("a.svg"),
+        layers=(0, 2),
+        heads=(1,),
+        max_tokens=9,
+    )
+    with pytest.raises(StartupError, match="--html or --svg must name a file to write"):
+        parse(["explain", "m", "hello"], {})
+
+
+@pytest.mark.parametrize("numbers", ["", "a", "1,", "-1", "1;2", "1.0", "²", "99999999999"])
+def test_explain_refuses_what_is_no_list_of_numbers(numbers: str) -> None:
+    with pytest.raises(StartupError) as refusal:
+        parse(["explain", "m", "hello", "--html", "a", "--heads", numbers], {})
+    assert refusal.value.problems == (f"--heads is {numbers!r}, must be whole numbers from 0, as in 0,2",)
+
+
+def test_explain_refuses_texts_that_no_message_can_carry() -> None:
+    with pytest.raises(StartupError, match=r"text is .*, must be UTF-8"):
+        parse(["explain", "m", "caf\udce9", "--html", "a"], {})
+    with pytest.raises(StartupError, match=r"--target-text is .*, must be UTF-8"):
+        parse(["explain", "m", "hello", "--html", "a", "--target-text", "caf\udce9"], {})

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import goodput, host, interference, prediction, prefix, scenario, translation
+from benchmarks import explaining, goodput, host, interference, prediction, prefix, scenario, translation
 from benchmarks.bench_onward import MODEL, Onward
 from benchmarks.bench_systems import InstallError
 from benchmarks.goodput import IN_TIME, LATE, REFUSED, Answered
@@ -461,3 +461,20 @@ def test_host_measures_the_steps_in_which_all_decode(capsys: pytest.CaptureFixtu
     for found in batches.values():
         assert found["run_seconds"] > 0
         assert 0 < found["host_share"] < 1
+
+
+def test_waits_amid_explain_are_told_by_the_calls_that_they_overlap() -> None:
+    stream = Answer(0.0, [1.0, 2.0, 3.0, 3.5, 8.0, 9.0, 9.5, 12.0, 13.0])
+    timeline = explaining.Timeline((stream,), ((4.0, 7.0), (9.2, 9.4), (11.0, 11.5)))
+    found = explaining.judge(timeline, lead=1)
+    assert (found["before"]["count"], found["before"]["max"]) == (2, 1.0)
+    assert (found["first_call"]["count"], found["first_call"]["max"]) == (1, 4.5)
+    assert (found["next_calls"]["count"], found["next_calls"]["max"]) == (2, 2.5)
+    assert found["call_seconds"] == pytest.approx([3.0, 0.2, 0.5])
+    with pytest.raises(RuntimeError, match="a stream ended before the last call"):
+        explaining.judge(explaining.Timeline((stream,), ((4.0, 7.0), (13.5, 14.0))), lead=1)
+    settings = {"model": "m", "precision": "int8", "streams": 1, "length": 8, "calls": 3, "threads": 1}
+    sizes = {"without": {"seconds": 1.0, "num_bytes": 1000}, "with": {"seconds": 3.5, "num_bytes": 2500}}
+    text = explaining.render(found | {"settings": settings, "machine": {"processor": "p"}, "export": sizes})
+    assert "| first call | 4500.0 ms | 4500.0 ms | 4500.0 ms |" in text
+    assert "adds 1,500 bytes to an artefact of 1,000 and 2.5 s to an export of 1.0 s" in text

@@ -310,14 +310,6 @@ async def test_bad_score_is_refused_by_its_field_and_counted(
     assert str(error.details()).startswith(words)
 
 
-@pytest.mark.parametrize("method", ["Explain"])
-async def test_generation_methods_of_later_versions_are_unimplemented_by_name(method: str) -> None:
-    async with running() as server:
-        error = await status_of(getattr(server.generation, method)(getattr(pb, f"{method}Request")()))
-    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert method in str(error.details())
-
-
 async def test_message_over_the_limit_is_refused_and_the_next_request_served() -> None:
     async with running(max_message_bytes=2048) as server:
         error = await status_of(server.generation.Generate(generate_request("a" * 5000)))

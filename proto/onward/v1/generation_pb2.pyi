@@ -1355,12 +1355,18 @@ class ExplainRequest(_message.Message):
     TARGET_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     HEADS_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name. Default: the only one served."""
     text: _builtins.str
     """Text; special-token text in it is ordinary characters."""
     target_text: _builtins.str
     """Text; special-token text in it is ordinary characters."""
+    max_tokens: _builtins.int
+    """Tokens to generate at most where no target is given; cut to what these limits and the largest message leave room
+    for. Default 64. Limit: at least 1.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, taken raw."""
@@ -1371,11 +1377,17 @@ class ExplainRequest(_message.Message):
 
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Layers asked for, from 0. Default: all."""
+        """Layers asked for, from 0. Default: all. Limit: below the number of layers, and no more entries than that; of a kind
+        that has fewer, those that it has.
+        """
 
     @_builtins.property
     def heads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Heads asked for, from 0. Default: all."""
+        """Heads asked for, from 0. Default: all. Limit: below the number of heads, and no more entries than that."""
+
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[Global___AttentionKind.ValueType]:
+        """Kinds asked for. Default: all that the model has. Limit: kinds that the model has, at most three entries."""
 
     def __init__(
         self,
@@ -1387,15 +1399,21 @@ class ExplainRequest(_message.Message):
         target_token_ids: Global___TokenIds | None = ...,
         layers: _abc.Iterable[_builtins.int] | None = ...,
         heads: _abc.Iterable[_builtins.int] | None = ...,
+        kinds: _abc.Iterable[Global___AttentionKind.ValueType] | None = ...,
+        max_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "target", b"target", "target_text", b"target_text", "target_token_ids", b"target_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens", "prompt", b"prompt", "target", b"target", "target_text", b"target_text", "target_token_ids", b"target_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "layers", b"layers", "model", b"model", "prompt", b"prompt", "target", b"target", "target_text", b"target_text", "target_token_ids", b"target_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "heads", b"heads", "kinds", b"kinds", "layers", b"layers", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "target", b"target", "target_text", b"target_text", "target_token_ids", b"target_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["target_text", "target_token_ids"]  # noqa: Y015
     _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
     @_typing.overload
@@ -1405,7 +1423,9 @@ Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
 
 @_typing.final
 class ExplainResponse(_message.Message):
-    """Where the model looked."""
+    """Where the model looked. An answer that no message can hold is OUT_OF_RANGE, before anything is computed: ask for fewer
+    layers, heads or kinds.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1454,17 +1474,27 @@ class ExplainResponse(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TARGET_TOKENS_FIELD_NUMBER: _builtins.int
     ATTENTIONS_FIELD_NUMBER: _builtins.int
+    DECODER_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Tokens of the prompt or source, as the vocabulary spells them."""
+        """Tokens of the prompt or source, as the vocabulary spells them: rows and columns of ENCODER, columns of CROSS."""
 
     @_builtins.property
     def target_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Tokens of the output, as the vocabulary spells them."""
+        """Tokens of the output, as the vocabulary spells them. Row i of CROSS is where the decoder looked when it chose
+        token i.
+        """
 
     @_builtins.property
     def attentions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExplainResponse.Attention]:
-        """One matrix for each asked kind, layer and head."""
+        """One matrix for each asked kind, layer and head, in this order."""
+
+    @_builtins.property
+    def decoder_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tokens that the decoder read, as the vocabulary spells them: rows and columns of DECODER, rows of CROSS. They are the
+        prompt (decoder-only) or start token (encoder-decoder) and the output but for its last token, which is chosen and
+        not read. In row i the token after `decoder_tokens[i]` was chosen.
+        """
 
     def __init__(
         self,
@@ -1472,10 +1502,11 @@ class ExplainResponse(_message.Message):
         prompt_tokens: _abc.Iterable[_builtins.str] | None = ...,
         target_tokens: _abc.Iterable[_builtins.str] | None = ...,
         attentions: _abc.Iterable[Global___ExplainResponse.Attention] | None = ...,
+        decoder_tokens: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attentions", b"attentions", "prompt_tokens", b"prompt_tokens", "target_tokens", b"target_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attentions", b"attentions", "decoder_tokens", b"decoder_tokens", "prompt_tokens", b"prompt_tokens", "target_tokens", b"target_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

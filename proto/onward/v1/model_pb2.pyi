@@ -180,6 +180,7 @@ class ModelLimits(_message.Message):
     MAX_OUTPUTS_FIELD_NUMBER: _builtins.int
     MAX_BEAM_SIZE_FIELD_NUMBER: _builtins.int
     KV_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_EXPLAIN_TOKENS_FIELD_NUMBER: _builtins.int
     max_prompt_tokens: _builtins.int
     """Longest prompt or source, in tokens."""
     max_generated_tokens: _builtins.int
@@ -214,6 +215,8 @@ class ModelLimits(_message.Message):
     """Largest `beam_search.beam_size`."""
     kv_memory_bytes: _builtins.int
     """Keys and values that all requests together may hold, in bytes."""
+    max_explain_tokens: _builtins.int
+    """Most tokens of a prompt or source, and most of a decoder's, that `Explain` takes. 0 where it is not offered."""
     def __init__(
         self,
         *,
@@ -234,10 +237,11 @@ class ModelLimits(_message.Message):
         max_outputs: _builtins.int = ...,
         max_beam_size: _builtins.int = ...,
         kv_memory_bytes: _builtins.int = ...,
+        max_explain_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_memory_bytes", b"kv_memory_bytes", "max_batch_size", b"max_batch_size", "max_beam_size", b"max_beam_size", "max_detokenize_tokens", b"max_detokenize_tokens", "max_generated_tokens", b"max_generated_tokens", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_outputs", b"max_outputs", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_request_id_length", b"max_request_id_length", "max_stop_string_length", b"max_stop_string_length", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids", "max_target_prefix_tokens", b"max_target_prefix_tokens", "max_tokenize_bytes", b"max_tokenize_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_memory_bytes", b"kv_memory_bytes", "max_batch_size", b"max_batch_size", "max_beam_size", b"max_beam_size", "max_detokenize_tokens", b"max_detokenize_tokens", "max_explain_tokens", b"max_explain_tokens", "max_generated_tokens", b"max_generated_tokens", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_outputs", b"max_outputs", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_request_id_length", b"max_request_id_length", "max_stop_string_length", b"max_stop_string_length", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids", "max_target_prefix_tokens", b"max_target_prefix_tokens", "max_tokenize_bytes", b"max_tokenize_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -296,7 +300,7 @@ class ModelCapabilities(_message.Message):
     scoring: _builtins.bool
     """`Score` and `response.prompt_logprobs`."""
     explain: _builtins.bool
-    """`Explain`."""
+    """`Explain`: the artefact has the graph that it needs."""
     min_tokens: _builtins.bool
     """`stopping.min_tokens`."""
     def __init__(

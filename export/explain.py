@@ -1,0 +1,125 @@
+"""The torch module that becomes explain.onnx: where every head of every layer looked, over one whole sequence.
+
+The fused operators of the decoder and encoder graphs keep their attention weights to themselves. Here attention is
+written out in standard operators and its softmax is the output; values, output projections and feed-forward networks
+are there because the next layer needs them, and what the last layer does after its softmax is not there at all.
+
+Its weights are the decoder's and encoder's own, rounded where theirs are, so that the file holds none.
+
+Knows the model's layers; neither a cache nor who asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from export.additive import additive_scores
+from model.artifact import AttentionKind, KVPrecision, attention_output, explain_signature
+from model.attention import (
+    AdditiveScore,
+    CrossAttention,
+    SelfAttention,
+    attention_weights,
+    causal_mask,
+    dot_scores,
+    join_heads,
+    split_heads,
+)
+from model.positions import RotaryPositions, rotate
+from model.transformer import Decoder, Encoder, EncoderDecoder
+
+
+def unsupported(kv_precision: KVPrecision) -> list[str]:
+    """Why a model can have no explain graph beside K/V of this precision; empty when it can."""
+    if kv_precision is not KVPrecision.FP32:
+        # The decoder attends to keys that were rounded, and the graph would show what unrounded ones get.
+        return [f"an explain graph is for {KVPrecision.FP32} K/V, asked for is {kv_precision}"]
+    return []
+
+
+class ExplainGraph(nn.Module):
+    """One whole sequence in, with its source where there is one; every attention matrix out."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.model = model
+        self.inputs, self.outputs = explain_signature(model.config)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors as `explain_signature` lists its inputs → tensors as it lists its outputs."""
+        feeds = {spec.name: tensor for spec, tensor in zip(self.inputs, tensors, strict=True)}
+        fetches: dict[str, Tensor] = {}
+        model = self.model
+        memory = _encode(model.encoder, feeds["source_ids"], fetches) if isinstance(model, EncoderDecoder) else None
+        length = feeds["input_ids"].shape[1]
+        position_ids = torch.arange(length)[None]
+        hidden = model.embed(feeds["input_ids"], position_ids)
+        turns = _turns(model.rotary, position_ids)
+        for index, layer in enumerate(model.layers):
+            attention = _Attention(fetches, index, turns, causal_mask(length), memory)
+            hidden = layer(hidden, attention.attend_self, None if memory is None else attention.attend_cross)
+        return tuple(fetches[spec.name] for spec in self.outputs)
+
+
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines for each position, `[1, S, D / 2]` each."""
+
+
+def _encode(encoder: Encoder, source_ids: Tensor, fetches: dict[str, Tensor]) -> Tensor:
+    """Source `[1, S]` → memory `[1, S, d]`."""
+    turns = _turns(encoder.rotary, torch.arange(source_ids.shape[1])[None])
+    hidden = encoder.embedding(source_ids)
+    for index, layer in enumerate(encoder.layers):
+        hidden = layer(hidden, _Attention(fetches, index, turns, None, None).attend_self)
+    memory: Tensor = encoder.final_norm(hidden)
+    return memory
+
+
+def _turns(rotary: RotaryPositions | None, position_ids: Tensor) -> Turns | None:
+    return None if rotary is None else (F.embedding(position_ids, rotary.cos), F.embedding(position_ids, rotary.sin))
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """One layer's, of the decoder where there is a causal mask and of the encoder where there is none."""
+
+    fetches: dict[str, Tensor]
+    index: int
+    turns: Turns | None
+    mask: Tensor | None
+    memory: Tensor | None
+
+    def attend_self(self, module: SelfAttention, x: Tensor) -> Tensor:
+        """`[1, S, d]` → merged output `[1, S, d]`."""
+        q, k, v = module.split(module.project(x))
+        if self.turns is not None:
+            q, k = rotate(q, *self.turns), rotate(k, *self.turns)
+        kind = AttentionKind.ENCODER if self.mask is None else AttentionKind.DECODER
+        return self._attend(kind, module, (q, k, v), self.mask)
+
+    def attend_cross(self, module: CrossAttention, x: Tensor) -> Tensor:
+        """`[1, S, d]` → merged output `[1, S, d]`."""
+        if self.memory is None:
+            raise ValueError("cross-attention needs the encoder's memory")
+        q = split_heads(module.project_query(x), module.head_dim)
+        return self._attend(AttentionKind.CROSS, module, (q, *module.project_memory(self.memory)), None)
+
+    def _attend(
+        self,
+        kind: AttentionKind,
+        module: SelfAttention | CrossAttention,
+        parts: tuple[Tensor, Tensor, Tensor],
+        mask: Tensor | None,
+    ) -> Tensor:
+        q, k, v = parts
+        if (group := q.shape[1] // k.shape[1]) > 1:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        score = module.score
+        scores = additive_scores(score.vector, q, k) if isinstance(score, AdditiveScore) else dot_scores(q, k)
+        weights = attention_weights(scores, mask)
+        self.fetches[attention_output(kind, self.index)] = weights[0]
+        return module.merge(join_heads(weights @ v))

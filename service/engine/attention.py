@@ -1,0 +1,104 @@
+"""An artefact's explain graph, loaded when it is first wanted: whole sequences in, attention weights out.
+
+Its session has one thread, keeps to the weights' file, which the system has in memory anyway, and is no business of the
+engine's: nothing here is shared with the graphs that generate. Before it answers it has to be the served artefact's,
+which may have been replaced on the disk by then, and to pass its golden cases.
+
+Knows graphs and artefacts; nothing of requests, threads or the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from model import artifact, golden_attention
+from model.artifact import EXPLAIN, GOLDEN_ATTENTION, ArtifactError, Manifest
+from model.golden_attention import ATTENTION_TOLERANCES, Float32
+from service.engine.memory import resident_bytes
+from service.engine.session import GraphSession, SessionOptions
+from service.errors import NotServing
+
+_LOGGER = logging.getLogger(__name__)
+
+_OPTIONS = SessionOptions(intra_op_threads=1, allow_spinning=False, map_weights=True)
+
+
+class AttentionGraph:
+    """A loaded explain graph.
+
+    Args:
+        folder: the artefact.
+        manifest: what it says of the graph.
+
+    Raises:
+        StartupError: when the file cannot be loaded or is not the manifest's.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._session = GraphSession(folder, manifest.graphs[EXPLAIN], _OPTIONS)
+
+    def run(self, decoder: Sequence[int], source: Sequence[int], outputs: Sequence[str]) -> list[Float32]:
+        """Attention weights over one sequence.
+
+        Args:
+            decoder: tokens that the decoder reads.
+            source: tokens that the encoder reads, none for a decoder-only model.
+            outputs: which weights.
+
+        Returns:
+            `[H, queries, keys] float32` for each output.
+
+        Raises:
+            GraphError: when the run fails.
+        """
+        feeds = {"input_ids": np.array([decoder], np.int64)}
+        if source:
+            feeds["source_ids"] = np.array([source], np.int64)
+        return self._session.run(feeds, outputs)
+
+
+def load_attention_graph(folder: Path, manifest: Manifest) -> AttentionGraph:
+    """Loads an artefact's explain graph and proves it.
+
+    Args:
+        folder: the artefact, as it is now.
+        manifest: as it was when its model was loaded.
+
+    Raises:
+        NotServing: when the artefact is another one by now, or the graph does not answer as its golden cases say.
+        StartupError: when the graph cannot be loaded.
+        GraphError: when it cannot be run.
+    """
+    try:
+        is_same = artifact.load(folder) == manifest
+    except ArtifactError as error:
+        _LOGGER.error("%s", error)
+        is_same = False
+    if not is_same:
+        raise NotServing(
+            f"{folder.name} has changed on the disk since it was loaded, and so may its explain graph have"
+        )
+    cases = golden_attention.load(folder / GOLDEN_ATTENTION, manifest.config)
+    began, before = time.monotonic(), resident_bytes()
+    graph = AttentionGraph(folder, manifest)
+    loaded = time.monotonic()
+    for case in cases:
+        names = list(case.weights)
+        weights = dict(zip(names, graph.run(case.sequence.tolist(), case.source.tolist(), names), strict=True))
+        result = golden_attention.compare(case, weights, ATTENTION_TOLERANCES[manifest.precision])
+        if not result.passed:
+            _LOGGER.error("%s: %s", folder.name, result)
+            raise NotServing(f"the explain graph of {folder.name} does not answer as its golden cases say")
+    _LOGGER.info(
+        "%s: the explain graph was loaded in %.3f s and proven in %.3f s, in %.0f MiB",
+        folder.name,
+        loaded - began,
+        time.monotonic() - loaded,
+        (resident_bytes() - before) / (1 << 20),
+    )
+    return graph

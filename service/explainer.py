@@ -1,0 +1,197 @@
+"""`Explain` off the hot path: one worker thread, a short line before it, graphs that are loaded when first asked for.
+
+    take a place ─> tokenise ─> generate greedily, where no target is given ─> wait for the worker ─> run ─> answer
+
+The worker owns the loaded graphs and nobody else touches them; places are counted on the event loop. Where nobody asks
+there is neither a thread nor a graph, and a model that is served no more takes its graph along. What is generated runs
+as any request does, through the engine, and is counted as one. Knows neither protobuf nor gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from typing import Protocol
+
+from service import explaining
+from service.engine.types import SamplingParams, StoppingParams
+from service.errors import AnswerTooLarge, Overloaded, PromptTooLong, UnsupportedFeature
+from service.explaining import ExplainCall, ExplainTask, Explanation, Float32, Selection
+from service.generator import GenerateCall, Generator, Piece
+from service.models import Models, ServedModel, prompt_field
+
+_LOGGER = logging.getLogger(__name__)
+
+MAX_WAITING = 8
+"""Calls that may be there besides the one that is computed; each holds no more than its tokens."""
+
+_ADVICE = "ask for fewer layers, heads or kinds"
+_MIN_RETRY_SECONDS = 0.05
+
+
+class AttentionSource(Protocol):
+    """What computes attention weights; `service.engine.attention.AttentionGraph` is one."""
+
+    def run(self, decoder: tuple[int, ...], source: tuple[int, ...], outputs: tuple[str, ...]) -> list[Float32]:
+        """Weights `[H, queries, keys]` of each output."""
+        ...
+
+
+class Explainer:
+    """Answers calls for attention weights, one at a time.
+
+    Args:
+        generator: writes the outputs that are not given.
+        models: what is served.
+        load: a model's explain graph; called on the worker, once for each model that is asked for.
+        executor: where prompts are tokenised.
+        max_tokens: most of a source, and most that a decoder reads.
+        max_message_bytes: most of an answer.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        models: Models,
+        load: Callable[[ServedModel], AttentionSource],
+        executor: Executor,
+        max_tokens: int,
+        max_message_bytes: int,
+    ) -> None:
+        self._generator = generator
+        self._models = models
+        self._load = load
+        self._executor = executor
+        self._max_tokens = max_tokens
+        self._max_message_bytes = max_message_bytes
+        # It starts its thread with the first call.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="explain")
+        self._graphs: dict[str, tuple[ServedModel, AttentionSource]] = {}
+        self._is_used = False
+        self._num_calls = 0
+        self._last_seconds = 1.0
+
+    async def explain(self, call: ExplainCall, time_remaining: float | None) -> Explanation:
+        """Where the model looked. Cancelling gives up the wait; a run that has begun goes to its end unheard.
+
+        Raises:
+            RequestError: whatever kept it from its end.
+        """
+        deadline = None if time_remaining is None else time.monotonic() + time_remaining
+        with self._place():
+            model, selection, task = await self._prepare(call, deadline)
+            # What was made for one model means nothing to another that has taken its place meanwhile.
+            while self._models.resolve(model.name) is not model:
+                model, selection, task = await self._prepare(call, deadline)
+            loop, self._is_used = asyncio.get_running_loop(), True
+            found, self._last_seconds = await loop.run_in_executor(
+                self._worker, self._compute, model, task, selection
+            )
+            return found
+
+    def models_changed(self) -> None:
+        """Lets go of the graphs of models that are served no more, or are others by now."""
+        if self._is_used:
+            self._worker.submit(self._keep, [self._models.resolve(name) for name in self._models.names])
+
+    def close(self) -> None:
+        """Ends the worker; calls that wait for it are cancelled."""
+        self._is_used = False
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def _prepare(
+        self, call: ExplainCall, deadline: float | None
+    ) -> tuple[ServedModel, Selection, ExplainTask]:
+        """All that can be refused, and the output where none is given."""
+        model = self._models.resolve(call.model)
+        self._models.require_serving(model.name)
+        if not model.explains:
+            why = f"is not offered for {model.name}, which was exported without --explain-graph"
+            raise UnsupportedFeature("Explain", why)
+        selection = explaining.select(model, call)
+        prompt, target = await asyncio.get_running_loop().run_in_executor(
+            self._executor, explaining.encode, model, call, self._max_tokens
+        )
+        if not target:
+            target = await self._generate(model, call, prompt, selection, deadline)
+        task = ExplainTask.of(model, prompt, target)
+        num_bytes = selection.num_bytes(len(task.decoder), len(task.source))
+        if num_bytes > self._max_message_bytes:
+            raise AnswerTooLarge(num_bytes, self._max_message_bytes, _ADVICE)
+        return model, selection, task
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        limit = 1 + MAX_WAITING
+        if self._num_calls >= limit:
+            retry = max(self._last_seconds, _MIN_RETRY_SECONDS)
+            raise Overloaded("Explain", self._num_calls, limit, retry)
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+
+    async def _generate(
+        self,
+        model: ServedModel,
+        call: ExplainCall,
+        prompt: tuple[int, ...],
+        selection: Selection,
+        deadline: float | None,
+    ) -> tuple[int, ...]:
+        """The greedy output, by the way of any request and cut to what can be explained of it."""
+        config = model.manifest.config
+        room = min(explaining.target_room(config, len(prompt), self._max_tokens), call.max_tokens)
+        fits = explaining.fitting_room(
+            selection, len(prompt), room, self._max_message_bytes, has_source=config.is_encoder_decoder
+        )
+        if not fits:
+            limit = f"must leave room for an answer of {self._max_message_bytes} bytes; {_ADVICE}"
+            raise PromptTooLong(prompt_field(call.prompt), len(prompt), limit)
+        request = GenerateCall(
+            request_id=call.request_id,
+            model=model.name,
+            prompt=prompt,
+            target_prefix="",
+            sampling=SamplingParams(temperature=0.0),
+            stopping=StoppingParams(max_tokens=fits),
+            beam_search=None,
+            logprobs=None,
+            prompt_logprobs=None,
+            wants_cost=False,
+            priority=0,
+            timeout_seconds=None,
+        )
+        token_ids: list[int] = []
+        left = None if deadline is None else deadline - time.monotonic()
+        async with aclosing(self._generator.run(request, left)) as parts:
+            async for part in parts:
+                if isinstance(part, Piece):
+                    token_ids += part.token_ids
+        return tuple(token_ids)
+
+    def _compute(self, model: ServedModel, task: ExplainTask, selection: Selection) -> tuple[Explanation, float]:
+        """On the worker: the answer, after loading the graph if nobody asked for this model before, and its seconds."""
+        began = time.monotonic()
+        known, graph = self._graphs.get(model.name, (None, None))
+        if graph is None or known is not model:
+            graph = self._load(model)
+            self._graphs[model.name] = model, graph
+        weights = graph.run(task.decoder, task.source, selection.outputs)
+        found = explaining.explanation(model, task, selection, weights)
+        seconds = time.monotonic() - began
+        lengths = len(task.decoder), len(task.source)
+        _LOGGER.info("explained %s over %d decoder and %d source tokens in %.3f s", model.name, *lengths, seconds)
+        return found, seconds
+
+    def _keep(self, served: Sequence[ServedModel]) -> None:
+        """On the worker: drops the graphs of all other models."""
+        kept = {name: entry for name, entry in self._graphs.items() if any(entry[0] is model for model in served)}
+        for name in self._graphs.keys() - kept.keys():
+            _LOGGER.info("the explain graph of %s is let go", name)
+        self._graphs = kept

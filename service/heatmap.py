@@ -1,0 +1,214 @@
+"""A matrix of shares as a picture: an SVG of few bytes, with labels on both axes, for light and dark surroundings.
+
+Knows nothing of attention. Labels are whatever somebody's vocabulary holds, and so is any text here: everything that is
+not ours is escaped. Nothing is loaded and nothing runs: no scripts, no fonts, no pictures from elsewhere.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+STYLE = """\
+svg text { fill: #1f2328; font-family: Helvetica, Arial, sans-serif }
+svg .token { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace }
+svg .faint { fill: #59636e }
+svg .line { fill: none; stroke: #d1d9e0 }
+svg .ink { fill: #0550ae; shape-rendering: crispEdges }
+svg .paper { fill: #ffffff }
+@media (prefers-color-scheme: dark) {
+  svg text { fill: #f0f6fc }
+  svg .faint { fill: #9198a1 }
+  svg .line { stroke: #3d444d }
+  svg .ink { fill: #79c0ff }
+  svg .paper { fill: #0d1117 }
+}
+"""
+"""What the pictures need once on a page, or each when it stands alone."""
+
+# Steps of opacity: neighbours cannot be told apart, and a path for each holds all its cells.
+_NUM_LEVELS = 32
+_MAX_LABEL = 16
+# A monospaced character's width in parts of its size.
+_ADVANCE = 0.61
+_GAP = 6.0
+_MIN_GRID_CELL = 10.0
+_LEGEND_WIDTH = 230.0
+_AXIS_HEIGHT = 24.0
+# What has no shape, as vocabularies of characters, of bytes (GPT-2's alphabet) and of pieces (SentencePiece's) spell
+# it. Other letters of that alphabet stand for themselves in some language.
+_SHAPES = str.maketrans({" ": "␣", "Ġ": "␣", "▁": "␣", "\n": "↵", "Ċ": "↵", "\r": "␍", "\t": "⇥"})
+
+
+@dataclass(frozen=True, slots=True)
+class Heatmap:
+    """Shares from 0 to 1, `weights` `[rows, columns]`, and what each row and column is called.
+
+    `strongest` is the share from which on a colour is as strong as can be. `lines` stand above, the first as a title;
+    `row_axis` and `column_axis` say what the labels are. Of a picture with none of these, as there are many on a page,
+    the surroundings say it.
+    """
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    weights: npt.NDArray[Any]
+    strongest: float
+    lines: Sequence[str] = field(default=())
+    row_axis: str = ""
+    column_axis: str = ""
+
+
+def draw(heatmap: Heatmap, cell: float, *, alone: bool = False) -> str:
+    """One `<svg>` element.
+
+    Args:
+        heatmap: what to draw.
+        cell: the side of a cell in pixels.
+        alone: whether it is a file of its own and not part of a page.
+    """
+    frame = _Frame.of(heatmap, cell)
+    parts = [*_title(heatmap), *_labels(heatmap, frame), *_cells(heatmap, frame), *_legend(heatmap, frame)]
+    attributes = f'viewBox="0 0 {frame.width:g} {frame.height:g}" width="{frame.width:g}" height="{frame.height:g}"'
+    name = _escape(heatmap.lines[0] if heatmap.lines else "heat map")
+    if alone:
+        # A picture's own colours, wherever it is shown: of a page around it nothing is known.
+        paper = f'<rect width="{frame.width:g}" height="{frame.height:g}" class="paper"/>'
+        parts = [f"<style>{_escape(STYLE)}</style>", paper, *parts]
+        attributes += ' xmlns="http://www.w3.org/2000/svg"'
+    return f'<svg role="img" aria-label="{name}" {attributes}>\n' + "\n".join(parts) + "\n</svg>\n"
+
+
+def visible(token: str) -> str:
+    """A token as a label: with a shape for every character, and not too long; an empty one is a dot."""
+    shaped = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in token.translate(_SHAPES))
+    return (shaped if len(shaped) <= _MAX_LABEL else shaped[: _MAX_LABEL - 1] + "…") or "·"
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Where things are, in pixels: the matrix's left upper corner, a cell's side, letters, the whole."""
+
+    left: float
+    top: float
+    cell: float
+    letter: float
+    width: float
+    height: float
+
+    @classmethod
+    def of(cls, heatmap: Heatmap, cell: float) -> _Frame:
+        letter = max(8.0, min(16.0, 0.68 * cell))
+        head = 30.0 * bool(heatmap.lines) + 19.0 * max(0, len(heatmap.lines) - 1)
+        axis = _label_height(heatmap.columns[: _num_below_axis(heatmap, cell)], letter) + _AXIS_HEIGHT
+        above = max(_label_height(heatmap.columns, letter), axis if heatmap.column_axis else 0.0)
+        row_width = _ADVANCE * letter * max((len(visible(each)) for each in heatmap.rows), default=1)
+        left = _GAP + row_width + _GAP + (26.0 if heatmap.row_axis else 0.0)
+        top = head + _GAP + above + _GAP
+        has_legend = bool(heatmap.lines)
+        matrix_width = max(cell * len(heatmap.columns), _LEGEND_WIDTH * has_legend)
+        lines = (2 * _GAP + (8.4 if index == 0 else 6.6) * len(line) for index, line in enumerate(heatmap.lines))
+        return cls(
+            left=left,
+            top=top,
+            cell=cell,
+            letter=letter,
+            width=math.ceil(max(left + matrix_width + 2 * _GAP, *lines, 0)),
+            height=math.ceil(top + cell * len(heatmap.rows) + 2 * _GAP + 34.0 * has_legend),
+        )
+
+
+def _label_height(columns: Sequence[str], letter: float) -> float:
+    """Of the tallest label: those of one character stand upright, others on their side."""
+    longest = max((len(visible(each)) for each in columns), default=1)
+    return letter if longest == 1 else _ADVANCE * letter * longest
+
+
+def _num_below_axis(heatmap: Heatmap, cell: float) -> int:
+    """How many columns have what the axis is called above them."""
+    return math.ceil(7.0 * (len(heatmap.column_axis) + 3) / cell)
+
+
+def _title(heatmap: Heatmap) -> Iterator[str]:
+    for index, line in enumerate(heatmap.lines):
+        if index == 0:
+            yield f'<text x="{_GAP:g}" y="20" font-size="16" font-weight="bold">{_escape(line)}</text>'
+        else:
+            yield f'<text class="faint" x="{_GAP:g}" y="{21 + 19 * index}" font-size="13">{_escape(line)}</text>'
+
+
+def _labels(heatmap: Heatmap, frame: _Frame) -> Iterator[str]:
+    cell, letter = frame.cell, frame.letter
+    # Where cells are smaller than letters, only so many labels that each has its place.
+    every = max(1, math.ceil(0.9 * letter / cell))
+    base = frame.top - _GAP
+    middle = 0.36 * letter
+    for index, label in list(enumerate(heatmap.columns))[::every]:
+        x = frame.left + cell * (index + 0.5)
+        text = visible(label)
+        if len(text) == 1:
+            place = f'x="{x:g}" y="{base:g}" text-anchor="middle"'
+        else:
+            place = f'transform="translate({x + middle:g} {base:g}) rotate(-90)"'
+        yield f'<text class="token" {place} font-size="{letter:g}">{_escape(text)}</text>'
+    for index, label in list(enumerate(heatmap.rows))[::every]:
+        y = frame.top + cell * (index + 0.5) + middle
+        place = f'x="{frame.left - _GAP:g}" y="{y:g}" text-anchor="end"'
+        yield f'<text class="token" {place} font-size="{letter:g}">{_escape(visible(label))}</text>'
+    if heatmap.column_axis:
+        below = heatmap.columns[: _num_below_axis(heatmap, cell)]
+        x, y = frame.left, base - _label_height(below, letter) - 0.4 * _AXIS_HEIGHT
+        yield f'<text class="faint" x="{x:g}" y="{y:g}" font-size="13">{_escape(heatmap.column_axis)} →</text>'
+    if heatmap.row_axis:
+        place = f'transform="translate(18 {frame.top:g}) rotate(-90)" text-anchor="end"'
+        yield f'<text class="faint" {place} font-size="13">← {_escape(heatmap.row_axis)}</text>'
+
+
+def _cells(heatmap: Heatmap, frame: _Frame) -> Iterator[str]:
+    """One path for each level of opacity, in units of cells; neighbours of one level are one rectangle."""
+    num_rows, num_columns = heatmap.weights.shape
+    shades = np.minimum(np.asarray(heatmap.weights, np.float64) / (heatmap.strongest or 1.0), 1.0)
+    levels = np.rint(shades * _NUM_LEVELS).astype(int)
+    runs: dict[int, list[str]] = {}
+    for y, row in enumerate(levels.tolist()):
+        x = 0
+        for level, cells in groupby(row):
+            length = len(list(cells))
+            runs.setdefault(level, []).append(f"M{x} {y}h{length}v1h-{length}z")
+            x += length
+    runs.pop(0, None)
+    yield f'<g transform="translate({frame.left:g} {frame.top:g}) scale({frame.cell:g})">'
+    for level, path in sorted(runs.items()):
+        yield f'<path class="ink" fill-opacity="{level / _NUM_LEVELS:.3g}" d="{"".join(path)}"/>'
+    yield "</g>"
+    lines = f"M0 0h{num_columns}v{num_rows}h-{num_columns}z"
+    if frame.cell >= _MIN_GRID_CELL:
+        lines += "".join(f"M{x} 0v{num_rows}" for x in range(1, num_columns))
+        lines += "".join(f"M0 {y}h{num_columns}" for y in range(1, num_rows))
+    place = f'transform="translate({frame.left:g} {frame.top:g}) scale({frame.cell:g})"'
+    yield f'<path class="line" {place} stroke-width="{0.6 / frame.cell:.3g}" d="{lines}"/>'
+
+
+def _legend(heatmap: Heatmap, frame: _Frame) -> Iterator[str]:
+    if not heatmap.lines:
+        return
+    x, y, step = frame.left, frame.height - 30.0, 12.0
+    for level in range(9):
+        yield (
+            f'<rect class="ink" x="{x + 16 + step * level:g}" y="{y:g}" width="{step:g}" height="12" '
+            f'fill-opacity="{level / 8:.3g}"/>'
+        )
+    yield f'<rect class="line" x="{x + 16:g}" y="{y:g}" width="{9 * step:g}" height="12" stroke-width="0.6"/>'
+    yield f'<text class="faint" x="{x:g}" y="{y + 11:g}" font-size="13">0</text>'
+    end = f"{heatmap.strongest:.2f} of its row"
+    yield f'<text class="faint" x="{x + 22 + 9 * step:g}" y="{y + 11:g}" font-size="13">{end}</text>'
+
+
+def _escape(text: str) -> str:
+    return html.escape(text, quote=True)

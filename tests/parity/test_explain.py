@@ -1,0 +1,408 @@
+"""Attention weights: the reference's are the formula's, the explain graph's are the reference's, a server's are both.
+
+The formula is written once more here, from what the model's projections put out, so that nobody who draws up or carries
+weights on the way can take one layer, head, kind or axis for another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.serving import serving
+from export.__main__ import main
+from export.emit import emit
+from export.explain import ExplainGraph
+from export.verify import Verdict, verify
+from model import artifact, reference
+from model.artifact import DECODER, ENCODER, AttentionKind, Precision, attention_output
+from model.attention import AdditiveScore, CrossAttention, SelfAttention
+from model.config import ModelConfig, Positions
+from model.golden_attention import ATTENTION_TOLERANCES, ROW_SUM_TOLERANCE, AttentionCase, compare
+from model.transformer import Transformer
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from service.config import ExplainConfig
+from service.engine import factory
+from service.engine.attention import load_attention_graph
+from service.engine.scheduler import EngineLimits
+from service.engine.session import GraphSession, SessionOptions
+from service.errors import NotServing
+from service.explain_client import explain
+from service.transport.codec import ATTENTION_KINDS
+from tests.artifacts import ADDITIVE, random_model, rehash, tiny_artifact, tiny_checkpoint, tiny_config
+
+Float64 = npt.NDArray[np.float64]
+Weights = dict[str, npt.NDArray[np.floating[Any]]]
+
+FAMILIES = ("decoder-only", "encoder-decoder")
+# Besides those that are served below: every kind of position, both scores, grouped heads and not, norms before and
+# after. One layer will do: that layers are told apart is shown by those that are served, which have two.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "learned": (
+        "decoder-only",
+        {"positions": "learned", "norm": "layernorm", "norm_placement": "post", "activation": "gelu"}
+        | {"num_heads": 4, "num_kv_heads": 4, "attention_bias": True, "mlp_bias": True, "tie_embeddings": False}
+        | {"num_layers": 1},
+    ),
+    "encoder": (
+        "encoder-decoder",
+        {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "num_heads": 4, "num_kv_heads": 2}
+        | {
+            "rope_theta": 500.0,
+            "head_dim": 16,
+            "scale_embeddings": True,
+            "source_vocab_size": 301,
+            "num_encoder_layers": 1,
+            "num_layers": 1,
+        },
+    ),
+    "additive-decoder-only": ("decoder-only", {**ADDITIVE["decoder-only"]}),
+    "additive-encoder-decoder": ("encoder-decoder", {**ADDITIVE["encoder-decoder"]}),
+}
+
+
+def tokens(config: ModelConfig, *, length: int = 23, source_length: int = 14) -> tuple[list[int], list[int]]:
+    """A sequence and its source, empty for a decoder-only model; a served sequence would begin with the start token."""
+    rng = np.random.default_rng(0)
+    sequence = rng.integers(3, config.vocab_size, length).tolist()
+    if not config.is_encoder_decoder:
+        return sequence, []
+    sequence[0] = config.bos_id
+    return sequence, rng.integers(3, config.source_vocab_size, source_length).tolist()
+
+
+def by_definition(model: Transformer, sequence: list[int], source: list[int]) -> Weights:
+    """Weights by the paper's formula, from what each module's projections put out in a run of the model."""
+    seen: dict[nn.Module, Float64] = {}
+
+    def keep(module: nn.Module, _: Any, output: torch.Tensor) -> None:
+        seen[module] = output.detach().double().numpy()[0]
+
+    modules = dict(model.named_modules())
+    hooks = [module.register_forward_hook(keep) for module in modules.values() if isinstance(module, nn.Linear)]
+    reference.logits(model, sequence, source or None)
+    for hook in hooks:
+        hook.remove()
+    found: Weights = {}
+    for name, module in modules.items():
+        if not isinstance(module, SelfAttention | CrossAttention):
+            continue
+        layer = int(name.split("layers.")[1].split(".")[0])
+        config = model.config
+        width = config.num_heads * config.head_dim
+        kv_width = config.num_kv_heads * config.head_dim
+        if isinstance(module, CrossAttention):
+            kind, is_causal = AttentionKind.CROSS, False
+            queries, keys = seen[module.query], seen[module.key_value][:, :kv_width]
+        else:
+            is_causal = not name.startswith("encoder.")
+            kind = AttentionKind.DECODER if is_causal else AttentionKind.ENCODER
+            queries, keys = seen[module.qkv][:, :width], seen[module.qkv][:, width : width + kv_width]
+        rotates = config.positions is Positions.ROTARY and kind is not AttentionKind.CROSS
+        heads = [_head(config, module, queries, keys, head, rotates=rotates) for head in range(config.num_heads)]
+        scores = np.where(np.tri(*heads[0].shape, dtype=bool), heads, -np.inf) if is_causal else np.array(heads)
+        raised = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        found[attention_output(kind, layer)] = raised / raised.sum(axis=-1, keepdims=True)
+    return found
+
+
+def _head(
+    config: ModelConfig,
+    module: SelfAttention | CrossAttention,
+    queries: Float64,
+    keys: Float64,
+    head: int,
+    *,
+    rotates: bool,
+) -> Float64:
+    """One head's scores."""
+    size = config.head_dim
+    shared = head // (config.num_heads // config.num_kv_heads)
+    q, k = queries[:, head * size : (head + 1) * size], keys[:, shared * size : (shared + 1) * size]
+    if rotates:
+        q, k = (_turn(x, config.rope_theta) for x in (q, k))
+    if isinstance(module.score, AdditiveScore):
+        return np.tanh(q[:, None] + k[None]) @ module.score.vector[head].detach().double().numpy()
+    return np.real(q @ np.conj(k).T) / np.sqrt(size)
+
+
+def _turn(x: Float64, theta: float) -> npt.NDArray[np.complex128]:
+    """Pairs (x_j, x_{j + D/2}) as complex numbers, turned by their position's angles."""
+    half = x.shape[1] // 2
+    angles = np.arange(len(x))[:, None] * theta ** (-np.arange(half) / half)
+    return (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * angles)
+
+
+def by_reference(model: Transformer, sequence: list[int], source: list[int]) -> Weights:
+    found = reference.attention(model, sequence, source or None)
+    return {
+        attention_output(kind, layer): tensor.numpy()
+        for kind, tensors in found.items()
+        for layer, tensor in enumerate(tensors)
+    }
+
+
+def by_graph(path: Path, sequence: list[int], source: list[int]) -> Weights:
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    feeds = {"input_ids": np.array([sequence])} | ({"source_ids": np.array([source])} if source else {})
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def assert_attention(found: Weights, expected: Weights, tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, weights in found.items():
+        assert weights.shape == expected[name].shape, name
+        np.testing.assert_allclose(weights, expected[name], atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(weights.sum(axis=-1), 1.0, atol=ROW_SUM_TOLERANCE, err_msg=name)
+        if name.startswith("decoder_"):
+            assert not np.triu(weights, k=1).any(), f"{name} looks ahead"
+            assert np.array_equal(weights[:, 0, 0], np.ones(len(weights)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_of_reference_and_graph_are_the_formulas(shape: str, tmp_path: Path) -> None:
+    family, values = SHAPES[shape]
+    config = tiny_config(family, **values)
+    model = random_model(config)
+    sequence, source = tokens(config)
+    expected = by_definition(model, sequence, source)
+    assert max(weights.max() for weights in expected.values()) > 3 / len(sequence), "attention that is hardly any"
+    assert_attention(by_reference(model, sequence, source), expected, 1e-5)
+    emit(ExplainGraph(model), tmp_path / "explain.onnx")
+    assert_attention(by_graph(tmp_path / "explain.onnx", sequence, source), expected, 1e-5)
+    assert_attention(
+        by_graph(tmp_path / "explain.onnx", sequence[:1], source[:1]),
+        by_definition(model, sequence[:1], source[:1]),
+        1e-5,
+    )
+
+
+# Two layers of each kind but the decoder's of an encoder-decoder: its number is told as a decoder-only model's is.
+SIZES: dict[str, dict[str, int]] = {"decoder-only": {}, "encoder-decoder": {"num_layers": 1}}
+
+
+def explained(family: str, precision: Precision = Precision.FP32) -> Path:
+    """An artefact with an explain graph."""
+    return tiny_artifact(family, precision, explain_graph=True, **SIZES[family])
+
+
+def explained_model(family: str) -> Transformer:
+    """What it was exported from."""
+    return random_model(tiny_config(family, **SIZES[family]))
+
+
+def external_places(path: Path) -> dict[str, dict[str, str]]:
+    """Where the weights of a graph lie: file, offset and length by name."""
+    graph = onnx.load(path, load_external_data=False).graph
+    return {
+        tensor.name: {entry.key: entry.value for entry in tensor.external_data}
+        for tensor in graph.initializer
+        if tensor.external_data
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        ("decoder-only", Precision.FP32),
+        ("encoder-decoder", Precision.FP32),
+        ("encoder-decoder", Precision.INT8),
+        ("decoder-only", Precision.INT4),
+    ],
+)
+def test_explain_graph_has_no_weights_of_its_own_and_is_proven(family: str, precision: Precision) -> None:
+    folder = explained(family, precision)
+    assert not (folder / "explain.onnx.data").exists()
+    assert (folder / "explain.onnx").stat().st_size < 60_000, "only what is not a weight"
+    others = [
+        external_places(folder / f"{name}.onnx") for name in (DECODER, ENCODER) if (folder / f"{name}.onnx").exists()
+    ]
+    places = external_places(folder / "explain.onnx")
+    assert places
+    for name, place in places.items():
+        assert place in [other.get(name) for other in others], name
+    if precision is not Precision.FP32:
+        assert sum(name.endswith(f"_{precision}") for name in places) >= 3, "products are as rounded as the decoder's"
+    last = artifact.load(folder).config.num_layers - 1
+    names = {tensor.name for tensor in onnx.load(folder / "explain.onnx", load_external_data=False).graph.initializer}
+    assert not any(name.startswith((f"layers.{last}.feed_forward", "final_norm", "head")) for name in names)
+    report = verify(folder, lambda _: None)
+    assert report.verdict is Verdict.PASSED
+    tolerance = ATTENTION_TOLERANCES[precision]
+    written = json.loads((folder / artifact.PARITY).read_text())["attention"]
+    assert [case["name"] for case in written] == [case.name for case in report.attention]
+    assert len(written) == 3
+    for case, told in zip(report.attention, written, strict=True):
+        assert told["tolerance"] == dataclasses.asdict(tolerance)
+        assert told["verdict"] == "passed"
+        assert case.max_row_sum_error < 1e-6
+        assert not case.looks_ahead
+    distances = [case.relative_distance for case in report.attention]
+    if precision is Precision.FP32:
+        assert max(case.max_abs_error for case in report.attention) < 2e-6
+    else:
+        assert max(distances) > ATTENTION_TOLERANCES[Precision.FP32].relative, "nothing was rounded"
+
+
+def test_explain_graph_is_refused_beside_rounded_keys(tmp_path: Path, capsys: Any) -> None:
+    source = tiny_checkpoint(tmp_path / "checkpoint", tiny_config("decoder-only"))
+    flags = ["--out", str(tmp_path / "out"), "--explain-graph", "--kv-cache", "int8"]
+    assert main([str(source), *flags]) == 2
+    problems = json.loads(capsys.readouterr().out.splitlines()[-1])["problems"]
+    assert problems == ["an explain graph is for fp32 K/V, asked for is int8"]
+
+
+def other_models_graph(tmp_path: Path) -> Path:
+    """An artefact whose explain graph alone is of other weights, with checksums that say all is well."""
+    folder = tmp_path / "artefact"
+    shutil.copytree(explained("decoder-only"), folder)
+    emit(ExplainGraph(random_model(tiny_config("decoder-only"), seed=1)), folder / "explain.onnx")
+    manifest = artifact.read_manifest(folder)
+    files = {**manifest.files, "explain.onnx.data": artifact.hash_file(folder / "explain.onnx.data")}
+    (folder / artifact.MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
+    rehash(folder)
+    return folder
+
+
+def test_another_models_graph_fails_its_proof_at_verify_and_in_the_server(tmp_path: Path) -> None:
+    folder = other_models_graph(tmp_path)
+    report = verify(folder, lambda _: None)
+    assert report.verdict is Verdict.FAILED
+    # The first case is one token, which has but itself to look at.
+    assert report.failed == ("attention-17", "attention-96")
+    with pytest.raises(NotServing, match="does not answer as its golden cases say"):
+        load_attention_graph(folder, artifact.load(folder))
+
+
+def test_an_artefact_that_was_replaced_after_the_start_explains_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "artefact"
+    shutil.copytree(explained("decoder-only"), folder)
+    served = artifact.load(folder)
+    load_attention_graph(folder, served)
+    manifest = dataclasses.replace(served, training={"steps": 7})
+    (folder / artifact.MANIFEST).write_text(manifest.to_json())
+    with pytest.raises(NotServing, match="has changed on the disk"):
+        load_attention_graph(folder, served)
+    (folder / artifact.MANIFEST).write_text(served.to_json())
+    (folder / artifact.GOLDEN_ATTENTION).write_bytes(b"other cases")
+    with pytest.raises(NotServing, match="has changed on the disk"):
+        load_attention_graph(folder, served)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_loads_the_graphs_that_it_steps_and_no_other(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    class Counted(GraphSession):
+        def __init__(self, folder: Path, spec: Any, *rest: Any) -> None:
+            loaded.append(spec.file)
+            super().__init__(folder, spec, *rest)
+
+    monkeypatch.setattr(factory, "GraphSession", Counted)
+    folder = explained(family)
+    factory.build_runner(
+        folder, artifact.load(folder), EngineLimits(max_batch_size=2), SessionOptions(intra_op_threads=1)
+    )
+    expected = {"decoder.onnx"} | ({"encoder.onnx"} if family == "encoder-decoder" else set())
+    assert set(loaded) == expected
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of both families as its operator runs it, and of one in fewer bits."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        (folder / family).symlink_to(explained(family), target_is_directory=True)
+    rounded = explained("encoder-decoder", Precision.INT8)
+    (folder / "rounded").symlink_to(rounded, target_is_directory=True)
+    with serving(folder, "--no-metrics", "--threads", "1", "--log-level", "warning") as target:
+        yield target
+
+
+def told(answer: pb.ExplainResponse) -> Weights:
+    """A response's matrices, stacked by kind and layer as the graph has them."""
+    kinds = {number: kind for kind, number in ATTENTION_KINDS.items()}
+    heads: dict[str, list[npt.NDArray[np.float32]]] = {}
+    for each in answer.attentions:
+        matrices = heads.setdefault(attention_output(kinds[each.kind], each.layer), [])
+        assert each.head == len(matrices)
+        matrices.append(np.array(each.weights, np.float32).reshape(each.rows, each.columns))
+    return {name: np.stack(matrices) for name, matrices in heads.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_served_weights_are_pytorchs_over_the_greedy_output(target: str, family: str) -> None:
+    model = explained_model(family)
+    config = model.config
+    with grpc.insecure_channel(target) as channel:
+        stub = GenerationServiceStub(channel)
+        prompt = list(stub.Tokenize(pb.TokenizeRequest(model=family, text="3 May")).token_ids)
+        answer = stub.Explain(pb.ExplainRequest(model=family, text="3 May"))
+        sampling, stopping = pb.SamplingParams(temperature=0.0), pb.StoppingParams(max_tokens=len(answer.target_tokens))
+        request = pb.GenerateRequest(model=family, text="3 May", sampling=sampling, stopping=stopping)
+        generated = list(stub.Generate(request).outputs[0].token_ids)
+        ids = pb.TokenIds(ids=generated)
+        assert stub.Explain(pb.ExplainRequest(model=family, text="3 May", target_token_ids=ids)) == answer
+    assert len(generated) == len(answer.target_tokens) > 5
+    sequence = [config.bos_id, *generated[:-1]] if config.is_encoder_decoder else [*prompt, *generated[:-1]]
+    source = prompt if config.is_encoder_decoder else []
+    assert len(answer.decoder_tokens) == len(sequence)
+    assert list(answer.prompt_tokens) == [*"3␣May".replace("␣", "Ġ"), "<eos>"] if source else ["<bos>", *"3ĠMay"]
+    assert_attention(told(answer), by_definition(model, sequence, source), 1e-5)
+
+
+def test_served_weights_in_fewer_bits_are_nearly_pytorchs_and_still_attention(target: str) -> None:
+    model = explained_model("encoder-decoder")
+    with grpc.insecure_channel(target) as channel:
+        stub = GenerationServiceStub(channel)
+        source = list(stub.Tokenize(pb.TokenizeRequest(model="rounded", text="3 May 2026")).token_ids)
+        target_ids = [40, 50, 60, 70, 80]
+        request = pb.ExplainRequest(model="rounded", text="3 May 2026", target_token_ids=pb.TokenIds(ids=target_ids))
+        found = told(stub.Explain(request))
+    expected = by_reference(model, [model.config.bos_id, *target_ids[:-1]], source)
+    assert_attention(found, expected, 0.2)
+    sequence = np.array([model.config.bos_id, *target_ids[:-1]])
+    case = AttentionCase("served", sequence, np.array(source), {name: expected[name] for name in found})
+    result = compare(case, found, ATTENTION_TOLERANCES[Precision.INT8])
+    assert result.passed
+    assert result.relative_distance > ATTENTION_TOLERANCES[Precision.FP32].relative, "nothing was rounded"
+
+
+def test_explain_command_draws_what_the_server_answers(target: str, tmp_path: Path) -> None:
+    page, picture = tmp_path / "out.html", tmp_path / "out.svg"
+    out, err = io.StringIO(), io.StringIO()
+    config = ExplainConfig(
+        model="encoder-decoder",
+        text="<b>3",
+        target=target,
+        target_text="4>",
+        html=page,
+        svg=picture,
+        layers=(0,),
+        heads=(0,),
+    )
+    assert explain(config, out, err) == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<figure>") == 3
+    assert "<code>&lt;b&gt;3</code>" in text
+    assert "<code>4&gt;</code>" in text
+    assert ">b</text>" in picture.read_text(encoding="utf-8")
+    wrong = dataclasses.replace(config, layers=(9,))
+    assert explain(wrong, out, err) == 1
+    assert err.getvalue() == "INVALID_ARGUMENT: layers[0]: must be below 2, the number of layers, got 9\n"
