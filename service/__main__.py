@@ -9,7 +9,15 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from service.config import AskConfig, ExplainConfig, HealthConfig, LogLevel, ServeConfig, TraceConfig, parse_command_line
+from service.config import (
+    AskConfig,
+    ExplainConfig,
+    HealthConfig,
+    LogLevel,
+    ServeConfig,
+    TraceConfig,
+    parse_command_line,
+)
 from service.errors import StartupError
 from service.huge_pages import restart_with_huge_pages
 

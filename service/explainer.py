@@ -88,9 +88,7 @@ class Explainer:
             while self._models.resolve(model.name) is not model:
                 model, selection, task = await self._prepare(call, deadline)
             loop, self._is_used = asyncio.get_running_loop(), True
-            found, self._last_seconds = await loop.run_in_executor(
-                self._worker, self._compute, model, task, selection
-            )
+            found, self._last_seconds = await loop.run_in_executor(self._worker, self._compute, model, task, selection)
             return found
 
     def models_changed(self) -> None:
@@ -103,9 +101,7 @@ class Explainer:
         self._is_used = False
         self._worker.shutdown(wait=False, cancel_futures=True)
 
-    async def _prepare(
-        self, call: ExplainCall, deadline: float | None
-    ) -> tuple[ServedModel, Selection, ExplainTask]:
+    async def _prepare(self, call: ExplainCall, deadline: float | None) -> tuple[ServedModel, Selection, ExplainTask]:
         """All that can be refused, and the output where none is given."""
         model = self._models.resolve(call.model)
         self._models.require_serving(model.name)

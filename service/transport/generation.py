@@ -18,7 +18,7 @@ from model.tokenizer import Tokenizer
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer
 from service.config import RequestLimits
-from service.errors import InvalidRequest, RequestError, UnsupportedFeature
+from service.errors import InvalidRequest, RequestError
 from service.explainer import Explainer
 from service.generator import Accepted, Finished, GenerateCall, Generator, Outcome, Part, Piece, PromptScores
 from service.models import Models, ServedModel, check_ids

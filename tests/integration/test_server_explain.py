@@ -20,10 +20,11 @@ from service import app
 from service.config import RequestLimits
 from service.errors import NotServing
 from service.explainer import MAX_WAITING
-from service.models import ServedModel
-from tests.fakes import BOS, CONTEXT, EOS, FakeRunner, expected_tokens, script, spell
+from service.models import Parity, ServedModel
+from tests.fakes import BOS, CONTEXT, EOS, FakeRunner, Gate, expected_tokens, script, spell
 from tests.servers import (
     SLOTS,
+    TRUSTED,
     eventually,
     generate_request,
     read,
@@ -370,6 +371,40 @@ async def test_a_graph_that_cannot_be_trusted_answers_nobody_and_is_looked_at_ag
         graph.failure = None
         assert (await server.generation.Explain(request)).attentions
     assert graph.loads == ["fake"] * 3
+
+
+async def test_a_model_that_is_served_no_more_takes_its_graph_along(graph: FakeGraph) -> None:
+    request = pb.ExplainRequest(model="fake", text="a", target_text="z")
+    first, other = explained_model(), served_model("other")
+    async with running([first, other]) as server:
+        await server.generation.Explain(request)
+        await server.app._tell_health()
+        await server.generation.Explain(request)
+        assert len(graph.loads) == 1
+        # Another of the same name, as after a reload.
+        server.app.models.serve(explained_model(), Parity((TRUSTED,)))
+        await server.app._tell_health()
+        await server.generation.Explain(request)
+        assert len(graph.loads) == 2
+        server.app.models.remove("fake")
+        await server.app._tell_health()
+        await eventually(lambda: server.app._explainer._graphs == {})
+        assert (await status_of(server.generation.Explain(request))).code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_model_that_is_replaced_meanwhile_is_asked_again(graph: FakeGraph) -> None:
+    gate = Gate()
+    runner = FakeRunner(SLOTS, before_run=gate)
+    async with running([explained_model()], runner=runner) as server:
+        gate.entered.clear()
+        with gate.closed():
+            call = server.generation.Explain(pb.ExplainRequest(text="ab", max_tokens=4))
+            await gate.until_entered()
+            server.app.models.serve(explained_model(), Parity((TRUSTED,)))
+        answer = await call
+        assert await server.until_ended(2) == {"length": 2}
+    assert len(answer.target_tokens) == 4
+    assert len(graph.runs) == 1
 
 
 async def test_a_model_that_does_not_serve_does_not_explain(graph: FakeGraph) -> None:
