@@ -160,6 +160,7 @@ class Explainer:
             logprobs=None,
             prompt_logprobs=None,
             wants_cost=False,
+            partial_on_deadline=False,
             priority=0,
             timeout_seconds=None,
         )
