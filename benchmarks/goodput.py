@@ -254,12 +254,10 @@ def render(results: Mapping[str, Any]) -> str:
         answered, refused = seconds[IN_TIME], seconds[REFUSED]
         rows.append(
             f"| `--admission={way}` | {found['goodput']:.2f} | {per_second[REFUSED]:.2f} | {per_second[LATE]:.2f} | "
-            f"{'-' if answered is None else milliseconds(answered['p50'])} | "
+            f"{'-' if answered is None else format(answered['p50'], '.2f') + ' s'} | "
             f"{'-' if refused is None else milliseconds(refused['p50'])} |"
         )
-    ratio = results["ratio"]
-    told = "-" if ratio is None else f"{ratio:.2f}"
-    each = ", ".join("-" if value is None else f"{value:.2f}" for value in results["ratio_by_round"])
+    each = ", ".join(map(_times, results["ratio_by_round"]))
     verdict = "holds" if results["passed"] else "does **not** hold"
     lines = [
         "# Answers in time",
@@ -269,19 +267,23 @@ def render(results: Mapping[str, Any]) -> str:
         f"{settings['answer']} (medians of lognormal lengths, spread {settings['spread']:g}). The server answers "
         f"{results['capacity']:.2f} such requests a second; offered were {results['offered']:.2f}, "
         f"{settings['load']:g} times as many, each to be answered within {settings['timeout']:g} s. "
-        f"{settings['rounds']} rounds of {settings['seconds']:g} s.",
+        f"{settings['rounds']} rounds, of which {settings['seconds']:g} s each count.",
         "",
         "| per second | answered in time | refused at once | too late | median answer | median refusal |",
         "|---|---:|---:|---:|---:|---:|",
         *rows,
         "",
-        f"With admission there are {told} times as many answers in time ({each} by round): the promise, "
-        f"{results['limit']:g} times, {verdict}.",
+        f"Answers in time with admission over those without: {_times(results['ratio'])}; by round {each}. The promise, "
+        f"{results['limit']:g}, {verdict}.",
         "",
         f"![What became of the requests]({NAME}.svg)",
         "",
     ]
     return "\n".join(lines)
+
+
+def _times(ratio: float | None) -> str:
+    return "nothing to compare with" if ratio is None else f"{ratio:.2f}"
 
 
 def draw_picture(results: Mapping[str, Any]) -> str:
