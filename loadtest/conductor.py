@@ -83,6 +83,7 @@ class Conductor:
         self._runner = environment.runner
         self._clients: dict[int, str] = {}
         self._stage: Stage | None = None
+        self._begins_at: float | None = None
         self._teller: gevent.Greenlet | None = None
         self._drainer: gevent.Greenlet | None = None
         self._closed_at: float | None = None
@@ -154,11 +155,13 @@ class Conductor:
 
     # How a run goes.
 
-    def plan(self, kind: str, at: float) -> Stage | None:
-        """What there is to be at that time of a run of this kind (empty: what the options say); None ends the run."""
+    def plan(self, kind: str) -> Stage | None:
+        """What there is to be now in a run of this kind (empty: what the options say); None ends the run."""
         if self._stage is None:
             self._read_options()
         living = self._living()
+        # Locust's own clock of a run goes before there is anybody in it.
+        at = 0.0 if self._begins_at is None else max(0.0, time.monotonic() - self._begins_at)
         stage = self.options.stage(kind, at, len(self._clients) or len(self._processes()))
         if living and self.ledger.is_exhausted(living):
             stage = None
@@ -214,6 +217,7 @@ class Conductor:
         self._clients = dict(enumerate(processes))
         lead = _LEAD_SECONDS_OF_MASTER if isinstance(self._runner, MasterRunner) else _LEAD_SECONDS
         begin = time.time() + lead
+        self._begins_at = time.monotonic() + lead
         for index, client in self._clients.items():
             part = Share(
                 run=self.ledger.run,
@@ -311,7 +315,7 @@ class Conductor:
             gevent.sleep(0.02)
         if self._teller is not None:
             self._teller.kill()
-        self._teller = self._drainer = self._stage = self._closed_at = None
+        self._teller = self._drainer = self._stage = self._begins_at = self._closed_at = None
         self._clients = {}
 
     def _until_landed(self, session: Session, seconds: float) -> None:

@@ -74,6 +74,14 @@ class GrpcUser(User):
                 log.warning("no connection to %s after %g s", target, _CONNECT_SECONDS)
         self._stubs = itertools.cycle([GenerationServiceStub(channel) for channel in self._channels])
 
+    def is_closed_before(self, due: float) -> bool:
+        """Waits until then, or until nothing more is to be sent; whether that is so."""
+        closing = self.conductor.closing
+        # Waking is not exact, and gevent's idea of now may be old: look again.
+        while not closing.is_set() and (delay := due - self.session.now()) > 0.0:
+            closing.wait(delay)
+        return bool(closing.is_set())
+
     def send(self, prompt: Prompt, request_id: str) -> Any:
         """Starts a stream."""
         session = self.session
@@ -95,8 +103,8 @@ class ClosedLoopUser(GrpcUser):
 
     @task
     def ask(self) -> None:
-        """One question."""
-        number = self.session.take()
+        """One question, but none before the run has begun in all processes."""
+        number = None if self.is_closed_before(0.0) else self.session.take()
         if number is None:
             raise StopUser
         self.conductor.ask(number, None, self.send)
@@ -122,7 +130,7 @@ class OpenLoopUser(GrpcUser):
         conductor, session, group = self.conductor, self.session, Group()
         try:
             for number, due in session.schedule():
-                if self._is_closed_before(due):
+                if self.is_closed_before(due):
                     break
                 group.spawn(conductor.ask, number, due, self.send)
             else:
@@ -131,11 +139,3 @@ class OpenLoopUser(GrpcUser):
         finally:
             group.kill()
         raise StopUser
-
-    def _is_closed_before(self, due: float) -> bool:
-        """Waits until then, or until nothing more is to be sent; whether that is so."""
-        closing = self.conductor.closing
-        # Waking is not exact, and gevent's idea of now may be old: look again.
-        while not closing.is_set() and (delay := due - self.session.now()) > 0.0:
-            closing.wait(delay)
-        return bool(closing.is_set())

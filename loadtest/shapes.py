@@ -23,7 +23,7 @@ class _Shape(LoadTestShape):
         """Users, how fast they come, and of which kind; None ends the run."""
         assert self.runner is not None  # noqa: S101 (Locust sets it before it asks)
         conductor = conductor_of(self.runner.environment)
-        stage = conductor.plan(self.kind, self.get_run_time())  # type: ignore[no-untyped-call]
+        stage = conductor.plan(self.kind)
         if stage is None:
             return None
         users = OpenLoopUser if conductor.options.is_open else ClosedLoopUser

@@ -167,7 +167,9 @@ def behind_the_page(folder: Path) -> Outputs:
         reports = [json.loads(report_file.read_text(encoding="utf-8"))]
         report_file.unlink()
         until(lambda: get(f"{url}/stats/requests")["state"] in {"stopped", "ready"})
-        sweep = {"requests": "0", "shape": "length", "steps": "3,7", "stage_seconds": "1"}
+        # Long enough for the button, and for users to be there on a busy machine before the first length is over.
+        lengths = ",".join(["3"] * 4 + ["7"] * 200)
+        sweep = {"requests": "0", "shape": "length", "steps": lengths, "stage_seconds": "1"}
         assert post(f"{url}/swarm", {**form, **sweep})["success"]
         until(lambda: "7 tokens" in get(f"{url}/load").get("stages", {}))
         post(f"{url}/stop", {})
