@@ -84,9 +84,9 @@ def hold_faults(records: list[Record], count: int) -> None:
 
 def test_known_delays_come_out_within_five_percent_from_thinking_users(tmp_path: Path) -> None:
     log, report_file, stats_file = (tmp_path / name for name in ("log", "report", "stats.json"))
-    with fake_server(ttft=(0.1, 0.2), itl=(0.04, 0.08), log=str(log)) as target:
+    with fake_server(ttft=(0.2, 0.4), itl=(0.1, 0.2), log=str(log)) as target:
         code, out = run(
-            "--host", target, *SHORT, "-u", "4", "-r", "4", "--num-prompts", "28", "--think", "0.05",
+            "--host", target, *SHORT, "-u", "8", "-r", "8", "--num-prompts", "28", "--think", "0.05",
             "--report", str(report_file), "--report-detailed", "--json-file", str(stats_file.with_suffix("")),
         )  # fmt: skip
     assert code == 0, out
@@ -96,7 +96,7 @@ def test_known_delays_come_out_within_five_percent_from_thinking_users(tmp_path:
     both = pairs(records, report["began_monotonic"][0], done)
     hold(both)
     # Each user has a connection of its own.
-    assert len({each["peer"] for each in done.values()}) == 4
+    assert len({each["peer"] for each in done.values()}) == 8
     assert (report["offered"], report["finished"], report["missing"]) == (28, 28, 0)
     assert report["output_throughput"] == pytest.approx(140 / report["duration"])
     assert "Output token throughput" in out
