@@ -186,8 +186,7 @@ def _features(
 ) -> Float64:
     """The same for some steps, each of so many rows that decode, and pairs in all of them.
 
-    Between two knots a part of the step from one to the other is taken; rows beyond the last one cost as much each as
-    those before it.
+    Between two knots a part of the step from one to the other is taken.
     """
     x = np.zeros(len(knots) + _NUM_PROMPT_TERMS + 1)
     x[:_NUM_PROMPT_TERMS] = prompts
