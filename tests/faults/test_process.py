@@ -59,7 +59,8 @@ def test_sigterm_with_streams_in_flight_lets_them_finish_within_the_grace_and_ex
 def test_deadline_passed_in_queue_in_prefill_in_decode_is_deadline_exceeded_and_gives_everything_back(
     tmp_path: Path,
 ) -> None:
-    with serving(tmp_path, "--prefill-chunk", "4") as server, server.channel() as channel:
+    # Admission would refuse them before.
+    with serving(tmp_path, "--prefill-chunk", "4", "--admission", "off") as server, server.channel() as channel:
         neighbour, stub = Neighbour(server), GenerationServiceStub(channel)
         began = time.monotonic()
         stub.Generate(greedy(DECODER, max_tokens=90), timeout=60)
