@@ -160,9 +160,9 @@ class Explainer:
             logprobs=None,
             prompt_logprobs=None,
             wants_cost=False,
-            partial_on_deadline=False,
             priority=0,
             timeout_seconds=None,
+            partial_on_deadline=False,
         )
         token_ids: list[int] = []
         left = None if deadline is None else deadline - time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -42,6 +43,7 @@ _GAP = 6.0
 _MIN_GRID_CELL = 10.0
 _LEGEND_WIDTH = 230.0
 _AXIS_HEIGHT = 24.0
+_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 # What has no shape, as vocabularies of characters, of bytes (GPT-2's alphabet) and of pieces (SentencePiece's) spell
 # it. Other letters of that alphabet stand for themselves in some language.
 _SHAPES = str.maketrans({" ": "␣", "Ġ": "␣", "▁": "␣", "\n": "↵", "Ċ": "↵", "\r": "␍", "\t": "⇥"})
@@ -211,4 +213,5 @@ def _legend(heatmap: Heatmap, frame: _Frame) -> Iterator[str]:
 
 
 def _escape(text: str) -> str:
-    return html.escape(text, quote=True)
+    """Text as XML takes it: some characters it does not, however they are written."""
+    return html.escape(_NO_XML.sub("\N{REPLACEMENT CHARACTER}", text), quote=True)
