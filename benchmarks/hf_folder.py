@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config import Activation, ModelConfig, Norm, NormPlacement, Positions
+from model.config import Activation, ModelConfig, Norm, NormPlacement, Positions, RopeScaling
 from model.files import write_atomically
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ def family(config: ModelConfig) -> str:
         and config.norm_placement is NormPlacement.PRE
         and config.tie_embeddings
         and not config.scale_embeddings
+        and not (config.query_key_norm or config.embedding_norm or config.logits_bias or config.sliding_window)
+        and config.rope_scaling is RopeScaling.NONE
+        and config.attention_output_bias
     )
     parts = (config.positions, config.norm, config.activation)
     biases = {config.attention_bias, config.mlp_bias}

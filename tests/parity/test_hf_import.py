@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import imports
+from benchmarks import hf_folder, imports
 from benchmarks.imports import CASES, Case, make_folder
 from export.__main__ import main as export_main
 from export.exporter import export
@@ -26,6 +26,9 @@ from model.checkpoint import CheckpointError
 from model.generation import GENERATION, GenerationRules
 from model.hf.folder import ImportRefused
 from model.hf.importer import plan, write
+from model.presets import resolve
+from model.tokenizer_training import one_word_per_id
+from model.transformer import build
 from tests.hf_folders import llama_tensors, write_folder
 
 _FULL = frozenset(next(case.name for case in CASES if case.family == family) for family in ("bart", "marian"))
@@ -100,6 +103,22 @@ def test_numbers_come_through_in_every_dtype_and_from_shards(tmp_path: Path) -> 
         packed = np.concatenate([tensors[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"])
         np.testing.assert_array_equal(weights["layers.1.self_attention.qkv.weight"].numpy(), packed.astype(np.float32))
         assert sum(tensor.numel() for tensor in weights.values()) == sum(each.size for each in tensors.values())
+
+
+@pytest.mark.parametrize("preset", ["gpt2-124m", "llama-110m"])
+def test_our_own_weights_come_back_from_their_layout_bit_by_bit(preset: str, tmp_path: Path) -> None:
+    small = {"vocab_size": 40, "context": 24, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 48}
+    small |= {"num_kv_heads": 2} if preset.startswith("llama") else {}
+    config = resolve(preset, [f"{name}={value}" for name, value in small.items()]).model
+    model = build(config, seed=3)
+    tokenizers = {"tokenizer.json": one_word_per_id(40, config.architecture).to_json()}
+    checkpoint.save(tmp_path / "ours", model, config, tokenizers, {})
+    hf_folder.write(tmp_path / "ours", tmp_path / "theirs")
+    write(plan(tmp_path / "theirs"), tmp_path / "again")
+    assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "ours" / "config.json").read_text()
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_tied_tensors_that_differ_are_refused_before_anything_is_written(tmp_path: Path) -> None:

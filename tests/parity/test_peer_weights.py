@@ -78,7 +78,10 @@ def test_the_translator_is_given_the_sinusoids_that_the_model_adds() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"norm_placement": NormPlacement.POST}, {"tie_embeddings": False}, {"mlp_bias": True}, {"norm": Norm.LAYER}],
+    [
+        *({"norm_placement": NormPlacement.POST}, {"tie_embeddings": False}, {"mlp_bias": True}, {"norm": Norm.LAYER}),
+        *({"query_key_norm": True}, {"sliding_window": 4}, {"rope_scaling": "linear", "rope_factor": 2.0}),
+    ],
 )
 def test_a_model_of_neither_family_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(hf_folder.UnknownFamily, match="neither GPT-2 nor Llama"):

@@ -146,9 +146,9 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks, as the model's template names it: "system", "user", "assistant"."""
+    """Who speaks. Limit: one of "system", "developer", "user", "assistant", "tool"; the model's template may refuse some."""
     content: _builtins.str
-    """What is said. Special-token text in it is ordinary characters."""
+    """What is said. Special-token text in it is ordinary characters. Limit: no code points U+FDD0 to U+FDD3."""
     def __init__(
         self,
         *,
@@ -501,7 +501,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def chat(self) -> Global___Chat:
-        """A conversation."""
+        """A conversation, rendered to be answered. Limit: fewer tokens than the context, else OUT_OF_RANGE; UNIMPLEMENTED
+        where the model has no template.
+        """
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
