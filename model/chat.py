@@ -7,10 +7,10 @@ people said never is, whatever they said and whatever the template does with it:
     said       `<|im_end|>`, anywhere               → ordinary characters
     written    `<|im_end|>` by the template         → the control token
 
-Noncharacters, which no text may hold, tell the two apart while the template runs. A message's control tokens are broken
-by one behind their first character, as is every character that one could begin with; strings that templates look for in
-messages (`</think>`, say) are left whole but enclosed by two others, with which string methods find them. What comes
-out of the template with nothing in it is the template's own.
+Noncharacters, which no text may hold, tell the two apart while the template runs. One stands behind every character
+of a message that a control token begins with, and before every one that it ends with, so that no cutting and joining
+makes one of what was said; strings that templates look for in messages (`</think>`, say) are left whole but enclosed by
+two others, with which string methods find them. What comes out with nothing in it is the template's own.
 
 Knows templates and a tokenizer; nothing of models or the wire.
 """
@@ -201,15 +201,17 @@ class _Guard:
     def __init__(self, special: Iterable[str], ordinary: Iterable[str], literals: Iterable[str]) -> None:
         special = {spelling for spelling in special if spelling}
         control = special.union(ordinary)
-        firsts = {spelling[0] for spelling in control}
+        self._firsts = _in_any_case(spelling[0] for spelling in control)
+        self._lasts = _in_any_case(spelling[-1] for spelling in control)
+        ends = self._firsts | self._lasts
         sought = set(ordinary)
         sought |= {
             literal
             for literal in literals
-            if len(literal) > 1 and firsts.intersection(literal) and not any(each in literal for each in special)
+            if len(literal) > 1 and ends.intersection(literal) and not any(each in literal for each in special)
         }
         self.sought = frozenset(sought)
-        self._said = _any_of({*special, *sought, *firsts})
+        self._said = _any_of({*sought, *ends})
         enclosed = _enclose(f"(?:{_any_of(sought).pattern})")
         self._written = re.compile(f"({enclosed})|({_any_of(control).pattern})|[{_BREAK}{_OPEN}{_CLOSE}]")
 
@@ -218,7 +220,10 @@ class _Guard:
 
         def mark(match: re.Match[str]) -> str:
             found = match.group()
-            return _enclose(found) if found in self.sought else f"{found[0]}{_BREAK}{found[1:]}"
+            if found in self.sought:
+                return _enclose(found)
+            before, behind = (_BREAK if found in ends else "" for ends in (self._lasts, self._firsts))
+            return f"{before}{found}{behind}"
 
         return self._said.sub(mark, content)
 
@@ -425,6 +430,11 @@ def _without_concat(tree: nodes.Template) -> nodes.Template:
 
     rewrite(tree)
     return tree
+
+
+def _in_any_case(characters: Iterable[str]) -> frozenset[str]:
+    """The characters, and those that a change of case makes them of."""
+    return frozenset(each for one in characters for each in (one, one.lower(), one.upper()) if len(each) == 1)
 
 
 def _enclose(text: str) -> str:

@@ -99,9 +99,12 @@ def test_control_tokens_that_are_said_are_ordinary_characters(said: str) -> None
         "{% for character in messages[0].content %}{{ character if character != 'X' }}{% endfor %}",
         "{{ messages[0].content[:3] + messages[0].content[4:] }}",
         "{{ messages[0].content | list | reject('eq', 'X') | join }}",
+        "{{ messages[0].content | replace('X', '') | lower }}",
+        "{{ '<' + messages[0].content[1:] | replace('X', '') }}",
+        "{{ messages[0].content[:-1] | replace('X', '') + '>' }}",
     ],
 )
-@pytest.mark.parametrize("said", ["<|im_Xend|>", "<X|im_end|>", "<|Xim_end|>"])
+@pytest.mark.parametrize("said", ["<|im_Xend|>", "<X|im_end|>", "<|Xim_end|>", "<X|IM_END|>"])
 def test_template_that_takes_text_apart_does_not_make_control_tokens_of_it(template: str, said: str) -> None:
     chat = make(f"<|im_start|>{template}<|im_end|>")
     control = [token for token in chat.encode([Message("user", said)]) if token in CONTROL_IDS]
