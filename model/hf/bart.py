@@ -76,7 +76,8 @@ def _same(values: Values, name: str, problems: list[str]) -> int:
 
 
 def _layout(config: ModelConfig, stored: Mapping[str, Stored], prefix: str, *, is_marian: bool) -> Layout:
-    layout = Layout()
+    # The first BARTs carry a number that says how they were written.
+    layout = Layout(ignored=(rf"{re.escape(prefix)}(encoder|decoder)\.version",))
     _add_tables(layout, config, stored, prefix)
     stacks = {"": ("decoder", config.num_layers), "encoder.": ("encoder", config.num_encoder_layers)}
     for ours, (side, num_layers) in stacks.items():
@@ -118,7 +119,7 @@ def _add_tables(layout: Layout, config: ModelConfig, stored: Mapping[str, Stored
         add("embedding.tokens.weight", config.vocab_size, target if target in stored else shared)
         add("encoder.embedding.tokens.weight", config.source_vocab_size, source if source in stored else shared)
         add("head.weight", config.vocab_size, head)
-        layout.ignored = (re.escape(shared),)
+        layout.ignored += (re.escape(shared),)
 
 
 def _add_layer(layout: Layout, config: ModelConfig, ours: str, theirs: str, *, has_cross: bool) -> None:

@@ -7,7 +7,7 @@ models instead, which are converted (`model.hf.marian_pieces`). Needs no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import tokenizers
@@ -42,12 +42,11 @@ def read_tokenizers(
             f"{TOKENIZER} is missing; transformers writes one: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
         return {}
-    ids = {*tokens.settings.eos_ids, *(token for _, token in tokens.settings.rules.named_ids)}
     limits = {TOKENIZER: config.source_vocab_size or config.vocab_size, TARGET_TOKENIZER: config.vocab_size}
     result = {}
     for name, each in made.items():
         try:
-            tokenizer = Tokenizer(_declare(tokenizers.Tokenizer.from_str(each), names, ids))
+            tokenizer = Tokenizer(_declare(tokenizers.Tokenizer.from_str(each), names, tokens.settings.eos_ids))
         except Exception as error:  # the library's own, which has no other name
             problems.append(f"{name}: {error}")
             continue
@@ -117,12 +116,18 @@ def _spelling(value: Any) -> str | None:
     return content if isinstance(content, str) and content else None
 
 
-def _declare(inner: tokenizers.Tokenizer, names: Collection[str], ids: Collection[int]) -> tokenizers.Tokenizer:
-    """Says of every control token that it is special, which a file may leave to others; none gets a new id."""
-    spellings = {name for name in names if inner.token_to_id(name) is not None}
-    spellings |= {spelling for token in ids if (spelling := inner.id_to_token(token)) is not None}
+def _declare(inner: tokenizers.Tokenizer, names: Collection[str], eos_ids: Iterable[int]) -> tokenizers.Tokenizer:
+    """Says of every control token that it is special, which a file may leave to others; none gets a new id.
+
+    Args:
+        inner: the file's.
+        names: spellings of control tokens, such as it has.
+        eos_ids: tokens that end outputs; one that is a word like others stays one.
+    """
     described = json.loads(inner.to_str())
     listed = {token["content"]: token for token in described["added_tokens"]}
+    spellings = {name for name in names if inner.token_to_id(name) is not None}
+    spellings |= listed.keys() & {inner.id_to_token(token) for token in eos_ids}
     for spelling in spellings & listed.keys():
         listed[spelling]["special"] = True
     declared = tokenizers.Tokenizer.from_str(json.dumps(described))

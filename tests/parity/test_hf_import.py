@@ -22,6 +22,7 @@ from export.verify import Verdict
 from model import checkpoint
 from model.__main__ import main
 from model.artifact import Device, KVPrecision, Precision
+from model.chat import Message
 from model.checkpoint import CheckpointError
 from model.generation import GENERATION, GenerationRules
 from model.hf.folder import ImportRefused
@@ -29,6 +30,10 @@ from model.hf.importer import plan, write
 from model.presets import resolve
 from model.tokenizer_training import one_word_per_id
 from model.transformer import build
+from service.errors import StartupError
+from service.loading import load_models
+from service.models import Conversation
+from tests.artifacts import rehash
 from tests.hf_folders import llama_tensors, write_folder
 
 _FULL = frozenset(next(case.name for case in CASES if case.family == family) for family in ("bart", "marian"))
@@ -163,10 +168,17 @@ def test_import_command_says_what_it_did_and_its_checkpoint_exports(
     assert said["has_chat_template"]
     assert said["num_parameters"] == sum(tensor.size for tensor in llama_tensors().values())
     assert "temperature 0.6" in err
-    assert export_main([str(tmp_path / "ours"), "--out", str(tmp_path / "artefact")]) == 0
-    manifest = json.loads((tmp_path / "artefact" / "manifest.json").read_text())
+    artefact = tmp_path / "models" / "imported"
+    assert export_main([str(tmp_path / "ours"), "--out", str(artefact)]) == 0
+    manifest = json.loads((artefact / "manifest.json").read_text())
     assert manifest["eos_ids"] == [2, 7]
-    assert "chat.json" in manifest["files"]
+    (served,) = load_models(tmp_path / "models")
+    text = served.prompt_tokenizer.encode_plain("user: <bos>\n")
+    assert served.encode_prompt(Conversation((Message("user", "<bos>"),))) == (1, *text)
+    (artefact / "chat.json").write_text('{"template": "{% for %}", "variables": {}}')
+    rehash(artefact)
+    with pytest.raises(StartupError, match=r"chat\.json: cannot be compiled"):
+        load_models(tmp_path / "models")
 
 
 def test_import_command_lists_every_problem_and_writes_nothing(

@@ -19,6 +19,7 @@ from model.generation import GENERATION as GENERATION_FILE
 from model.generation import GenerationSettings
 from model.hf.folder import ImportRefused
 from model.hf.importer import Plan, plan
+from model.tokenizer import Tokenizer
 from tests.hf_folders import CONFIG, GENERATION, SHARDS, llama_tensors, write_folder, write_json
 
 Break = Callable[[Path], object]
@@ -390,6 +391,15 @@ def test_context_can_be_cut(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "folder")
     assert plan(folder, context=32).config.context == 32
     assert "must be in [1, 64]" in problems_of(folder, context=65)[0]
+
+
+def test_an_end_that_is_a_word_stays_one(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder")
+    word = Tokenizer.load(folder / "tokenizer.json").encode_plain("h")[0]
+    write_json(folder / "generation_config.json", {"eos_token_id": [2, word]})
+    written = Tokenizer.from_json(plan(folder).tokenizers["tokenizer.json"])
+    assert written.encode_plain("h") == [word]
+    assert written.decode([word]) == "h"
 
 
 def test_control_tokens_are_special_whoever_says_so(tmp_path: Path) -> None:
