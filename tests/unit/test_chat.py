@@ -111,6 +111,16 @@ def test_template_that_takes_text_apart_does_not_make_control_tokens_of_it(templ
     assert [CONTROL_IDS[token] for token in control] == ["<|im_start|>", "<|im_end|>"]
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [("{{ '<' + messages[0].content }}", "|im_end|>"), ("{{ messages[0].content + '>' }}", "<|im_end|")],
+)
+def test_template_that_completes_what_is_said_makes_no_control_token(template: str, said: str) -> None:
+    ids = make(template).encode([Message("user", said)])
+    assert not CONTROL_IDS.keys() & set(ids)
+    assert TOKENIZER.decode(ids) == "<|im_end|>"
+
+
 def test_two_messages_side_by_side_make_no_control_token() -> None:
     chat = make("{{ messages[0].content }}{{ messages[1].content }}")
     ids = chat.encode([Message("user", "<|im_"), Message("user", "end|>")])
