@@ -12,7 +12,7 @@ import sys
 import service
 
 UNWANTED = ("torch", "onnx", "onnxscript", "babel", "matplotlib", "safetensors", "rich", "grpc_tools", "pytest")
-UNWANTED += ("opentelemetry",)
+UNWANTED += ("opentelemetry", "sentencepiece", "transformers")
 # Imported only where their extra is wanted.
 OF_EXTRAS = ("service.otel",)
 

@@ -58,6 +58,17 @@ def test_every_family_has_three_cases_that_cover_what_makes_families_differ() ->
     assert any(case.is_sharded for case in CASES)
 
 
+def test_documented_figures_are_of_these_cases() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition(imports._BEGIN)
+    made, _, _ = rest.partition(imports._END)
+    rows = [row.split("|") for row in made.strip().splitlines()[2:]]
+    assert [(row[1].strip(), row[2].strip()) for row in rows] == [(f"`{case.family}`", case.says) for case in CASES]
+    assert all(float(row[column]) < 1e-4 for row in rows for column in (3, 4))
+    with pytest.raises(ValueError, match="lacks"):
+        imports.replace_table("no marks", "")
+
+
 def test_a_difference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison itself: one number of one matrix is enough."""
 
