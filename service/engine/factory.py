@@ -68,13 +68,13 @@ def build_runner(
         StartupError: when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
     """
     by_openvino = prefill is PrefillProvider.OPENVINO
-    # Threads of one provider that spin take the cores from those of the other.
-    options = dataclasses.replace(options, stop_spinning=by_openvino)
-    # The others are loaded when they are wanted.
-    graphs = {name: spec for name, spec in manifest.graphs.items() if name in (DECODER, ENCODER)}
-    sessions = {name: GraphSession(folder, spec, options) for name, spec in graphs.items()}
-    decoder, encoder = sessions[DECODER], sessions.get(ENCODER)
-    prefill_graph = _load_prefill_graph(folder, manifest, options) if by_openvino else None
+    # Threads that spin when their run is over take the cores from those of the next: of the decoder behind an encoder,
+    # of the one provider behind the other. Between a decoder's own steps there is no other.
+    stopping = dataclasses.replace(options, stop_spinning=True)
+    # Other graphs are loaded when they are wanted.
+    decoder = GraphSession(folder, manifest.graphs[DECODER], stopping if by_openvino else options)
+    encoder = GraphSession(folder, manifest.graphs[ENCODER], stopping) if ENCODER in manifest.graphs else None
+    prefill_graph = _load_prefill_graph(folder, manifest, stopping) if by_openvino else None
     # The decoder of an encoder-decoder computes no chunks.
     max_prefill_tokens = limits.max_prefill_tokens if encoder is None else 0
     try:

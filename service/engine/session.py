@@ -38,7 +38,7 @@ class SessionOptions:
     """How a graph runs. `intra_op_threads` 0 is one for each physical core.
 
     `allow_spinning` keeps threads busy between operators: faster on a machine of one's own, wasteful on a shared one.
-    `stop_spinning` ends that when a run ends, so that the threads of another provider find the cores free.
+    `stop_spinning` ends that when a run ends, so that the threads of another graph or provider find the cores free.
     `map_weights` leaves weights where they are, in the file, instead of laying them out anew in memory for fast
     products of many rows: the graph loads in no time and in no memory of its own, and is slower to run.
     """
