@@ -4,7 +4,8 @@
                             operator for prefill, for chunks of it and for ragged decoding. Where queries and keys
                             are normed first, the same on Q, K, V apart
     decoder, to the source  GroupQueryAttention again, given no new keys and the source's K/V as its past
-    encoder, to itself      Attention (opset 24) with a length for each row, so that no mask is ever built
+    encoder, to itself      MultiHeadAttention, whose flash variant holds no scores of a whole source. It takes no mask,
+                            so one more dimension of every head carries it
 
 The operators are symbolic: they exist in the exported graph, and running these modules in torch yields zeros where they
 stand.
@@ -26,6 +27,8 @@ from model.transformer import Decoder, EncoderDecoder
 
 _HEAD_DIM_MULTIPLE = 8
 _ROTARY_HEAD_DIM_MULTIPLE = 16
+# Added to a score, it leaves no weight whatever the score was, and nothing infinite.
+_NEVER = -1e9
 
 
 def unsupported(config: ModelConfig) -> list[str]:
@@ -81,7 +84,9 @@ class DotEncoderAttention:
     def __init__(self, model: EncoderDecoder, feeds: Feeds) -> None:
         self._config = model.config
         self._rotary = model.encoder.rotary
-        self._lengths = feeds["source_lengths"].long()
+        positions = torch.arange(feeds["source_ids"].shape[1])
+        is_padding = positions >= feeds["source_lengths"].long()[:, None]
+        self._penalties = torch.where(is_padding, _NEVER, 0.0)
 
     def attend(self, module: SelfAttention, x: Tensor) -> Tensor:
         """See `EncoderAttention`."""
@@ -89,7 +94,7 @@ class DotEncoderAttention:
         if self._rotary is not None:
             q = rotary_embedding(q, self._rotary, self._config.num_heads)
             k = rotary_embedding(k, self._rotary, self._config.num_kv_heads)
-        return module.merge(padded_attention(self._config, q, k, v, self._lengths))
+        return module.merge(padded_attention(self._config, q, k, v, self._penalties))
 
 
 def group_query_attention(
@@ -139,26 +144,34 @@ def group_query_attention(
     return output, key, value
 
 
-def padded_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    """ONNX `Attention`, both ways, over right-padded rows.
+def padded_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, penalties: Tensor) -> Tensor:
+    """`com.microsoft.MultiHeadAttention`, both ways, over right-padded rows.
+
+    Every query gets a 1 as its last number and every key its penalty, so that the penalty is added to their product. A
+    mask as an input would do the same, and the operator would hold all scores at once: 4 H S² bytes a row.
 
     Args:
-        config: head counts.
+        config: head counts and sizes.
         q: `[B, S, H * D]`.
         k: `[B, S, Hkv * D]`.
         v: as `k`.
-        lengths: `[B] int64`; keys at and after a row's length are not attended to.
+        penalties: `[B, S]`, 0 for keys to attend to, and for others so far below that their weight is exactly 0.
 
     Returns:
         `[B, S, H * D]`, meaningless past each length.
     """
+    heads, groups = config.num_heads, config.num_heads // config.num_kv_heads
+    shape = (*q.shape[:2], heads, 1)
+    query = torch.cat([q.unflatten(-1, (heads, -1)), q.new_ones(()).expand(shape)], dim=-1).flatten(-2)
+    keys, values = (x.unflatten(-1, (config.num_kv_heads, -1)).repeat_interleave(groups, dim=2) for x in (k, v))
+    key = torch.cat([keys, penalties[:, :, None, None].expand(shape)], dim=-1).flatten(-2)
     (output,) = symbolic_multi_out(
-        "Attention",
-        (q, k, v, None, None, None, lengths),
-        {"q_num_heads": config.num_heads, "kv_num_heads": config.num_kv_heads},
+        "com.microsoft::MultiHeadAttention",
+        (query, key, values.flatten(-2)),
+        {"num_heads": heads, "scale": config.head_dim**-0.5},
         dtypes=(q.dtype,),
         shapes=(q.shape,),
-        version=24,
+        version=1,
     )
     return output
 

@@ -197,7 +197,7 @@ def test_graph_has_one_attention_operator_for_each_attention(family: str) -> Non
     assert decoder["Softmax"] == 0
     if config.is_encoder_decoder:
         encoder = _operators(onnx.load(folder / "encoder.onnx", load_external_data=False))
-        assert encoder["Attention"] == config.num_encoder_layers
+        assert encoder["MultiHeadAttention"] == config.num_encoder_layers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
