@@ -161,10 +161,10 @@ def padded_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, penal
         `[B, S, H * D]`, meaningless past each length.
     """
     heads, groups = config.num_heads, config.num_heads // config.num_kv_heads
-    shape = (*q.shape[:2], heads, 1)
-    query = torch.cat([q.unflatten(-1, (heads, -1)), q.new_ones(()).expand(shape)], dim=-1).flatten(-2)
-    keys, values = (x.unflatten(-1, (config.num_kv_heads, -1)).repeat_interleave(groups, dim=2) for x in (k, v))
-    key = torch.cat([keys, penalties[:, :, None, None].expand(shape)], dim=-1).flatten(-2)
+    size = q.shape[:2]
+    query = torch.cat([q.view(*size, heads, -1), q.new_ones(()).expand(*size, heads, 1)], dim=-1).flatten(-2)
+    keys, values = (x.view(*size, config.num_kv_heads, -1).repeat_interleave(groups, dim=2) for x in (k, v))
+    key = torch.cat([keys, penalties[:, :, None, None].expand(*size, heads, 1)], dim=-1).flatten(-2)
     (output,) = symbolic_multi_out(
         "com.microsoft::MultiHeadAttention",
         (query, key, values.flatten(-2)),

@@ -27,6 +27,7 @@ from service.costing import CostModel
 from service.debug import from_loop, with_debug
 from service.engine.attention import load_attention_graph
 from service.engine.engine import LastRun
+from service.engine.session import share_threads
 from service.engine_thread import StepEngine
 from service.errors import EngineFailed, RequestError
 from service.explainer import Explainer
@@ -107,6 +108,8 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
     # It may refuse to start, and models take long to load.
     tracer = open_tracer(config.telemetry, config.otel_endpoint)
     models = load_models(config.models, config.prefill_provider)
+    if config.spin:
+        share_threads(config.threads or 0)
     last_run = LastRun()
     engines = build_engines(config.models, models, config, last_run)
     for model in models:

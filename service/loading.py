@@ -19,7 +19,7 @@ from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.prefill_provider import choose_prefill_provider
 from service.engine.scheduler import EngineLimits
-from service.engine.session import SessionOptions
+from service.engine.session import SessionOptions, threads_are_shared
 from service.engine.types import PrefillProvider
 from service.errors import StartupError
 from service.models import ServedModel
@@ -75,7 +75,11 @@ def build_engines(
         patience_seconds=PATIENCE_SECONDS if config.admission is Admission.DEADLINE else None,
     )
     shared = LastRun() if last_run is None else last_run
-    options = SessionOptions(intra_op_threads=config.threads or 0, allow_spinning=config.spin)
+    options = SessionOptions(
+        intra_op_threads=config.threads or 0,
+        allow_spinning=config.spin,
+        shared_threads=config.spin and threads_are_shared(),
+    )
 
     def build(model: ServedModel) -> tuple[str, Engine]:
         return model.name, build_engine(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ _OPENVINO_PACKAGE = "onnxruntime_ep_openvino"
 # Everything below "error" is advice about graph optimisation.
 _LOG_ERRORS = 3
 
+# ONNX Runtime has one set of threads a process to share, and does not tell whether it has it.
+_SHARING = threading.Event()
+
 
 class GraphError(OnwardError):
     """ONNX Runtime refused to run a graph; its own words are the message, for the log and nobody else."""
@@ -39,6 +43,7 @@ class SessionOptions:
 
     `allow_spinning` keeps threads busy between operators: faster on a machine of one's own, wasteful on a shared one.
     `stop_spinning` ends that when a run ends, so that the threads of another graph or provider find the cores free.
+    `shared_threads` takes the process's (`share_threads`), whose number and spinning are theirs.
     `map_weights` leaves weights where they are, in the file, instead of laying them out anew in memory for fast
     products of many rows: the graph loads in no time and in no memory of its own, and is slower to run.
     """
@@ -46,6 +51,7 @@ class SessionOptions:
     intra_op_threads: int = 0
     allow_spinning: bool = True
     stop_spinning: bool = False
+    shared_threads: bool = False
     map_weights: bool = False
 
 
@@ -148,6 +154,30 @@ def has_openvino_package() -> bool:
     return importlib.util.find_spec(_OPENVINO_PACKAGE) is not None
 
 
+def share_threads(count: int) -> None:
+    """Sets up the threads of all sessions that will have `shared_threads`: once a process, and for good.
+
+    Threads spin when their run is over, as the next is near. Those of another session take the cores from it then, and
+    an encoder behind a decoder takes up to several times as long; threads that all share are found where they spin.
+
+    Args:
+        count: of threads; 0 is one for each physical core.
+
+    Raises:
+        StartupError: when they are set up already.
+    """
+    try:
+        ort.set_global_thread_pool_sizes(count, 1)
+    except Exception as error:
+        raise StartupError([f"ONNX Runtime's threads: {error}"]) from error
+    _SHARING.set()
+
+
+def threads_are_shared() -> bool:
+    """Whether this process has such threads."""
+    return _SHARING.is_set()
+
+
 def find_openvino_device() -> Any | None:
     """The processor as OpenVINO's provider offers it; None where it does not, as on all that are not Intel's.
 
@@ -178,8 +208,10 @@ def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any
     # Builds of ONNX Runtime report on sessions to its makers; what is served here is nobody else's business.
     ort.disable_telemetry_events()
     settings = ort.SessionOptions()
-    settings.intra_op_num_threads = options.intra_op_threads
     settings.log_severity_level = _LOG_ERRORS
+    settings.use_per_session_threads = not options.shared_threads
+    if not options.shared_threads:
+        settings.intra_op_num_threads = options.intra_op_threads
     settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.allow_spinning)))
     settings.add_session_config_entry("session.force_spinning_stop", str(int(options.stop_spinning)))
     settings.add_session_config_entry("session.disable_prepacking", str(int(options.map_weights)))
