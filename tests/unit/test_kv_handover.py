@@ -172,10 +172,10 @@ class Reload:
 
 def test_what_an_engine_gives_up_is_not_used_before_a_step_has_freed_it() -> None:
     """The first of two requests that fill the memory ends a step before the second, and a prompt waits for its half."""
-    asked = [(0, writing("a", 24, 7)), (0, writing("b", 25, 7)), (2, writing("c", 16, 16))]
-    world = Reload(1.0, list(asked), [1])
+    asked = [(0, writing("a", 24, 8)), (0, writing("b", 25, 7)), (6, writing("c", 16, 16))]
+    world = Reload(1.0, list(asked), [5])
     world.run()
-    assert [len(world.tokens[name]) for name in "abc"] == [7, 7, 16]
+    assert [len(world.tokens[name]) for name in "abc"] == [8, 7, 16]
 
 
 REQUESTS = st.lists(
