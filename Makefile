@@ -42,12 +42,13 @@ serve: $(STAMP) ## serve what is under build/models
 bench: $(STAMP) ## benchmark against peers, each in an environment of its own (BENCH="--quick" to try it)
 	$(BIN)/python -m benchmarks.bench $(BENCH)
 
-scenarios: $(STAMP) ## each situation with its promise: long prompts, prefixes, predictions, deadlines (SCENARIOS="--quick")
+scenarios: $(STAMP) ## each situation with its promise: long prompts, prefixes, deadlines, other models (SCENARIOS="--quick")
 	$(BIN)/python -m benchmarks.interference $(SCENARIOS)
 	$(BIN)/python -m benchmarks.prefix $(SCENARIOS)
 	$(BIN)/python -m benchmarks.prediction $(SCENARIOS)
 	$(BIN)/python -m benchmarks.translation $(SCENARIOS)
 	$(BIN)/python -m benchmarks.goodput $(SCENARIOS)
+	$(BIN)/python -m benchmarks.company $(SCENARIOS)
 
 scaling: $(STAMP) ## measure the quadratic law of attention, fit it, report it (SCALING="--quick")
 	$(BIN)/python -m loadtest scaling $(SCALING)

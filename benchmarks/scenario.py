@@ -1,8 +1,8 @@
 """What the scenarios share: a model with random weights behind a server of its own, streams with a clock, results.
 
 A scenario is a situation with a promise: `benchmarks.interference`, `benchmarks.prefix`, `benchmarks.prediction`,
-`benchmarks.translation`, `benchmarks.goodput`. Throughput beside peers is `benchmarks.bench`. Times are seconds on this
-process's clock, the client's.
+`benchmarks.translation`, `benchmarks.goodput`, `benchmarks.company`. Throughput beside peers is `benchmarks.bench`.
+Times are seconds on this process's clock, the client's.
 """
 
 from __future__ import annotations
@@ -65,15 +65,17 @@ async def follow(
     prompt: Sequence[int],
     new: int,
     *,
+    model: str = "",
     seen: Callable[[Answer], None] = lambda _: None,
     stop: Event | None = None,
 ) -> Answer:
     """Asks for so many greedy tokens and notes when each arrives.
 
     Args:
-        stub: of a server with one model.
+        stub: of a server.
         prompt: token ids.
         new: how many to generate.
+        model: by name; of a server with one it need not be told.
         seen: called after every message.
         stop: when set, the stream is given up at its next message.
 
@@ -81,6 +83,7 @@ async def follow(
         RuntimeError: when the stream ends without having been given up and without all its tokens.
     """
     request = pb.GenerateStreamRequest(
+        model=model,
         token_ids=pb.TokenIds(ids=prompt),
         sampling=pb.SamplingParams(temperature=0.0),
         stopping=pb.StoppingParams(max_tokens=new, ignore_eos=True),

@@ -33,9 +33,10 @@ from service.errors import EngineFailed, RequestError
 from service.explainer import Explainer
 from service.exposition import exposing, metrics_app
 from service.generator import Generator
+from service.kv_pool import KVPool
 from service.lane import LaneLimits
 from service.library import Library
-from service.loading import build_engines, load_models
+from service.loading import build_engines, load_models, share_memory
 from service.metrics import Metrics, Objectives
 from service.models import Models, ModelState, Parity, ServedModel
 from service.recorder import FlightLog, FlightRecorder
@@ -111,12 +112,17 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
     if config.spin:
         share_threads(config.threads or 0)
     last_run = LastRun()
-    engines = build_engines(config.models, models, config, last_run)
+    pool = share_memory(models, config)
+    engines = build_engines(config.models, models, config, last_run, pool.parts)
     for model in models:
-        budget = model.kv_memory_bytes(config.max_batch_size, config.kv_memory)
-        _LOGGER.info("%s has %d bytes (%.1f MiB) for keys and values", model.name, budget, budget / (1 << 20))
+        part = pool.parts[model.name]
+        _LOGGER.info("%s has %d bytes (%.1f MiB) for keys and values", model.name, part, part / (1 << 20))
         _LOGGER.info("%s has its prompts computed by the provider %s", model.name, model.prefill_provider)
-    app = App(config, models, engines, last_run=last_run, tracer=tracer)
+    for name, part in pool.kept.items():
+        _LOGGER.warning(
+            "%d bytes (%.1f MiB) for keys and values are kept for %s, which is not served", part, part / (1 << 20), name
+        )
+    app = App(config, models, engines, last_run=last_run, tracer=tracer, pool=pool)
     del engines  # a model that is unloaded must leave its memory
     return asyncio.run(run(app, announce))
 
@@ -154,6 +160,7 @@ class App:
         registry: where metrics go.
         last_run: what the engines share.
         tracer: where traces go; by default nowhere.
+        pool: the memory of keys and values, as the engines were built with; by default what `share_memory` says.
     """
 
     def __init__(
@@ -164,6 +171,7 @@ class App:
         registry: CollectorRegistry | None = None,
         last_run: LastRun | None = None,
         tracer: Tracer | None = None,
+        pool: KVPool | None = None,
     ) -> None:
         self._config = config
         self._registry = registry or CollectorRegistry()
@@ -185,14 +193,18 @@ class App:
                 max_batch_size=config.max_batch_size,
                 max_queue_size=config.max_queue_size,
                 admits_by_deadline=config.admission is Admission.DEADLINE,
+                time_shares=dict(config.time_shares),
             ),
             failing=self._failing,
             recorder=FlightRecorder(config.recorder_steps),
             tracer=self._tracer,
         )
         self._verifier = Verifier(self._engine, self._models, self._metrics, self._tell_health)
+        pool = pool or share_memory(models, config)
+        for name, part in pool.parts.items():
+            self._metrics.for_model(name).kv_memory(part)
         self._library = Library(
-            config, self._engine, self._models, self._metrics, last_run or LastRun(), self._tell_health
+            config, self._engine, self._models, self._metrics, last_run or LastRun(), pool, self._tell_health
         )
         self._told: set[str] = set()
         self._mending: set[asyncio.Task[None]] = set()

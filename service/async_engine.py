@@ -31,6 +31,7 @@ from service.forecast import Estimate, Forecaster, Quote
 from service.lane import Lane, LaneLimits
 from service.metrics import Metrics, ModelMetrics, RequestRecord
 from service.recorder import FlightLog, FlightRecorder, RecordedRequest
+from service.sharing import CoreSharing, Rival
 from service.tracing import NoTracer, RequestTrace, Tracer
 
 # A client far behind gets many tokens in a message, but not so many that no message holds them.
@@ -201,6 +202,7 @@ class AsyncEngine:
         self._limits = limits
         self._recorder = recorder or FlightRecorder(0)
         self._tracer = tracer or NoTracer()
+        self._sharing = CoreSharing(limits.time_shares)
         self._handing_seconds: deque[float] = deque([0.0], maxlen=_NUM_HANDED)
         self._lanes = {name: self._make_lane(name, costs[name]) for name in engines}
         self._failing = failing
@@ -209,6 +211,8 @@ class AsyncEngine:
         self._refuse: Callable[[], RequestError] | None = partial(NotServing, "the server is starting")
         self._idle = asyncio.Event()
         self._idle.set()
+        # Done once the thread has let go of an engine that was replaced or removed.
+        self._leaving: set[asyncio.Future[None]] = set()
         self._ended: asyncio.Future[EngineFailed | None] | None = None
         self._fault: EngineFailed | None = None
 
@@ -221,7 +225,7 @@ class AsyncEngine:
         """Starts the engine thread; from now on requests are admitted. Call once, on the event loop."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        self._thread = EngineThread(self._engines, self, loop.call_soon_threadsafe)
+        self._thread = EngineThread(self._engines, self, loop.call_soon_threadsafe, self._limits.time_shares)
         self._engines = {}
         self._thread.start()
         self._refuse = None
@@ -283,23 +287,27 @@ class AsyncEngine:
         if lane := self._lanes.get(model):
             lane.refused(error.label, request_id)
 
-    def install(self, model: str, engine: StepEngine, costs: CostModel) -> None:
+    def install(self, model: str, engine: StepEngine, costs: CostModel) -> asyncio.Future[None]:
         """Serves a model with this engine from now on; another that it had ends what it has begun.
 
-        What is known of its step times stays, if its work is counted as before.
+        What is known of its step times stays, if its work is counted as before. The future is done once the other, if
+        there was one, is gone.
         """
         self._failures.pop(model, None)
         lane = self._lanes.get(model)
+        gone = self._gone()
         if lane is None:
             self._lanes[model] = self._make_lane(model, costs)
+            gone.set_result(None)
         elif lane.forecaster.costs != costs:
-            lane.foretell_by(self._make_forecaster(costs))
-        self._thread.install(model, engine)
+            lane.foretell_by(self._make_forecaster(model, costs))
+        self._thread.install(model, engine, partial(_finish_waiting, gone))
+        return gone
 
-    async def remove(self, model: str, grace_seconds: float) -> None:
+    async def remove(self, model: str, grace_seconds: float) -> asyncio.Future[None]:
         """Takes a model away once its requests are over; what is not over after the grace ends with NotServing.
 
-        New requests must be kept away before.
+        New requests must be kept away before. The future is done once its engine is gone.
         """
         lane = self._lanes[model]
         try:
@@ -310,10 +318,18 @@ class AsyncEngine:
                 if stream.request is not None:
                     self._thread.abort(model, stream.request_id)
                 self._fail(stream, NotServing(f"{model} is not served any more"), now)
-        self._thread.remove(model)
+        gone = self._gone()
+        self._thread.remove(model, partial(_finish_waiting, gone))
         lane.metrics.idle()
         self._recorder.forget(model)
+        self._sharing.forget(model)
         del self._lanes[model]
+        return gone
+
+    def kv_usage_ratio(self, model: str) -> float:
+        """Share of its K/V memory that a model's running and preempted requests took after its last step."""
+        lane = self._lanes.get(model)
+        return 0.0 if lane is None else lane.kv_usage_ratio
 
     async def call(self, model: str, function: Callable[[StepEngine], Result], max_wait_seconds: float) -> Result:
         """Runs `function` on a model's engine once that is idle; the model's new requests wait behind it.
@@ -354,11 +370,25 @@ class AsyncEngine:
 
     def _make_lane(self, model: str, costs: CostModel) -> Lane:
         self._recorder.begin(model)
-        return Lane(model, self._limits, self._metrics.for_model(model), self._make_forecaster(costs))
+        return Lane(model, self._limits, self._metrics.for_model(model), self._make_forecaster(model, costs))
 
-    def _make_forecaster(self, costs: CostModel) -> Forecaster:
+    def _make_forecaster(self, model: str, costs: CostModel) -> Forecaster:
         patience = PATIENCE_SECONDS if self._limits.admits_by_deadline else None
-        return Forecaster(costs, self._limits.max_batch_size, patience)
+        return Forecaster(costs, self._limits.max_batch_size, patience, partial(self._rivals_of, model))
+
+    def _rivals_of(self, model: str) -> tuple[Rival, ...]:
+        """The other models that share the cores with a request of this one that is handed over now."""
+        if len(self._lanes) == 1:
+            return ()
+        work = {name: lane.forecaster.work_seconds for name, lane in self._lanes.items() if name != model}
+        return self._sharing.rivals_of(model, work, time.monotonic())
+
+    def _gone(self) -> asyncio.Future[None]:
+        """A future for when an engine is gone, which it is at the thread's end at the latest."""
+        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._leaving.add(gone)
+        gone.add_done_callback(self._leaving.discard)
+        return gone
 
     def _lane_with_place(self, model: str, request_id: str) -> Lane:
         """Where a request may take a place now, or raises why it may not."""
@@ -398,6 +428,7 @@ class AsyncEngine:
             if lane is None:  # it is on its way out, and so is everybody who asked it
                 return
             self._recorder.step_done(model, output, now)
+            lane.kv_usage_ratio = output.stats.kv_usage_ratio
             lane.forecaster.step_done(output.stats, output.events)
             self._hand_out(lane.metrics, output, now)
             if output.events:
@@ -415,6 +446,8 @@ class AsyncEngine:
         error = error or self._fault
         self._refuse_and_fail_all(error)
         self._end().set_result(error)
+        for gone in tuple(self._leaving):
+            _finish_waiting(gone)
         if error is not None:
             self._recorder.engine_died(error.error_id)
 
@@ -480,6 +513,7 @@ class AsyncEngine:
         stream.request = request
         stream.forecaster = stream.lane.forecaster
         stream.quote = stream.forecaster.submitted(request)
+        self._sharing.begun(stream.model, time.monotonic())
         stream.trace.submitted(request)
         self._thread.submit(stream.model, request)
 
@@ -563,8 +597,14 @@ class AsyncEngine:
         stream.lane.give_back(service_seconds)
         if stream.forecaster is not None:
             stream.forecaster.ended(stream.request_id)
+            self._sharing.ended(stream.model, time.monotonic())
         if not self._streams:
             self._idle.set()
+
+
+def _finish_waiting(gone: asyncio.Future[None]) -> None:
+    if not gone.done():
+        gone.set_result(None)
 
 
 def _time_token(metrics: ModelMetrics, stream: _Stream, event: TokenEvent, now: float) -> None:

@@ -95,6 +95,29 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+Shares = tuple[tuple[str, float], ...]
+"""Weights by model name, in the order in which they were given."""
+
+_MAX_WEIGHT = 1e6
+
+
+def _shares(text: str) -> Shares:
+    shares: dict[str, float] = {}
+    parts = text.split(",")
+    for part in parts:
+        name, _, number = part.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if name and _is_unicode(name) and 0 < weight <= _MAX_WEIGHT:
+            shares[name] = weight
+    if len(shares) < len(parts):
+        limits = f"each once and with a weight above 0 and at most {_MAX_WEIGHT:g}"
+        raise ValueError(f"must be names of models, {limits}, as in dates=1,stdlib=3")
+    return tuple(shares.items())
+
+
 def _boolean(text: str) -> bool:
     values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     try:
@@ -274,8 +297,26 @@ class ServeConfig:
     ] = PrefillProvider.AUTO
     kv_memory: Annotated[
         int | None,
-        Option("bytes of keys and values per model, as in 2GiB; default: all sequences at full length", _num_bytes),
+        Option(
+            "bytes of keys and values of all models together, as in 2GiB; default: all their sequences at full length",
+            _num_bytes,
+        ),
     ] = None
+    kv_shares: Annotated[
+        Shares,
+        Option(
+            "how models share kv_memory, as in dates=1,stdlib=3; who is named has a part kept for it, served or not, "
+            "others count 1; default: in proportion to what all their sequences take at full length",
+            _shares,
+        ),
+    ] = ()
+    time_shares: Annotated[
+        Shares,
+        Option(
+            "how models share the cores while several have work, as in dates=1,stdlib=3; others count 1",
+            _shares,
+        ),
+    ] = ()
     threads: Annotated[int | None, Option("threads per graph; default: one per physical core", _integer(1, 1024))] = (
         None
     )
@@ -448,7 +489,12 @@ _COMMANDS: Mapping[str, _Command] = {
 }
 
 
-_TOGETHER = (("tls_certificate", "tls_key"), ("tls_key", "tls_certificate"), ("tls_client_ca", "tls_certificate"))
+_TOGETHER = (
+    ("tls_certificate", "tls_key"),
+    ("tls_key", "tls_certificate"),
+    ("tls_client_ca", "tls_certificate"),
+    ("kv_shares", "kv_memory"),
+)
 
 
 def parse_command_line(argv: Sequence[str]) -> Config:

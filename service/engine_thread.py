@@ -22,6 +22,7 @@ from service.engine.failure import report_failure
 from service.engine.plan import Pieces
 from service.engine.types import GenerationRequest, StepOutput, StepStats
 from service.errors import EngineFailed, NotServing, RequestError
+from service.turns import Turns
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -38,6 +39,17 @@ class StepEngine(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
+
+    @property
+    def kv_memory_bytes(self) -> int:
+        """What its K/V may take: for life, and for anybody to read."""
+
+    def limit_kv(self, num_bytes: int) -> None:
+        """Keeps its K/V within so many bytes of `kv_memory_bytes` for now, as others hold the rest."""
+
+    @property
+    def kv_needed_bytes(self) -> int:
+        """What its K/V must be able to take for all its requests to end, if no more come."""
 
     def num_cached_tokens(self, request: GenerationRequest) -> int:
         """How many tokens of a request it would find computed, or raises RequestError; leaves no trace of it."""
@@ -95,11 +107,13 @@ class _Call:
 class _Install:
     model: str
     engine: StepEngine
+    gone: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class _Remove:
     model: str
+    gone: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,24 +158,84 @@ class _Outbox:
                 self._post(self._deliver)
 
 
-class _Station:
-    """One engine on the thread. A call waits until the engine is idle; requests that come after are parked till then.
+class _Leaver:
+    """An engine on its way out: it ends what it has begun, and `gone` is then called on the event loop.
 
-    Parked requests live on: one that is aborted or late goes to the engine all the same, whose next step ends it before
-    it takes a slot, and the others are counted as waiting.
+    `kept_bytes` is what its K/V may be. What it gives up is free only when a step has gone by, which frees it.
     """
 
-    def __init__(self, engine: StepEngine) -> None:
+    def __init__(self, engine: StepEngine, gone: Callable[[], object], kept_bytes: int) -> None:
         self.engine = engine
+        self.gone = gone
+        self.kept_bytes = self._limit = kept_bytes
+
+    def step(self) -> StepOutput:
+        output = self.engine.step()
+        if not output.is_failed:
+            self.kept_bytes = self._limit
+        return output
+
+    def settle(self, num_free: int) -> int:
+        """Gives up what its requests do not need, or takes what they lack of `num_free` bytes; how many it took."""
+        self._limit = min(self.engine.kv_needed_bytes, self.kept_bytes + num_free)
+        self.engine.limit_kv(self._limit)
+        taken = max(0, self._limit - self.kept_bytes)
+        self.kept_bytes += taken
+        return taken
+
+
+class _Station:
+    """One model on the thread: the engine that serves it, None once it is removed, and those that did before.
+
+    A call waits until the engine is idle; requests that come after are parked till then. Parked requests live on: one
+    that is aborted or late goes to the engine all the same, whose next step ends it before it takes a slot, and the
+    others are counted as waiting.
+
+    All engines of a model share the K/V memory of the newest. Those on their way out keep what their requests need, and
+    what is free goes to the oldest that lacks some; the one that serves has the rest.
+    """
+
+    def __init__(self, engine: StepEngine | None = None) -> None:
+        self.engine = engine
+        self.leavers: list[_Leaver] = []
+        self._part = self._limit = 0 if engine is None else engine.kv_memory_bytes
         self.calls: deque[_Call] = deque()
         self.parked: dict[str, GenerationRequest] = {}
 
     @property
     def has_work(self) -> bool:
-        return self.engine.has_work or bool(self.calls) or bool(self.parked)
+        serves = self.engine is not None and self.engine.has_work
+        return serves or bool(self.leavers) or bool(self.calls) or bool(self.parked)
 
-    def step(self) -> StepOutput:
-        output = self.engine.step()
+    def replace(self, engine: StepEngine | None, gone: Callable[[], object]) -> None:
+        """Has another engine serve from now on, or none; `gone` is told of once the one before is no more."""
+        if self.engine is not None:
+            self.leavers.append(_Leaver(self.engine, gone, self._limit))
+        self.engine = engine
+        self._limit = 0
+        if engine is not None:
+            self._part = engine.kv_memory_bytes
+        self.share_memory()
+
+    def let_go(self) -> list[Callable[[], object]]:
+        """Lets go of the engines that are done; who is to be told of it."""
+        told = [leaver.gone for leaver in self.leavers if not leaver.engine.has_work]
+        self.leavers = [leaver for leaver in self.leavers if leaver.engine.has_work]
+        self.share_memory()
+        return told
+
+    def share_memory(self) -> None:
+        """Deals out what engines have given up by now."""
+        num_free = max(0, self._part - self._limit - sum(leaver.kept_bytes for leaver in self.leavers))
+        for leaver in self.leavers:
+            num_free -= leaver.settle(num_free)
+        if self.engine is not None:
+            self._limit += num_free
+            self.engine.limit_kv(self._limit)
+
+    def step(self, engine: StepEngine) -> StepOutput:
+        """A step of the engine that serves."""
+        output = engine.step()
         if not self.parked:
             return output
         return replace(output, stats=replace(output.stats, num_waiting=output.stats.num_waiting + len(self.parked)))
@@ -179,19 +253,6 @@ class _Station:
             del self.parked[request.request_id]
         return ready
 
-    def run(self, call: _Call) -> None:
-        """Runs a call on the engine, unless its caller has gone."""
-        if not call.future.set_running_or_notify_cancel():
-            return
-        try:
-            result = call.function(self.engine)
-        except RequestError as error:
-            call.future.set_exception(error)
-        except Exception as cause:  # the caller is told, the engines go on
-            call.future.set_exception(report_failure("a call on the engine thread failed", cause))
-        else:
-            call.future.set_result(result)
-
 
 def _ends(request: GenerationRequest) -> tuple[float | None, ...]:
     """The moments at which an engine would end it in the queue."""
@@ -199,18 +260,27 @@ def _ends(request: GenerationRequest) -> tuple[float | None, ...]:
 
 
 class EngineThread:
-    """Steps the engines in turn while any has work, and sleeps on the inbox while none has.
+    """Steps the engines in turns (`service.turns`) while any has work, and sleeps on the inbox while none has.
 
     Args:
         engines: by model name; the thread owns them from `start` on.
         listener: hears of steps, refusals and the end.
         post: runs a callback with arguments on the event loop, callable from any thread.
+        weights: by model name, what each gets of the time while several have work; 1 where nothing is said.
+        clock: seconds, to measure turns by.
     """
 
-    def __init__(self, engines: Mapping[str, StepEngine], listener: Listener, post: Callable[..., object]) -> None:
+    def __init__(
+        self,
+        engines: Mapping[str, StepEngine],
+        listener: Listener,
+        post: Callable[..., object],
+        weights: Mapping[str, float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._stations = {model: _Station(engine) for model, engine in engines.items()}
-        # Engines that were replaced or removed: they end what they have begun, and then nobody holds them any more.
-        self._retiring: list[tuple[str, StepEngine]] = []
+        self._turns = Turns(weights)
+        self._clock = clock
         self._listener = listener
         self._outbox = _Outbox(post)
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -242,13 +312,20 @@ class EngineThread:
         """As `call`, before the next step, however busy the engine is: for what is quick and changes nothing."""
         return self._call(model, function, needs_idle=False)
 
-    def install(self, model: str, engine: StepEngine) -> None:
-        """Gives a model its engine, or another one: requests from now on go there, the old one ends what it has."""
-        self._inbox.put(_Install(model, engine))
+    def install(self, model: str, engine: StepEngine, gone: Callable[[], object]) -> None:
+        """Gives a model its engine, or another one: requests from now on go there, the old one ends what it has.
 
-    def remove(self, model: str) -> None:
-        """Takes a model's engine away. It still ends what it has begun; calls that wait for it are cancelled."""
-        self._inbox.put(_Remove(model))
+        Until then the two share what K/V may take. `gone` is called on the event loop once the thread has let go of the
+        old one; never, if there was none or the thread ends first.
+        """
+        self._inbox.put(_Install(model, engine, gone))
+
+    def remove(self, model: str, gone: Callable[[], object]) -> None:
+        """Takes a model's engine away. It still ends what it has begun; calls that wait for it are cancelled.
+
+        `gone` is called as for `install`.
+        """
+        self._inbox.put(_Remove(model, gone))
 
     def stop(self) -> None:
         """Ends the thread before its next step; `Listener.ended` follows."""
@@ -265,11 +342,7 @@ class EngineThread:
         error: EngineFailed | None = None
         try:
             while self._obey():
-                # Those on their way out first, so that what a model's gauges say last is of the engine that serves.
-                if self._retiring:
-                    self._advance_retiring()
-                for model, station in self._stations.items():
-                    self._advance(model, station)
+                self._take_turn()
         except BaseException as cause:  # whatever ends the thread, every stream must hear of it
             error = report_failure("the engine thread died", cause)
         try:
@@ -279,7 +352,7 @@ class EngineThread:
 
     def _obey(self) -> bool:
         """Empties the inbox, waiting for a first command only when there is nothing to do; False means stop."""
-        block = not self._retiring and not any(station.has_work for station in self._stations.values())
+        block = not any(station.has_work for station in self._stations.values())
         while True:
             try:
                 command = self._inbox.get(block=block)
@@ -292,72 +365,93 @@ class EngineThread:
 
     def _apply(self, command: _Submit | _Abort | _Call | _Install | _Remove) -> None:
         match command:
-            case _Install(model, engine):
-                self._install(model, engine)
-            case _Remove(model):
-                self._remove(model)
+            case _Install(model, engine, gone):
+                self._stations.setdefault(model, _Station()).replace(engine, gone)
+            case _Remove(model, gone):
+                self._remove(self._stations[model], gone)
             case _Abort(model, request_id):
                 self._abort(model, request_id)
-            case _Call() if command.model in self._stations and command.needs_idle:
-                self._stations[command.model].calls.append(command)
-            case _Call() if command.model in self._stations:
-                self._stations[command.model].run(command)
             case _Call():
-                if command.future.set_running_or_notify_cancel():
-                    command.future.set_exception(_gone(command.model))
-            case _Submit(model, request) if model in self._stations:
-                station = self._stations[model]
-                # Behind those that wait already, even if what they waited for is just over.
-                if station.calls or station.parked:
-                    station.parked[request.request_id] = request
-                else:
-                    self._add(station.engine, request)
+                self._arrange(command)
             case _Submit(model, request):
-                self._outbox.send(self._listener.rejected, request.request_id, _gone(model), time.monotonic())
+                self._submit(model, request)
+
+    def _submit(self, model: str, request: GenerationRequest) -> None:
+        station = self._stations.get(model)
+        if station is None or station.engine is None:
+            self._outbox.send(self._listener.rejected, request.request_id, _gone(model), time.monotonic())
+        elif station.calls or station.parked:
+            # Behind those that wait already, even if what they waited for is just over.
+            station.parked[request.request_id] = request
+        else:
+            self._add(station.engine, request)
+
+    def _arrange(self, call: _Call) -> None:
+        """Has a call wait for its turn, or runs it at once if it need not wait."""
+        station = self._stations.get(call.model)
+        if station is None or station.engine is None:
+            _refuse(call)
+        elif call.needs_idle:
+            station.calls.append(call)
+        else:
+            _run(call, station.engine)
 
     def _abort(self, model: str, request_id: str) -> None:
-        if station := self._stations.get(model):
+        station = self._stations.get(model)
+        if station is None:
+            return
+        if station.engine is not None:
             if parked := station.parked.pop(request_id, None):
                 self._add(station.engine, parked)
             station.engine.abort(request_id)
-        for name, engine in self._retiring:
-            if name == model:
-                engine.abort(request_id)
+        for leaver in station.leavers:
+            leaver.engine.abort(request_id)
 
-    def _remove(self, model: str) -> None:
-        station = self._stations.pop(model)
-        for call in station.calls:
-            if call.future.set_running_or_notify_cancel():
-                call.future.set_exception(_gone(model))
-        for request in station.parked.values():
-            self._add(station.engine, request)
-        self._retiring.append((model, station.engine))
+    def _remove(self, station: _Station, gone: Callable[[], object]) -> None:
+        while station.calls:
+            _refuse(station.calls.popleft())
+        if station.engine is not None:
+            for request in station.parked.values():
+                self._add(station.engine, request)
+        station.parked.clear()
+        station.replace(None, gone)
 
-    def _install(self, model: str, engine: StepEngine) -> None:
-        station = self._stations.get(model)
-        if station is None:
-            self._stations[model] = _Station(engine)
+    def _take_turn(self) -> None:
+        """One turn of the model that is due: the inbox is looked at between any two."""
+        model = self._turns.next([model for model, station in self._stations.items() if station.has_work])
+        if model is None:
             return
-        # What waits stays where it is, and so does its order.
-        self._retiring.append((model, station.engine))
-        station.engine = engine
+        station, began = self._stations[model], self._clock()
+        # Those on their way out first, so that what a model's gauges say last is of the engine that serves.
+        self._advance_leavers(model, station)
+        self._advance(model, station)
+        self._turns.took(model, self._clock() - began)
+        if station.engine is None and not station.leavers:
+            del self._stations[model]
+            self._turns.forget(model)
 
-    def _advance_retiring(self) -> None:
+    def _advance_leavers(self, model: str, station: _Station) -> None:
         """One step of each engine that is on its way out, and away with those that are done."""
-        for model, engine in self._retiring:
-            if engine.has_work:
-                self._outbox.send(self._listener.step_done, model, engine.step(), time.monotonic())
-        self._retiring = [(model, engine) for model, engine in self._retiring if engine.has_work]
+        if not station.leavers:
+            return
+        for leaver in station.leavers:
+            if leaver.engine.has_work:
+                self._outbox.send(self._listener.step_done, model, leaver.step(), time.monotonic())
+        for gone in station.let_go():
+            self._outbox.send(gone)
 
     def _advance(self, model: str, station: _Station) -> None:
-        """One step, or one call: the inbox is looked at between any two."""
+        """One step, or one call, of the engine that serves."""
+        engine = station.engine
+        if engine is None:
+            return
         for request in station.unpark(time.monotonic()):
-            self._add(station.engine, request)
-        if station.engine.has_work:
-            output = station.step()
+            self._add(engine, request)
+        if engine.has_work:
+            output = station.step(engine)
             self._outbox.send(self._listener.step_done, model, output, time.monotonic())
         elif station.calls:
-            station.run(station.calls.popleft())
+            _run(station.calls.popleft(), engine)
 
     def _add(self, engine: StepEngine, request: GenerationRequest) -> None:
         try:
@@ -367,6 +461,26 @@ class EngineThread:
         except Exception as cause:  # one bad request must not end the others
             failure = report_failure(f"request {request.request_id} could not be queued", cause)
             self._outbox.send(self._listener.rejected, request.request_id, failure, time.monotonic())
+
+
+def _run(call: _Call, engine: StepEngine) -> None:
+    """Runs a call on the engine, unless its caller has gone."""
+    if not call.future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call.function(engine)
+    except RequestError as error:
+        call.future.set_exception(error)
+    except Exception as cause:  # the caller is told, the engines go on
+        call.future.set_exception(report_failure("a call on the engine thread failed", cause))
+    else:
+        call.future.set_result(result)
+
+
+def _refuse(call: _Call) -> None:
+    """Tells a caller that there is no such model any more."""
+    if call.future.set_running_or_notify_cancel():
+        call.future.set_exception(_gone(call.model))
 
 
 def _gone(model: str) -> NotServing:

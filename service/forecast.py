@@ -9,15 +9,16 @@ that were handed to the engine and have not ended, and compares each request's p
 
 The queue is foretold simply. Steps take what they would with all rows that there are and will be; who runs ends when it
 has as many tokens as such requests have come to lately (as many as it may have, if nothing can stop it before); whoever
-waits takes the first rows that are free, in the order of turns, and prompts are computed one after another. Not
-foretold: who will come, prefixes that a request before it will leave behind, K/V memory where that is scarcer than
-rows, steps of other models.
+waits takes the first rows that are free, in the order of turns, and prompts are computed one after another. All of it
+takes longer where other models have work: by what they take of the cores meanwhile (`service.sharing`). Not foretold:
+who will come, prefixes that a request before it will leave behind, K/V memory where that is scarcer than rows.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from model.cost import RequestWork, request_work
@@ -25,6 +26,7 @@ from service.costing import Cost, CostModel
 from service.engine.types import FinishReason, GenerationRequest, StepStats, TokenEvent
 from service.engine.waiting import due_time
 from service.lengths import AnswerLengths
+from service.sharing import Rival, stretched
 from service.step_times import ALONE, Company, Rates, StepTimes
 
 # Of the seconds that are foretold: what is not known yet may make so much of them, or nothing is told.
@@ -38,11 +40,15 @@ _WHOLE = frozenset({FinishReason.END_OF_SEQUENCE, FinishReason.STOP})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Seconds that a request is predicted to spend, each part on its own; its outputs become as long as they may."""
+    """Seconds that a request is predicted to spend, each part on its own; its outputs become as long as they may.
+
+    `sharing_factor` is by how many times all of it is longer for the sake of other models that share the cores.
+    """
 
     queue_seconds: float
     prefill_seconds: float
     decode_seconds: float
+    sharing_factor: float = 1.0
 
     @property
     def service_seconds(self) -> float:
@@ -69,17 +75,21 @@ class Quote:
 
     rates: Rates
     company: Company
+    rivals: tuple[Rival, ...] = ()
 
     def phases(self, work: RequestWork) -> tuple[float, float] | None:
-        """Seconds until the first token of this work, and from there to its end; None where too little was known."""
+        """Seconds of the cores until the first token of this work, and from there to its end.
+
+        None where too little was known.
+        """
         prefill, decode = (self.rates.seconds(phase, self.company) for phase in (work.prefill, work.decode))
         unknown = self.rates.deviation(work.prefill, work.decode)
         return (prefill, decode) if unknown < _MOST_UNKNOWN * (prefill + decode) else None
 
     def seconds(self, work: RequestWork) -> float | None:
-        """Both together."""
+        """Both together, with what other models take meanwhile if it starts at once."""
         phases = self.phases(work)
-        return None if phases is None else sum(phases)
+        return None if phases is None else stretched(sum(phases), self.rivals)
 
 
 @dataclass(slots=True)
@@ -100,12 +110,20 @@ class Forecaster:
         costs: counts their work.
         max_batch_size: rows that its engine has.
         patience: seconds for which its engine lets earlier deadlines overtake (`service.engine.waiting`).
+        rivals: asked for the other models that share the cores with a request that is handed over now.
     """
 
-    def __init__(self, costs: CostModel, max_batch_size: int, patience: float | None = None) -> None:
+    def __init__(
+        self,
+        costs: CostModel,
+        max_batch_size: int,
+        patience: float | None = None,
+        rivals: Callable[[], tuple[Rival, ...]] = tuple,
+    ) -> None:
         self.costs = costs
         self._max_rows = max_batch_size
         self._patience = patience
+        self._rivals = rivals
         self._lengths = AnswerLengths()
         self._times = StepTimes(costs.config, max_batch_size)
         self._outstanding: dict[str, _Outstanding] = {}
@@ -122,6 +140,22 @@ class Forecaster:
     def relative_error(self) -> float | None:
         """Mean of |predicted - measured| / measured of the requests lately ended; None before the first."""
         return self._relative_error
+
+    def work_seconds(self) -> float:
+        """Seconds of the cores that all requests here will likely take yet; 0 where nothing is known of steps.
+
+        As many steps as the longest of them has tokens to come, or as all of them need in the rows that there are, and
+        the prompts that have not been read.
+        """
+        known = self._outstanding.values()
+        if not known:
+            return 0.0
+        left = [(_tokens_left(each), each.num_rows) for each in known]
+        num_row_steps = sum(tokens * num_rows for tokens, num_rows in left)
+        num_steps = max(*(tokens for tokens, _ in left), num_row_steps / self._max_rows)
+        rows = num_row_steps / num_steps
+        prompts = sum(each.prefill_seconds for each in known if not each.num_tokens)
+        return prompts + num_steps * self._times.rates.step_seconds(rows, rows * self._pairs_per_row)
 
     def step_done(self, stats: StepStats, events: Iterable[TokenEvent] = ()) -> None:
         """Learns from a step, and takes note of the tokens that it told."""
@@ -225,7 +259,7 @@ class Forecaster:
         others = sum(known.num_rows for known in self._outstanding.values())
         rows = max(0, min(others, self._max_rows - request.num_rows))
         company = Company(rows, self._pairs_per_row, self._stretch) if rows else ALONE
-        return Quote(self._times.rates, company)
+        return Quote(self._times.rates, company, self._rivals())
 
     def _foretell(
         self, request: GenerationRequest, quote: Quote, queue_seconds: float, cached_tokens: int = 0
@@ -233,7 +267,14 @@ class Forecaster:
         phases = quote.phases(self.costs.work(request, cached_tokens))
         if phases is None:
             return None
-        return Forecast(queue_seconds=queue_seconds, prefill_seconds=phases[0], decode_seconds=phases[1])
+        alone = tuple(itertools.accumulate((queue_seconds, *phases)))
+        begins, first, ends = (stretched(seconds, quote.rivals) for seconds in alone)
+        return Forecast(
+            queue_seconds=begins,
+            prefill_seconds=first - begins,
+            decode_seconds=ends - first,
+            sharing_factor=ends / alone[-1] if alone[-1] > 0 else 1.0,
+        )
 
     def _turn(self, request: GenerationRequest) -> tuple[int, float]:
         """Who goes first, smaller is sooner; among equals, who came first."""

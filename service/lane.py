@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from service.admission import DeadlineAdmission
 from service.errors import Overloaded
@@ -29,12 +30,14 @@ _MAX_RETRY_SECONDS = 60.0
 class LaneLimits:
     """Who gets a place: as many as the engine has slots, `max_batch_size`, and `max_queue_size` besides.
 
-    `admits_by_deadline` says whether a request that is predicted to miss its deadline gets none.
+    `admits_by_deadline` says whether a request that is predicted to miss its deadline gets none, and `time_shares`, by
+    model, what each gets of the cores while several have work: 1 where nothing is said.
     """
 
     max_batch_size: int
     max_queue_size: int
     admits_by_deadline: bool = False
+    time_shares: Mapping[str, float] = field(default_factory=dict)
 
 
 class Lane:
@@ -45,10 +48,17 @@ class Lane:
         limits: who gets a place.
         metrics: where its steps and requests are counted.
         forecaster: what foretells its requests.
+
+    Attributes:
+        metrics: the same.
+        kv_usage_ratio: share of its K/V memory that requests took after the last step.
+        forecaster: what foretells its requests now.
+        admission: who judges them by their deadlines, None where nobody does.
     """
 
     def __init__(self, model: str, limits: LaneLimits, metrics: ModelMetrics, forecaster: Forecaster) -> None:
         self.metrics = metrics
+        self.kv_usage_ratio = 0.0
         self._model = model
         self._limits = limits
         self.foretell_by(forecaster)

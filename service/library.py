@@ -4,10 +4,11 @@
     reload    the same beside the old engine, which ends what it has begun and then goes
     unload    refuse new requests ─> let those in flight end, for a grace ─> let the engine go
 
-A model answers only once it is proven, and a reload that fails leaves the old one where it was. All of this happens on
-one thread beside the event loop and the engine thread, one model at a time; but ONNX Runtime holds the interpreter's
-lock while it makes a session, so that every stream halts for as long. A large artefact is therefore tried out in a
-process of its own first: what is unfit is found there, and what is fit is in the page cache by then.
+A model answers only once it is proven, and a reload that fails leaves the old one where it was. It is loaded only if
+there is memory for its keys and values (`service.kv_pool`). All of this happens on one thread beside the event loop and
+the engine thread, one model at a time; but ONNX Runtime holds the interpreter's lock while it makes a session, so that
+every stream halts for as long. A large artefact is therefore tried out in a process of its own first: what is unfit is
+found there, and what is fit is in the page cache by then.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from model.artifact import ArtifactError, read_manifest
 from model.golden import tolerance_of
 from service.async_engine import AsyncEngine
 from service.config import ServeConfig
 from service.costing import CostModel
 from service.engine.engine import Engine, LastRun
+from service.engine.kv_memory import MemoryNeeds
 from service.errors import ModelUnfit, RequestError, StartupError, UnknownModel
-from service.loading import build_engines, load_model, model_names
+from service.kv_pool import KVPool, Part
+from service.loading import build_engines, load_model, model_names, needs_of
 from service.metrics import Metrics
 from service.models import Models, Parity, ServedModel
 
@@ -54,6 +58,7 @@ class Library:
         models: what is known of them.
         metrics: where their largest error is shown.
         last_run: shared by the engines of the thread.
+        pool: the memory of keys and values, with the parts of the models that are served.
         state_changed: called after each change.
     """
 
@@ -64,6 +69,7 @@ class Library:
         models: Models,
         metrics: Metrics,
         last_run: LastRun,
+        pool: KVPool,
         state_changed: Callable[[], Awaitable[None]],
     ) -> None:
         self._config = config
@@ -71,6 +77,7 @@ class Library:
         self._models = models
         self._metrics = metrics
         self._last_run = last_run
+        self._pool = pool
         self._state_changed = state_changed
         self._turn = asyncio.Lock()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="library")
@@ -107,9 +114,12 @@ class Library:
             model = self._models.resolve(name).name
             self._models.withdraw(model)
             await self._state_changed()
-            await self._engine.remove(model, self._config.drain_grace_seconds)
+            gone = await self._engine.remove(model, self._config.drain_grace_seconds)
+            self._give_back_when(gone, self._pool.part_of(model))
             self._models.remove(model)
             await self._state_changed()
+            # Whoever hears that it is unloaded may want its memory next.
+            await asyncio.wait([gone])
             gc.collect()  # sessions and buffers are large: whatever cycle holds them should not do so until some day
             _LOGGER.info("%s is served no more", model)
 
@@ -120,6 +130,15 @@ class Library:
         except StartupError:
             return ()
 
+    def kv_memory(self, model: str) -> tuple[int, int]:
+        """What a served model's keys and values may take, and what those of running and preempted requests do; bytes.
+
+        What is kept for later requests gives way, so that it does not count.
+        """
+        part = self._pool.part_of(model)
+        kv_bytes = 0 if part is None else part.kv_bytes
+        return kv_bytes, round(self._engine.kv_usage_ratio(model) * kv_bytes)
+
     def close(self) -> None:
         """Begins nothing new."""
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -127,15 +146,28 @@ class Library:
     async def _bring(self, name: str) -> None:
         loop = asyncio.get_running_loop()
         began = time.monotonic()
-        async with _stall() as stall:
-            model, engine, parity = await loop.run_in_executor(self._executor, self._prepare, name)
-        if not parity.passed:
-            failed = ", ".join(case.name for case in parity.cases if not case.passed)
-            raise ModelUnfit(name, [f"golden cases failed: {failed or 'there are none'}"])
+        needs = await loop.run_in_executor(self._executor, self._read_needs, name)
+        with _told_without_paths(self._config.models, name):
+            former = self._pool.part_of(name) if name in self._models.names else None
+            part = self._pool.take(name, needs)
+        try:
+            async with _stall() as stall:
+                model, engine, parity = await loop.run_in_executor(self._executor, self._prepare, name, part.kv_bytes)
+            if not parity.passed:
+                failed = ", ".join(case.name for case in parity.cases if not case.passed)
+                raise ModelUnfit(name, [f"golden cases failed: {failed or 'there are none'}"])
+            if needs_of(model.manifest, self._config) != needs:
+                raise ModelUnfit(name, ["its manifest has changed while it was loaded"])
+        except BaseException:
+            self._pool.give_back(part)
+            raise
         # Its step times are learned from its requests: measured beside running streams, they would be theirs as well.
-        self._engine.install(name, engine, CostModel.of(model, engine))
+        gone = self._engine.install(name, engine, CostModel.of(model, engine))
+        self._give_back_when(gone, former)
         self._models.serve(model, parity)
-        self._metrics.for_model(name).parity_checked(parity.max_abs_error, passed=parity.passed)
+        metrics = self._metrics.for_model(name)
+        metrics.parity_checked(parity.max_abs_error, passed=parity.passed)
+        metrics.kv_memory(part.kv_bytes)
         await self._state_changed()
         _LOGGER.log(
             logging.WARNING if stall() > _LONG_STALL_SECONDS else logging.INFO,
@@ -145,18 +177,35 @@ class Library:
             stall(),
         )
 
-    def _prepare(self, name: str) -> tuple[ServedModel, Engine, Parity]:
-        """Everything that takes time. On the library's thread."""
+    def _give_back_when(self, gone: asyncio.Future[None], part: Part | None) -> None:
+        """Has a part given back once the engine that holds it is gone."""
+        if part is not None:
+            gone.add_done_callback(lambda _: self._pool.give_back(part))
+
+    def _read_needs(self, name: str) -> MemoryNeeds:
+        """What a model of the folder will take, by its manifest alone. On the library's thread."""
         with _told_without_paths(self._config.models, name):
             served = model_names(self._config.models)
             # Compared with what is there, not joined: a name is never a path.
             if name not in served:
                 raise UnknownModel(name, served)
             folder = self._config.models / name
+            try:
+                manifest = read_manifest(folder)
+            except ArtifactError:
+                # Which names whatever else is wrong with it, too.
+                manifest = load_model(folder, self._config.prefill_provider).manifest
+            return needs_of(manifest, self._config)
+
+    def _prepare(self, name: str, kv_memory: int) -> tuple[ServedModel, Engine, Parity]:
+        """Everything that takes time. On the library's thread."""
+        with _told_without_paths(self._config.models, name):
+            folder = self._config.models / name
             if sum(path.stat().st_size for path in folder.iterdir()) >= TRIAL_BYTES:
-                _try_out(self._config, name)
+                _try_out(self._config, name, kv_memory)
             model = load_model(folder, self._config.prefill_provider)
-            engine = build_engines(self._config.models, [model], self._config, self._last_run)[name]
+            kv = {name: kv_memory}
+            engine = build_engines(self._config.models, [model], self._config, self._last_run, kv)[name]
             return model, engine, prove(model, engine)
 
 
@@ -166,8 +215,8 @@ def prove(model: ServedModel, engine: Engine) -> Parity:
     return Parity(tuple(engine.verify_golden(model.golden_cases, tolerance)))
 
 
-def _try_out(config: ServeConfig, name: str) -> None:
-    """Loads and proves a model in a process that has nothing to lose.
+def _try_out(config: ServeConfig, name: str, kv_memory: int) -> None:
+    """Loads and proves a model, with so many bytes of K/V, in a process that has nothing to lose.
 
     Raises:
         StartupError: with what it found.
@@ -178,7 +227,7 @@ def _try_out(config: ServeConfig, name: str) -> None:
         "max_batch_size": config.max_batch_size,
         "prefill_chunk": config.prefill_chunk,
         "prefill_provider": str(config.prefill_provider),
-        "kv_memory": config.kv_memory,
+        "kv_memory": kv_memory,
         "threads": config.threads,
     }
     command = [sys.executable, "-m", "service.trial", json.dumps(settings)]

@@ -5,7 +5,8 @@ Loading graphs takes seconds and holds the interpreter's lock: it is done before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,11 +18,14 @@ from service.admission import PATIENCE_SECONDS
 from service.config import Admission, ServeConfig
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
+from service.engine.kv_memory import MemoryNeeds, memory_needs
+from service.engine.memory import memory_limit
 from service.engine.prefill_provider import choose_prefill_provider
 from service.engine.scheduler import EngineLimits
 from service.engine.session import SessionOptions, threads_are_shared
 from service.engine.types import PrefillProvider
 from service.errors import StartupError
+from service.kv_pool import KVPool
 from service.models import ServedModel
 
 _Item = TypeVar("_Item")
@@ -53,8 +57,27 @@ def model_names(folder: Path) -> tuple[str, ...]:
     return tuple(subfolder.name for subfolder in _subfolders(folder))
 
 
+def needs_of(manifest: Manifest, config: ServeConfig) -> MemoryNeeds:
+    """What serving an artefact takes of memory."""
+    return memory_needs(manifest, config.max_batch_size, config.prefill_chunk)
+
+
+def share_memory(models: Iterable[ServedModel], config: ServeConfig) -> KVPool:
+    """Deals out the memory of all keys and values to the models that are there from the start.
+
+    Raises:
+        StartupError: when it is not enough for all of them, with the numbers.
+    """
+    needs = {model.name: needs_of(model.manifest, config) for model in models}
+    return KVPool(config.kv_memory, dict(config.kv_shares), memory_limit(), needs)
+
+
 def build_engines(
-    folder: Path, models: Iterable[ServedModel], config: ServeConfig, last_run: LastRun | None = None
+    folder: Path,
+    models: Iterable[ServedModel],
+    config: ServeConfig,
+    last_run: LastRun | None = None,
+    kv_memory: Mapping[str, int] | None = None,
 ) -> dict[str, Engine]:
     """Loads every model's graphs and reserves its key-value cache.
 
@@ -63,6 +86,7 @@ def build_engines(
         models: what is to be served of it.
         config: sizes and threads.
         last_run: shared by all engines that one thread steps; a new one unless given.
+        kv_memory: bytes that the K/V of each model may take; as `share_memory` deals them out unless given.
 
     Raises:
         StartupError: listing all that is wrong with any of them.
@@ -71,7 +95,6 @@ def build_engines(
         max_batch_size=config.max_batch_size,
         prefill_chunk=config.prefill_chunk,
         max_prefill_tokens=config.prefill_chunk,
-        kv_memory_bytes=config.kv_memory,
         patience_seconds=PATIENCE_SECONDS if config.admission is Admission.DEADLINE else None,
     )
     shared = LastRun() if last_run is None else last_run
@@ -80,13 +103,15 @@ def build_engines(
         allow_spinning=config.spin,
         shared_threads=config.spin and threads_are_shared(),
     )
+    models = tuple(models)
+    parts = share_memory(models, config).parts if kv_memory is None else kv_memory
 
     def build(model: ServedModel) -> tuple[str, Engine]:
         return model.name, build_engine(
             folder / model.name,
             model.manifest,
             model.output_tokenizer.decode,
-            limits,
+            dataclasses.replace(limits, kv_memory_bytes=parts[model.name]),
             options,
             shared,
             model.prefill_provider,

@@ -87,6 +87,7 @@ class Metrics:
         self.running = make(Gauge, "num_requests_running", "Requests that run.", _MODEL)
         self.waiting = make(Gauge, "num_requests_waiting", "Requests that wait for their place.", _MODEL)
         self.kv_usage = make(Gauge, "kv_cache_usage_ratio", "Share of the key-value cache in use, 0 to 1.", _MODEL)
+        self.kv_memory = make(Gauge, "kv_memory_bytes", "What the model's keys and values may take.", _MODEL)
         self.serving = make(Gauge, "model_serving", "Whether the model answers requests, 1 or 0.", _MODEL)
         self.parity = make(
             Gauge, "parity_max_abs_error", "Largest logit difference from PyTorch in the golden cases.", _MODEL
@@ -160,9 +161,10 @@ class ModelMetrics:
         self._serving = metrics.serving.labels(model)
         self._parity = metrics.parity
         self._parity_passed = metrics.parity_passed
+        self._kv_memory = metrics.kv_memory
         self._coefficient = metrics.coefficient
         self._relative_error = metrics.relative_error
-        self._states = (metrics.serving, metrics.parity, metrics.parity_passed)
+        self._states = (metrics.serving, metrics.parity, metrics.parity_passed, metrics.kv_memory)
         self._running = metrics.running.labels(model)
         self._waiting = metrics.waiting.labels(model)
         self._kv_usage = metrics.kv_usage.labels(model)
@@ -199,6 +201,10 @@ class ModelMetrics:
     def serves(self, *, is_serving: bool) -> None:
         """The model answers from now on, or does not."""
         self._serving.set(is_serving)
+
+    def kv_memory(self, num_bytes: int) -> None:
+        """What its keys and values may take from now on."""
+        self._kv_memory.labels(self._model).set(num_bytes)
 
     def parity_checked(self, max_abs_error: float, *, passed: bool) -> None:
         """The golden cases were replayed."""

@@ -101,10 +101,6 @@ class ServedModel:
         """Whether its artefact has a graph of attention weights."""
         return EXPLAIN in self.manifest.graphs
 
-    def kv_memory_bytes(self, max_batch_size: int, kv_memory: int | None) -> int:
-        """The key-value budget of its engine: what the operator gave, else room for every sequence at full length."""
-        return plan_kv_memory(self.manifest, max_batch_size, kv_memory).num_bytes
-
     @property
     def kv_token_bytes(self) -> int:
         """What the keys and values of one decoder token take."""

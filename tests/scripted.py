@@ -59,6 +59,19 @@ class ScriptedEngine:
         """As a real engine cuts by default."""
         return PIECES
 
+    @property
+    def kv_memory_bytes(self) -> int:
+        """It has no K/V."""
+        return 0
+
+    def limit_kv(self, num_bytes: int) -> None:
+        """Nothing to limit."""
+
+    @property
+    def kv_needed_bytes(self) -> int:
+        """It needs none."""
+        return 0
+
     def num_cached_tokens(self, request: GenerationRequest) -> int:
         """What every terminal event tells."""
         return self._num_cached_tokens

@@ -81,6 +81,26 @@ class Engine:
         """How it cuts and pads what it computes: for life."""
         return self._scheduler.pieces
 
+    @property
+    def kv_memory_bytes(self) -> int:
+        """What K/V may take: for life."""
+        return self._scheduler.kv_memory_bytes
+
+    def limit_kv(self, num_bytes: int) -> None:
+        """Keeps K/V within so many bytes of `kv_memory_bytes` from now on, while others hold the rest.
+
+        What does not fit into them waits; what is in nobody's use is freed with the next step.
+
+        Raises:
+            ValueError: when running and preempted requests hold more.
+        """
+        self._scheduler.limit_kv(num_bytes)
+
+    @property
+    def kv_needed_bytes(self) -> int:
+        """What K/V must be able to take for all requests to end, if no more come."""
+        return self._scheduler.kv_needed_bytes
+
     def num_cached_tokens(self, request: GenerationRequest) -> int:
         """How many tokens of a request's prompt, or of its source, it would find computed if it started now.
 

@@ -59,6 +59,8 @@ class KVLedger:
     def __init__(self, num_slots: int, budget: KVBudget, pieces: Pieces) -> None:
         self._slots: SlotTable[Sequence] = SlotTable(num_slots)
         self._budget = budget
+        # What there is of it now: others may hold the rest.
+        self._limit = budget.num_bytes
         self._pieces = pieces
         self._cache = PrefixCache()
         self._num_rows: dict[SequenceGroup, int] = {}
@@ -88,6 +90,32 @@ class KVLedger:
         return self._num_live_bytes / self._budget.num_bytes
 
     @property
+    def limit(self) -> int:
+        """Bytes that all K/V may take now: the budget, or less while others hold the rest of it."""
+        return self._limit
+
+    def set_limit(self, num_bytes: int) -> None:
+        """Keeps all K/V within so many bytes of the budget from now on: what is in nobody's use gives way.
+
+        Raises:
+            ValueError: when running and preempted requests hold more.
+        """
+        if num_bytes < self._num_live_bytes:
+            raise ValueError(f"requests hold {self._num_live_bytes} bytes, the limit cannot be {num_bytes}")
+        self._limit = min(num_bytes, self._budget.num_bytes)
+        self._make_room(0)
+
+    def num_needed_bytes(self, waiting: Iterable[SequenceGroup]) -> int:
+        """What the limit must be for all requests to end: those that run, were preempted, or wait.
+
+        Within it, whoever waits fits when nobody runs any more, at the latest: beside all that is saved, as far as it
+        would within the budget.
+        """
+        num_saved = sum(self._num_saved.values())
+        most = max((self.worst_case(group) - self._num_saved.get(group, 0) for group in waiting), default=-num_saved)
+        return min(self._budget.num_bytes, max(self._num_live_bytes, num_saved + most))
+
+    @property
     def num_kept_bytes(self) -> int:
         """Bytes that the prefix cache holds."""
         return self._cache.num_bytes
@@ -99,14 +127,14 @@ class KVLedger:
     def fits(self, group: SequenceGroup, without: Collection[SequenceGroup] = ()) -> bool:
         """Whether a request could be admitted, were those of `without` preempted first."""
         num_rows = self._slots.capacity - self._num_reserved_rows + sum(self._num_rows[each] for each in without)
-        num_bytes = self._budget.num_bytes - self._num_live_bytes + self._num_saved.get(group, 0)
+        num_bytes = self._limit - self._num_live_bytes + self._num_saved.get(group, 0)
         num_bytes += sum(self._num_rows[each] * self._row_bytes(each) - self._saved_bytes(each) for each in without)
         return _num_rows(group) <= num_rows and self.worst_case(group) <= num_bytes
 
     def fits_beside_saved(self, group: SequenceGroup) -> bool:
         """Whether a request could be admitted if nobody ran: what is saved of others may leave too little."""
         num_others = sum(self._num_saved.values()) - self._num_saved.get(group, 0)
-        return self.worst_case(group) <= self._budget.num_bytes - num_others
+        return self.worst_case(group) <= self._limit - num_others
 
     def num_tokens_at_hand(self, group: SequenceGroup) -> int:
         """Tokens of a waiting request's prompt, or of its source, that it need not compute if it is admitted now."""
@@ -263,8 +291,8 @@ class KVLedger:
         reserved = sum(num_rows * self._row_bytes(group) for group, num_rows in self._num_rows.items())
         if self._num_reserved_bytes != reserved:
             raise AssertionError(f"{self._num_reserved_bytes} bytes counted as reserved, {reserved} are")
-        if self._num_live_bytes + self._num_spare_bytes > self._budget.num_bytes:
-            raise AssertionError(f"beyond the budget of {self._budget.num_bytes} bytes")
+        if self._num_live_bytes + self._num_spare_bytes > self._limit:
+            raise AssertionError(f"beyond the limit of {self._limit} bytes")
         if any(bool(group.handles) != (group in self._num_saved) for group in (*self._num_rows, *self._num_saved)):
             raise AssertionError("a request runs and is saved, or neither")
 
@@ -333,7 +361,7 @@ class KVLedger:
 
     def _make_room(self, num_bytes: int) -> bool:
         """Frees unused rows, then drops kept pieces, until `num_bytes` more fit; does nothing if they cannot."""
-        room = self._budget.num_bytes - self._num_live_bytes - num_bytes
+        room = self._limit - self._num_live_bytes - num_bytes
         if room < 0:
             return False
         for slot in range(len(self._slots), self._slots.capacity):
@@ -363,7 +391,7 @@ class KVLedger:
         if group.handles:
             return []
         found = self._cache.find(self._pieces_of(group))
-        room = self._budget.num_bytes - self._num_live_bytes - self.worst_case(group)
+        room = self._limit - self._num_live_bytes - self.worst_case(group)
         totals = itertools.accumulate(piece.num_bytes for piece in found)
         return [piece for piece, total in zip(found, totals, strict=True) if total <= room]
 

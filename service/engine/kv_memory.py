@@ -1,12 +1,13 @@
-"""How much memory a model's K/V may take: from the model's sizes and the operator's wish to one budget for the engine.
+"""How much memory a model needs and its K/V may take: from its sizes and the operator's wish to its engine's budget.
 
-Knows sizes; neither tensors nor who uses them.
+Knows sizes; neither tensors nor who uses them, nor that there are other models.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import mmap
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +17,37 @@ from service.engine.memory import memory_limit
 from service.errors import StartupError
 
 _FLOAT_BYTES = np.dtype(np.float32).itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeeds:
+    """What a model wants of memory, in bytes.
+
+    `whole` is its K/V with all rows at full length, `least` with one: below that, not every request could run.
+    `besides` is taken whatever K/V may take: logits, and the K/V of prompts in passing.
+    """
+
+    whole: int
+    least: int
+    besides: int
+
+
+def memory_needs(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> MemoryNeeds:
+    """What an artefact's engine wants.
+
+    Args:
+        manifest: the artefact's.
+        num_slots: rows, each with its logits.
+        max_prefill_tokens: rows of logits that may be wanted besides, where prompts are computed in chunks.
+    """
+    budget = plan_kv_memory(manifest, num_slots, None)
+    num_chunked = 0 if manifest.config.is_encoder_decoder else max_prefill_tokens
+    logits = (num_slots + num_chunked) * manifest.config.vocab_size * _FLOAT_BYTES
+    return MemoryNeeds(
+        whole=budget.num_bytes,
+        least=_row(manifest, budget),
+        besides=logits + num_chunked * budget.token_bytes,
+    )
 
 
 def plan_kv_memory(manifest: Manifest, num_slots: int, kv_memory_bytes: int | None) -> KVBudget:

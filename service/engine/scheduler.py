@@ -173,6 +173,25 @@ class Scheduler:
         """Share of the K/V memory that is spoken for; what is kept for requests to come counts as free."""
         return self._ledger.usage_ratio
 
+    @property
+    def kv_memory_bytes(self) -> int:
+        """What K/V may take."""
+        return self._budget.num_bytes
+
+    def limit_kv(self, num_bytes: int) -> None:
+        """Keeps K/V within so many bytes of `kv_memory_bytes` from now on; what does not fit into them waits.
+
+        Raises:
+            ValueError: when running and preempted requests hold more.
+        """
+        if num_bytes != self._ledger.limit:
+            self._ledger.set_limit(num_bytes)
+
+    @property
+    def kv_needed_bytes(self) -> int:
+        """What K/V must be able to take for all requests to end, if no more come."""
+        return self._ledger.num_needed_bytes(self._waiting)
+
     def add(self, request: GenerationRequest) -> None:
         """Queues a request.
 
@@ -345,11 +364,14 @@ class Scheduler:
 
     @property
     def _next(self) -> SequenceGroup | None:
-        """Whose turn it is: who waits first, or who was preempted first where only the end of these makes room."""
+        """Whose turn it is: who waits first, or who was preempted first where only the end of these makes room.
+
+        Where nobody was preempted, it waits for memory that others hold for now (`limit_kv`).
+        """
         head = self._waiting.first
         if head is None or self._ledger.fits_beside_saved(head):
             return head
-        return next(group for group in self._waiting if group.handles)
+        return next((group for group in self._waiting if group.handles), head)
 
     def _plan_running(self) -> StepPlan:
         """A step of those that hold slots, and of nobody else yet."""

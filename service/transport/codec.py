@@ -359,6 +359,7 @@ def encode_estimate(estimate: Estimate) -> pb.EstimateResponse:
     if estimate.forecast is not None:
         message.queue_seconds = estimate.forecast.queue_seconds
         message.finish_seconds = estimate.forecast.finish_seconds
+        message.sharing_factor = estimate.forecast.sharing_factor
     return message
 
 

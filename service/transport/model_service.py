@@ -35,7 +35,7 @@ class ModelServicer(ModelServiceServicer):
     Args:
         models: what is served.
         verify: replays a model's golden cases and takes note of the outcome.
-        library: loads and unloads models.
+        library: loads and unloads models, and knows what memory they have.
         config: the operator's limits.
     """
 
@@ -60,11 +60,12 @@ class ModelServicer(ModelServiceServicer):
         """Everything a client may want to know before it asks."""
         model = self._models.resolve(request.model)
         parity = self._models.parity(model.name)
+        kv_bytes, kv_used_bytes = self._library.kv_memory(model.name)
         return pb.GetModelResponse(
             model=model.name,
             state=STATES[self._models.state(model.name)],
             architecture=_architecture(model),
-            limits=_limits(model, self._config),
+            limits=_limits(model, self._config, kv_bytes),
             capabilities=describe_capabilities(
                 is_encoder_decoder=model.manifest.config.is_encoder_decoder,
                 has_chat=model.chat is not None,
@@ -74,6 +75,7 @@ class ModelServicer(ModelServiceServicer):
             device=model.manifest.device,
             precision=model.manifest.precision,
             prefill_provider=model.prefill_provider,
+            kv_memory_used_bytes=kv_used_bytes,
         )
 
     async def VerifyParity(self, request: pb.VerifyParityRequest, context: Context) -> pb.VerifyParityResponse:
@@ -119,7 +121,7 @@ def _architecture(model: ServedModel) -> pb.ModelArchitecture:
     )
 
 
-def _limits(model: ServedModel, config: ServeConfig) -> pb.ModelLimits:
+def _limits(model: ServedModel, config: ServeConfig, kv_bytes: int) -> pb.ModelLimits:
     limits = config.request_limits
     return pb.ModelLimits(
         max_prompt_tokens=model.max_prompt_tokens,
@@ -139,7 +141,7 @@ def _limits(model: ServedModel, config: ServeConfig) -> pb.ModelLimits:
         max_outputs=limits.max_outputs,
         max_beam_size=limits.max_beam_size,
         max_explain_tokens=limits.max_explain_tokens if model.explains else 0,
-        kv_memory_bytes=model.kv_memory_bytes(config.max_batch_size, config.kv_memory),
+        kv_memory_bytes=kv_bytes,
     )
 
 

@@ -57,6 +57,8 @@ GIVEN: dict[str, tuple[str, object]] = {
     "prefill_chunk": ("16", 16),
     "prefill_provider": ("OpenVINO", PrefillProvider.OPENVINO),
     "kv_memory": ("2GiB", 2 << 30),
+    "kv_shares": ("stdlib=3,dates=0.5", (("stdlib", 3.0), ("dates", 0.5))),
+    "time_shares": ("a=b=2", (("a=b", 2.0),)),
     "threads": ("3", 3),
     "spin": ("no", False),
     "huge_pages": ("false", False),
@@ -137,6 +139,21 @@ def test_memory_that_is_no_amount_is_refused_with_an_example(text: str) -> None:
         serve("--kv-memory", text)
     wanted = "must be a number of bytes above 0, plain or with KiB, MiB, GiB or TiB, as in 2GiB"
     assert refusal.value.problems == (f"--kv-memory is {text!r}, {wanted}",)
+
+
+@pytest.mark.parametrize("name", ["kv_shares", "time_shares"])
+@pytest.mark.parametrize("text", ["a", "a=", "=1", "a=0", "a=-1", "a=nan", "a=inf", "a=1e7", "a=1,a=2", "a=1,"])
+def test_shares_that_are_none_are_refused_with_an_example(name: str, text: str) -> None:
+    with pytest.raises(StartupError) as refusal:
+        serve("--kv-memory", "1GiB", flag(name), text)
+    wanted = "must be names of models, each once and with a weight above 0 and at most 1e+06, as in dates=1,stdlib=3"
+    assert refusal.value.problems == (f"{flag(name)} is {text!r}, {wanted}",)
+
+
+def test_shares_of_memory_mean_nothing_without_a_budget() -> None:
+    with pytest.raises(StartupError) as refusal:
+        serve("--kv-shares", "dates=1")
+    assert refusal.value.problems == ("--kv-shares means nothing without --kv-memory",)
 
 
 def test_outputs_and_beams_of_a_request_are_cut_to_what_runs_at_once() -> None:

@@ -15,6 +15,7 @@ GAUGES = {
     "num_requests_running",
     "num_requests_waiting",
     "kv_cache_usage_ratio",
+    "kv_memory_bytes",
     "model_serving",
     "parity_max_abs_error",
     "parity_passed",
@@ -90,6 +91,7 @@ def test_every_metric_of_a_model_carries_its_name_alone_but_for_two(registry: Co
     model.request_done(record())
     model.cost_model({"decode_pair": 1e-6}, 0.25)
     model.parity_checked(0.0, passed=True)
+    model.kv_memory(1)
     labels = {
         metric.name.removeprefix("onward_"): frozenset(sample.labels) - {"le"}
         for metric in registry.collect()

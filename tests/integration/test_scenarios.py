@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import explaining, goodput, host, interference, prediction, prefix, scenario, translation
+from benchmarks import company, explaining, goodput, host, interference, prediction, prefix, scenario, translation
 from benchmarks.bench_onward import MODEL, Onward
 from benchmarks.bench_systems import InstallError
 from benchmarks.goodput import IN_TIME, LATE, REFUSED, Answered
@@ -79,6 +79,61 @@ def test_a_long_prompt_is_measured_amid_streams_of_a_real_server(
     assert results["during"]["count"] >= 1
     assert "tokens in chunks of 16" in interference.render(results)
     assert "<svg" in interference.draw_picture(results)
+    json.dumps(results, allow_nan=False)
+
+
+# Two models on the same cores.
+
+
+def company_round(streams: float, prompts: float, waits: tuple[float, ...] = (0.1, 0.2)) -> company.Round:
+    """So many seconds in graphs: a hundred steps of the streams, ten of the prompts."""
+    runs = {company.STREAMS: company.Runs(streams, 100), company.PROMPTS: company.Runs(prompts, 10 if prompts else 0)}
+    return company.Round(10.0, runs, waits)
+
+
+@pytest.mark.parametrize(("worst", "passed"), [(5.4, True), (5.6, False)])
+def test_the_promise_is_every_rounds_share_by_weight(worst: float, passed: bool) -> None:
+    rounds = {
+        "alone": [company_round(9.0, 0.0)],
+        "even": [company_round(5.0, 5.0), company_round(worst, 10 - worst), company_round(4.9, 5.1)],
+        "favoured": [company_round(7.5, 2.5, (0.3,) * 30)],
+    }
+    found = company.judge(rounds)
+    assert found["passed"] is passed
+    alone, even, favoured = (found["ways"][way] for way in rounds)
+    assert (alone["share"], alone["share_by_weight"], alone["step_seconds"]) == (
+        1.0,
+        1.0,
+        {company.STREAMS: 0.09, company.PROMPTS: 0.0},
+    )
+    assert even["share_by_round"] == pytest.approx([0.5, worst / 10, 0.49])
+    assert even["share"] == 0.5
+    # Of a step of 50 ms and one of 500 ms.
+    assert even["share_step_by_step"] == pytest.approx(1 / 11)
+    assert favoured["share_by_weight"] == 0.75
+    assert favoured["tokens_per_second"] == 3.0
+
+
+def test_two_models_are_measured_on_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = tiny_options(tmp_path, "decoder-only")
+    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: options)
+    settings = company.Settings(
+        precision="fp32",
+        streams=2,
+        stream_prompt=4,
+        prompt=48,
+        in_flight=2,
+        lead=0.2,
+        seconds=1.0,
+        repeats=1,
+        ways=("favoured",),
+    )
+    results = company.measure(settings, tmp_path)
+    (way,) = results["ways"].values()
+    assert 0 < way["share"] < 1
+    assert way["tokens_per_second"] > 0
+    assert all(seconds > 0 for seconds in way["step_seconds"].values())
+    assert "| favoured |" in company.render(results)
     json.dumps(results, allow_nan=False)
 
 

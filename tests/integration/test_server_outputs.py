@@ -249,12 +249,12 @@ async def test_rows_of_a_request_fit_into_the_batch(fields: dict[str, Any], fiel
 async def test_memory_for_keys_and_values_is_told(encoder_decoder: bool) -> None:
     model = served_model(context=48, encoder_decoder=encoder_decoder)
     budgets = []
-    for changes in ({}, {"kv_memory": 12345}):
+    for changes in ({}, {"kv_memory": 34567}):
         async with running([model], {MODEL: ScriptedEngine(lambda _: SAMPLES)}, trust=True, **changes) as server:
             budgets.append((await server.models.GetModel(model_pb2.GetModelRequest())).limits.kv_memory_bytes)
     # Keys and values of one layer and 8 float32 each, for the output and, where there is one, the source; in pages, of
     # which one holds 128 tokens.
-    assert budgets == [SLOTS * 128 * (2 if encoder_decoder else 1) * 2 * 8 * 4, 12345]
+    assert budgets == [SLOTS * 128 * (2 if encoder_decoder else 1) * 2 * 8 * 4, 34567]
 
 
 @pytest.mark.parametrize("provider", [PrefillProvider.CPU, PrefillProvider.OPENVINO])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from service.engine.types import (
     TokenEvent,
 )
 from service.forecast import Forecaster, Quote
+from service.sharing import Rival
 from service.step_times import Company
 from tests.fakes import FakeRunner, fake_engine, request
 from tests.unit.test_cost import decoder_only, encoder_decoder
@@ -470,3 +472,54 @@ def test_a_step_without_work_teaches_nothing() -> None:
     )
     cold.forecaster.step_done(empty)
     assert cold.forecaster.coefficients == before
+
+
+# Beside other models.
+
+
+def test_work_is_what_all_requests_then_take() -> None:
+    warm = machine()
+    warm.warm()
+    assert warm.forecaster.work_seconds() == 0.0
+    for count in (1, 5, 20):
+        fill(warm, count, new=40)
+        foretold, began = warm.forecaster.work_seconds(), warm.now
+        warm.drain()
+        assert foretold == pytest.approx(warm.now - began, rel=0.2)
+    assert machine().forecaster.work_seconds() == 0.0
+
+
+def test_other_models_lengthen_every_part_of_a_forecast_by_what_they_take() -> None:
+    warm = machine()
+    warm.warm()
+    fill(warm, 12, new=60)
+    asked = request("a", (5,) * 40, stopping=StoppingParams(max_tokens=30, ignore_eos=True))
+    alone = warm.forecaster.forecast(asked)
+    assert alone is not None
+    assert alone.sharing_factor == 1.0
+    assert alone.queue_seconds > 0
+    # One that has work for longer than we do, and one whose work is over while we wait for a place.
+    warm.forecaster._rivals = lambda: (Rival(2.0, math.inf, 0.0), Rival(1.0, 0.01, 0.0))
+    shared = warm.forecaster.forecast(asked)
+    assert shared is not None
+    assert shared.queue_seconds == pytest.approx(3 * alone.queue_seconds + 0.01)
+    assert shared.prefill_seconds == pytest.approx(3 * alone.prefill_seconds)
+    assert shared.decode_seconds == pytest.approx(3 * alone.decode_seconds)
+    assert shared.sharing_factor == pytest.approx(3.0 + 0.01 / alone.finish_seconds)
+    assert warm.forecaster.estimate(asked).cost.predicted_seconds == pytest.approx(shared.service_seconds)
+    unshared = warm.forecaster.forecast_alone(asked)
+    assert unshared is not None
+    assert unshared.sharing_factor == 1.0
+
+
+def test_a_request_is_held_to_what_was_foretold_beside_other_models() -> None:
+    warm = machine()
+    warm.warm()
+    asked = request("a", (5,) * 40, stopping=StoppingParams(max_tokens=30, ignore_eos=True))
+    warm.forecaster._rivals = lambda: (Rival(1.0, math.inf, 0.0),)
+    # As if every step of ours were followed by one of theirs that takes as long.
+    warm.speed = 2.0
+    warm.run(asked)
+    cost = warm.costs["a"]
+    assert cost is not None
+    assert cost.predicted_seconds == pytest.approx(cost.measured_seconds, rel=0.05)

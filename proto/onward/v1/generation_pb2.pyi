@@ -1312,12 +1312,17 @@ class EstimateResponse(_message.Message):
     COST_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     FINISH_SECONDS_FIELD_NUMBER: _builtins.int
+    SHARING_FACTOR_FIELD_NUMBER: _builtins.int
     queue_seconds: _builtins.float
     """Seconds until it would be scheduled, by the requests that run and wait before it, which are taken to be as long as
     such requests lately were. Absent with `cost.predicted_seconds`.
     """
     finish_seconds: _builtins.float
     """Seconds until it would end: `queue_seconds` and `cost.predicted_seconds`. Absent with them."""
+    sharing_factor: _builtins.float
+    """By how many times all of that is longer for the sake of other models that share the cores, by the work that these
+    have and lately had: 1 with the cores to itself. Absent with them.
+    """
     @_builtins.property
     def cost(self) -> Global___Cost:
         """The cost, without `measured_seconds`."""
@@ -1328,19 +1333,24 @@ class EstimateResponse(_message.Message):
         cost: Global___Cost | None = ...,
         queue_seconds: _builtins.float | None = ...,
         finish_seconds: _builtins.float | None = ...,
+        sharing_factor: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_seconds", b"_finish_seconds", "_queue_seconds", b"_queue_seconds", "cost", b"cost", "finish_seconds", b"finish_seconds", "queue_seconds", b"queue_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_seconds", b"_finish_seconds", "_queue_seconds", b"_queue_seconds", "_sharing_factor", b"_sharing_factor", "cost", b"cost", "finish_seconds", b"finish_seconds", "queue_seconds", b"queue_seconds", "sharing_factor", b"sharing_factor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_seconds", b"_finish_seconds", "_queue_seconds", b"_queue_seconds", "cost", b"cost", "finish_seconds", b"finish_seconds", "queue_seconds", b"queue_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_seconds", b"_finish_seconds", "_queue_seconds", b"_queue_seconds", "_sharing_factor", b"_sharing_factor", "cost", b"cost", "finish_seconds", b"finish_seconds", "queue_seconds", b"queue_seconds", "sharing_factor", b"sharing_factor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_seconds: _TypeAlias = _typing.Literal["finish_seconds"]  # noqa: Y015
     _WhichOneofArgType__finish_seconds: _TypeAlias = _typing.Literal["_finish_seconds", b"_finish_seconds"]  # noqa: Y015
     _WhichOneofReturnType__queue_seconds: _TypeAlias = _typing.Literal["queue_seconds"]  # noqa: Y015
     _WhichOneofArgType__queue_seconds: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__sharing_factor: _TypeAlias = _typing.Literal["sharing_factor"]  # noqa: Y015
+    _WhichOneofArgType__sharing_factor: _TypeAlias = _typing.Literal["_sharing_factor", b"_sharing_factor"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_seconds) -> _WhichOneofReturnType__finish_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_seconds) -> _WhichOneofReturnType__queue_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sharing_factor) -> _WhichOneofReturnType__sharing_factor | None: ...
 
 Global___EstimateResponse: _TypeAlias = EstimateResponse  # noqa: Y015
 

@@ -214,7 +214,7 @@ class ModelLimits(_message.Message):
     max_beam_size: _builtins.int
     """Largest `beam_search.beam_size`."""
     kv_memory_bytes: _builtins.int
-    """Keys and values that all requests together may hold, in bytes."""
+    """Keys and values that all requests together may hold, in bytes: the model's part of what the server has for them."""
     max_explain_tokens: _builtins.int
     """Most tokens of a prompt or source, and most of a decoder's, that `Explain` takes. 0 where it is not offered."""
     def __init__(
@@ -471,6 +471,7 @@ class GetModelResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     PRECISION_FIELD_NUMBER: _builtins.int
     PREFILL_PROVIDER_FIELD_NUMBER: _builtins.int
+    KV_MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Its name."""
     state: Global___ModelState.ValueType
@@ -481,6 +482,10 @@ class GetModelResponse(_message.Message):
     """Arithmetic of the matrix products: "fp32", "int8", "int4", "fp16" or "bf16"."""
     prefill_provider: _builtins.str
     """Provider that computes prompts: "cpu" or "openvino"."""
+    kv_memory_used_bytes: _builtins.int
+    """Of `limits.kv_memory_bytes`, what running and preempted requests had reserved after the last step, in bytes. What is
+    kept for later requests gives way to theirs, so that it counts as free.
+    """
     @_builtins.property
     def architecture(self) -> Global___ModelArchitecture:
         """What it is made of."""
@@ -509,10 +514,11 @@ class GetModelResponse(_message.Message):
         device: _builtins.str = ...,
         precision: _builtins.str = ...,
         prefill_provider: _builtins.str = ...,
+        kv_memory_used_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "limits", b"limits", "parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "device", b"device", "limits", b"limits", "model", b"model", "parity", b"parity", "precision", b"precision", "prefill_provider", b"prefill_provider", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "device", b"device", "kv_memory_used_bytes", b"kv_memory_used_bytes", "limits", b"limits", "model", b"model", "parity", b"parity", "precision", b"precision", "prefill_provider", b"prefill_provider", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
