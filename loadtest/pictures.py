@@ -384,7 +384,9 @@ def _caption_memory(evidence: Evidence) -> str:
                 text += f" ({start[name] / (1 << 20):,.0f} MiB before the prompt, the proof at the start included)"
     length = evidence.config.context
     held = 4 * evidence.config.num_heads * length**2 / (1 << 20)
-    return f"{text}. All scores of one layer at {length:,.0f} tokens would take {held:,.0f} MiB if they were held at once."
+    return (
+        f"{text}. All scores of one layer at {length:,.0f} tokens would take {held:,.0f} MiB if they were held at once."
+    )
 
 
 def _draw_operations(evidence: Evidence) -> Figure:

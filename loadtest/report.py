@@ -49,8 +49,8 @@ _METHOD = (
     f"the time at the longest length, when BIC prefers the degree above by more than {fit.DECISIVE_BIC:g} and that "
     f"term is {fit.TOLERANCE:.0%} of it or more, when the curve misses a median by more than {fit.MAX_MISFIT:.0%}, "
     f"or when the fit without the longest length misses it by more than {fit.TOLERANCE:.0%}. For a token with the "
-    f"cache, for cross-attention and for the encoder, {fit.TOLERANCE:.0%} are {CACHE_TOLERANCE:.0%}: keys and values, "
-    "or scores, leave the processor's caches on the way, and memory is slower. Of whole prompts, lengths must reach "
+    f"cache and for cross-attention {fit.TOLERANCE:.0%} are {CACHE_TOLERANCE:.0%}: keys and values leave the "
+    "processor's caches on the way, and memory is slower. Of whole prompts, lengths must reach "
     f"{ENOUGH_REACH:g} n* besides.",
 )
 _RIVALS: Mapping[str, str] = {
