@@ -364,7 +364,7 @@ def _draw_memory(evidence: Evidence) -> Figure:
     for axes, label in ((left, "prompt, tokens"), (right, "tokens")):
         _tokens_axis(axes, lengths, label, is_logarithmic=False)
         axes.set_xlim(0, 1.04 * ends[1])
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0.0, 1.1 * axes.get_ylim()[1])
         axes.legend(loc="best")
     return figure
 
