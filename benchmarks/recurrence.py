@@ -7,7 +7,8 @@
 As many GRU layers as the transformer has decoder layers, its width and vocabulary, and as many units as make the number
 of parameters nearest to its own. Every token costs the same: what times it must not find a quadratic. Weights are
 random, which times do not depend on. Texts are read in chunks, as the server reads them: what is kept from one to the
-next is a state of fixed size, so that nothing of a long text has to leave the caches.
+next is a state of fixed size, so that nothing of a long text has to leave the caches. A chunk as long as the text reads
+it in one run, and what lies between the layers is as long as the text.
 
 A child that is asked over pipes: its first line on stdout says what it is, then each line on stdin is JSON token ids,
 and each answer the seconds they took. Knows nothing of the study. Source of the recurrence: Cho et al., "Learning

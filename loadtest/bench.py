@@ -1,11 +1,12 @@
-"""One benchmark of a server that streams tokens over gRPC, with the report that vLLM's `bench serve` has made familiar.
+"""One benchmark of a server that generates over gRPC, with the report that vLLM's `bench serve` has made familiar.
 
     python -m loadtest bench --target 127.0.0.1:8001 --request-rate 4 --duration 60 --goodput ttft:500 tpot:50
     python -m loadtest bench --target 127.0.0.1:8001 --max-concurrency 8 --num-prompts 200
     python -m loadtest bench --target HOST:PORT --protocol oip --model NAME --num-prompts 50 --request-rate 2
 
 A number for `--request-rate` is an open loop: requests are sent when due. `inf`, the default, with `--max-concurrency`
-is a closed loop of so many users; without it, everything at once. The last line on stdout is the report as JSON.
+is a closed loop of so many users; without it, everything at once. With `--unary` answers come whole, and the time to
+the first token is that to the last. The last line on stdout is the report as JSON.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Settings:
     protocol: WireProtocol
     load: LoadOptions
     connections: int = 1
+    is_streamed: bool = True
     max_concurrency: int | None = None
     seconds: float | None = None
     warmups: int = 1
@@ -71,7 +73,13 @@ async def measure(settings: Settings) -> Result:
     """
     load = settings.load
     async with connect(
-        settings.protocol, settings.target, load.model, load.sampling, connections=settings.connections
+        settings.protocol,
+        settings.target,
+        load.model,
+        load.sampling,
+        load.access,
+        connections=settings.connections,
+        is_streamed=settings.is_streamed,
     ) as client:
         await warm_up(client, load, settings.warmups)
         driver = new_driver(client, load)
@@ -230,6 +238,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         protocol=options.protocol,
         load=load,
         connections=options.connections,
+        is_streamed=not options.unary,
         max_concurrency=options.max_concurrency or None,
         seconds=options.duration or None,
         warmups=options.num_warmups,
@@ -247,6 +256,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         help="onward.v1, or the Open Inference Protocol (version 2) with a text model",
     )
     parser.add_argument("--connections", type=int, default=1, help="connections that requests take turns on")
+    parser.add_argument("--unary", action="store_true", help="ask for whole answers, of servers that stream none")
     parser.add_argument("--num-warmups", type=int, default=1, help="requests before, in no report")
 
 

@@ -2,6 +2,7 @@
 
     python -m loadtest capacity --target 127.0.0.1:8001 --prompt-tokens 128 --max-tokens 64 [--loads 0.5,0.8,1.2]
                                 [--seconds 60] [--out build/load]
+    python -m loadtest capacity --models build/models --model NAME …
 
 First a closed loop of as many users as the server runs requests at once measures its capacity, in requests a second.
 Then the same requests are offered by a schedule, at each share of that capacity for so long, and everything that is in
@@ -18,12 +19,14 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from loadtest import machine
 from loadtest.arrivals import Arrivals, Pattern
 from loadtest.bench import add_server, new_driver, warm_up
 from loadtest.capacity_report import draw_picture, render
@@ -31,6 +34,7 @@ from loadtest.clients import Client, WireProtocol, connect
 from loadtest.figures import Run, Wanted, summarise
 from loadtest.options import LoadOptions, add_options, read_options
 from loadtest.records import Outcome
+from loadtest.serving import serving
 
 NAME = "capacity"
 LOADS = (0.5, 0.8, 1.2)
@@ -54,6 +58,7 @@ class Settings:
     closed_seconds: float = 30.0
     users: int | None = None
     connections: int = 1
+    is_streamed: bool = True
     warmups: int = 1
 
 
@@ -67,7 +72,13 @@ async def measure(settings: Settings) -> dict[str, Any]:
     """
     load = settings.load
     async with connect(
-        settings.protocol, settings.target, load.model, load.sampling, connections=settings.connections
+        settings.protocol,
+        settings.target,
+        load.model,
+        load.sampling,
+        load.access,
+        connections=settings.connections,
+        is_streamed=settings.is_streamed,
     ) as client:
         users = settings.users or client.facts.max_batch_size
         if not users:
@@ -79,6 +90,7 @@ async def measure(settings: Settings) -> dict[str, Any]:
         offers = [await _offer(client, settings, number, capacity) for number in range(len(settings.loads))]
         return {
             "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "machine": machine.describe(),
             "model_id": client.facts.model,
             "backend": settings.protocol.value,
             "users": users,
@@ -156,7 +168,11 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write("".join(f"{each}\n" for each in str(error).split("; ")))
         return _BAD_OPTIONS
     try:
-        report = asyncio.run(measure(settings))
+        with ExitStack() as stack:
+            if options.models:
+                server = stack.enter_context(serving(Path(options.models), "--no-metrics", "--log-level", "warning"))
+                settings = replace(settings, target=server.target)
+            report = asyncio.run(measure(settings))
     except grpc.aio.AioRpcError as error:
         sys.stderr.write(f"{settings.target}: {error.code().name}: {error.details()}\n")
         return 1
@@ -168,7 +184,8 @@ def main(arguments: Sequence[str]) -> int:
     line = json.dumps(report, allow_nan=False)
     (folder / f"{NAME}.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     (folder / f"{NAME}.md").write_text(render(report, f"{NAME}.svg"), encoding="utf-8")
-    (folder / f"{NAME}.svg").write_text(draw_picture(report), encoding="utf-8")
+    for file_format in ("svg", "png"):
+        (folder / f"{NAME}.{file_format}").write_bytes(draw_picture(report, file_format))
     sys.stdout.write(line + "\n")
     return 1 if any(each["missing"] or each["offered"] != each["scheduled"] for each in report["loads"]) else 0
 
@@ -207,6 +224,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         closed_seconds=options.closed_seconds,
         users=options.users or None,
         connections=options.connections,
+        is_streamed=not options.unary,
         warmups=options.num_warmups,
     )
 
@@ -219,6 +237,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_server(parser)
+    parser.add_argument("--models", default="", metavar="DIR", help="serve the models in DIR meanwhile, not --target")
     add_options(parser, rate=1.0, arrivals="poisson")
     parser.add_argument(
         "--loads", default=",".join(str(each) for each in LOADS), help="shares of the capacity to offer"

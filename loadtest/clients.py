@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import grpc
 
 from loadtest import wire
+from loadtest.access import Access
 from loadtest.records import Piece
 from loadtest.wire import Facts, Sampling, TextModel
 from loadtest.workload import Prompt
@@ -30,8 +32,10 @@ if TYPE_CHECKING:
     from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceAsyncStub
     from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
+Answer = TypeVar("Answer")
 _FACTS_TIMEOUT_SECONDS = 10.0
 _CONNECT_TIMEOUT_SECONDS = 10.0
+IN_THE_CLEAR = Access()
 
 
 class WireProtocol(StrEnum):
@@ -42,7 +46,7 @@ class WireProtocol(StrEnum):
 
 
 class Call(Protocol):
-    """A stream under way."""
+    """A request under way, streamed or not."""
 
     def cancel(self) -> bool:
         """Gives it up."""
@@ -84,19 +88,49 @@ class _OnwardCall:
             yield wire.onward_piece(event)
 
 
-class OnwardClient:
-    """Asks by `onward.v1`; channels take turns."""
+@dataclass(frozen=True, slots=True)
+class _WholeCall(Generic[Answer]):
+    """A call whose answer comes at once, and is one piece."""
 
-    def __init__(self, channels: Sequence[grpc.aio.Channel], facts: Facts, sampling: Sampling) -> None:
+    call: grpc.aio.UnaryUnaryCall[Any, Answer]
+    read: Callable[[Answer], Piece]
+
+    def cancel(self) -> bool:
+        return self.call.cancel()
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        yield self.read(await self.call)
+
+
+class OnwardClient:
+    """Asks by `onward.v1`, for streams or for whole answers; channels take turns."""
+
+    def __init__(
+        self,
+        channels: Sequence[grpc.aio.Channel],
+        facts: Facts,
+        sampling: Sampling,
+        access: Access,
+        *,
+        is_streamed: bool,
+    ) -> None:
         self.facts = facts
         self._sampling = sampling
+        self._metadata = access.metadata
+        self._is_streamed = is_streamed
         stubs: list[GenerationServiceAsyncStub] = [GenerationServiceStub(channel) for channel in channels]
         self._stubs = itertools.cycle(stubs)
 
     def ask(self, prompt: Prompt, request_id: str, timeout_seconds: float | None) -> Call:
         """See `Client.ask`."""
-        request = wire.onward_request(prompt, request_id, self.facts.model, self._sampling)
-        return _OnwardCall(next(self._stubs).GenerateStream(request, timeout=timeout_seconds))
+        model, sampling, stub = self.facts.model, self._sampling, next(self._stubs)
+        if not self._is_streamed:
+            whole = wire.onward_whole_request(prompt, request_id, model, sampling)
+            return _WholeCall(
+                stub.Generate(whole, timeout=timeout_seconds, metadata=self._metadata), wire.onward_answer
+            )
+        request = wire.onward_request(prompt, request_id, model, sampling)
+        return _OnwardCall(stub.GenerateStream(request, timeout=timeout_seconds, metadata=self._metadata))
 
     def known_prompt_tokens(self, prompt: Prompt) -> int | None:
         """The ids that are sent; the server's usage has the last word."""
@@ -106,6 +140,7 @@ class OnwardClient:
 @dataclass(frozen=True, slots=True)
 class _OpenInferenceCall:
     call: grpc.aio.StreamStreamCall[oip.ModelInferRequest, oip.ModelStreamInferResponse]
+    text_output: str
 
     def cancel(self) -> bool:
         return self.call.cancel()
@@ -115,27 +150,42 @@ class _OpenInferenceCall:
         async for message in self.call:
             has_answered = True
             marks_its_end |= wire.marks_its_end(message)
-            yield wire.oip_piece(message)
+            yield wire.oip_piece(message, self.text_output)
         # Of a server that never says which message is the last, the end of the stream says it.
         if has_answered and not marks_its_end:
             yield Piece(0, is_last=True)
 
 
 class OpenInferenceClient:
-    """Asks by the Open Inference Protocol, one stream for each request; channels take turns."""
+    """Asks by the Open Inference Protocol, one stream for each request, or for whole answers; channels take turns."""
 
-    def __init__(self, channels: Sequence[grpc.aio.Channel], model: TextModel, sampling: Sampling) -> None:
+    def __init__(
+        self,
+        channels: Sequence[grpc.aio.Channel],
+        model: TextModel,
+        sampling: Sampling,
+        access: Access,
+        *,
+        is_streamed: bool,
+    ) -> None:
         self.facts = Facts(model.name, len(wire.WORDS))
         self._model = model
         self._sampling = sampling
+        self._metadata = access.metadata
+        self._is_streamed = is_streamed
         stubs: list[GRPCInferenceServiceAsyncStub] = [GRPCInferenceServiceStub(channel) for channel in channels]
         self._stubs = itertools.cycle(stubs)
 
     def ask(self, prompt: Prompt, request_id: str, timeout_seconds: float | None) -> Call:
         """See `Client.ask`."""
-        request = self._model.request(prompt, request_id, self._sampling)
-        call = next(self._stubs).ModelStreamInfer(iter([request]), timeout=timeout_seconds, metadata=wire.REAL_STATUSES)
-        return _OpenInferenceCall(call)
+        model, stub = self._model, next(self._stubs)
+        request = model.request(prompt, request_id, self._sampling, is_streamed=self._is_streamed)
+        if not self._is_streamed:
+            read = partial(wire.oip_answer, text_output=model.text_output)
+            return _WholeCall(stub.ModelInfer(request, timeout=timeout_seconds, metadata=self._metadata), read)
+        metadata = (*wire.REAL_STATUSES, *self._metadata)
+        call = stub.ModelStreamInfer(iter([request]), timeout=timeout_seconds, metadata=metadata)
+        return _OpenInferenceCall(call, model.text_output)
 
     def known_prompt_tokens(self, prompt: Prompt) -> int | None:  # noqa: ARG002
         """None: the server splits the words."""
@@ -144,34 +194,38 @@ class OpenInferenceClient:
 
 @contextlib.asynccontextmanager
 async def connect(
-    protocol: WireProtocol, target: str, model: str, sampling: Sampling, *, connections: int = 1
+    protocol: WireProtocol,
+    target: str,
+    model: str,
+    sampling: Sampling,
+    access: Access = IN_THE_CLEAR,
+    *,
+    connections: int = 1,
+    is_streamed: bool = True,
 ) -> AsyncIterator[Client]:
     """A client to "host:port", over so many connections, once the server has told what the model is.
 
-    `model` may be empty where `onward.v1` serves one only.
+    `model` may be empty where `onward.v1` serves one only. Without streaming an answer is one message, and its first
+    token is its last.
 
     Raises:
         grpc.aio.AioRpcError: when the server cannot be reached or does not know the model.
         ValueError: when the model is not one for text.
     """
-    # Each channel a connection of its own: the library would share one between channels to the same target.
-    options = [("grpc.use_local_subchannel_pool", 1)]
     async with contextlib.AsyncExitStack() as stack:
-        channels = [
-            await stack.enter_async_context(grpc.aio.insecure_channel(target, options=options))
-            for _ in range(connections)
-        ]
+        channels = [await stack.enter_async_context(access.open_async(target)) for _ in range(connections)]
         client: Client
         if protocol is WireProtocol.ONWARD:
             answer = await ModelServiceStub(channels[0]).GetModel(
-                models.GetModelRequest(model=model), timeout=_FACTS_TIMEOUT_SECONDS
+                models.GetModelRequest(model=model), timeout=_FACTS_TIMEOUT_SECONDS, metadata=access.metadata
             )
-            client = OnwardClient(channels, wire.onward_facts(answer), sampling)
+            client = OnwardClient(channels, wire.onward_facts(answer), sampling, access, is_streamed=is_streamed)
         else:
             metadata = await GRPCInferenceServiceStub(channels[0]).ModelMetadata(
-                oip.ModelMetadataRequest(name=model), timeout=_FACTS_TIMEOUT_SECONDS
+                oip.ModelMetadataRequest(name=model), timeout=_FACTS_TIMEOUT_SECONDS, metadata=access.metadata
             )
-            client = OpenInferenceClient(channels, TextModel.from_metadata(metadata), sampling)
+            text_model = TextModel.from_metadata(metadata)
+            client = OpenInferenceClient(channels, text_model, sampling, access, is_streamed=is_streamed)
         # The first requests must not pay for connecting.
         for channel in channels[1:]:
             await _connected(channel)

@@ -62,7 +62,8 @@ def conductor_of(environment: Environment) -> Conductor:
 
 def target_of(environment: Environment) -> str:
     """The host:port that Locust's `--host` names, with or without a scheme."""
-    return (environment.host or "").partition("://")[2] or environment.host or ""
+    host = environment.host or ""
+    return (host.partition("://")[2] or host).rstrip("/")
 
 
 class Conductor:
@@ -208,6 +209,8 @@ class Conductor:
         try:
             options.check(len(self._processes()))
             facts = self._facts(options)
+            # Before anybody has a part: what does not fit together is said at once.
+            options.load.workload(facts.vocab_size)
         except ValueError as error:
             raise self._cannot_run(str(error)) from None
         except grpc.RpcError as error:
@@ -241,14 +244,23 @@ class Conductor:
         if options.load.vocab_size:
             return Facts(options.load.model, options.load.vocab_size)
         target = target_of(self._environment)
-        with grpc.insecure_channel(target) as channel:
+        access = options.load.access
+        with access.open(target) as channel:
             request = models.GetModelRequest(model=options.load.model)
-            return wire.onward_facts(ModelServiceStub(channel).GetModel(request, timeout=_FACTS_TIMEOUT_SECONDS))
+            stub = ModelServiceStub(channel)
+            answer = stub.GetModel(request, timeout=_FACTS_TIMEOUT_SECONDS, metadata=access.metadata)
+            return wire.onward_facts(answer)
 
     def _join(self, part: dict[str, Any], options: dict[str, Any]) -> None:
         """A master gives this worker a part in a run; what its own command line says does not count."""
         vars(self._environment.parsed_options).update(options)
-        self._begin(Share(**part))
+        try:
+            self._begin(Share(**part))
+        except (StopTest, ValueError) as error:
+            # Who cannot take its part, as a file is not there, must not be waited for: the report will tell of it.
+            log.error("this process leaves the run: %s", error)
+            if isinstance(self._runner, WorkerRunner):
+                gevent.spawn(self._runner.quit)
 
     def _begin(self, part: Share) -> None:
         self._read_options()
@@ -265,8 +277,8 @@ class Conductor:
 
     def _keep_telling(self) -> None:
         while True:
-            gevent.sleep(_TELL_SECONDS)
             self._tell()
+            gevent.sleep(_TELL_SECONDS)
 
     def _tell(self) -> None:
         if self.session is not None:
@@ -339,7 +351,7 @@ class Conductor:
             return
         report, options = self.report(), self.options
         print(f"\n{render(report, options.load.wanted)}\n", flush=True)  # noqa: T201 (as Locust prints its tables)
-        if report["missing"]:
+        if report["missing"] or report["silent"]:
             self._environment.process_exit_code = 1
         if options.report is not None:
             self._write(options.report, report, is_detailed=options.is_report_detailed)

@@ -49,6 +49,7 @@ class Run:
         seconds: from its begin to the end of the last stream.
         clients: what each process of the client spent.
         is_open: whether requests came by a schedule, so that they could be late.
+        silent: how many processes of the client had a part and never told of it: what they should have sent is unknown.
     """
 
     records: Sequence[Record]
@@ -56,6 +57,7 @@ class Run:
     seconds: float
     clients: tuple[ClientLoad, ...]
     is_open: bool
+    silent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ def summarise(run: Run, wanted: Wanted = Wanted()) -> dict[str, Any]:
         "offered": run.offered,
         **{outcome.value: counts[outcome] for outcome in Outcome},
         "missing": run.offered - len(run.records),
+        "silent": run.silent,
         "completed": counts[Outcome.FINISHED],
         "errors": dict(sorted(Counter(each.code for each in run.records if each.code != "OK").items())),
         "error_details": {each.code: each.detail for each in run.records if each.detail},
@@ -130,6 +133,8 @@ def warnings(run: Run) -> list[str]:
     told = []
     if missing := run.offered - len(run.records):
         told.append(f"{missing} of {run.offered} requests are missing: a process of the client died or lost its link")
+    if run.silent:
+        told.append(f"{run.silent} of the client's processes never told of their part: their log says why")
     for number, client in enumerate(run.clients):
         if client.reader_share > _BUSY_SHARE:
             told.append(

@@ -33,9 +33,13 @@ Array: TypeAlias = npt.NDArray[np.float64]
 CONFIDENCE = 0.95
 DECISIVE_BIC = 10.0
 """From this difference on the evidence counts as very strong."""
-NEGLIGIBLE_SHARE = 0.10
-"""A term below this share of the time at the longest length neither makes a law nor breaks one."""
-MAX_EXTRAPOLATION_ERROR = 0.10
+LEADING_SHARE = 1 / 3
+"""A law's leading term is at least this share of the time at the longest length: less is no law yet."""
+TOLERANCE = 0.10
+"""A law is not refuted by a term of a higher degree below this share of the time at the longest length, nor by a fit
+without that length that misses it by less: unless a claim has a tolerance of its own."""
+MAX_MISFIT = 0.25
+"""A curve that misses the median of any length by more than this share is not the law, however it compares."""
 MAX_DEGREE = 3
 """The highest degree that is fitted: one above the law of attention."""
 
@@ -121,8 +125,9 @@ class Examination:
 
     `crossover` is where the leading term overtakes the one below it (n* = b/c for degree 2), infinite where there is no
     leading term. `bic` is indexed by degree. `leading_share` is the leading term's part of the time at the longest
-    length, `next_share` that of a term one degree higher where that is fitted too. `extrapolation_error` is by how
-    much, relatively, the fit without the longest length misses it. The law holds where there are no `objections`.
+    length, `next_share` that of a term one degree higher where that is fitted too. `misfit` is by how much, relatively,
+    the curve misses the median that it misses most, `extrapolation_error` by how much the fit without the longest
+    length misses that. The law holds where there are no `objections`.
     """
 
     degree: int
@@ -135,6 +140,7 @@ class Examination:
     bic: tuple[float, ...]
     leading_share: float
     next_share: float
+    misfit: float
     extrapolation_error: float
     objections: tuple[str, ...]
 
@@ -160,7 +166,15 @@ class Examination:
         return deviations
 
 
-def examine(samples: Samples, degree: int, *, draws: int = 2000, seed: int = 0) -> Examination:
+def examine(
+    samples: Samples,
+    degree: int,
+    *,
+    draws: int = 2000,
+    seed: int = 0,
+    tolerance: float = TOLERANCE,
+    reach: float = 0.0,
+) -> Examination:
     """Fits a law of some degree, 1 or 2, to samples and says what speaks against it.
 
     Args:
@@ -168,6 +182,8 @@ def examine(samples: Samples, degree: int, *, draws: int = 2000, seed: int = 0) 
         degree: the law's.
         draws: how often the bootstrap fits again.
         seed: of the bootstrap's draws.
+        tolerance: see `TOLERANCE`.
+        reach: how many crossovers long the longest length must be; 0 where its share of the time is enough.
 
     Raises:
         ValueError: when the samples or the degree are not what they must be.
@@ -193,10 +209,11 @@ def examine(samples: Samples, degree: int, *, draws: int = 2000, seed: int = 0) 
         bic=tuple(bic(medians, each) for each in range(MAX_DEGREE + 1)),
         leading_share=float(curve.term_at(degree, longest) / curve.at(longest)),
         next_share=float(above.term_at(degree + 1, longest) / above.at(longest)),
+        misfit=float(np.max(np.abs(curve.at(medians.lengths) / medians.seconds - 1.0))),
         extrapolation_error=float(abs(predicted / medians.seconds[-1] - 1.0)),
         objections=(),
     )
-    return _with_objections(found)
+    return _with_objections(found, tolerance, reach)
 
 
 def medians_of(samples: Samples) -> Medians:
@@ -259,7 +276,7 @@ def interval(values: Array) -> Interval:
     return Interval(float(low), float(high))
 
 
-def _with_objections(found: Examination) -> Examination:
+def _with_objections(found: Examination, tolerance: float, reach: float) -> Examination:
     degree = found.degree
     leading, longest = found.intervals[degree], f"{found.longest:g} tokens"
     gain = found.bic[degree - 1] - found.bic[degree]
@@ -270,14 +287,19 @@ def _with_objections(found: Examination) -> Examination:
         objections.append(f"the {law} coefficient's interval, {leading.low:.3g} to {leading.high:.3g}, includes 0")
     if gain <= DECISIVE_BIC:
         objections.append(f"BIC prefers {law} to {lesser} by {gain:.1f}, not by more than {DECISIVE_BIC:g}")
-    if found.leading_share < NEGLIGIBLE_SHARE:
-        objections.append(f"the {law} term is {found.leading_share:.1%} of the time at {longest}: next to nothing")
-    if loss > DECISIVE_BIC and found.next_share >= NEGLIGIBLE_SHARE:
+    if found.leading_share < LEADING_SHARE:
+        share = f"{found.leading_share:.1%} of the time at {longest}"
+        objections.append(f"the {law} term is {share}, not {LEADING_SHARE:.0%} or more")
+    if loss > DECISIVE_BIC and found.next_share >= tolerance:
         objections.append(
             f"BIC prefers {greater} to {law} by {loss:.1f}, and its term is {found.next_share:.1%} at {longest}"
         )
-    if found.extrapolation_error > MAX_EXTRAPOLATION_ERROR:
+    if found.misfit > MAX_MISFIT:
+        objections.append(f"the curve misses the median of one length by {found.misfit:.1%}")
+    if found.extrapolation_error > tolerance:
         objections.append(f"the fit without {longest} misses them by {found.extrapolation_error:.1%}")
+    if found.longest < reach * found.crossover:
+        objections.append(f"{longest} are {found.longest / found.crossover:.2f} times the crossover, not {reach:g}")
     return replace(found, objections=tuple(objections))
 
 

@@ -26,8 +26,6 @@ from loadtest.session import Session
 from loadtest.workload import Prompt
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 
-# Locust has no use for a shared connection: users on one would wait for each other where real ones do not.
-_CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 _CONNECT_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
@@ -64,8 +62,8 @@ class GrpcUser(User):
             channel.close()
 
     def _connect(self, connections: int) -> None:
-        target = target_of(self.environment)
-        self._channels = [grpc.insecure_channel(target, options=_CHANNEL_OPTIONS) for _ in range(connections)]
+        target, access = target_of(self.environment), self.conductor.options.load.access
+        self._channels = [access.open(target) for _ in range(connections)]
         for channel in self._channels:
             try:
                 grpc.channel_ready_future(channel).result(_CONNECT_SECONDS)
@@ -84,9 +82,10 @@ class GrpcUser(User):
 
     def send(self, prompt: Prompt, request_id: str) -> Any:
         """Starts a stream."""
-        session = self.session
-        request = wire.onward_request(prompt, request_id, session.part.model, session.load.sampling)
-        return next(self._stubs).GenerateStream(request, timeout=session.load.timeout_seconds)
+        session, load = self.session, self.session.load
+        request = wire.onward_request(prompt, request_id, session.part.model, load.sampling)
+        stub, metadata = next(self._stubs), load.access.metadata
+        return stub.GenerateStream(request, timeout=load.timeout_seconds, metadata=metadata)
 
 
 class ClosedLoopUser(GrpcUser):
@@ -128,6 +127,10 @@ class OpenLoopUser(GrpcUser):
     def dispatch(self) -> None:
         """The whole schedule."""
         conductor, session, group = self.conductor, self.session, Group()
+        # Where a process has left the run, Locust gives its users to the others: their schedules stay their own.
+        if session.is_dispatched:
+            raise StopUser
+        session.is_dispatched = True
         try:
             for number, due in session.schedule():
                 if self.is_closed_before(due):

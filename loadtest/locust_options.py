@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import stages
+from loadtest.access import Parser
 from loadtest.arrivals import Pattern
-from loadtest.options import LoadOptions, Parser, add_options, read_options
+from loadtest.options import LoadOptions, add_options, read_options
 from loadtest.stages import Stage
 
 SHAPES = ("constant", "ramp", "spike", "concurrency", "length")

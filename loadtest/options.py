@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from loadtest.access import Access, Parser, add_access, read_access
 from loadtest.arrivals import Arrivals, Pattern, read_trace
 from loadtest.figures import METRICS, Wanted, parse_objectives
 from loadtest.wire import Sampling
@@ -19,14 +20,6 @@ from loadtest.workload import Lengths, Workload, parse_lengths
 
 T = TypeVar("T")
 _LENGTHS = "N, uniform:LEAST:MOST, geometric:MEAN or file:PATH"
-
-
-class Parser(Protocol):
-    """What takes options: argparse's parser, Locust's, or a group of theirs."""
-
-    def add_argument(self, *names: str, **settings: Any) -> Any:
-        """As `argparse.ArgumentParser.add_argument`."""
-        ...
 
 
 def add_options(parser: Parser, *, rate: float, arrivals: str) -> None:
@@ -63,6 +56,7 @@ def add_options(parser: Parser, *, rate: float, arrivals: str) -> None:
     add("--goodput", default="", nargs="*", help="objectives in ms of a good request: ttft:500 tpot:50 e2el:5000")
     add("--percentile-metrics", default=",".join(METRICS), help="metrics to report")
     add("--metric-percentiles", default="99", help="percentiles to report of them, as in 50,90,99.9")
+    add_access(parser)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +78,7 @@ class LoadOptions:
     arrivals: Arrivals | None
     requests: int | None
     wanted: Wanted
+    access: Access
 
     def workload(self, vocab_size: int, stream: int = 0) -> Workload:
         """The requests, for a model of so many token ids; another stream has other prompts.
@@ -132,7 +127,11 @@ def read_options(values: Any) -> LoadOptions:
     def is_share(value: float) -> bool:
         return 0.0 <= value <= 1.0
 
-    one = parse_lengths("1", "")
+    one, access = parse_lengths("1", ""), Access()
+    try:
+        access = read_access(values)
+    except ValueError as error:
+        problems.append(str(error))
     requests = read("requests", int, 0, fits=not_negative)
     options = LoadOptions(
         model=read("model", str, ""),
@@ -157,6 +156,7 @@ def read_options(values: Any) -> LoadOptions:
             percentiles=read("metric_percentiles", _percentiles, (99.0,)),
             objectives=_objectives(values, problems),
         ),
+        access=access,
     )
     if problems:
         raise ValueError("; ".join(problems))

@@ -1,78 +1,49 @@
-"""The scaling study's pictures. Measures nothing: everything shown is in the results, or fitted anew from its samples.
-
-Colours are Okabe and Ito's, told apart by all common kinds of colour vision; markers and line styles repeat the
-distinction. Text stays text, and the same results give the same bytes.
-"""
+"""The scaling study's pictures. Measures nothing: what is shown is in the results, or fitted anew from its samples."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from loadtest import fit, operations
-from loadtest.fit import Array, Examination, Interval
+from loadtest import fit, operations, style
+from loadtest.claims import BASELINES, CLAIMS, WITNESSES
+from loadtest.fit import Array, Examination
+from loadtest.style import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, logarithmic_axis, new_figure
 from model import cost
 from model.config import ModelConfig
 
 Results = Mapping[str, Any]
 
-BLUE, SKY, ORANGE, GREEN = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
-RED, PINK, GREY, BLACK = "#D55E00", "#CC79A7", "#999999", "#000000"
-_SVG_SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "scaling",
-    "font.size": 10.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10.0,
-    "legend.frameon": False,
-    "legend.fontsize": 9.0,
-}
-_WIDE, _HEIGHT = 6.4, 4.0
-_DOTS_PER_INCH = 160
 # Between half the square and all of it.
 _SKIPS = 0.75
-_DEGREES: Mapping[str, int] = {
-    "prefill": 2,
-    "prefill_chunked": 2,
-    "end_to_end": 2,
-    "locust": 2,
-    "decode": 1,
-    "no_cache": 2,
-    "encoder": 2,
-    "cross_attention": 1,
-    "gru": 1,
-}
+_DEGREES: Mapping[str, int] = {claim.series: claim.degree for claim in (*CLAIMS, *WITNESSES, *BASELINES)}
 
 
 class Evidence:
-    """The results, and what their samples come to: fitted anew, with the seed of the study, so that bands are known."""
+    """The results, and what their samples come to: fitted anew, with the draws and the seed that judged them."""
 
-    def __init__(self, results: Results, draws: int = 1000) -> None:
+    def __init__(self, results: Results) -> None:
         self.results = results
         self.config = ModelConfig.from_dict(results["facts"]["config"])
         self.chunk: int = results["settings"]["chunk"]
-        self._draws = draws
         self._examined: dict[tuple[str, int], Examination] = {}
 
     def examined(self, series: str, degree: int | None = None) -> Examination:
         """A series under the law that is claimed for it, or another."""
         key = series, _DEGREES[series] if degree is None else degree
         if key not in self._examined:
-            seed = self.results["settings"]["seed"]
-            self._examined[key] = fit.examine(self.samples(series), key[1], draws=self._draws, seed=seed)
+            draws, seed = self.results["draws"], self.results["settings"]["seed"]
+            self._examined[key] = fit.examine(self.samples(series), key[1], draws=draws, seed=seed)
         return self._examined[key]
 
     def samples(self, series: str) -> list[tuple[float, float]]:
-        """A series as it was taken."""
+        """A series as it was taken; empty if it was not."""
         return [(length, value) for length, value in self.results["series"][series]]
 
 
@@ -88,39 +59,20 @@ class Picture:
 
 def draw(picture: Picture, evidence: Evidence, file_format: str = "svg") -> bytes:
     """A picture's bytes, SVG or PNG."""
-    stream = io.BytesIO()
-    with mpl.rc_context(_SVG_SETTINGS):
-        figure = picture.draw(evidence)
-        metadata = {"Date": None} if file_format == "svg" else {"Software": None}
-        figure.savefig(stream, format=file_format, dpi=_DOTS_PER_INCH, facecolor="white", metadata=metadata)
-    return stream.getvalue()
-
-
-def _figure(columns: int = 1, *, width: float = _WIDE, height: float = _HEIGHT) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+    return style.to_bytes(lambda: picture.draw(evidence), "scaling", file_format)
 
 
 def _tokens_axis(axes: Axes, lengths: Sequence[float] | Array, label: str, *, is_logarithmic: bool = True) -> None:
     """Lengths from left to right, at powers of two where logarithmic."""
     axes.set_xlabel(label)
     axes.grid(visible=True, alpha=0.25)
-    if not is_logarithmic:
+    if is_logarithmic:
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(float(np.min(lengths)) / 1.12, float(np.max(lengths)) * 1.12)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
         axes.set_xlim(left=0)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        return
-    axes.set_xscale("log", base=2)
-    least, most = float(np.min(lengths)), float(np.max(lengths))
-    axes.set_xlim(least / 1.12, most * 1.12)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _time_axis(axes: Axes, label: str) -> None:
-    axes.set_yscale("log")
-    axes.set_ylabel(label)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _grid(examined: Examination) -> Array:
@@ -128,20 +80,18 @@ def _grid(examined: Examination) -> Array:
     return np.geomspace(examined.medians.lengths[0], examined.longest, 200)
 
 
-def _plot(
-    axes: Axes, evidence: Evidence, series: str, colour: str, label: str, *, marker: str = "o", scale: float = 1e3
-) -> Examination:
-    """Every sample, the medians, the fit and its band; milliseconds unless scaled otherwise."""
+def _plot(axes: Axes, evidence: Evidence, series: str, colour: str, label: str, *, marker: str = "o") -> Examination:
+    """Every sample, the medians, the fit and its band; in milliseconds."""
     found = evidence.examined(series)
     lengths, values = np.array(evidence.samples(series)).T
     grid = _grid(found)
     low, high = found.bootstrap.band(grid)
-    axes.scatter(lengths, scale * values, s=5, color=colour, alpha=0.25, linewidths=0)
-    axes.fill_between(grid, scale * low, scale * high, color=colour, alpha=0.25, linewidth=0)
-    axes.plot(grid, scale * found.curve.at(grid), color=colour, linewidth=1.3)
+    axes.scatter(lengths, 1e3 * values, s=5, color=colour, alpha=0.25, linewidths=0)
+    axes.fill_between(grid, 1e3 * low, 1e3 * high, color=colour, alpha=0.25, linewidth=0)
+    axes.plot(grid, 1e3 * found.curve.at(grid), color=colour, linewidth=1.3)
     axes.plot(
         found.medians.lengths,
-        scale * found.medians.seconds,
+        1e3 * found.medians.seconds,
         marker,
         color=colour,
         markersize=4.5,
@@ -168,7 +118,7 @@ def _mark_crossover(axes: Axes, found: Examination) -> None:
 
 
 def _draw_law(evidence: Evidence) -> Figure:
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     whole = _plot(axes, evidence, "prefill", BLUE, "whole prompt")
     _plot(axes, evidence, "prefill_chunked", SKY, f"in chunks of {evidence.chunk}", marker="s")
     grid = _grid(whole)
@@ -187,7 +137,7 @@ def _draw_law(evidence: Evidence) -> Figure:
     _mark_crossover(axes, whole)
     both = np.concatenate([evidence.examined(each).medians.lengths for each in ("prefill", "prefill_chunked")])
     _tokens_axis(axes, both, "prompt, tokens")
-    _time_axis(axes, "prefill, ms")
+    logarithmic_axis(axes, "prefill, ms")
     axes.legend(loc="lower right")
     return figure
 
@@ -211,7 +161,7 @@ def _draw_terms(evidence: Evidence) -> Figure:
     found = evidence.examined("prefill")
     grid = np.linspace(0.0, found.longest, 200)
     terms = [1e3 * found.curve.term_at(degree, grid) for degree in range(3)]
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     labels = ("a, whatever the length", "b n, each token by itself", "c n², each token with each other")
     axes.stackplot(grid, *terms, labels=labels, colors=(GREY, ORANGE, BLUE), alpha=0.75, linewidth=0)
     axes.plot(found.medians.lengths, 1e3 * found.medians.seconds, "o", color=BLACK, markersize=4, label="measured")
@@ -234,7 +184,7 @@ def _caption_terms(evidence: Evidence) -> str:
 
 
 def _draw_slope(evidence: Evidence) -> Figure:
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     for series, colour, marker, label in (
         ("prefill", BLUE, "o", "attention, whole prompt"),
         ("prefill_chunked", SKY, "s", f"attention, chunks of {evidence.chunk}"),
@@ -278,15 +228,15 @@ def _caption_slope(evidence: Evidence) -> str:
 
 
 def _draw_residuals(evidence: Evidence) -> Figure:
-    figure, (left, right) = _figure(2, width=8.4, height=3.6)
+    figure, (left, right) = new_figure(2)
     medians = evidence.examined("prefill").medians
-    for degree, colour, style, label in (
+    for degree, colour, line, label in (
         (1, GREY, "s--", "a + bn"),
         (2, BLUE, "o-", "a + bn + cn²"),
         (3, PINK, "^:", "a + bn + cn² + dn³"),
     ):
         off = 100 * (fit.fit(medians, degree).at(medians.lengths) / medians.seconds - 1.0)
-        left.plot(medians.lengths, off, style, color=colour, markersize=4, linewidth=1.2, label=label)
+        left.plot(medians.lengths, off, line, color=colour, markersize=4, linewidth=1.2, label=label)
     left.set_ylabel("fit over median, %")
     left.legend()
     found = evidence.examined("prefill")
@@ -319,7 +269,7 @@ def _caption_residuals(evidence: Evidence) -> str:
 
 
 def _draw_decode(evidence: Evidence) -> Figure:
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     own = _plot(axes, evidence, "decode", GREEN, "context of a decoder-only model")
     cross = _plot(axes, evidence, "cross_attention", PINK, "source of an encoder-decoder", marker="s")
     _tokens_axis(axes, own.medians.lengths, "tokens attended to", is_logarithmic=False)
@@ -346,11 +296,11 @@ def _caption_decode(evidence: Evidence) -> str:
 
 
 def _draw_cache(evidence: Evidence) -> Figure:
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     without = _plot(axes, evidence, "no_cache", RED, "without: the whole text again for each token", marker="s")
     found = _plot(axes, evidence, "decode", GREEN, "with the cache")
     _tokens_axis(axes, np.concatenate([without.medians.lengths, found.medians.lengths]), "context, tokens")
-    _time_axis(axes, "ms per token")
+    logarithmic_axis(axes, "ms per token")
     longest = min(without.longest, found.longest)
     ends = 1e3 * float(found.curve.at(longest)), 1e3 * float(without.curve.at(longest))
     axes.annotate(
@@ -373,14 +323,14 @@ def _caption_cache(evidence: Evidence) -> str:
 
 
 def _draw_encoder(evidence: Evidence) -> Figure:
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     found = _plot(axes, evidence, "encoder", ORANGE, "encoding, and a first token")
     grid = _grid(found)
     line = evidence.examined("encoder", 1).curve
     axes.plot(grid, 1e3 * line.at(grid), color=GREY, linestyle="--", linewidth=1.1, label="best line")
     _mark_crossover(axes, found)
     _tokens_axis(axes, found.medians.lengths, "source, tokens")
-    _time_axis(axes, "encoding, ms")
+    logarithmic_axis(axes, "encoding, ms")
     axes.legend(loc="lower right")
     return figure
 
@@ -394,7 +344,7 @@ def _caption_encoder(evidence: Evidence) -> str:
 
 
 def _draw_memory(evidence: Evidence) -> Figure:
-    figure, (left, right) = _figure(2, width=8.4, height=3.6)
+    figure, (left, right) = new_figure(2)
     mebibyte = float(1 << 20)
     for axes, series, colour, marker, label in (
         (left, "memory_whole", BLUE, "o-", "whole prompt"),
@@ -414,8 +364,8 @@ def _draw_memory(evidence: Evidence) -> Figure:
     for axes, label in ((left, "prompt, tokens"), (right, "tokens")):
         _tokens_axis(axes, lengths, label, is_logarithmic=False)
         axes.set_xlim(0, 1.04 * ends[1])
-        axes.set_ylim(bottom=0)
-        axes.legend(loc="upper left")
+        axes.set_ylim(0.0, 1.1 * axes.get_ylim()[1])
+        axes.legend(loc="best")
     return figure
 
 
@@ -430,13 +380,17 @@ def _caption_memory(evidence: Evidence) -> str:
             (shortest, least), (longest, most) = samples[0], samples[-1]
             growth = (most - least) / 1024 / (longest - shortest)
             text += f"; for {what} the peak grows by {growth:.1f} KiB a token from {shortest:,.0f} to {longest:,.0f}"
-    length = max((length for length, _ in evidence.samples("memory_source")), default=evidence.config.context)
+            if name in (start := evidence.results["facts"].get("start_bytes", {})):
+                text += f" ({start[name] / (1 << 20):,.0f} MiB before the prompt, the proof at the start included)"
+    length = evidence.config.context
     held = 4 * evidence.config.num_heads * length**2 / (1 << 20)
-    return f"{text}. One layer's scores for {length:,.0f} tokens take {held:,.0f} MiB where they are all held at once."
+    return (
+        f"{text}. All scores of one layer at {length:,.0f} tokens would take {held:,.0f} MiB if they were held at once."
+    )
 
 
 def _draw_operations(evidence: Evidence) -> Figure:
-    figure, (left, right) = _figure(2, width=8.4, height=3.6)
+    figure, (left, right) = new_figure(2)
     found = evidence.examined("prefill")
     grid = _grid(found)
     flops = [operations.prefill(evidence.config, int(length), evidence.config.context) for length in grid]
@@ -451,7 +405,7 @@ def _draw_operations(evidence: Evidence) -> Figure:
     )
     left.set_ylabel("attention's share, %")
     left.set_ylim(0, 100)
-    left.legend(loc="lower right")
+    left.legend(loc="upper left")
     for series, colour, marker, label, chunk in (
         ("prefill", BLUE, "o-", "whole prompt", evidence.config.context),
         ("prefill_chunked", SKY, "s-", f"chunks of {evidence.chunk}", evidence.chunk),
@@ -480,20 +434,20 @@ def _caption_operations(evidence: Evidence) -> str:
 
 
 def _draw_recurrence(evidence: Evidence) -> Figure:
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     for series, colour, marker, label in (
         ("prefill", BLUE, "o", "attention, whole prompt"),
-        ("gru", RED, "^", "recurrent model of equal size"),
+        ("gru_whole", ORANGE, "v", "recurrent model of equal size, whole text"),
+        ("gru", RED, "^", f"the same, in chunks of {evidence.chunk}"),
     ):
+        if not evidence.samples(series):
+            continue
         found = evidence.examined(series)
         grid = _grid(found)
         low, high = found.bootstrap.band(grid)
         axes.fill_between(grid, 1e6 * low / grid, 1e6 * high / grid, color=colour, alpha=0.25, linewidth=0)
         axes.plot(grid, 1e6 * found.curve.at(grid) / grid, color=colour, linewidth=1.3)
-        medians = found.medians
-        axes.plot(
-            medians.lengths, 1e6 * medians.seconds / medians.lengths, marker, color=colour, markersize=5, label=label
-        )
+        axes.plot(found.medians.lengths, 1e6 * _per_token(found), marker, color=colour, markersize=5, label=label)
     _tokens_axis(axes, evidence.examined("prefill").medians.lengths, "prompt, tokens")
     axes.set_ylabel("µs per token of the prompt")
     axes.set_ylim(bottom=0)
@@ -503,16 +457,32 @@ def _draw_recurrence(evidence: Evidence) -> Figure:
 
 def _caption_recurrence(evidence: Evidence) -> str:
     facts, control = evidence.results["facts"]["gru"], evidence.results["controls"]
-    verdict = "refuses it" if control["gru_rejects_quadratic"] else "does not refuse it"
-    return (
+
+    def verdict(name: str) -> str:
+        return "refuses it" if control[f"{name}_rejects_quadratic"] else "does not refuse it"
+
+    def dearer(series: str) -> str:
+        seconds = _per_token(evidence.examined(series))
+        return f"where a token of the longest text costs {seconds[-1] / seconds.min():.2f} times one of the cheapest"
+
+    text = (
         f"The linear baseline: a recurrent model of {facts['num_parameters']:,} parameters in the same runtime, beside "
         f"a transformer of {cost.num_parameters(evidence.config):,}: n² d operations against n d², as in table 1 of "
-        f"Vaswani et al. (2017). What found the square there {verdict} here."
+        f"Vaswani et al. (2017). What found the square there {verdict('gru')} here, read in chunks, {dearer('gru')}"
     )
+    if evidence.samples("gru_whole"):
+        text += f", and {verdict('gru_whole')} read in one run, {dearer('gru_whole')}"
+    return f"{text}."
+
+
+def _per_token(found: Examination) -> Array:
+    """Seconds that each token of a text costs in the mean, by length."""
+    seconds: Array = found.medians.seconds / found.medians.lengths
+    return seconds
 
 
 def _draw_end_to_end(evidence: Evidence) -> Figure:
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     server = evidence.examined("prefill_chunked")
     client = _plot(axes, evidence, "end_to_end", PINK, "first token, by a plain client")
     grid = _grid(server)
@@ -522,7 +492,7 @@ def _draw_end_to_end(evidence: Evidence) -> Figure:
         grid, 1e3 * server.curve.at(grid), color=SKY, linestyle="--", linewidth=1.4, label="prefill, by the server"
     )
     _tokens_axis(axes, client.medians.lengths, "prompt, tokens")
-    _time_axis(axes, "ms")
+    logarithmic_axis(axes, "first token, ms")
     axes.legend(loc="lower right")
     return figure
 
@@ -541,10 +511,6 @@ def _caption_end_to_end(evidence: Evidence) -> str:
 def _tokens(length: float) -> str:
     """A crossover for people."""
     return f"{length:,.0f}" if np.isfinite(length) else "infinity"
-
-
-def _both(interval: Interval) -> tuple[float, float]:
-    return interval.low, interval.high
 
 
 def _ends(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:

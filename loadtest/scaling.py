@@ -1,6 +1,7 @@
 """The law of attention, measured on the running service: `make scaling`.
 
-    python -m loadtest scaling [--quick] [--docs] [--repeats 15] [--lengths 12] [--threads N] [--capacity FILE] …
+    python -m loadtest scaling [--quick] [--docs] [--repeats 15] [--lengths 16] [--threads N] [--capacity FILE] …
+    python -m loadtest scaling --samples build/scaling/scaling.json [--docs] [--capacity FILE]
 
 Self-attention over n tokens costs n². `loadtest.study` asks the questions, `loadtest.fit` says what the answers come
 to, this decides what they mean:
@@ -11,12 +12,15 @@ to, this decides what they mean:
     encoder            the square of the source
     decode             the context, for every token
     cross_attention    the source, for every token
-    controls           no square where there is none: in made-up linear times, and in a recurrent model's
+    controls           no square where there is none: in made-up times that are linear, or grow with n ln n or with
+                       n to the power of 1.5, and in a recurrent model's
 
 The last stdout line is one JSON object; report, pictures and raw samples go to `build/scaling`, or with `--docs` to
-`docs`. Exit status 1 when a claim or a control fails, or when, on the processor of the stored baseline, one of the
-ratios in `DRIFTING` differs from it by more than a factor of two. No absolute time decides anything. With `--quick`
-nothing is decided: too few samples of too short texts, to see that it works. Exit status 2: it could not be measured.
+`docs` too, unless the law is refused. Exit status 1 when a claim or a control fails, or when, on the processor of the
+stored baseline, one of the ratios in `DRIFTING` differs from it by more than a factor of two. No absolute time decides
+anything. With `--quick` nothing is decided: too few samples of too short texts, to see that it works. With `--samples`
+nothing is measured: the raw samples of a run before are fitted and judged anew. Exit status 2: it could not be
+measured.
 """
 
 from __future__ import annotations
@@ -30,11 +34,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from loadtest import fit, machine, operations, report, study
+from loadtest.claims import CLAIMS, WITNESSES
 from loadtest.fit import Curve, Examination, Interval, Samples
 from loadtest.study import Found, Settings
 from model.config import ModelConfig
@@ -44,25 +49,8 @@ DOCS = report.DOCS
 BASELINE = DOCS / report.RESULTS
 UNTOLD = ("series",)
 """What the report has and the last line leaves out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One law: which series it is about, the degree it says, and the claim in words."""
-
-    series: str
-    degree: int
-    words: str
-
-
-CLAIMS = (
-    Claim("prefill", 2, "prefill of a whole prompt is quadratic in its length"),
-    Claim("prefill_chunked", 2, "prefill in chunks is quadratic in the prompt's length"),
-    Claim("decode", 1, "a token with the cache is linear in its context"),
-    Claim("no_cache", 2, "a token without the cache is quadratic in its context"),
-    Claim("encoder", 2, "encoding is quadratic in the source's length"),
-    Claim("cross_attention", 1, "a token's cross-attention is linear in the source's length"),
-)
+MIN_LENGTHS, MIN_REPEATS = 10, 15
+"""Fewer decide nothing."""
 MAX_DRIFT = 2.0
 DRIFTING = (
     ("prefill", "n_star"),
@@ -72,6 +60,8 @@ DRIFTING = (
     ("decode", "crossover"),
 )
 """What is compared with the baseline: lengths at which two terms are equal, and exponents. None is a time."""
+COMPARABLE = ("preset", "overrides", "chunk", "threads")
+"""Settings that those ratios depend on: with others there is nothing to compare."""
 _TERMS = "abcd"
 _DEGREES = ("constant", "linear", "quadratic", "cubic")
 # Made-up times scatter as a noisy machine's do, with a stray now and then.
@@ -83,6 +73,18 @@ QUICK: Mapping[str, Any] = {
     "new": 9,
     "num_memory_lengths": 2,
 }
+
+Truth: TypeAlias = Callable[[float], fit.Array | float]
+"""Seconds by length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Samples, and the circumstances under which they were taken, as the report tells them."""
+
+    found: Found
+    settings: Settings
+    circumstances: Mapping[str, Any]
 
 
 def judge(found: Found, settings: Settings, *, draws: int = 2000) -> dict[str, Any]:
@@ -96,14 +98,21 @@ def judge(found: Found, settings: Settings, *, draws: int = 2000) -> dict[str, A
     results: dict[str, Any] = {}
     objections = []
     for claim in CLAIMS:
-        examined = fit.examine(found.series[claim.series], claim.degree, draws=draws, seed=settings.seed)
+        examined = fit.examine(
+            found.series[claim.series],
+            claim.degree,
+            draws=draws,
+            seed=settings.seed,
+            tolerance=claim.tolerance,
+            reach=claim.reach,
+        )
         results[claim.series] = describe(examined)
         objections += [f"{claim.words}: {objection}" for objection in examined.objections]
     results["decode"]["linear"] = results["decode"]["holds"]
     results["no_cache"]["quadratic"] = results["no_cache"]["holds"]
-    # What clients see confirms; it is no second witness, for the server's time is in it.
-    for series in ("end_to_end", "locust"):
-        results[series] = describe(fit.examine(found.series[series], 2, draws=draws, seed=settings.seed))
+    for witness in WITNESSES:
+        examined = fit.examine(found.series[witness.series], witness.degree, draws=draws, seed=settings.seed)
+        results[witness.series] = describe(examined)
     controls, failures = _control(found, settings, draws)
     results["controls"] = controls
     results["operations"] = _operations(found, settings)
@@ -113,6 +122,7 @@ def judge(found: Found, settings: Settings, *, draws: int = 2000) -> dict[str, A
         "law_holds": not objections and not failures,
         "facts": found.facts,
         "settings": asdict(settings),
+        "draws": draws,
         "samples": found.series["prefill"],
         "series": found.series,
     }
@@ -137,6 +147,7 @@ def describe(examined: Examination) -> dict[str, Any]:
         "local_slope": examined.local_slope,
         "leading_share": examined.leading_share,
         "next_share": examined.next_share,
+        "misfit": examined.misfit,
         "leave_longest_out_error": examined.extrapolation_error,
         "longest": examined.longest,
         "reach": _finite(examined.longest / examined.crossover) if examined.crossover else None,
@@ -147,15 +158,14 @@ def describe(examined: Examination) -> dict[str, Any]:
 
 
 def drift(results: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
-    """How the ratios compare with those of a run before, on the same kind of machine and with the same settings.
+    """How the ratios compare with those of a run before, on the same kind of processor and of the same thing.
 
     Returns:
         `compared`: the new value over the old one by name, None where there is nothing to compare; `reason`: why not;
         `objections`: what differs by more than `MAX_DRIFT`.
     """
-    for name in ("machine", "settings"):
-        if _comparable(results[name]) != _comparable(baseline[name]):
-            return {"compared": None, "reason": f"the baseline has another {name}", "objections": []}
+    if (reason := _incomparable(results, baseline)) is not None:
+        return {"compared": None, "reason": reason, "objections": []}
     compared: dict[str, float | None] = {}
     objections = []
     for series, figure in DRIFTING:
@@ -172,45 +182,73 @@ def drift(results: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, 
     return {"compared": compared, "reason": None, "objections": objections}
 
 
-def synthetic(truth: Curve, lengths: Sequence[float], repeats: int, seed: int) -> Samples:
+def _incomparable(results: Mapping[str, Any], baseline: Mapping[str, Any]) -> str | None:
+    """Why a run says nothing about another; None where it does."""
+    now, before = results["machine"]["processor"], baseline["machine"]["processor"]
+    if not now or now != before:
+        return f"the baseline's processor is {before or 'unknown'!r}, this one is {now or 'unknown'!r}"
+    for name in COMPARABLE:
+        # As JSON has it, where tuples are lists.
+        now, before = (json.loads(json.dumps(each["settings"][name])) for each in (results, baseline))
+        if now != before:
+            return f"{name} was {before!r} for the baseline, and is {now!r}"
+    return None
+
+
+def synthetic(truth: Truth, lengths: Sequence[float], repeats: int, seed: int) -> Samples:
     """Made-up times along a curve, that scatter as a noisy machine's do."""
     rng = np.random.default_rng(seed)
     samples = []
     for length in lengths:
         factors = np.maximum(0.1, 1.0 + _NOISE * rng.standard_normal(repeats))
         factors[rng.random(repeats) < _STRAY_SHARE] *= _STRAY_FACTOR
-        samples += [(float(length), float(truth.at(length) * factor)) for factor in factors]
+        samples += [(float(length), float(truth(length)) * float(factor)) for factor in factors]
     return samples
+
+
+def rivals(line: Curve, longest: float) -> dict[str, Truth]:
+    """Laws that a square must not be found in: name to seconds by length, as long as the line at the longest."""
+    seconds = float(line.at(longest))
+    return {
+        "linear": line.at,
+        "linearithmic": lambda length: seconds * length * math.log(length) / (longest * math.log(longest)),
+        "three_halves": lambda length: seconds * (length / longest) ** 1.5,
+    }
 
 
 def _control(found: Found, settings: Settings, draws: int) -> tuple[dict[str, Any], list[str]]:
     """Whether the procedure says no where it must, and yes where it must; figures, and what went wrong."""
+    prefill = fit.medians_of(found.series["prefill"])
+    lengths = [float(length) for length in prefill.lengths]
+    line = fit.fit(prefill, 1)
+    controls: dict[str, Any] = {}
+    failures = []
 
     def examine(samples: Samples) -> Examination:
         return fit.examine(samples, 2, draws=draws, seed=settings.seed)
 
-    prefill = fit.medians_of(found.series["prefill"])
-    lengths = [float(length) for length in prefill.lengths]
-    line = fit.fit(prefill, 1)
-    linear = examine(synthetic(line, lengths, settings.repeats, settings.seed))
+    def must_be_refused(name: str, samples: Samples, what: str) -> Examination:
+        examined = examine(samples)
+        controls[f"{name}_rejects_quadratic"] = not examined.holds
+        controls[f"{name}_objections"] = list(examined.objections)
+        if examined.holds:
+            failures.append(f"control: a quadratic was found in {what}")
+        return examined
+
+    for name, truth in rivals(line, lengths[-1]).items():
+        samples = synthetic(truth, lengths, settings.repeats, settings.seed)
+        must_be_refused(name, samples, f"made-up {name} times")
     # A square like the one that is to be found, but known: n* a fifth of the longest length.
     square = Curve((line.coefficients[0], line.coefficients[1], line.coefficients[1] * 5 / lengths[-1]))
-    quadratic = examine(synthetic(square, lengths, settings.repeats, settings.seed))
-    gru = examine(found.series["gru"])
-    controls = {
-        "linear_rejects_quadratic": not linear.holds,
-        "quadratic_accepted": quadratic.holds,
-        "gru_rejects_quadratic": not gru.holds,
-        "linear_objections": list(linear.objections),
-        "gru": describe(gru),
-    }
-    failures = []
-    if linear.holds:
-        failures.append("control: a quadratic was found in made-up linear times")
+    quadratic = examine(synthetic(square.at, lengths, settings.repeats, settings.seed))
+    controls["quadratic_accepted"] = quadratic.holds
     if not quadratic.holds:
         failures.append(f"control: a made-up quadratic was refused: {'; '.join(quadratic.objections)}")
-    if gru.holds:
-        failures.append("control: a quadratic was found in the recurrent model's times")
+    for name, how in (("gru", "in chunks"), ("gru_whole", "in one run")):
+        # Runs of before there was the second one have no samples of it.
+        if samples := found.series[name]:
+            examined = must_be_refused(name, samples, f"the recurrent model's times, read {how}")
+            controls[name] = describe(examined)
     return controls, failures
 
 
@@ -230,60 +268,87 @@ def _operations(found: Found, settings: Settings) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, judges and reports; returns the exit status."""
     settings, options = _parse(sys.argv[1:] if arguments is None else arguments)
-    began, others = time.monotonic(), machine.watch_others()
+    began = time.monotonic()
 
     def say(line: str) -> None:
         print(f"[{time.monotonic() - began:4.0f} s] {line}", file=sys.stderr, flush=True)
 
+    if options.samples is not None:
+        measured = read_samples(options.samples)
+        if measured.circumstances["quick"] and options.docs:
+            print(f"scaling: {options.samples} is of a quick run, which decides nothing", file=sys.stderr)
+            return 2
+        return conclude(measured, options, say)
+    others = machine.watch_others()
     try:
         found = study.carry_out(settings, BUILD, say)
     except (RuntimeError, OSError) as error:
         print(f"scaling: {error}", file=sys.stderr)
         return 2
     found.facts["others_share"] = others()
-    return conclude(found, settings, options, time.monotonic() - began, say)
-
-
-def conclude(
-    found: Found, settings: Settings, options: argparse.Namespace, seconds: float, say: Callable[[str], None]
-) -> int:
-    """Judges, compares, writes the report and prints the last line; returns the exit status."""
-    facts = {
+    circumstances = {
         "machine": machine.describe(),
         "versions": _versions(),
         "date": time.strftime("%Y-%m-%d"),
         "quick": options.quick,
+        "seconds": round(time.monotonic() - began, 1),
+        "capacity": None,
     }
-    results = facts | judge(found, settings)
-    baseline = _load(options.baseline)
-    if options.quick:
+    return conclude(Measured(found, settings, circumstances), options, say)
+
+
+def read_samples(path: Path) -> Measured:
+    """The raw samples of a run before, and the circumstances under which they were taken."""
+    stored = _load(path)
+    found = Found(facts=stored["facts"])
+    found.series |= {name: [(length, value) for length, value in each] for name, each in stored["series"].items()}
+    # A run that does not say how it settled did not.
+    settings = {"settle": 0, **stored["settings"]}
+    circumstances = {name: stored[name] for name in ("machine", "versions", "date", "quick", "seconds", "capacity")}
+    return Measured(found, Settings(**{**settings, "overrides": tuple(settings["overrides"])}), circumstances)
+
+
+def conclude(measured: Measured, options: argparse.Namespace, say: Callable[[str], None]) -> int:
+    """Judges, compares, writes the report and prints the last line; returns the exit status."""
+    is_quick = measured.circumstances["quick"]
+    results = {**measured.circumstances, **judge(measured.found, measured.settings)}
+    results["drift"] = _drift(results, options)
+    if is_quick:
         results["law_holds"] = None
-        results["drift"] = {"compared": None, "reason": "a quick run decides nothing", "objections": []}
-    elif baseline is None or options.docs:
-        reason = "this run is the new baseline" if options.docs else "there is no baseline"
-        results["drift"] = {"compared": None, "reason": reason, "objections": []}
-    else:
-        results["drift"] = drift(results, baseline)
-    capacity = _load(options.capacity)
-    results["capacity"] = capacity
-    results["seconds"] = round(seconds, 1)
+    if options.capacity is not None:
+        results["capacity"] = _load(options.capacity)
     say("drawing")
     results["report"] = str(BUILD / report.PAGE)
     report.write(results, BUILD)
-    if options.docs:
-        report.write_document(results, DOCS)
-    objections = [*results["objections"], *results["drift"]["objections"]]
-    if options.quick:
-        objections = []
+    objections = [] if is_quick else [*results["objections"], *results["drift"]["objections"]]
     for objection in objections:
         print(f"scaling: {objection}", file=sys.stderr)
-    if objections and (share := found.facts["others_share"] or 0.0) > report.NOISY:
+    if objections and (share := measured.found.facts["others_share"] or 0.0) > report.NOISY:
         print(f"scaling: others took {share:.0%} of the machine meanwhile, it may be their doing", file=sys.stderr)
+    if results["drift"]["compared"] is None:
+        say(f"not compared with a baseline: {results['drift']['reason']}")
+    if options.docs and objections:
+        print(f"scaling: {DOCS}/ is as it was: what is refused is no baseline", file=sys.stderr)
+    elif options.docs:
+        report.write_document(results, DOCS)
     print(json.dumps({key: value for key, value in results.items() if key not in UNTOLD}, allow_nan=False))
     return 1 if objections else 0
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
+def _drift(results: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """The comparison with the stored baseline, or why there is none."""
+    reason = "there is no baseline"
+    if results["quick"]:
+        reason = "a quick run decides nothing"
+    elif options.docs:
+        reason = "this run is the new baseline"
+    elif (baseline := _load(options.baseline)) is not None:
+        return drift(results, baseline)
+    return {"compared": None, "reason": reason, "objections": []}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     defaults = Settings()
     parser = argparse.ArgumentParser(
         prog="python -m loadtest scaling", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
@@ -294,19 +359,28 @@ def _parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("--threads", type=int, default=defaults.threads, help="of every graph")
     parser.add_argument("--seed", type=int, default=defaults.seed, help="of prompts, orders and bootstraps")
     parser.add_argument("--quick", action="store_true", help="a small model and few samples, to see that it works")
+    parser.add_argument(
+        "--samples", type=Path, metavar="FILE", help="results of a run before: judge its samples anew, measure nothing"
+    )
     parser.add_argument("--docs", action="store_true", help=f"write the report into {DOCS}/, as the new baseline")
     parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE", help="results to compare with")
     parser.add_argument("--capacity", type=Path, metavar="FILE", help="results of a capacity sweep, for the report")
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
+    parser = make_parser()
     options = parser.parse_args(arguments)
-    for name, least in (("lengths", fit.MAX_DEGREE + 3), ("repeats", 2), ("chunk", 1), ("threads", 1)):
+    for name, least in (("lengths", MIN_LENGTHS), ("repeats", MIN_REPEATS), ("chunk", 1), ("threads", 1)):
         if getattr(options, name) < least:
             parser.error(f"--{name} is {getattr(options, name)}, must be at least {least}")
-    if options.quick and options.docs:
-        parser.error("--quick has no figures for --docs")
-    if options.capacity is not None and not options.capacity.is_file():
-        parser.error(f"--capacity is {options.capacity}, must be a file")
+    if options.quick and (options.docs or options.samples is not None):
+        parser.error("--quick measures, and has no figures for --docs")
+    for name in ("samples", "capacity"):
+        if getattr(options, name) is not None and not getattr(options, name).is_file():
+            parser.error(f"--{name} is {getattr(options, name)}, must be a file")
     settings = replace(
-        defaults,
+        Settings(),
         num_lengths=options.lengths,
         repeats=options.repeats,
         chunk=options.chunk,
@@ -322,11 +396,6 @@ def _load(path: Path | None) -> Any:
 
 def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("onward", "onnxruntime", "numpy", "scipy")}
-
-
-def _comparable(values: Mapping[str, Any]) -> Any:
-    """As JSON has it, where tuples are lists."""
-    return json.loads(json.dumps(values))
 
 
 def _columns(examined: Examination) -> tuple[list[float], list[float]]:

@@ -80,6 +80,8 @@ class Session:
         """Whether everything of this part has been sent."""
         self.is_drained = False
         """Whether nothing is in flight and nothing will be."""
+        self.is_dispatched = False
+        """Whether somebody sends this part's schedule."""
         self.offered = 0
         self.began = time.monotonic() + (part.begin - time.time())
         """On this host's monotonic clock."""
@@ -229,4 +231,5 @@ class Ledger:
             seconds=max((record.ended for record in self.records), default=0.0),
             clients=tuple(part.client for part in parts if part.client is not None),
             is_open=self.is_open,
+            silent=self.count - len(self._parts),
         )

@@ -12,9 +12,10 @@ server process of its own on the machine's loopback, at batch 1, one request at 
                for one token and for many: what the server keeps of it is copied before the second, not amid its tokens
     memory     the first two again, a fresh process for each length
 
-Beside them a recurrent model of the same size, which reads in chunks too (`benchmarks.recurrence`). Every prompt is
-random and new, and an answer that found anything of it at hand is an error. Each repeat takes all lengths once, in an
-order of its own, so that a machine that drifts does not look like a slope; one pass goes first and does not count.
+Beside them a recurrent model of the same size (`benchmarks.recurrence`), which reads in chunks too, and a whole text in
+one run. Every prompt is random and new, and an answer that found anything of it at hand is an error. Each repeat takes
+all lengths once, in an order of its own, so that a machine that drifts does not look like a slope; one pass goes first
+and does not count.
 
 Knows what a series of samples means, not what they come to: that is `loadtest.scaling`'s.
 """
@@ -43,8 +44,9 @@ from model.config import Architecture, ModelConfig
 NUM_SPECIAL = 4
 """Ids below are control tokens: prompts have none."""
 _QUIET = ("--log-level", "warning")
-# Every product by the same provider, on whatever machine.
-_PLAIN = ("--prefill-provider", "cpu")
+# Every product by the same provider, on whatever machine; and no prompt before the first that is asked for, or a fresh
+# process would already have taken what the longest takes.
+_PLAIN = ("--prefill-provider", "cpu", "--no-calibrate")
 _MAX_SAID = 500
 _KV_USAGE = re.compile(r"^onward_kv_cache_usage_ratio\{[^}]*\} (\S+)$", re.MULTILINE)
 # Tokens of a prompt whose answer is not waited for, and how often its server's metrics are asked for.
@@ -64,8 +66,10 @@ class Settings:
 
     Lengths are geometric, from `shortest` as far as the context goes. `new` tokens are generated where decoding is
     measured, `new_without_cache` where every one of them costs a prefill. `overrides` are the preset's, as `key=value`:
-    its weights know nothing of the context, and five times n* needs more of it than the preset has. Sources, whose
-    scores are all held at once, stay within `source_context`.
+    its weights know nothing of the context, and five times n* needs more of it than the preset has. Before each sample
+    goes a prompt as long, but not longer than `settle`, which does not count; 0 leaves it out. Sources stay within
+    `source_context`, which saves time. `threads` leave one processor to the rest of the server and to the client: what
+    they take from a graph that has all of them is noise.
     """
 
     preset: str = "law"
@@ -73,12 +77,13 @@ class Settings:
     num_lengths: int = 16
     repeats: int = 15
     shortest: int = 64
-    new: int = 33
+    new: int = 65
     new_without_cache: int = 2
     chunk: int = 128
+    settle: int = 1024
     source_context: int = 8192
     num_memory_lengths: int = 6
-    threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 1) - 1))
     seed: int = 0
 
 
@@ -91,10 +96,11 @@ SERIES: Mapping[str, str] = {
     "no_cache": "seconds for a token without a cache, by the server, at this mean context",
     "encoder": "seconds of a source's encoding and a first token, by the server",
     "cross_attention": "seconds between two tokens on a source of this length, by the server",
-    "gru": "seconds of a recurrent model of the same size in ONNX Runtime",
+    "gru": "seconds of a recurrent model of the same size in ONNX Runtime, which reads in chunks",
+    "gru_whole": "the same, which reads a text in one run of its graph",
     "memory_whole": "bytes resident at most in a fresh server after one whole prompt",
     "memory_chunked": "the same in chunks",
-    "memory_source": "the same in an encoder-decoder's server after one source, the proof at its start included",
+    "memory_source": "the same in an encoder-decoder's server after one source",
     "kv": "bytes of keys and values that the server says are spoken for while it answers",
 }
 """What each series holds: pairs of a length and this."""
@@ -170,6 +176,7 @@ class _Study:
             limit = self._config.context - 1 - max(settings.new, settings.new_without_cache)
             self._lengths = self._warm_up(probe, limit, 32)
             for length in self._passes("prefill, decode, no_cache", self._lengths):
+                self._settle(probe, length)
                 prompt = self._draw(length)
                 answer = _fresh(probe.ask(prompt, settings.new))
                 series["prefill"].append((length, answer.prefill))
@@ -192,6 +199,7 @@ class _Study:
         with self._serving("decoder", settings.chunk) as (server, probe):
             lengths = self._warm_up(probe, self._config.context - 2, settings.chunk)
             for length in self._passes("prefill_chunked, end_to_end", lengths):
+                self._settle(probe, length)
                 answer = _fresh(probe.stream(self._draw(length), 1))
                 series["prefill_chunked"].append((length, answer.prefill))
                 series["end_to_end"].append((length, answer.first_token))
@@ -228,6 +236,7 @@ class _Study:
         with self._serving("source", settings.chunk, rows=_SOURCE_ROWS) as (_, probe):
             lengths = self._warm_up(probe, config.source_context, _SOURCE_PADDING)
             for length in self._passes("encoder, cross_attention", lengths):
+                self._settle(probe, length)
                 source = self._draw(length)
                 series["encoder"].append((length, _fresh(probe.ask(source, 1)).prefill))
                 series["cross_attention"].append((length, probe.ask(source, settings.new).per_token))
@@ -245,12 +254,17 @@ class _Study:
         }
 
     def measure_recurrence(self) -> None:
-        """A recurrent model at the lengths of the whole prompts."""
+        """A recurrent model at the lengths of the whole prompts, in chunks and in one run."""
         settings = self._settings
-        with _recurrence(self._config, settings) as (facts, ask):
-            self.found.facts["gru"] = facts
-            for length in self._passes("gru", self._lengths):
-                self.found.series["gru"].append((length, ask(self._draw(length))))
+        for name, chunk in (("gru", settings.chunk), ("gru_whole", self._config.context)):
+            with _recurrence(self._config, settings, chunk) as (facts, ask):
+                self.found.facts["gru"] = facts
+                for length in self._lengths:
+                    ask(self._draw(length))
+                for length in self._passes(name, self._lengths):
+                    if settings.settle:
+                        ask(self._draw(min(length, settings.settle)))
+                    self.found.series[name].append((length, ask(self._draw(length))))
 
     def measure_memory(self) -> None:
         """What a prompt costs in memory, a fresh server for each length."""
@@ -260,6 +274,7 @@ class _Study:
             self._say(f"memory: {number} of {settings.num_memory_lengths} lengths")
             for name, chunk in (("memory_whole", context), ("memory_chunked", settings.chunk)):
                 with self._serving("decoder", chunk, metrics=True) as (server, probe):
+                    self._note_start(name, server)
                     _fresh(probe.ask(self._draw(length), 1))
                     if (peak := server.peak_bytes()) is not None:
                         series[name].append((length, peak))
@@ -269,9 +284,15 @@ class _Study:
         longest = min(context, settings.source_context)
         for length in geometric(longest // 2, longest, 1, max(1, settings.num_memory_lengths // 2)):
             with self._serving("source", settings.chunk, rows=_SOURCE_ROWS) as (server, probe):
+                self._note_start("memory_source", server)
                 probe.ask(self._draw(length), 1)
                 if (peak := server.peak_bytes()) is not None:
                     series["memory_source"].append((length, peak))
+
+    def _note_start(self, name: str, server: Server) -> None:
+        """Before it is asked anything a server has proven its model, and taken memory for that."""
+        if (peak := server.peak_bytes()) is not None:
+            self.found.facts.setdefault("start_bytes", {})[name] = peak
 
     def _kv_usage(self, server: Server, probe: Probe, length: int) -> float:
         """The share of its K/V memory that the server says is spoken for by a request of so many tokens in all.
@@ -310,6 +331,11 @@ class _Study:
             if number % len(lengths) == 0:
                 self._say(f"{name}: {number} of {total}")
             yield length
+
+    def _settle(self, probe: Probe, length: int) -> None:
+        """Has caches and threads find what a sequence of requests finds, not what another length has left behind."""
+        if self._settings.settle:
+            probe.ask(self._draw(min(length, self._settings.settle)), 1)
 
     def _draw(self, length: int) -> list[int]:
         """A prompt that nobody has seen before."""
@@ -353,11 +379,11 @@ def _run(module: str, *arguments: str) -> None:
 
 @contextmanager
 def _recurrence(
-    config: ModelConfig, settings: Settings
+    config: ModelConfig, settings: Settings, chunk: int
 ) -> Iterator[tuple[dict[str, Any], Callable[[Sequence[int]], float]]]:
-    """A child that times a recurrent model of a transformer's size: what it is, and how to ask it."""
+    """A child that times a recurrent model of a transformer's size, so many tokens a run: what it is, how to ask it."""
     command = [sys.executable, "-m", "benchmarks.recurrence", "--config", json.dumps(config.to_dict())]
-    command += ["--threads", str(settings.threads), "--chunk", str(settings.chunk), "--seed", str(settings.seed)]
+    command += ["--threads", str(settings.threads), "--chunk", str(chunk), "--seed", str(settings.seed)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:  # noqa: S603
         asked, answers = child.stdin, child.stdout
         assert asked is not None  # noqa: S101 (PIPE was asked for; this tells the type checker)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -78,6 +78,20 @@ def onward_request(prompt: Prompt, request_id: str, model: str, sampling: Sampli
     )
 
 
+def onward_whole_request(prompt: Prompt, request_id: str, model: str, sampling: Sampling) -> pb.GenerateRequest:
+    """The same for an answer that comes at once."""
+    # Both requests have the same fields under the same numbers.
+    request = onward_request(prompt, request_id, model, sampling)
+    return pb.GenerateRequest.FromString(request.SerializeToString())
+
+
+def onward_answer(response: pb.GenerateResponse) -> Piece:
+    """What an answer of our own contract says that came at once: all its tokens, and the end."""
+    usage = response.usage
+    tokens = sum(len(output.token_ids) for output in response.outputs)
+    return Piece(tokens, is_last=True, prompt_tokens=usage.prompt_tokens, generated_tokens=usage.generated_tokens)
+
+
 def onward_piece(event: pb.GenerateStreamResponse) -> Piece:
     """What an event of our own contract says; its summary makes the stream whole."""
     if event.HasField("summary"):
@@ -88,7 +102,12 @@ def onward_piece(event: pb.GenerateStreamResponse) -> Piece:
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """A text model behind the Open Inference Protocol, by its own metadata: the inputs it declares, name to shape.
+    """A text model behind the Open Inference Protocol, by its own metadata.
+
+    `inputs` are those it declares, name to type and shape.
+
+    Text goes in and comes out by the tensors `text_input` and `text_output`, as such models call them, or by the only
+    BYTES tensor where a model calls it otherwise.
 
     Inputs that such models are known to have (`stream`, `max_tokens`, `temperature`, `sampling_parameters`,
     `exclude_input_in_output`) are sent as tensors where they are declared; what is not goes as a parameter of the
@@ -97,28 +116,28 @@ class TextModel:
 
     name: str
     inputs: Mapping[str, tuple[str, tuple[int, ...]]]
+    text_input: str = TEXT_INPUT
+    text_output: str = TEXT_OUTPUT
 
     @classmethod
     def from_metadata(cls, metadata: oip.ModelMetadataResponse) -> TextModel:
         """Reads the model's metadata; raises ValueError when it does not take and give text."""
         inputs = {each.name: (each.datatype, tuple(each.shape)) for each in metadata.inputs}
-        outputs = {each.name: each.datatype for each in metadata.outputs}
-        for name, datatype, known in (
-            (TEXT_INPUT, inputs.get(TEXT_INPUT, ("",))[0], sorted(inputs)),
-            (TEXT_OUTPUT, outputs.get(TEXT_OUTPUT, ""), sorted(outputs)),
-        ):
-            if datatype != "BYTES":
-                raise ValueError(f"{metadata.name}: no BYTES tensor {name}; it has {', '.join(known) or 'none'}")
-        return cls(metadata.name, inputs)
+        text_input = _text_tensor(metadata.name, TEXT_INPUT, metadata.inputs)
+        text_output = _text_tensor(metadata.name, TEXT_OUTPUT, metadata.outputs)
+        return cls(metadata.name, inputs, text_input, text_output)
 
-    def request(self, prompt: Prompt, request_id: str, sampling: Sampling) -> oip.ModelInferRequest:
-        """The prompt as one streamed request: a word for each token, as ids cannot be sent."""
+    def request(
+        self, prompt: Prompt, request_id: str, sampling: Sampling, *, is_streamed: bool = True
+    ) -> oip.ModelInferRequest:
+        """The prompt as one request: a word for each token, as ids cannot be sent."""
         request = oip.ModelInferRequest(model_name=self.name, id=request_id)
-        request.parameters[EMPTY_FINAL_RESPONSE].bool_param = True
+        if is_streamed:
+            request.parameters[EMPTY_FINAL_RESPONSE].bool_param = True
         text = " ".join(WORDS[token % len(WORDS)] for token in prompt.token_ids)
-        self._add(request, TEXT_INPUT, oip.InferTensorContents(bytes_contents=[text.encode()]))
+        self._add(request, self.text_input, oip.InferTensorContents(bytes_contents=[text.encode()]))
         if "stream" in self.inputs:
-            self._add(request, "stream", oip.InferTensorContents(bool_contents=[True]))
+            self._add(request, "stream", oip.InferTensorContents(bool_contents=[is_streamed]))
         if "exclude_input_in_output" in self.inputs:
             self._add(request, "exclude_input_in_output", oip.InferTensorContents(bool_contents=[True]))
         if "sampling_parameters" in self.inputs:
@@ -157,20 +176,41 @@ class TextModel:
         )
 
 
-def oip_piece(message: oip.ModelStreamInferResponse) -> Piece:
+def _text_tensor(model: str, wanted: str, tensors: Iterable[oip.ModelMetadataResponse.TensorMetadata]) -> str:
+    """The BYTES tensor of that name, or the only one there is; raises ValueError when there is neither."""
+    tensors = list(tensors)
+    texts = [each.name for each in tensors if each.datatype == "BYTES"]
+    if wanted in texts:
+        return wanted
+    if len(texts) == 1:
+        return texts[0]
+    known = ", ".join(sorted(each.name for each in tensors)) or "none"
+    raise ValueError(f"{model}: no BYTES tensor {wanted}; it has {known}")
+
+
+def oip_piece(message: oip.ModelStreamInferResponse, text_output: str = TEXT_OUTPUT) -> Piece:
     """What a message of such a stream says.
 
     The protocol counts no tokens: a message with text is taken for one, unless the server tells of them in parameters
     of its last answer, by the names of our own usage.
     """
-    response = message.infer_response
+    piece = oip_answer(message.infer_response, text_output)
+    is_last = _is_marked_last(message.infer_response)
+    return replace(piece, is_last=is_last, error=message.error_message)
+
+
+def oip_answer(response: oip.ModelInferResponse, text_output: str = TEXT_OUTPUT) -> Piece:
+    """What an answer says that is whole; its tokens are counted as those of a stream's message."""
     return Piece(
-        tokens=int(any(_texts(response))),
-        is_last=FINAL_RESPONSE in response.parameters and response.parameters[FINAL_RESPONSE].bool_param,
-        error=message.error_message,
+        tokens=int(any(_texts(response, text_output))),
+        is_last=True,
         prompt_tokens=_count(response, "prompt_tokens"),
         generated_tokens=_count(response, "generated_tokens"),
     )
+
+
+def _is_marked_last(response: oip.ModelInferResponse) -> bool:
+    return FINAL_RESPONSE in response.parameters and response.parameters[FINAL_RESPONSE].bool_param
 
 
 def _count(response: oip.ModelInferResponse, name: str) -> int | None:
@@ -189,9 +229,9 @@ def marks_its_end(message: oip.ModelStreamInferResponse) -> bool:
     return FINAL_RESPONSE in message.infer_response.parameters
 
 
-def _texts(response: oip.ModelInferResponse) -> Iterator[bytes]:
+def _texts(response: oip.ModelInferResponse, text_output: str) -> Iterator[bytes]:
     for number, output in enumerate(response.outputs):
-        if output.name == TEXT_OUTPUT:
+        if output.name == text_output:
             yield from output.contents.bytes_contents
             yield from _split(response.raw_output_contents[number : number + 1])
 

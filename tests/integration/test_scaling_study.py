@@ -229,7 +229,7 @@ def test_a_baseline_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder_decoder = tiny_config("encoder-decoder")
     with (
         pytest.raises(RuntimeError, match="the recurrent model's process ended, exit code 1"),
-        study._recurrence(encoder_decoder, Settings(threads=1)),
+        study._recurrence(encoder_decoder, Settings(threads=1), 8),
     ):
         pass
 

@@ -62,6 +62,11 @@ class Plan:
     stall_seconds: float = 0.0
     log: str = ""
 
+    def delays(self, number: int) -> tuple[float, float]:
+        """Of the request of that number: seconds to its first token, and from each to the next."""
+        source = random.Random(number)
+        return source.uniform(*self.ttft), source.uniform(*self.itl)
+
 
 class Service(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc.ModelServiceServicer):
     def __init__(self, plan: Plan) -> None:
@@ -106,9 +111,8 @@ class Service(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc.Mode
                 self._waiting -= 1
             try:
                 yield pb.GenerateStreamResponse(accepted=pb.GenerateStreamResponse.Accepted(model=MODEL))
-                source = random.Random(number)
-                due = time.monotonic() + source.uniform(*plan.ttft)
-                itl = source.uniform(*plan.itl)
+                ttft, itl = plan.delays(number)
+                due = time.monotonic() + ttft
                 for token in range(request.stopping.max_tokens):
                     if token == 2 and _is_last_of(plan.fail_every, number):
                         done["end"] = "failed"

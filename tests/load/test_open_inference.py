@@ -35,7 +35,8 @@ class Server(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         marks_end: says of each message whether it is the last, and sends an empty last one.
         raw: lays text out as raw bytes.
         inputs: what the model declares.
-        misbehaves: "error" in a message, "status" instead of an answer, "break" before the end, "refuse" at once.
+        misbehaves: "error" in a message, "status" instead of an answer, "break" before the end, "refuse" at once, or
+            "hang" where the answer is a whole one.
     """
 
     def __init__(self, *, marks_end: bool, raw: bool, inputs: dict[str, str], misbehaves: str = "") -> None:
@@ -77,6 +78,15 @@ class Server(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             if self._marks_end and self._misbehaves != "break":
                 yield self._message(request, b"", is_last=True)
 
+    async def ModelInfer(  # noqa: N802
+        self, request: oip.ModelInferRequest, context: Any
+    ) -> oip.ModelInferResponse:
+        self.requests.append(request)
+        if self._misbehaves == "status":
+            await context.abort(grpc.StatusCode.INTERNAL, "it broke")
+        await asyncio.sleep(60.0 if self._misbehaves == "hang" else 0.005)
+        return self._message(request, b"word " * wanted(request), is_last=True).infer_response
+
     def _message(self, request: oip.ModelInferRequest, text: bytes, *, is_last: bool) -> oip.ModelStreamInferResponse:
         response = oip.ModelInferResponse(model_name=MODEL, id=request.id)
         if self._marks_end:
@@ -112,11 +122,17 @@ async def serving(server: Server) -> AsyncIterator[str]:
         await listener.stop(None)
 
 
-async def measured(server: Server, *words: str, warmups: int = 0) -> Run:
+async def measured(server: Server, *words: str, warmups: int = 0, is_streamed: bool = True) -> Run:
     async with serving(server) as target:
         load = options("--model", MODEL, "--num-prompts", "8", "--max-tokens", "4", "--prompt-tokens", "5", *words)
         settings = Settings(
-            target=target, protocol=WireProtocol.OIP, load=load, max_concurrency=3, warmups=warmups, connections=2
+            target=target,
+            protocol=WireProtocol.OIP,
+            load=load,
+            max_concurrency=3,
+            warmups=warmups,
+            connections=2,
+            is_streamed=is_streamed,
         )
         return (await bench.measure(settings)).run
 
@@ -188,6 +204,38 @@ async def test_our_own_server_is_one_of_them() -> None:
         assert sorted(set(ends)) == [Outcome.FINISHED, Outcome.REFUSED]
         assert {record.code for record in crowd.records} == {"OK", "RESOURCE_EXHAUSTED"}
         assert len(ends) == crowd.offered == 8
+
+
+@pytest.mark.parametrize("raw", [True, False])
+async def test_a_server_that_streams_nothing_is_driven_by_whole_answers(*, raw: bool) -> None:
+    server = Server(marks_end=False, raw=raw, inputs={"text_input": "BYTES", "stream": "BOOL"})
+    run = await measured(server, warmups=1, is_streamed=False)
+    report = summarise(run)
+    assert (report["offered"], report["finished"], len(server.requests)) == (8, 8, 9)
+    # An answer is one message: nobody but the server could count what is in it.
+    assert report["total_output_tokens"] == 8
+    assert all(len(record.arrivals) == 1 for record in run.records)
+    assert report["mean_itl_ms"] is None
+    assert server.metadata == []
+    broken = await measured(
+        Server(marks_end=False, raw=raw, inputs=server._inputs, misbehaves="status"), is_streamed=False
+    )
+    assert [(record.outcome, record.code) for record in broken.records] == [(Outcome.FAILED, "INTERNAL")] * 8
+    hanging = Server(marks_end=False, raw=raw, inputs=server._inputs, misbehaves="hang")
+    given_up = await measured(hanging, "--cancel-share", "1", "--cancel-after", "0.02", is_streamed=False)
+    assert [record.outcome for record in given_up.records] == [Outcome.CANCELLED] * 8
+
+
+@pytest.mark.parametrize("protocol", list(WireProtocol))
+async def test_our_own_server_gives_whole_answers_too(protocol: WireProtocol) -> None:
+    async with running(runner=FakeRunner(SLOTS)) as server:
+        target = f"{server.endpoint.host}:{server.endpoint.port}"
+        load = options("--model", OURS, "--num-prompts", "6", "--max-tokens", "5", "--prompt-tokens", "2")
+        settings = Settings(target=target, protocol=protocol, load=load, max_concurrency=2, is_streamed=False)
+        report = summarise((await bench.measure(settings)).run)
+        assert (report["offered"], report["finished"], report["total_output_tokens"]) == (6, 6, 30)
+        assert report["median_ttft_ms"] <= report["median_e2el_ms"]
+        assert server.ended()["length"] == 7
 
 
 async def test_a_model_that_is_not_there_or_not_for_text_is_said() -> None:

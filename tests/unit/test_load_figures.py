@@ -164,6 +164,13 @@ def test_a_request_that_left_no_record_is_missing_and_said_so() -> None:
     assert "Requests MISSING" in render(summarise(one))
 
 
+def test_a_process_that_never_told_of_its_part_is_warned_of() -> None:
+    one = Run((record(),), 1, 1.0, (), is_open=False, silent=1)
+    assert summarise(one)["silent"] == 1
+    assert "1 of the client's processes never told of their part" in warnings(one)[0]
+    assert "never told" in render(summarise(one))
+
+
 def test_goodput_counts_requests_that_meet_every_objective() -> None:
     good = record(number=0)  # ttft 500 ms, tpot 167 ms
     slow = record(number=1, intended=0.0)  # ttft 1500 ms

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from loadtest import bench, capacity, stages
+from loadtest import bench, capacity, scaling, stages
 from loadtest.arrivals import Pattern
 from loadtest.locust_options import add_run_options, option_names, read_run_options
 from loadtest.options import add_options, read_options
@@ -203,7 +203,8 @@ def test_capacity_refuses_what_does_not_fit_by_its_name(
 def test_the_documents_commands_are_commands() -> None:
     text = (ROOT / "docs" / "loadtest.md").read_text(encoding="utf-8")
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith(("python -m loadtest", "locust "))]
-    parsers = {"bench": bench.make_parser(), "capacity": capacity.make_parser(), "locust": argparse.ArgumentParser()}
+    parsers = {each.__name__.rpartition(".")[2]: each.make_parser() for each in (bench, capacity, scaling)}
+    parsers["locust"] = argparse.ArgumentParser()
     add_run_options(parsers["locust"])
     for words in commands:
         name = "locust" if words[0] == "locust" else words[3]

@@ -160,3 +160,14 @@ def test_a_part_that_fell_silent_leaves_its_requests_missing() -> None:
     ledger.told(told(part))
     run = ledger.to_run()
     assert run.offered - len(run.records) == 2
+
+
+def test_a_part_that_never_told_of_itself_is_known_to_be_silent() -> None:
+    ledger = Ledger("run", 2)
+    part = session()
+    end(part, part.offer(0)[0])
+    ledger.told(told(part))
+    # What the other should have sent nobody knows, so nothing is missing: it must be said in another way.
+    assert (ledger.to_run().offered - len(ledger.to_run().records), ledger.to_run().silent) == (0, 1)
+    ledger.told(told(session(index=1, count=2)))
+    assert ledger.to_run().silent == 0

@@ -13,10 +13,13 @@ from loadtest.wire import (
     Sampling,
     TextModel,
     marks_its_end,
+    oip_answer,
     oip_piece,
+    onward_answer,
     onward_facts,
     onward_piece,
     onward_request,
+    onward_whole_request,
     status_in,
 )
 from loadtest.workload import Prompt
@@ -148,6 +151,52 @@ def test_a_message_with_text_is_one_token_however_the_text_is_laid_out(
     message: oip.ModelStreamInferResponse, tokens: int
 ) -> None:
     assert oip_piece(message).tokens == tokens
+
+
+def test_a_text_model_may_call_its_tensors_as_it_likes_where_there_is_no_doubt() -> None:
+    tensor = oip.ModelMetadataResponse.TensorMetadata
+    declared = oip.ModelMetadataResponse(
+        name="m",
+        inputs=[tensor(name="args", datatype="BYTES", shape=[-1]), tensor(name="seed", datatype="INT64", shape=[1])],
+        outputs=[tensor(name="output", datatype="BYTES", shape=[-1])],
+    )
+    model = TextModel.from_metadata(declared)
+    (sent,) = model.request(PROMPT, "r", Sampling()).inputs
+    assert (sent.name, sent.datatype) == ("args", "BYTES")
+    contents = oip.InferTensorContents(bytes_contents=[b"word"])
+    response = oip.ModelInferResponse(
+        outputs=[oip.ModelInferResponse.InferOutputTensor(name="output", datatype="BYTES", contents=contents)]
+    )
+    assert oip_answer(response, model.text_output).tokens == 1
+    assert oip_answer(response).tokens == 0
+    declared.inputs.append(tensor(name="more", datatype="BYTES", shape=[-1]))
+    with pytest.raises(ValueError, match="m: no BYTES tensor text_input; it has args, more, seed"):
+        TextModel.from_metadata(declared)
+
+
+def test_an_answer_that_comes_at_once_is_whole_and_its_tokens_are_counted() -> None:
+    outputs = [pb.GenerationOutput(token_ids=[1, 2, 3]), pb.GenerationOutput(token_ids=[4])]
+    answer = pb.GenerateResponse(outputs=outputs, usage=pb.Usage(prompt_tokens=9, generated_tokens=4))
+    assert onward_answer(answer) == Piece(4, is_last=True, prompt_tokens=9, generated_tokens=4)
+    whole = onward_whole_request(PROMPT, "r-1", "m", Sampling(temperature=0.5))
+    streamed = onward_request(PROMPT, "r-1", "m", Sampling(temperature=0.5))
+    assert isinstance(whole, pb.GenerateRequest)
+    assert whole.SerializeToString(deterministic=True) == streamed.SerializeToString(deterministic=True)
+    declared = metadata(("text_input", "BYTES", [1]), ("stream", "BOOL", [1]))
+    request = TextModel.from_metadata(declared).request(PROMPT, "r", Sampling(), is_streamed=False)
+    assert list(request.inputs[1].contents.bool_contents) == [False]
+    assert "triton_enable_empty_final_response" not in request.parameters
+    response = text(typed=[b"two words"]).infer_response
+    response.parameters["generated_tokens"].int64_param = 2
+    assert oip_answer(response) == Piece(1, is_last=True, generated_tokens=2)
+
+
+def test_our_two_requests_are_one_message_by_two_names() -> None:
+    one, other = pb.GenerateRequest.DESCRIPTOR, pb.GenerateStreamRequest.DESCRIPTOR
+    fields = [
+        {field.name: (field.number, field.type, field.message_type) for field in each.fields} for each in (one, other)
+    ]
+    assert fields[0] == fields[1]
 
 
 def test_the_last_message_is_the_one_that_says_so() -> None:

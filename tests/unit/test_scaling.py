@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from loadtest import machine, operations, report, scaling, study
+from loadtest import fit, machine, operations, report, scaling, study
 from loadtest.fit import Curve
 from loadtest.pictures import Evidence
 from loadtest.scaling import judge, synthetic
@@ -41,6 +41,7 @@ TRUTHS = {
     "encoder": Curve((1e-3, 1e-5, 3e-8)),
     "cross_attention": Curve((4e-4, 6e-7)),
     "gru": Curve((1e-3, 4e-5)),
+    "gru_whole": Curve((1e-3, 4e-5, 2e-10)),
 }
 
 
@@ -48,7 +49,7 @@ def found(**changes: Curve) -> Found:
     """Samples of a study in which every law holds, but for what is changed."""
     made = Found()
     for index, (series, truth) in enumerate((TRUTHS | changes).items()):
-        made.series[series] = list(synthetic(truth, LENGTHS, SETTINGS.repeats, index))
+        made.series[series] = list(synthetic(truth.at, LENGTHS, SETTINGS.repeats, index))
     for length in LENGTHS:
         made.series["memory_whole"].append((length, 2e8 + 16.0 * length**2))
         made.series["memory_chunked"].append((length, 2e8 + 4096.0 * length))
@@ -64,14 +65,14 @@ def found(**changes: Curve) -> Found:
 
 
 def outcome(
-    samples: Found,
+    samples: Found | Callable[..., Found],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     *arguments: str,
 ) -> tuple[int, dict[str, Any], str]:
     """Exit status, last line and stderr of `make scaling`, had it taken these samples."""
-    monkeypatch.setattr(study, "carry_out", lambda *_: samples)
+    monkeypatch.setattr(study, "carry_out", samples if callable(samples) else lambda *_: samples)
     monkeypatch.setattr(machine, "watch_others", lambda: lambda: 0.2)
     monkeypatch.setattr(scaling, "judge", functools.partial(judge, draws=200))
     monkeypatch.setattr(scaling, "BUILD", tmp_path / "build")
@@ -128,7 +129,13 @@ def test_the_law_holds_and_the_last_line_has_the_interfaces_keys(
             SQUARE,
             "a token's cross-attention is linear in the source's length: BIC prefers quadratic",
         ),
-        ("gru", SQUARE, "control: a quadratic was found in the recurrent model's times"),
+        ("gru", SQUARE, "control: a quadratic was found in the recurrent model's times, read in chunks"),
+        ("gru_whole", SQUARE, "control: a quadratic was found in the recurrent model's times, read in one run"),
+        (
+            "prefill",
+            Curve((1e-3, 8e-6, 5e-9)),
+            "prefill of a whole prompt is quadratic in its length: 5536 tokens are 3.",
+        ),
     ],
 )
 def test_a_law_that_does_not_hold_ends_with_status_1_and_says_which(
@@ -144,7 +151,8 @@ def test_a_law_that_does_not_hold_ends_with_status_1_and_says_which(
     assert f"scaling: {said}" in errors
     assert "others took 20% of the machine" in errors
     assert told["law_holds"] is False
-    assert told["controls"]["gru_rejects_quadratic"] is (series != "gru")
+    for name in ("gru", "gru_whole"):
+        assert told["controls"][f"{name}_rejects_quadratic"] is (series != name)
     assert any(objection.startswith(said) for objection in told["objections"])
 
 
@@ -174,9 +182,11 @@ def test_what_cannot_be_measured_ends_with_status_2(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--lengths", "5"], "--lengths is 5, must be at least 6"),
-        (["--repeats", "1"], "--repeats is 1, must be at least 2"),
-        (["--quick", "--docs"], "--quick has no figures"),
+        (["--lengths", "9"], "--lengths is 9, must be at least 10"),
+        (["--repeats", "14"], "--repeats is 14, must be at least 15"),
+        (["--quick", "--docs"], "--quick measures, and has no figures"),
+        (["--quick", "--samples", "nowhere.json"], "--quick measures, and has no figures"),
+        (["--samples", "nowhere.json"], "--samples is nowhere.json, must be a file"),
         (["--capacity", "nowhere.json"], "--capacity is nowhere.json, must be a file"),
     ],
 )
@@ -241,13 +251,37 @@ def test_a_law_that_is_gone_has_drifted(results: dict[str, Any]) -> None:
     ]
 
 
-def test_another_machine_is_not_compared(results: dict[str, Any]) -> None:
+def test_another_processor_is_not_compared(results: dict[str, Any]) -> None:
     def move(other: dict[str, Any]) -> None:
         other["machine"]["processor"] = "another"
         other["prefill"]["n_star"] = 1.0
 
     found_drift = scaling.drift(results, changed(results, move))
-    assert found_drift == {"compared": None, "reason": "the baseline has another machine", "objections": []}
+    reason = "the baseline's processor is 'another', this one is 'a processor'"
+    assert found_drift == {"compared": None, "reason": reason, "objections": []}
+
+    def forget(other: dict[str, Any]) -> None:
+        other["machine"]["processor"] = ""
+
+    # Two that nobody knows need not be the same.
+    unknown = changed(results, forget)
+    assert "is 'unknown'" in scaling.drift(unknown, unknown)["reason"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "is_compared"),
+    [("threads", 7, False), ("overrides", ["context=512"], False), ("repeats", 99, True), ("seed", 5, True)],
+)
+def test_only_settings_that_move_the_ratios_keep_a_run_from_being_compared(
+    results: dict[str, Any], setting: str, value: Any, is_compared: bool
+) -> None:
+    def move(other: dict[str, Any]) -> None:
+        other["settings"][setting] = value
+        other["prefill"]["n_star"] *= 3
+
+    found_drift = scaling.drift(results, changed(results, move))
+    assert bool(found_drift["objections"]) is is_compared
+    assert is_compared or found_drift["reason"].startswith(f"{setting} was {value!r} for the baseline")
 
 
 def test_drift_from_the_stored_baseline_ends_with_status_1(
@@ -284,6 +318,64 @@ def test_a_run_for_the_documents_is_the_next_baseline_and_is_held_to_none(
     status, told, _ = outcome(found(), tmp_path, monkeypatch, capsys)
     assert status == 0
     assert set(told["drift"]["compared"].values()) == {1.0}
+
+
+def test_a_refused_law_is_no_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr(report, "write_document", lambda _, folder: written.append(folder))
+    status, _, said = outcome(found(decode=SQUARE), tmp_path, monkeypatch, capsys, "--docs")
+    assert (status, written) == (1, [])
+    assert "what is refused is no baseline" in said
+    assert outcome(found(), tmp_path, monkeypatch, capsys, "--docs")[0] == 0
+    assert written == [tmp_path / "docs"]
+
+
+def test_anyone_can_judge_the_stored_samples_anew(
+    results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spoil(other: dict[str, Any]) -> None:
+        # What was judged then does not count, and neither does what was not measured yet.
+        other["prefill"]["c"] = other["law_holds"] = None
+        other["capacity"] = CAPACITY
+        del other["series"]["gru_whole"]
+
+    def fail(*_: object) -> Found:
+        raise AssertionError("nothing is to be measured")
+
+    path = tmp_path / "stored.json"
+    path.write_text(report.dump(changed(results, spoil)))
+    status, told, _ = outcome(fail, tmp_path, monkeypatch, capsys, "--samples", str(path))
+    assert status == 0
+    assert told["prefill"] == results["prefill"]
+    assert told["law_holds"] is True
+    assert "gru_whole_rejects_quadratic" not in told["controls"]
+    for name in ("machine", "date", "seconds", "settings", "samples"):
+        assert told[name] == results[name], name
+    assert told["capacity"] == CAPACITY
+    other = tmp_path / "capacity.json"
+    other.write_text(json.dumps(CAPACITY | {"users": 9}))
+    _, told, _ = outcome(fail, tmp_path, monkeypatch, capsys, "--samples", str(path), "--capacity", str(other))
+    assert told["capacity"]["users"] == 9
+
+
+def test_samples_of_a_quick_run_are_no_baseline_either(
+    results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "stored.json"
+    path.write_text(report.dump(results | {"quick": True}))
+    assert scaling.main(["--samples", str(path), "--docs"]) == 2
+    assert "is of a quick run, which decides nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("rival", ["linear", "linearithmic", "three_halves"])
+def test_no_rival_is_taken_for_a_square(rival: str, seed: int) -> None:
+    lengths = study.geometric(64, 16288, 32, 16)
+    truth = scaling.rivals(Curve((1e-3, 1e-5)), lengths[-1])[rival]
+    assert float(truth(lengths[-1])) == pytest.approx(1e-3 + 1e-5 * lengths[-1])
+    assert not fit.examine(synthetic(truth, lengths, 15, seed), 2, draws=50, seed=seed).holds
 
 
 # Lengths, and the order in which they are asked for.
@@ -382,11 +474,15 @@ def test_the_page_needs_no_other_file_and_has_every_picture_and_every_sample(
 
 
 CAPACITY: dict[str, Any] = {
+    "date": "2026-01-02T03:04:05+0000",
+    "machine": {"processor": "a processor", "cores": 2},
     "model_id": "law",
+    "backend": "onward",
     "capacity": 12.5,
     "users": 8,
     "pattern": "poisson",
     "seconds": 60.0,
+    "closed_loop": {"output_throughput": 800.0},
     "loads": [
         {
             "load": load,
@@ -396,11 +492,18 @@ CAPACITY: dict[str, Any] = {
             "refused": round(750 * max(0.0, load - 1.0)),
             "failed": 0,
             "cancelled": 0,
+            "missing": 0,
             "duration": 60.0,
             "request_throughput": 12.5 * min(load, 1.0),
+            "output_throughput": 800.0 * min(load, 1.0),
+            "median_ttft_ms": 50.0 * load,
             "p99_ttft_ms": 100.0 * load,
             "p99_tpot_ms": 5.0,
             "p99_e2el_ms": 900.0 * load,
+            "p99_lateness_ms": 0.5,
+            "errors": {"RESOURCE_EXHAUSTED": 150} if load > 1.0 else {},
+            "error_details": {"RESOURCE_EXHAUSTED": "full"} if load > 1.0 else {},
+            "warnings": [],
         }
         for load in (0.5, 0.8, 1.2)
     ],
@@ -409,16 +512,62 @@ CAPACITY: dict[str, Any] = {
 
 def test_a_capacity_curve_is_shown_where_one_was_given(results: dict[str, Any], tmp_path: Path) -> None:
     without = report.render_page(results, Evidence(results), {})
-    assert "<code>python -m loadtest capacity --target HOST:PORT</code>" in without
+    assert "<code>python -m loadtest capacity</code> measures a running server" in without
     assert "<svg" not in without
     given = results | {"capacity": CAPACITY}
     page = report.render_page(given, Evidence(given), {})
     assert page.count("<svg") == 1
-    assert "at 1.2 of it 900 requests were offered, 750 finished, 150 refused" in page
+    cells = (
+        "1.2",
+        "15.00",
+        "900",
+        "750",
+        "150",
+        "0",
+        "0",
+        "0",
+        "12.50",
+        "800",
+        "60.00",
+        "120",
+        "5.00",
+        "1,080",
+        "0.50",
+    )
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    assert "<li>at 1.2: 150 of RESOURCE_EXHAUSTED (full)</li>" in page
+    assert "12.50 requests/s with 8 users" in page
+    assert "Measured 2026-01-02; the client ran on a processor, 2 processors." in page
     assert all(each.startswith("capacity") for each in re.findall(r'\bid="([^"]+)"', page) if each != "results")
     document = report.write_document(given, tmp_path).read_text()
-    assert f"]({report.CAPACITY})" in document
-    ElementTree.parse(tmp_path / report.CAPACITY)
+    assert f"]({report.CAPACITY}.svg)" in document
+    assert f"| {' | '.join(cells)} |" in document
+    ElementTree.parse(tmp_path / f"{report.CAPACITY}.svg")
+    report.write(given, tmp_path / "build")
+    assert (tmp_path / "build" / f"{report.CAPACITY}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_controls_say_what_speaks_against_a_square_and_whether_it_is_alone(results: dict[str, Any]) -> None:
+    def leave_one(other: dict[str, Any]) -> None:
+        other["controls"]["gru_whole_objections"] = ["the quadratic term is 3.0% of the time"]
+
+    told = report.controls(changed(results, leave_one))
+    assert len(told) == 6
+    assert any(line.startswith("made-up times that are linear: no square, for the quadratic ") for line in told)
+    (whole,) = (line for line in told if "reads in one run" in line)
+    assert whole.endswith("no square, for the quadratic term is 3.0% of the time, and nothing else speaks against one")
+    assert told[-1] == "made-up times that are a square: one"
+
+    def fool(other: dict[str, Any]) -> None:
+        other["controls"]["gru_rejects_quadratic"] = other["controls"]["quadratic_accepted"] = False
+        del other["controls"]["gru_whole_rejects_quadratic"]
+
+    told = report.controls(changed(results, fool))
+    assert [line.rpartition(": ")[2] for line in told[3:]] == [
+        "**a square, and there is none**",
+        "not measured",
+        "**none is found**",
+    ]
 
 
 def test_the_document_shows_the_figures_and_its_pictures(results: dict[str, Any], tmp_path: Path) -> None:
@@ -462,7 +611,7 @@ def test_a_refused_law_is_reported_as_refused(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize("truth", [Curve((1e-3, 4e-5)), Curve((1e-3, 0.0, 1e-8)), Curve((1e-3,))])
 def test_every_picture_can_be_drawn_whatever_was_found(results: dict[str, Any], truth: Curve) -> None:
     samples = found(**dict.fromkeys(TRUTHS, truth))
-    evidence = Evidence(results | json.loads(json.dumps(judge(samples, SETTINGS, draws=20))), draws=20)
+    evidence = Evidence(results | json.loads(json.dumps(judge(samples, SETTINGS, draws=20))))
     for picture in report.PICTURES:
         picture.draw(evidence)
         assert "nan" not in picture.caption(evidence)
