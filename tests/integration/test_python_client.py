@@ -438,6 +438,21 @@ async def test_server_that_comes_later_is_found(kind: str) -> None:
             assert (await waiting).text == "done"
 
 
+async def test_channel_reconnects_no_later_than_the_client_tries_again(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = "aio_channel" if kind == "asyncio" else "channel"
+    original, told = getattr(Connection, method), []
+
+    def open_channel(self: Connection, *options: Any) -> Any:
+        told.append(options)
+        return original(self, *options)
+
+    monkeypatch.setattr(Connection, method, open_channel)
+    async with asking(kind, "127.0.0.1:1"):
+        assert told == [QUICK.channel_options]
+
+
 async def test_stream_without_summary_is_incomplete(kind: str) -> None:
     async with refusing(has_summary=False) as server, asking(kind, server.target) as asker:
         with pytest.raises(IncompleteStream) as caught:
