@@ -17,6 +17,7 @@ RUN python3 -m venv /build && python3 -m venv --without-pip /opt/onward \
       --requirement "deploy/container/requirements-${EXTRA}.txt"
 COPY pyproject.toml README.md LICENSE ./
 COPY proto proto
+COPY client client
 COPY model model
 COPY service service
 # The root is read-only where the image runs: bytecode is made here.

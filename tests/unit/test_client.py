@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,18 +32,33 @@ def ask(
 
     requests.clear()
 
+    class Call:
+        def __init__(self) -> None:
+            self._left = list(events)
+
+        def __iter__(self) -> Call:
+            return self
+
+        def __next__(self) -> pb.GenerateStreamResponse:
+            if not self._left:
+                raise StopIteration
+            if (event := self._left.pop(0)) is None:
+                raise KeyboardInterrupt
+            return event
+
+        def cancel(self) -> bool:
+            return True
+
     class Stub:
         def __init__(self, channel: Any) -> None:
             pass
 
-        def GenerateStream(self, request: Any, timeout: float | None) -> Iterator[pb.GenerateStreamResponse]:  # noqa: N802
+        def GenerateStream(self, request: Any, timeout: float | None, metadata: Any) -> Call:  # noqa: N802
+            assert timeout is None
             requests.append(request)
-            for event in events:
-                if event is None:
-                    raise KeyboardInterrupt
-                yield event
+            return Call()
 
-    monkeypatch.setattr(client, "GenerationServiceStub", Stub)
+    monkeypatch.setattr("client.blocking.GenerationServiceStub", Stub)
     out, err = io.StringIO(), io.StringIO()
     status = client.ask(AskConfig(model="m", text="a", stream=True, **options), out, err)
     return status, out.getvalue(), err.getvalue()

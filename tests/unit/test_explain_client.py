@@ -24,11 +24,11 @@ def explain(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[int, str, 
         def __init__(self, channel: Any) -> None:
             pass
 
-        def Explain(self, request: Any, timeout: float | None) -> pb.ExplainResponse:  # noqa: N802
+        def Explain(self, request: Any, timeout: float | None, metadata: Any) -> pb.ExplainResponse:  # noqa: N802
             requests.append(request)
             return answer
 
-    monkeypatch.setattr(explain_client, "GenerationServiceStub", Stub)
+    monkeypatch.setattr("client.blocking.GenerationServiceStub", Stub)
     out, err = io.StringIO(), io.StringIO()
     code = explain_client.explain(ExplainConfig(model="m", text="hello", **options), out, err)
     return code, out.getvalue(), err.getvalue()

@@ -1,0 +1,89 @@
+"""What all calls of a client have in common, blocking or not: what they show, when they end, how often they try."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from client.answers import StreamFacts
+from client.connection import Connection, Metadata
+from client.errors import CallError
+from client.requests import CallOptions, carry_deadline, request_id
+from client.retries import Attempts, RetryPolicy
+
+DEFAULT_TIMEOUT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class CallDefaults:
+    """What holds for every call that does not say otherwise.
+
+    Attributes:
+        connection: what every call must show.
+        timeout_seconds: from its beginning to its deadline; None for ever.
+        retries: how often it is tried again.
+    """
+
+    connection: Connection
+    timeout_seconds: float | None
+    retries: RetryPolicy
+
+    def begin(self, options: CallOptions, *, is_repeatable: bool = True) -> Tries:
+        """The tries of a call that begins now.
+
+        Raises:
+            ValueError: for a timeout that is no time.
+        """
+        metadata = self.connection.metadata
+        if "traceparent" in options:
+            metadata += (("traceparent", options["traceparent"]),)
+        if "tracestate" in options:
+            metadata += (("tracestate", options["tracestate"]),)
+        timeout = options.get("timeout_seconds", self.timeout_seconds)
+        return Tries(Attempts(self.retries, timeout, is_repeatable=is_repeatable), metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """One call's tries, each of which shows `metadata`."""
+
+    attempts: Attempts
+    metadata: Metadata
+
+    def next_timeout(self, request: Message) -> float | None:
+        """Seconds that the next try has; written into the request too, where it has a place for them."""
+        left = self.attempts.left_seconds
+        carry_deadline(request, left)
+        return left
+
+
+class StreamTries(StreamFacts):
+    """A stream's tries: it is tried again only as long as nothing of it was heard.
+
+    Args:
+        request: what is asked.
+        tries: how often.
+    """
+
+    def __init__(self, request: Message, tries: Tries) -> None:
+        super().__init__(request_id(request))
+        self._tries = tries
+
+    def _was_closed(self) -> bool:
+        """Whether nobody wants to hear more: another thread or task may say so at any time."""
+        return self._is_over
+
+    def _pause_seconds(self, error: CallError) -> float:
+        """How long to wait before the next try.
+
+        Raises:
+            CallError: the given one, when there is no next.
+        """
+        try:
+            if self._has_begun:
+                raise error
+            return self._tries.attempts.pause_seconds(error)
+        except CallError:
+            self._is_over = True
+            raise

@@ -1,0 +1,34 @@
+"""Imports every module of the installed client and fails if anything of the server or the trainer came along.
+
+Run by `make client-check` in an environment that holds the project's own dependencies and no extra; not a pytest
+module, because that environment holds no pytest either.
+"""
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from importlib import metadata
+
+import client
+
+NEEDED = {"googleapis-common-protos", "grpcio", "grpcio-status", "onward", "protobuf", "typing-extensions"}
+# What every environment begins with.
+TOOLS = {"pip", "setuptools"}
+
+installed = {distribution.metadata["Name"].lower().replace("_", "-") for distribution in metadata.distributions()}
+surplus = installed - NEEDED - TOOLS
+assert not surplus, f"the client brought {sorted(surplus)}"
+names = [module.name for module in pkgutil.walk_packages(client.__path__, "client.")]
+for name in names:
+    importlib.import_module(name)
+assert len(names) > 5, f"only {names} were found: is the package whole?"
+others = sorted({name.partition(".")[0] for name in sys.modules} & {"service", "model", "export", "loadtest"})
+assert not others, f"importing the client loaded {others}"
+with client.Client("127.0.0.1:1", retries=client.NO_RETRIES, timeout_seconds=5) as nobody:
+    try:
+        nobody.generate("a")
+    except client.Unavailable:
+        print(f"imported {len(names)} client modules from {client.__path__[0]}, with {', '.join(sorted(installed))}")
+    else:
+        sys.exit("somebody answered on port 1")

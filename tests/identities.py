@@ -1,0 +1,43 @@
+"""Who is who over TLS: an authority, certificates that it signed and an API key, as files in a folder."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import trustme
+
+HOST = "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class Identities:
+    """The files `ca.pem`, `server.pem` (for `HOST`) and `client.pem` with their keys, `api-key`, and `keys.toml`."""
+
+    folder: Path
+    api_key: str = "an-api-key"
+
+    @classmethod
+    def issue(cls, folder: Path) -> Identities:
+        made = cls(folder)
+        ca = trustme.CA()
+        ca.cert_pem.write_to_path(folder / "ca.pem")
+        for name, host in (("server", HOST), ("client", "client.example")):
+            issued = ca.issue_cert(host)
+            issued.cert_chain_pems[0].write_to_path(folder / f"{name}.pem")
+            issued.private_key_pem.write_to_path(folder / f"{name}.key")
+        (folder / "api-key").write_text(f"{made.api_key}\n")
+        digest = hashlib.sha256(made.api_key.encode()).hexdigest()
+        (folder / "keys.toml").write_text(f'[keys.alice]\nsha256 = "{digest}"\npermissions = ["generate"]\n')
+        return made
+
+    def read(self, name: str) -> bytes:
+        return (self.folder / name).read_bytes()
+
+    def server(self, *, is_mutual: bool) -> dict[str, Path]:
+        """What the server is told of them."""
+        told = {"tls_certificate": "server.pem", "tls_key": "server.key", "api_keys": "keys.toml"}
+        if is_mutual:
+            told["tls_client_ca"] = "ca.pem"
+        return {option: self.folder / name for option, name in told.items()}
