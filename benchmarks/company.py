@@ -12,10 +12,9 @@ Three ways:
     favoured   both, with --time-shares streams=3
 
 A model's share is its seconds in graphs over those of both models, as the server's metrics count them; turns count the
-host's work as well, which small models have relatively more of. The promise is that it lies within 5 points of the share
-by weight, 50 % and 75 %. What taking turns step by step would give is told
-beside it: the mean step of the streams over the mean steps of both. The last line on stdout is one JSON object; the
-report goes to `build/bench`.
+host's work as well, which small models have relatively more of. The promise is that it lies within 5 points of the
+share by weight, 50 % and 75 %. What taking turns step by step would give is told beside it: the mean step of the
+streams over the mean steps of both. The last line on stdout is one JSON object; the report goes to `build/bench`.
 """
 
 from __future__ import annotations
