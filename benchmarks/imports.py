@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import marks
 from export.exporter import export
 from export.replay import Replayer
 from model import artifact, checkpoint, golden, reference
@@ -178,7 +179,8 @@ CASES: tuple[Case, ...] = (
          generation={"forced_bos_token_id": 0}),
     Case(name="bart-scaled", family="bart", says="scaled embeddings, ReLU, 3 + 1 layers, in shards", is_sharded=True,
          model={"scale_embedding": True, "activation_function": "relu", "encoder_layers": 3, "decoder_layers": 1}),
-    Case(name="bart-untied", family="bart", says="untied, 2 heads of 24, bf16", dtype=torch.bfloat16,
+    Case(name="bart-untied", family="bart", says="untied, 2 heads of 24, bf16, early stopping", dtype=torch.bfloat16,
+         generation={"early_stopping": True, "num_beams": NUM_BEAMS},
          model={"tie_word_embeddings": False, "encoder_attention_heads": 2, "decoder_attention_heads": 2}),
     Case(name="marian-shared", family="marian", says="one vocabulary, scaled embeddings, SiLU, a word forbidden",
          model={"scale_embedding": True, "activation_function": "swish"}, generation={"bad_words_ids": [[159]]}),
@@ -291,11 +293,9 @@ def _let_it_end(model: Any) -> None:
     rng = np.random.default_rng(7)
     end = model.generation_config.eos_token_id
     leads = []
-    for _ in range(10):
-        source = rng.integers(3, 130, 12).tolist()
-        said, _ = _generate(
-            model, source, BEAM_TOKENS, num_beams=1, bad_words_ids=[[end, end]], min_new_tokens=BEAM_TOKENS
-        )
+    sources = [rng.integers(3, 130, 12).tolist() for _ in range(10)]
+    answers = _generate(model, sources, BEAM_TOKENS, num_beams=1, min_new_tokens=BEAM_TOKENS)
+    for source, (said, _) in zip(sources, answers, strict=True):
         logits = _logits(model, [model.generation_config.decoder_start_token_id, *said[:-1]], source)
         leads.append(logits.max(axis=-1) - logits[:, end])
     model.final_logits_bias[0, end] += float(np.quantile(np.concatenate(leads), 0.04))
@@ -343,8 +343,10 @@ def check(case: Case, workshop: Path, num_sources: int = NUM_SOURCES) -> Outcome
         greedy.add(*_compare_greedy(theirs, engine, prompt))
     beams = _Tally()
     if loaded.config.is_encoder_decoder:
-        for index, source in enumerate(_prompts(loaded.config, num_sources)):
-            beams.add(*_compare_beams(theirs, engine, source, index))
+        sources = list(_prompts(loaded.config, num_sources))
+        for index, (their_words, our_words) in enumerate(_SETTINGS):
+            for comparison in _compare_beams(theirs, engine, sources[index :: len(_SETTINGS)], their_words, our_words):
+                beams.add(*comparison)
     if not loaded.config.is_encoder_decoder or num_sources >= NUM_SOURCES:
         problems += _too_uniform([*greedy.outputs, *beams.outputs])
     problems += [f"greedy: {problem}" for problem in greedy.problems] + [f"beams: {each}" for each in beams.problems]
@@ -470,21 +472,33 @@ def _prompts(config: Any, count: int) -> Iterator[list[int]]:
         yield rng.integers(3, size, 2 + (index * 7) % 23).tolist()
 
 
-def _generate(theirs: Any, prompt: Sequence[int], max_tokens: int, **settings: Any) -> tuple[list[int], float | None]:
-    """What `generate` adds to a prompt, or makes of a source."""
-    ids = torch.tensor([list(prompt)])
+def _generate(
+    theirs: Any, prompts: Sequence[Sequence[int]], max_tokens: int, **settings: Any
+) -> list[tuple[list[int], float | None]]:
+    """What `generate` adds to prompts of one length, or makes of sources of any, up to each one's end; and scores."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
+    mask = torch.tensor([[1] * len(prompt) + [0] * (width - len(prompt)) for prompt in prompts])
     out = theirs.generate(
         ids,
-        attention_mask=torch.ones_like(ids),
+        attention_mask=mask,
         do_sample=False,
         max_new_tokens=max_tokens,
         return_dict_in_generate=True,
         output_scores=True,
         **settings,
     )
-    given = 1 if theirs.config.is_encoder_decoder else len(prompt)
-    score = float(out.sequences_scores[0]) if getattr(out, "sequences_scores", None) is not None else None
-    return out.sequences[0, given:].tolist(), score
+    given = 1 if theirs.config.is_encoder_decoder else width
+    scores = getattr(out, "sequences_scores", None)
+    found = [_until(tokens, theirs.generation_config.eos_token_id) for tokens in out.sequences[:, given:].tolist()]
+    return list(zip(found, [None] * len(found) if scores is None else scores.tolist(), strict=True))
+
+
+def _until(tokens: list[int], ends: int | list[int]) -> list[int]:
+    """The tokens up to the first end; what `generate` fills a batch up with comes behind it."""
+    wanted = ends if isinstance(ends, list) else [ends]
+    first = next((place for place, token in enumerate(tokens) if token in wanted), len(tokens))
+    return tokens[: first + 1]
 
 
 def _too_uniform(outputs: Sequence[Sequence[int]]) -> list[str]:
@@ -504,7 +518,7 @@ Comparison = tuple[list[int], float | None, str]
 
 def _compare_greedy(theirs: Any, engine: _Engine, prompt: list[int]) -> Comparison:
     """Their gap is between the logits of the first different tokens."""
-    wanted, _ = _generate(theirs, prompt, GREEDY_TOKENS, num_beams=1)
+    ((wanted, _),) = _generate(theirs, [prompt], GREEDY_TOKENS, num_beams=1)
     found, _ = engine.run(prompt, GREEDY_TOKENS)
     if found == wanted:
         return wanted, None, ""
@@ -521,26 +535,32 @@ def _compare_greedy(theirs: Any, engine: _Engine, prompt: list[int]) -> Comparis
 
 
 _SETTINGS: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...] = (
+    ({}, {"patience": None}),
     ({"length_penalty": 1.0, "early_stopping": True}, {"length_penalty": 1.0, "patience": 1.0}),
     ({"length_penalty": 2.0, "early_stopping": "never"}, {"length_penalty": 2.0, "patience": 1000.0}),
     ({"length_penalty": 0.6, "early_stopping": True, "no_repeat_ngram_size": 3},
      {"length_penalty": 0.6, "patience": 1.0, "no_repeat_ngram_size": 3}),
 )  # fmt: skip
-"""The same search, in their words and in ours. `early_stopping=False`, a guess at when to end, has no counterpart."""
+"""The same search, in their words and in ours; first of all as whoever trained the model wants it."""
 
 
-def _compare_beams(theirs: Any, engine: _Engine, source: list[int], index: int) -> Comparison:
+def _compare_beams(
+    theirs: Any,
+    engine: _Engine,
+    sources: Sequence[list[int]],
+    their_words: Mapping[str, Any],
+    our_words: Mapping[str, Any],
+) -> Iterator[Comparison]:
     """Their gap is between the scores of the hypotheses; where these are the same, so must be what they are worth."""
-    their_words, our_words = _SETTINGS[index % len(_SETTINGS)]
-    wanted, wanted_score = _generate(theirs, source, BEAM_TOKENS, num_beams=NUM_BEAMS, **their_words)
-    found, score = engine.run(source, BEAM_TOKENS, BeamSearchParams(beam_size=NUM_BEAMS, **our_words))
-    end = len(found)
-    is_equal = found == wanted[:end] and all(token == theirs.generation_config.pad_token_id for token in wanted[end:])
-    gap = abs((score or 0.0) - (wanted_score or 0.0))
-    said = f"{found} ({score:.4f}), must be {wanted} ({wanted_score:.4f}) with {dict(their_words)}"
-    if is_equal:
-        return wanted[:end], None if gap < TIE else float("inf"), said
-    return wanted, gap, said
+    answers = _generate(theirs, sources, BEAM_TOKENS, num_beams=NUM_BEAMS, **their_words)
+    for source, (wanted, wanted_score) in zip(sources, answers, strict=True):
+        found, score = engine.run(source, BEAM_TOKENS, BeamSearchParams(beam_size=NUM_BEAMS, **our_words))
+        gap = abs((score or 0.0) - (wanted_score or 0.0))
+        said = f"{found} ({score:.4f}), must be {wanted} ({wanted_score:.4f}) with {dict(their_words)}"
+        if found == wanted:
+            yield wanted, None if gap < TIE else float("inf"), said
+        else:
+            yield wanted, gap, said
 
 
 def run(cases: Sequence[Case], tell: Callable[[str], None]) -> list[Outcome]:
@@ -575,16 +595,8 @@ def _ties(count: int) -> str:
 
 
 def replace_table(text: str, made: str) -> str:
-    """A document with the table between its marks replaced.
-
-    Raises:
-        ValueError: when it has no such marks.
-    """
-    before, begin, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"the document lacks {_BEGIN} or {_END}")
-    return f"{before}{_BEGIN}\n{made}\n{_END}{after}"
+    """A document with the table between its marks replaced; a ValueError where it has no such marks."""
+    return marks.replace(text, _BEGIN, _END, made)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,7 +20,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -51,12 +52,19 @@ MAX_CHARACTERS = 4 * 2**20
 """Of any string that a template makes."""
 MAX_TOTAL_CHARACTERS = 64 * 2**20
 """Of all of them together."""
+_MAX_WEIGHT = 4 * MAX_CHARACTERS
+"""Of a list or an object, as text: a few that hold one another twice over come to more than any memory."""
 _MAX_ARGUMENT = 10_000
 """Of whole numbers given to methods and filters, which may be widths or counts."""
+_MAX_REASON = 500
+"""Characters of what a template says when it refuses."""
 
 # Noncharacters (The Unicode Standard, section 23.7): valid code points that no text may hold.
 _BREAK, _OPEN, _CLOSE = "\ufdd1", "\ufdd2", "\ufdd3"
 _RESERVED = frozenset({CONTROL_MARK, _BREAK, _OPEN, _CLOSE})
+# And halves of characters, which an escape can spell and nobody can encode.
+_UNFIT = re.compile("[\ud800-\udfff" + "".join(_RESERVED) + "]")
+_MARKS = re.compile("[" + "".join(_RESERVED) + "]")
 
 
 class ChatTemplateError(ValueError):
@@ -132,14 +140,16 @@ class Chat:
         source = settings.template
         if len(source) > MAX_TEMPLATE_CHARACTERS:
             raise ChatTemplateError(f"has {len(source)} characters, must have at most {MAX_TEMPLATE_CHARACTERS}")
-        if reserved := _RESERVED.intersection(source):
-            raise ChatTemplateError(f"has the noncharacter U+{ord(min(reserved)):04X}")
         environment = _Sandbox(now)
         try:
             self._template = environment.from_string(source)
             literals = _literals(environment.parse(source))
-        except (jinja2.TemplateError, RecursionError, ValueError, SyntaxError) as error:
+        except (jinja2.TemplateError, RecursionError, MemoryError, ValueError, SyntaxError) as error:
             raise ChatTemplateError(f"cannot be compiled: {error}") from error
+        # An escape may spell in a literal what the source itself does not hold.
+        for text in (source, *literals, *settings.variables.values()):
+            if unfit := _UNFIT.search(text):
+                raise ChatTemplateError(f"has U+{ord(unfit.group()):04X}, which no text may hold")
         self._variables = dict(settings.variables)
         text = "\0".join(literals)
         # Added tokens that are not special are the template's if it writes them.
@@ -173,9 +183,9 @@ class Chat:
                 **self._variables, messages=said, tools=None, documents=None, add_generation_prompt=True
             )
         except SecurityError as error:
-            raise ConversationError(f"the model's template was stopped: {error}") from error
+            raise ConversationError(f"the model's template was stopped: {_tell(error)}") from error
         except Exception as error:  # whatever a program may raise that others wrote
-            raise ConversationError(f"the model's template refuses it: {error}") from error
+            raise ConversationError(f"the model's template refuses it: {_tell(error)}") from error
         finally:
             _budget.reset(budget)
         return self._guard.resolve(written)
@@ -246,6 +256,7 @@ class _Budget:
     deadline: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
     steps: int = 0
     characters: int = 0
+    weights: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
     def step(self) -> None:
         self.steps += 1
@@ -260,6 +271,27 @@ class _Budget:
             raise SecurityError(
                 f"more than {MAX_CHARACTERS} characters in a string, or than {MAX_TOTAL_CHARACTERS} in all"
             )
+
+    def weigh(self, value: Any) -> int:
+        """About how many characters a value has as text, whatever it holds; at most `_MAX_WEIGHT`.
+
+        What holds one thing twice counts it twice, which is what writing or comparing it would take. Nothing in the
+        sandbox changes, so that each is weighed once; the value is kept, or another could get its id.
+        """
+        if isinstance(value, str):
+            return len(value)
+        if isinstance(value, Mapping):
+            parts = [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, AbstractSet, ValuesView)):
+            parts = list(value)
+        else:
+            return 1
+        if id(value) not in self.weights:
+            weight = 1 + sum(map(self.weigh, parts))
+            if weight > _MAX_WEIGHT:
+                raise SecurityError(f"more than {_MAX_WEIGHT} characters in a list or an object")
+            self.weights[id(value)] = (value, weight)
+        return self.weights[id(value)][1]
 
 
 _budget: ContextVar[_Budget] = ContextVar("_budget")
@@ -276,26 +308,36 @@ _FILTERS = (
     "replace", "reverse", "round", "safe", "select", "selectattr", "sort", "string", "sum", "title", "trim", "unique",
     "upper",
 )  # fmt: skip
-# Methods that make much of little, and that no template needs.
-_FORBIDDEN_METHODS = frozenset({"expandtabs", "translate", "maketrans", "format", "format_map", "encode"})
-_BOUNDED_LOOP = "bounded_loop"
+# Methods that make much of little, or control tokens of what is none, and that no template needs.
+_FORBIDDEN_METHODS = frozenset(
+    {"expandtabs", "translate", "maketrans", "format", "format_map", "encode", "unescape", "striptags"}
+)
+_BOUNDED_LOOP, _WEIGHED = "bounded_loop", "weighed"
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Jinja as Hugging Face's tokenizers have it, without what could not be bounded.
 
-    Every loop's turn and every call counts as a step, every string made of others counts its characters. Formatting
-    with widths, recursive loops, inclusion of other templates and a few filters are not offered.
+    Every loop's turn and every call counts as a step, every string made of others counts its characters, and whatever
+    is written, compared or given to anything is weighed first. Formatting with widths, recursive loops, inclusion of
+    other templates and a few filters are not offered.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, now: Callable[[], datetime]) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], optimized=False)
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, _Generation],
+            optimized=False,
+            finalize=_weighed,
+        )
         self.filters = {name: _bounded_filter(FILTERS[name]) for name in _FILTERS}
         self.filters |= {"tojson": _bounded_filter(_to_json), _BOUNDED_LOOP: _bounded_loop}
         self.filters |= {"join": _bounded_filter(_join), "replace": _bounded_filter(self._replace_filter)}
-        self.filters["indent"] = _bounded_filter(_indent)
+        self.filters |= {"indent": _bounded_filter(_indent), "sum": _bounded_filter(_sum), _WEIGHED: _weighed}
+        self.tests = {name: _weighed_test(test) for name, test in self.tests.items()}
         self.sought: frozenset[str] = frozenset()
         self.globals = {name: self.globals[name] for name in ("range", "cycler", "joiner")}
 
@@ -323,7 +365,17 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             if loop.recursive:
                 raise jinja2.TemplateSyntaxError("recursive loops are not offered", loop.lineno)
             loop.iter = nodes.Filter(loop.iter, _BOUNDED_LOOP, [], [], None, None, lineno=loop.lineno)
+        for compared in tree.find_all(nodes.Compare):
+            compared.expr = _weighing(compared.expr)
+            for operand in compared.ops:
+                operand.expr = _weighing(operand.expr)
+        for pair in tree.find_all(nodes.Pair):
+            pair.key = _weighing(pair.key)
         return _without_concat(tree)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """`a[b]`, which may have to find all that b holds."""
+        return super().getitem(obj, _weighed(argument))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """`+`, `*`, `**`, `%`."""
@@ -342,7 +394,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Methods, macros and functions."""
         _spent().step()
-        _require_small(*args, *kwargs.values())
+        _require_bounded(*args, *kwargs.values())
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         if isinstance(owner, str):
             args = (self._find(owner, args[0]), *args[1:]) if args else args
@@ -385,6 +437,10 @@ class _Namespace(jinja2.utils.Namespace):
     def __setitem__(self, name: str, value: Any) -> None:
         _require_public(name)
         super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        # What it holds may hold others of its kind, each of them twice.
+        return "<namespace>"
 
 
 def _require_public(name: Any) -> None:
@@ -457,16 +513,53 @@ def _bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _spent().step()
-        _require_small(*args, *kwargs.values())
+        _require_bounded(*args, *kwargs.values())
         return function(*args, **kwargs)
 
     return bounded
+
+
+def _weighed(value: Any) -> Any:
+    """The value, unless it is too large to be looked at as a whole."""
+    _spent().weigh(value)
+    return value
+
+
+def _weighing(node: nodes.Expr) -> nodes.Expr:
+    """An expression whose value is weighed; a constant needs no scales."""
+    if isinstance(node, nodes.Const):
+        return node
+    return nodes.Filter(node, _WEIGHED, [], [], None, None, lineno=node.lineno)
+
+
+def _weighed_test(function: Any) -> Callable[..., Any]:
+    @wraps(function)
+    def weighed(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            _weighed(value)
+        return function(*args, **kwargs)
+
+    return weighed
+
+
+def _require_bounded(*values: Any) -> None:
+    _require_small(*values)
+    for value in values:
+        _weighed(value)
 
 
 def _require_small(*values: Any) -> None:
     for value in values:
         if isinstance(value, int) and abs(value) > _MAX_ARGUMENT:
             raise SecurityError(f"the number {value if abs(value) < 10**18 else 'beyond 10**18'}")
+
+
+@jinja2.pass_environment
+def _sum(environment: jinja2.Environment, items: Any, attribute: Any = None, start: Any = 0) -> Any:
+    """As Jinja's own, of numbers: lists would be copied anew with each that is added."""
+    if not isinstance(start, (int, float)):
+        raise SecurityError("a sum of what is no number")
+    return FILTERS["sum"](environment, items, attribute, start)
 
 
 def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
@@ -507,6 +600,12 @@ def _to_json(
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     _spent().make(len(text))
     return text
+
+
+def _tell(error: Exception) -> str:
+    """Its words without marks, and no more of them than an answer can take."""
+    words = _MARKS.sub("", str(error)[: 2 * _MAX_REASON])
+    return words if len(words) <= _MAX_REASON else f"{words[: _MAX_REASON - 1]}…"
 
 
 def _raise(message: str) -> None:

@@ -31,7 +31,7 @@ from model.artifact import CHAT, TARGET_TOKENIZER, TOKENIZER, hash_file
 from model.config import ConfigError, ModelConfig
 from model.files import StagedFiles, write_atomically
 from model.generation import GENERATION, GenerationError, GenerationSettings
-from model.transformer import Transformer, build
+from model.transformer import Transformer, build_empty
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -192,7 +192,7 @@ def load(folder: Path) -> Checkpoint:
     if config is None:
         raise CheckpointError(folder, problems)
     generation = _read_generation(folder, config, problems)
-    model = build(config, seed=0)
+    model = build_empty(config)
     if (folder / WEIGHTS).is_file():
         _read_weights(folder, model, problems)
     if problems:

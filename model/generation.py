@@ -14,6 +14,8 @@ from typing import Any
 
 GENERATION = "generation.json"
 """A checkpoint's file of `GenerationSettings`."""
+MAX_PATIENCE = 1000.0
+"""Of beam searches: more hypotheses than this never end."""
 
 
 class GenerationError(ValueError):
@@ -31,14 +33,17 @@ class GenerationRules:
     `forced_first_id` is an output's first token, unless the request gives its beginning. `forced_last_id` is its last
     where `max_tokens` or the context's end cuts it off. `suppressed_ids` are never chosen. With `renormalize` a beam
     search adds up the log-probabilities of what the rules leave, without it those of the whole vocabulary; a forced
-    token counts as certain either way. All this is Hugging Face's `generate`, whose names for it are
-    `forced_bos_token_id`, `forced_eos_token_id`, `bad_words_ids` and `suppress_tokens`, and `renormalize_logits`.
+    token counts as certain either way. `patience` is a beam search's whose request says nothing of it, as
+    `service.engine.beam` explains it. All this is Hugging Face's `generate`, whose names for it are
+    `forced_bos_token_id`, `forced_eos_token_id`, `bad_words_ids` and `suppress_tokens`, `renormalize_logits`, and
+    `early_stopping`.
     """
 
     forced_first_id: int | None = None
     forced_last_id: int | None = None
     suppressed_ids: tuple[int, ...] = ()
     renormalize: bool = False
+    patience: float = 1.0
 
     @property
     def named_ids(self) -> tuple[tuple[str, int], ...]:
@@ -123,4 +128,8 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "forced_last_id": (lambda value: value is None or _is_id(value), "a token id or null"),
     "suppressed_ids": (_is_ids, "a list of token ids"),
     "renormalize": (lambda value: isinstance(value, bool), "true or false"),
+    "patience": (
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MAX_PATIENCE,
+        f"a number from 0 to {MAX_PATIENCE:g}",
+    ),
 }

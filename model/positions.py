@@ -1,7 +1,8 @@
 """How order enters a model that would otherwise see a set: sinusoids, a learned table, rotations.
 
 The first two are added to token vectors, the third turns queries and keys. Tables are computed in float64 and rounded
-once, so that an angle of thousands of radians is still right to the last float32 bit. Angles are radians.
+once, so that an angle of thousands of radians is still right to the last float32 bit; always on the CPU, so that they
+are there even in a model that is made without its weights. Angles are radians.
 
 Sources: sinusoids, Vaswani et al. (2017), section 3.5; rotations, Su et al., "RoFormer" (2021); the ways to slow them
 down, with `rotary_frequencies`.
@@ -25,14 +26,14 @@ def sinusoidal_table(length: int, d_model: int, *, interleaved: bool = True) -> 
         `[length, d_model] float32`, sines at even and cosines at odd columns, or if not interleaved, sines in the first
         half and cosines in the second.
     """
-    exponents = torch.arange(0, d_model, 2, dtype=torch.float64) / d_model
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), 10000.0**-exponents)
+    exponents = torch.arange(0, d_model, 2, dtype=torch.float64, device="cpu") / d_model
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), 10000.0**-exponents)
     return torch.stack((angles.sin(), angles.cos()), dim=-1 if interleaved else -2).flatten(1).float()
 
 
 def base_frequencies(head_dim: int, theta: float) -> Tensor:
     """By how many radians a step of one position turns pair j: theta^(-2j/D), `[head_dim / 2] float64`."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     frequencies: Tensor = theta**-exponents
     return frequencies
 
@@ -85,7 +86,7 @@ def _kept_by_yarn(config: ModelConfig) -> Tensor:
     if config.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.head_dim - 1)
-    pairs = torch.arange(config.head_dim // 2, dtype=torch.float64)
+    pairs = torch.arange(config.head_dim // 2, dtype=torch.float64, device="cpu")
     # Bounds that meet would divide by zero.
     return 1 - ((pairs - first) / (last - first if last != first else 0.001)).clamp(0, 1)
 
@@ -101,7 +102,7 @@ def rotary_tables(length: int, frequencies: Tensor, factor: float = 1.0) -> tupl
     Returns:
         Two `[length, D / 2] float32`, as ONNX's GroupQueryAttention takes them.
     """
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)
     return (angles.cos() * factor).float(), (angles.sin() * factor).float()
 
 

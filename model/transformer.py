@@ -187,13 +187,30 @@ def build(config: ModelConfig, seed: int | None = None) -> Transformer:
         return _build(config)
 
 
+def build_empty(config: ModelConfig) -> Transformer:
+    """A model whose parameters hold nothing yet, for one who sets them all: drawing them takes seconds for large ones.
+
+    Position tables, functions of the configuration, are there. In training mode, float32 on the CPU.
+    """
+    with torch.device("meta"):
+        model = _assemble(config)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
+    return model
+
+
 def num_parameters(model: nn.Module) -> int:
     """How many trained numbers the model has, shared ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def _assemble(config: ModelConfig) -> Transformer:
+    return EncoderDecoder(config) if config.is_encoder_decoder else DecoderOnly(config)
+
+
 def _build(config: ModelConfig) -> Transformer:
-    model = EncoderDecoder(config) if config.is_encoder_decoder else DecoderOnly(config)
+    model = _assemble(config)
     _initialize(model, config)
     return model
 

@@ -15,7 +15,7 @@ from typing import Any
 from model.config import Architecture, ModelConfig, Norm, NormPlacement, Positions
 from model.hf.activations import read_activation
 from model.hf.folder import CONFIG, Stored
-from model.hf.layout import Described, Layout, Part
+from model.hf.layout import MAX_LAYERS, Described, Layout, Part
 from model.hf.values import Values
 
 _POSITION_OFFSET = 2
@@ -45,8 +45,8 @@ def describe(values: Values, stored: Mapping[str, Stored], problems: list[str]) 
         "context": context,
         "source_context": context,
         "d_model": width,
-        "num_encoder_layers": values.integer("encoder_layers"),
-        "num_layers": values.integer("decoder_layers"),
+        "num_encoder_layers": values.integer("encoder_layers", most=MAX_LAYERS),
+        "num_layers": values.integer("decoder_layers", most=MAX_LAYERS),
         "num_heads": heads,
         "d_ff": inner,
         "positions": Positions.SINUSOIDAL_HALVES if is_marian else Positions.LEARNED,

@@ -51,7 +51,8 @@ class Stored:
 class HfFolder:
     """What a folder holds; empty objects stand for files that are missing and need not be there.
 
-    `tensors` has everything that the weights' headers name.
+    `tensors` has everything that the weights' headers name, `unread` what the index puts into files that are missing
+    or damaged.
     """
 
     path: Path
@@ -59,6 +60,7 @@ class HfFolder:
     generation: Mapping[str, Any]
     tokenizer_config: Mapping[str, Any]
     tensors: Mapping[str, Stored] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -88,12 +90,14 @@ def read_folder(path: Path, problems: list[str]) -> HfFolder:
         problems.append(f"{CONFIG} is missing")
     if (path / "adapter_config.json").is_file():
         problems.append("adapter_config.json: an adapter is no model; merge it into the model that it is for")
+    tensors, unread = _read_headers(path, problems)
     return HfFolder(
         path=path,
         config=_read_json(path, CONFIG, problems),
         generation=_read_json(path, GENERATION, problems),
         tokenizer_config=_read_json(path, TOKENIZER_CONFIG, problems),
-        tensors=_read_headers(path, problems),
+        tensors=tensors,
+        unread=frozenset(unread),
     )
 
 
@@ -139,13 +143,17 @@ def _read_json(folder: Path, name: str, problems: list[str]) -> dict[str, Any]:
     return values
 
 
-def _read_headers(folder: Path, problems: list[str]) -> dict[str, Stored]:
+_Headers = tuple[dict[str, Stored], set[str]]
+"""What was found, and the names of what could not be looked for."""
+
+
+def _read_headers(folder: Path, problems: list[str]) -> _Headers:
     has_index, has_single = (folder / INDEX).is_file(), (folder / WEIGHTS).is_file()
     if has_index and has_single:
         problems.append(f"both {WEIGHTS} and {INDEX} are there: which of them is the model?")
-        return {}
+        return {}, set()
     if has_single:
-        return _read_header(folder, WEIGHTS, problems)
+        return _read_header(folder, WEIGHTS, problems) or {}, set()
     if has_index:
         return _read_shards(folder, problems)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
@@ -156,47 +164,46 @@ def _read_headers(folder: Path, problems: list[str]) -> dict[str, Stored]:
         )
     else:
         problems.append(f"neither {WEIGHTS} nor {INDEX} is there")
-    return {}
+    return {}, set()
 
 
-def _read_shards(folder: Path, problems: list[str]) -> dict[str, Stored]:
+def _read_shards(folder: Path, problems: list[str]) -> _Headers:
     """All tensors of all shards, each where the index says."""
     placed = _read_json(folder, INDEX, problems).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()) or not placed:
         problems.append(f"{INDEX}: weight_map is {shorten(placed)}, must be an object of file names")
-        return {}
+        return {}, set()
     by_file: dict[str, set[str]] = defaultdict(set)
     for name, file in placed.items():
         by_file[file].add(name)
     tensors: dict[str, Stored] = {}
+    unread: set[str] = set()
     for file, names in sorted(by_file.items()):
+        found = None
         if _escapes(folder, file):
             problems.append(f"{INDEX}: {file!r} leaves the folder")
-            continue
-        if not (folder / file).is_file():
+        elif not (folder / file).is_file():
             problems.append(f"{file} is missing, {INDEX} puts {len(names)} tensors into it")
+        else:
+            found = _read_header(folder, file, problems)
+        if found is None:
+            unread |= names
             continue
-        found = _read_header(folder, file, problems)
-        problems += [f"{file} lacks {name}, which {INDEX} puts there" for name in sorted(names - found.keys()) if found]
+        problems += [f"{file} lacks {name}, which {INDEX} puts there" for name in sorted(names - found.keys())]
         problems += [f"{file} has {name}, which {INDEX} does not put there" for name in sorted(found.keys() - names)]
         tensors |= found
-    return tensors
+    return tensors, unread
 
 
-def _read_header(folder: Path, file: str, problems: list[str]) -> dict[str, Stored]:
+def _read_header(folder: Path, file: str, problems: list[str]) -> dict[str, Stored] | None:
+    """What a file says it holds; None where it cannot be read, which is a problem."""
     if _escapes(folder, file):
         problems.append(f"{file} is a link out of the folder; copy the folder with what its links point to (cp -rL)")
-        return {}
+        return None
     try:
         with safe_open(folder / file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 — no mapping
-            stored = {name: Stored(file, piece.get_dtype(), tuple(piece.get_shape())) for name, piece in slices.items()}
+            return {name: Stored(file, piece.get_dtype(), tuple(piece.get_shape())) for name, piece in slices.items()}
     except (SafetensorError, OSError) as error:
         problems.append(f"{file}: {error}")
-        return {}
-    problems += [
-        f"{file}: {name} is {tensor.dtype}, must be {', '.join(DTYPES)}"
-        for name, tensor in sorted(stored.items())
-        if tensor.dtype not in DTYPES
-    ]
-    return stored
+        return None

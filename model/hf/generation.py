@@ -1,7 +1,7 @@
 """Which tokens end, begin, force and forbid: generation_config.json, or config.json where there is none.
 
-What a request can say for itself (sampling, beams, lengths) stays the request's to say: such defaults are told, not
-applied. Standard library only.
+And when a beam search ends, which requests seldom say. What else a request can say for itself (sampling, beams,
+lengths) stays the request's to say: such defaults are told, not applied. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.config import ModelConfig
-from model.generation import GenerationRules, GenerationSettings
+from model.generation import MAX_PATIENCE, GenerationRules, GenerationSettings
 from model.hf.folder import CONFIG, GENERATION, HfFolder
 from model.hf.values import Values, shorten
 
@@ -40,7 +40,6 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 
 _REQUESTS: Mapping[str, tuple[Any, ...]] = {
     "do_sample": (False,),
-    "early_stopping": (False,),
     "length_penalty": (1.0,),
     "max_length": (20,),
     "max_new_tokens": (),
@@ -69,7 +68,7 @@ class Tokens:
     defaults: Mapping[str, Any]
 
 
-def read_tokens(folder: HfFolder, config: ModelConfig, problems: list[str], notes: list[str]) -> Tokens | None:
+def read_tokens(folder: HfFolder, problems: list[str], notes: list[str], *, is_encoder_decoder: bool) -> Tokens | None:
     """Settings and tokens of a model; None where no token ends an output."""
     has_file = folder.file(GENERATION) is not None
     model_type = str(folder.config.get("model_type"))
@@ -84,7 +83,7 @@ def read_tokens(folder: HfFolder, config: ModelConfig, problems: list[str], note
         return None
     bos = asked.token("bos_token_id") if asked.get("bos_token_id") is not None else described.token("bos_token_id")
     start = bos
-    if config.is_encoder_decoder:
+    if is_encoder_decoder:
         name = "decoder_start_token_id"
         start = asked.token(name) if asked.get(name) is not None else described.token(name)
         start = bos if start is None else start
@@ -95,8 +94,9 @@ def read_tokens(folder: HfFolder, config: ModelConfig, problems: list[str], note
         forced_last_id=asked.token("forced_eos_token_id"),
         suppressed_ids=_suppressed(asked, eos_ids),
         renormalize=asked.flag("renormalize_logits", default=False),
+        patience=_patience(asked),
     )
-    if rules.forced_first_id is not None and not config.is_encoder_decoder:
+    if rules.forced_first_id is not None and not is_encoder_decoder:
         asked.refuse("forced_bos_token_id", "a decoder-only model's output begins with its prompt")
     pad = _pad(asked) if _pad(asked) is not None else _pad(described)
     defaults = {
@@ -107,14 +107,12 @@ def read_tokens(folder: HfFolder, config: ModelConfig, problems: list[str], note
     if defaults:
         said = ", ".join(f"{name} {shorten(value)}" for name, value in defaults.items())
         notes.append(f"generation defaults that a request must ask for itself: {said}")
-    tokens = Tokens(
+    return Tokens(
         settings=GenerationSettings(eos_ids, rules),
         pad_id=eos_ids[0] if pad is None else pad,
         start_id=eos_ids[0] if start is None else start,
         defaults=defaults,
     )
-    problems += _out_of_range(tokens, config)
-    return tokens
 
 
 def _suppressed(asked: Values, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -122,7 +120,7 @@ def _suppressed(asked: Values, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
     banned = list(asked.tokens("suppress_tokens"))
     words = asked.get("bad_words_ids")
     for word in words if isinstance(words, list) else [] if words is None else [words]:
-        if not (isinstance(word, list) and len(word) == 1 and isinstance(word[0], int) and word[0] >= 0):
+        if not (isinstance(word, list) and len(word) == 1 and type(word[0]) is int and word[0] >= 0):
             asked.refuse("bad_words_ids", "only words of one token are supported")
             return ()
         if word[0] not in eos_ids:
@@ -130,15 +128,33 @@ def _suppressed(asked: Values, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(banned))
 
 
+def _patience(asked: Values) -> float:
+    """When a beam search ends: at a guess, when enough hypotheses have ended, or when nothing can be better."""
+    value = asked.get("early_stopping")
+    if value == "never":
+        return MAX_PATIENCE
+    if value is not None and not isinstance(value, bool):
+        asked.refuse("early_stopping", "must be true, false or 'never'")
+    return 1.0 if value is True else 0.0
+
+
 def _pad(values: Values) -> int | None:
     """The first Llamas said -1 for none."""
     return None if values.get("pad_token_id") in (None, -1) else values.token("pad_token_id")
 
 
-def _out_of_range(tokens: Tokens, config: ModelConfig) -> list[str]:
+_THEIR_NAMES = {
+    "forced_first_id": "forced_bos_token_id",
+    "forced_last_id": "forced_eos_token_id",
+    "suppressed_ids": "bad_words_ids or suppress_tokens",
+}
+
+
+def check_tokens(tokens: Tokens, config: ModelConfig) -> list[str]:
+    """Which ids a model's vocabulary does not have."""
     size = config.vocab_size
     fillable = min(size, config.source_vocab_size) if config.is_encoder_decoder else size
     named = [("pad_token_id", tokens.pad_id, fillable), ("decoder_start_token_id", tokens.start_id, size)]
     named += [("eos_token_id", token, size) for token in tokens.settings.eos_ids]
-    named += [(name, token, size) for name, token in tokens.settings.rules.named_ids]
+    named += [(_THEIR_NAMES[name], token, size) for name, token in tokens.settings.rules.named_ids]
     return [f"{name} is {token}, must be in [0, {limit})" for name, token, limit in named if token >= limit]

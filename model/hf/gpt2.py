@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from model.config import Architecture, ModelConfig, Norm, NormPlacement, Positions
 from model.hf.activations import read_activation
 from model.hf.folder import CONFIG, Stored
-from model.hf.layout import Described, Layout, Part
+from model.hf.layout import MAX_LAYERS, Described, Layout, Part
 from model.hf.values import Values
 
 _MATRICES = {
@@ -30,7 +30,7 @@ def describe(values: Values, stored: Mapping[str, Stored], problems: list[str]) 
     if not values.flag("scale_attn_weights", default=True):
         values.refuse("scale_attn_weights", "scores are divided by √d_k here")
     vocab_size, context = values.integer("vocab_size"), values.integer("n_positions")
-    layers, inner = values.integer("n_layer"), values.integer("n_inner", 4 * width)
+    layers, inner = values.integer("n_layer", most=MAX_LAYERS), values.integer("n_inner", 4 * width)
     activation = read_activation(values, "activation_function", "gelu_new")
     epsilon = values.number("layer_norm_epsilon", 1e-5)
     is_tied = values.flag("tie_word_embeddings", default=True)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.artifact import TOKENIZER
-from model.config import ConfigError, ModelConfig
+from model.config import Architecture, ConfigError, ModelConfig
 from model.generation import GENERATION
 from model.hf import bart, gpt2, llama
 from model.hf.folder import CONFIG, HfFolder, ImportRefused, Stored, read_folder
-from model.hf.generation import read_tokens
+from model.hf.generation import check_tokens, read_tokens
 from model.hf.layout import Described, Layout, Part
 from model.hf.texts import read_chat, read_tokenizers
 from model.hf.values import Values, shorten
@@ -35,20 +35,21 @@ _SINUSOID_TOLERANCE = 2e-3
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A `model_type`: the class that its weights are of, and who understands its configuration."""
+    """A `model_type`: the class that its weights are of, what that is, and who understands its configuration."""
 
     architecture: str
+    kind: Architecture
     describe: Callable[[Values, Mapping[str, Stored], list[str]], Described | None]
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("LlamaForCausalLM", llama.describe),
-    "mistral": Family("MistralForCausalLM", llama.describe),
-    "qwen2": Family("Qwen2ForCausalLM", llama.describe),
-    "qwen3": Family("Qwen3ForCausalLM", llama.describe),
-    "gpt2": Family("GPT2LMHeadModel", gpt2.describe),
-    "bart": Family("BartForConditionalGeneration", bart.describe),
-    "marian": Family("MarianMTModel", bart.describe),
+    "llama": Family("LlamaForCausalLM", Architecture.DECODER_ONLY, llama.describe),
+    "mistral": Family("MistralForCausalLM", Architecture.DECODER_ONLY, llama.describe),
+    "qwen2": Family("Qwen2ForCausalLM", Architecture.DECODER_ONLY, llama.describe),
+    "qwen3": Family("Qwen3ForCausalLM", Architecture.DECODER_ONLY, llama.describe),
+    "gpt2": Family("GPT2LMHeadModel", Architecture.DECODER_ONLY, gpt2.describe),
+    "bart": Family("BartForConditionalGeneration", Architecture.ENCODER_DECODER, bart.describe),
+    "marian": Family("MarianMTModel", Architecture.ENCODER_DECODER, bart.describe),
 }
 
 
@@ -82,23 +83,29 @@ def plan(path: Path, *, context: int | None = None, chat: bool = True) -> Plan:
     problems: list[str] = []
     notes: list[str] = []
     folder = read_folder(path, problems)
-    described = _describe(folder, problems) if folder.config else None
-    if described is None:
+    if not path.is_dir():
         raise ImportRefused(path, problems)
-    problems += described.layout.check(folder.tensors) if folder.tensors else []
-    tokens = read_tokens(folder, described.config, problems, notes)
-    if tokens is None:
-        raise ImportRefused(path, problems)
-    tokenizers = read_tokenizers(folder, described.config, tokens, problems, notes)
-    extras = {GENERATION: tokens.settings.to_json()}
-    extras |= read_chat(folder, tokenizers.get(TOKENIZER), problems, notes) if chat else {}
-    config = described.config
-    if context is not None and not 1 <= context <= config.context:
-        problems.append(f"context is {context}, must be in [1, {config.context}]")
-    if problems:
+    # Each part is looked at as far as it goes, whatever is wrong with the others: all of it is to be told at once.
+    family = _family(folder)
+    described = _describe(folder, family, problems) if folder.config else None
+    problems += (Layout() if described is None else described.layout).check_dtypes(folder.tensors)
+    if described is not None and folder.tensors:
+        problems += described.layout.check(folder.tensors, folder.unread)
+    tokens = None
+    if family is not None:
+        is_pair = family.kind is Architecture.ENCODER_DECODER
+        tokens = read_tokens(folder, problems, notes, is_encoder_decoder=is_pair)
+    if described is not None and tokens is not None:
+        problems += check_tokens(tokens, described.config)
+    eos_ids = () if tokens is None else tokens.settings.eos_ids
+    tokenizers = read_tokenizers(folder, None if described is None else described.config, eos_ids, problems, notes)
+    templates = read_chat(folder, tokenizers.get(TOKENIZER), problems, notes) if chat else {}
+    if described is not None and context is not None and not 1 <= context <= described.config.context:
+        problems.append(f"context is {context}, must be in [1, {described.config.context}]")
+    if problems or described is None or tokens is None:
         raise ImportRefused(path, problems)
     config = dataclasses.replace(
-        _cut(config, context or config.context),
+        _cut(described.config, context or described.config.context),
         pad_id=tokens.pad_id,
         bos_id=tokens.start_id,
         eos_id=tokens.settings.eos_ids[0],
@@ -120,7 +127,7 @@ def plan(path: Path, *, context: int | None = None, chat: bool = True) -> Plan:
         config=config,
         layout=described.layout,
         tokenizers=tokenizers,
-        extras=extras,
+        extras={GENERATION: tokens.settings.to_json(), **templates},
         manifest=manifest,
         notes=tuple(notes),
     )
@@ -151,10 +158,14 @@ def write(plan: Plan, out: Path) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def _describe(folder: HfFolder, problems: list[str]) -> Described | None:
+def _family(folder: HfFolder) -> Family | None:
+    kind = folder.config.get("model_type")
+    return FAMILIES.get(kind) if isinstance(kind, str) else None
+
+
+def _describe(folder: HfFolder, family: Family | None, problems: list[str]) -> Described | None:
     values = Values(CONFIG, folder.config, problems)
     kind = folder.config.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
     quantization = folder.config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization

@@ -6,13 +6,16 @@ A layout is checked against the weights' headers as a whole, before a number is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from model.config import ModelConfig
-from model.hf.folder import Stored
+from model.hf.folder import DTYPES, Stored
 
 Shape = tuple[int, ...]
+
+MAX_LAYERS = 1024
+"""Every layer's tensors are named before it is known whether they are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +72,25 @@ class Layout:
         """Every part of every tensor."""
         return (part for parts in self.tensors.values() for part in parts)
 
-    def check(self, stored: Mapping[str, Stored]) -> list[str]:
-        """What the weights lack, what they have too much, and what has the wrong shape."""
+    def check(self, stored: Mapping[str, Stored], unread: Collection[str] = ()) -> list[str]:
+        """What the weights lack, what they have too much, and what has the wrong shape.
+
+        Args:
+            stored: what is there.
+            unread: what may be there as well, in files of which it is known already that they cannot be read.
+        """
         parts = {part.name: part for part in self.parts}
-        problems = [f"the weights lack {name} {list(part.shape)}" for name, part in parts.items() if name not in stored]
+        problems = [
+            f"the weights lack {name} {list(part.shape)}"
+            for name, part in parts.items()
+            if name not in stored and name not in unread
+        ]
         known = parts | {name: Part(name, part.shape) for name, part in self.copies.items()}
         known |= {name: Part(name, shape) for name, shape in self.sinusoids.items()}
-        ignored = re.compile("|".join(self.ignored) or "(?!)")
         problems += [
             f"{tensor.file} has unexpected {name} {list(tensor.shape)}"
             for name, tensor in sorted(stored.items())
-            if name not in known and not ignored.fullmatch(name)
+            if name not in known and not self.ignores(name)
         ]
         problems += [
             f"{stored[name].file}: {name} is {list(stored[name].shape)}, must be {list(part.shape)}"
@@ -87,6 +98,18 @@ class Layout:
             if name in stored and stored[name].shape != part.shape
         ]
         return problems
+
+    def check_dtypes(self, stored: Mapping[str, Stored]) -> list[str]:
+        """What is stored in a way that is not read; what is of no use may be, masks of bytes for one."""
+        return [
+            f"{tensor.file}: {name} is {tensor.dtype}, must be {', '.join(DTYPES)}"
+            for name, tensor in sorted(stored.items())
+            if tensor.dtype not in DTYPES and not self.ignores(name)
+        ]
+
+    def ignores(self, name: str) -> bool:
+        """Whether one of theirs is of no use."""
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
 
 @dataclass(frozen=True, slots=True)

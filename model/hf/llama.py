@@ -15,11 +15,15 @@ from typing import Any
 
 from model.config import Activation, Architecture, LayerType, ModelConfig, Norm, NormPlacement, Positions
 from model.hf.folder import CONFIG, Stored
-from model.hf.layout import Described, Layout, Part
+from model.hf.layout import MAX_LAYERS, Described, Layout, Part
 from model.hf.rope import read_rope
-from model.hf.values import Values
+from model.hf.values import Values, shorten
 
 _LAYER_TYPES = {"full_attention": LayerType.FULL, "sliding_attention": LayerType.SLIDING}
+_KEY_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+"""What transformers takes where nothing is said at all; null is as many as there are heads."""
+_MAX_CONTEXT = 2**22
+"""No weight says how long a context is, and tables of its rotations are made."""
 
 
 def describe(values: Values, _: Mapping[str, Stored], problems: list[str]) -> Described | None:
@@ -28,8 +32,12 @@ def describe(values: Values, _: Mapping[str, Stored], problems: list[str]) -> De
     is_qwen = kind in ("qwen2", "qwen3")
     heads = values.integer("num_attention_heads")
     width = values.integer("hidden_size")
-    context = values.integer("max_position_embeddings")
-    layers = values.integer("num_hidden_layers")
+    context = values.integer("max_position_embeddings", most=_MAX_CONTEXT)
+    layers = values.integer("num_hidden_layers", most=MAX_LAYERS)
+    is_said = "num_key_value_heads" in values.names
+    key_heads = values.integer("num_key_value_heads", heads if is_said else _KEY_HEADS.get(kind, heads))
+    if heads % key_heads:
+        problems.append(f"{CONFIG}: num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}")
     # Transformers' own default for qwen3; the others have no room for another width than d / heads, or derive it.
     head_dim = values.integer("head_dim", 128 if kind == "qwen3" else max(1, width // heads))
     if kind != "qwen3" and values.get("head_dim") is None and width % heads:
@@ -42,7 +50,7 @@ def describe(values: Values, _: Mapping[str, Stored], problems: list[str]) -> De
         "d_model": width,
         "num_layers": layers,
         "num_heads": heads,
-        "num_kv_heads": values.integer("num_key_value_heads", 8 if kind == "mistral" else heads),
+        "num_kv_heads": key_heads,
         "head_dim": head_dim,
         "d_ff": values.integer("intermediate_size"),
         "positions": Positions.ROTARY,
@@ -68,22 +76,22 @@ def describe(values: Values, _: Mapping[str, Stored], problems: list[str]) -> De
 
 
 def _window(values: Values) -> int:
-    """0 for none; Mistral's own default where nothing is said at all."""
+    """0 for none; transformers' own default where nothing is said at all."""
     is_said = "sliding_window" in values.names
     return values.integer("sliding_window", 0 if is_said else 4096)
 
 
 def _upper_windows(values: Values, layers: int, problems: list[str]) -> dict[str, Any]:
     """The layers above the first `max_window_layers` have one, unless they are told one by one."""
-    if not values.flag("use_sliding_window", default=False):
+    window = _window(values) if values.flag("use_sliding_window", default=False) else 0
+    if not window:
         return {}
-    window = values.integer("sliding_window", 4096)
     kinds = values.get("layer_types")
     if kinds is None:
         first = values.integer("max_window_layers", 28, least=0)
         kinds = ["full_attention" if index < first else "sliding_attention" for index in range(layers)]
-    if not isinstance(kinds, list) or not all(kind in _LAYER_TYPES for kind in kinds):
-        problems.append(f"{CONFIG}: layer_types is {kinds!r}, must be a list of {', '.join(_LAYER_TYPES)}")
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) and kind in _LAYER_TYPES for kind in kinds):
+        problems.append(f"{CONFIG}: layer_types is {shorten(kinds)}, must be a list of {', '.join(_LAYER_TYPES)}")
         return {}
     types = tuple(_LAYER_TYPES[kind] for kind in kinds)
     return {"sliding_window": window, "layer_types": types} if LayerType.SLIDING in types else {}

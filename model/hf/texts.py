@@ -7,7 +7,7 @@ models instead, which are converted (`model.hf.marian_pieces`). Needs no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import tokenizers
@@ -16,7 +16,7 @@ from model.artifact import CHAT, TARGET_TOKENIZER, TOKENIZER
 from model.chat import VARIABLES, Chat, ChatSettings, ChatTemplateError, ConversationError, Message
 from model.config import ModelConfig
 from model.hf.folder import TOKENIZER_CONFIG, HfFolder
-from model.hf.generation import Tokens
+from model.hf.values import shorten
 from model.tokenizer import Tokenizer, TokenizerError
 
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -25,9 +25,12 @@ _LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
 def read_tokenizers(
-    folder: HfFolder, config: ModelConfig, tokens: Tokens, problems: list[str], notes: list[str]
+    folder: HfFolder, config: ModelConfig | None, eos_ids: Collection[int], problems: list[str], notes: list[str]
 ) -> dict[str, str]:
-    """Texts of our files by name: tokenizer.json, and target_tokenizer.json where a pair is there."""
+    """Texts of our files by name: tokenizer.json, and target_tokenizer.json where a pair is there.
+
+    Without a configuration, whose vocabularies they must fit, they are read all the same, for what else is wrong.
+    """
     names = _special_spellings(folder, problems)
     text = folder.read_text(TOKENIZER, problems)
     if text is not None:
@@ -42,34 +45,42 @@ def read_tokenizers(
             f"{TOKENIZER} is missing; transformers writes one: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
         return {}
-    limits = {TOKENIZER: config.source_vocab_size or config.vocab_size, TARGET_TOKENIZER: config.vocab_size}
+    limits: dict[str, int] = {}
+    if config is not None:
+        limits = {TOKENIZER: config.source_vocab_size or config.vocab_size, TARGET_TOKENIZER: config.vocab_size}
     result = {}
     for name, each in made.items():
         try:
-            tokenizer = Tokenizer(_declare(tokenizers.Tokenizer.from_str(each), names, tokens.settings.eos_ids))
+            tokenizer = Tokenizer(_declare(tokenizers.Tokenizer.from_str(each), names, eos_ids))
         except Exception as error:  # the library's own, which has no other name
             problems.append(f"{name}: {error}")
             continue
-        if tokenizer.vocab_size > limits[name]:
+        if name in limits and tokenizer.vocab_size > limits[name]:
             problems.append(f"{name} has ids up to {tokenizer.vocab_size - 1}, the model embeds {limits[name]}")
         result[name] = tokenizer.to_json()
     return result
 
 
 def read_chat(folder: HfFolder, tokenizer_json: str | None, problems: list[str], notes: list[str]) -> dict[str, str]:
-    """The text of chat.json by its name, if the folder has a template."""
+    """The text of chat.json by its name, if the folder has a template.
+
+    Without a tokenizer a template is compiled all the same, for what may be wrong with it.
+    """
     source = folder.read_text(CHAT_TEMPLATE, problems)
     if source is None:
-        source = _default_template(folder.tokenizer_config.get("chat_template"), problems)
-    if source is None or tokenizer_json is None:
+        source = _default_template(folder.tokenizer_config.get("chat_template"), problems, notes)
+    if source is None:
         return {}
     values = _special_values(folder, problems)
     variables = {name: spelling for name in VARIABLES if (spelling := _spelling(values.get(name))) is not None}
     settings = ChatSettings(source, variables)
+    empty = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token="")))
     try:
-        chat = Chat(settings, Tokenizer.from_json(tokenizer_json))
+        chat = Chat(settings, empty if tokenizer_json is None else Tokenizer.from_json(tokenizer_json))
     except (ChatTemplateError, TokenizerError) as error:
         problems.append(f"chat template: {error}; --no-chat leaves it out")
+        return {}
+    if tokenizer_json is None:
         return {}
     try:
         chat.encode([Message("user", "Hello")])
@@ -78,18 +89,17 @@ def read_chat(folder: HfFolder, tokenizer_json: str | None, problems: list[str],
     return {CHAT: settings.to_json()}
 
 
-def _default_template(value: Any, problems: list[str]) -> str | None:
+def _default_template(value: Any, problems: list[str], notes: list[str]) -> str | None:
     """A template, or the one called default of several."""
     if isinstance(value, list):
-        value = next((each.get("template") for each in value if isinstance(each, dict) and _is_default(each)), None)
+        named = [(each.get("name"), each.get("template")) for each in value if isinstance(each, dict)]
+        value = next((template for name, template in named if name == "default"), None)
+        if named and value is None:
+            notes.append(f"no chat template: of {shorten([name for name, _ in named])} none is called default")
     if value is not None and not isinstance(value, str):
         problems.append(f"{TOKENIZER_CONFIG}: chat_template must be a string or a list of named ones")
         return None
     return value
-
-
-def _is_default(named: Mapping[str, Any]) -> bool:
-    return named.get("name") == "default"
 
 
 def _special_values(folder: HfFolder, problems: list[str]) -> dict[str, Any]:
@@ -116,7 +126,7 @@ def _spelling(value: Any) -> str | None:
     return content if isinstance(content, str) and content else None
 
 
-def _declare(inner: tokenizers.Tokenizer, names: Collection[str], eos_ids: Iterable[int]) -> tokenizers.Tokenizer:
+def _declare(inner: tokenizers.Tokenizer, names: Collection[str], eos_ids: Collection[int]) -> tokenizers.Tokenizer:
     """Says of every control token that it is special, which a file may leave to others; none gets a new id.
 
     Args:

@@ -5,9 +5,11 @@ Standard library only; knows nothing of what the fields mean.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
+
+_MOST = 2**31 - 1
 
 
 class Values:
@@ -37,7 +39,7 @@ class Values:
         """Notes that a field is not what it must be."""
         self._problems.append(f"{self._source}: {name} is {shorten(self.get(name))}, {wanted}")
 
-    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = _MOST) -> int:
         """A whole number; without a default it must be there."""
         value = self.get(name)
         if value is None and default is not None:
@@ -46,6 +48,8 @@ class Values:
             self._problems.append(f"{self._source} lacks {name}")
         elif not isinstance(value, int) or isinstance(value, bool) or value < least:
             self.refuse(name, f"must be a whole number of at least {least}")
+        elif value > most:
+            self.refuse(name, f"must be at most {most}")
         else:
             return value
         return least
@@ -57,7 +61,7 @@ class Values:
             return default
         if value is None:
             self._problems.append(f"{self._source} lacks {name}")
-        elif not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        elif not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
             self.refuse(name, "must be a finite number")
         else:
             return float(value)

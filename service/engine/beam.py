@@ -8,9 +8,12 @@ hypothesis's score, `sum of log-probabilities / length ** length_penalty`, the s
 hypothesis shows it). At `max_tokens` the best `beam_size` continuations finish, whatever they are.
 
 The search is over when `beam_size * patience` hypotheses have finished (Kasai et al., 2022; Hugging Face's
-`early_stopping=True` and CTranslate2's default are patience 1), but never before there are as many as were asked for;
-when no beam is left; or when no beam could still beat the hypotheses to be returned, which changes nothing but the
-time that it takes (nothing adds to a log-probability, so that a beam's best possible score is known).
+`early_stopping=True` and CTranslate2's default are patience 1), but never before there are as many as were asked for.
+With patience 0 it is over when `beam_size` have finished and the best beam, were it to end as it is, would score no
+better than the worst of the best `beam_size`: a guess, as a beam's score may still rise, and Hugging Face's default,
+`early_stopping=False`. It is also over when no beam is left, or when no beam could still beat the hypotheses to be
+returned, which changes nothing but the time that it takes (nothing adds to a log-probability, so that a beam's best
+possible score is known).
 
 Pure: knows no slots, no K/V, no text and no rules, which have had their say in the expansions. A search is a function
 of its own expansions alone, added up in double precision, so that a request's company cannot change it.
@@ -73,6 +76,7 @@ class BeamSearch:
         self, params: BeamSearchParams, max_tokens: int, eos_ids: frozenset[int], stop_token_ids: frozenset[int]
     ) -> None:
         self._params = params
+        self._patience = 1.0 if params.patience is None else params.patience
         self._max_tokens = max_tokens
         self._eos_ids = eos_ids
         self._stop_token_ids = stop_token_ids
@@ -183,13 +187,20 @@ class BeamSearch:
     def _score(self, total: float, length: int) -> float:
         return total / math.pow(max(length, 1), self._length_penalty)
 
+    def _worst_kept(self) -> float:
+        """The score of the last of the best `beam_size` hypotheses."""
+        return sorted((each.score for each in self._hypotheses), reverse=True)[self._params.beam_size - 1]
+
     def _is_decided(self, beams: Sequence[_Beam]) -> bool:
         params, num_finished = self._params, len(self._hypotheses)
         if not beams:
             return True
         if num_finished < params.num_hypotheses:
             return False
-        if num_finished >= params.beam_size * params.patience:
+        if self._patience == 0:
+            if num_finished >= params.beam_size and self._score(beams[0].total, self._length) <= self._worst_kept():
+                return True
+        elif num_finished >= params.beam_size * self._patience:
             return True
         # A score is best where its length divides it most, and by then the sum can only be less.
         best_length = self._max_tokens if params.length_penalty > 0 else self._length + 1

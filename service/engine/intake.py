@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model.generation import NO_WISHES, GenerationRules
 from service.engine.beam import BeamSearch
@@ -69,6 +69,8 @@ class Intake:
         eos_ids = frozenset() if stopping.ignore_eos else self._model.eos_ids
         max_num_tokens = min(self._model.context, len(given) + stopping.max_tokens)
         beam_search = request.beam_search
+        if beam_search is not None and beam_search.patience is None:
+            beam_search = replace(beam_search, patience=self._model.generation.patience)
         group = SequenceGroup(
             request=request,
             order=next(self._orders),

@@ -67,12 +67,15 @@ class StoppingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """Beam search in place of sampling. What each value does: `service.engine.beam`."""
+    """Beam search in place of sampling. What each value does: `service.engine.beam`.
+
+    A `patience` of None is the model's own (`model.generation`).
+    """
 
     beam_size: int
     num_hypotheses: int = 1
     length_penalty: float = 1.0
-    patience: float = 1.0
+    patience: float | None = 1.0
     no_repeat_ngram_size: int = 0
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from model.artifact import AttentionKind
 from model.chat import Message
+from model.generation import MAX_PATIENCE
 from proto.onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
 from service.costing import Cost
@@ -49,9 +50,8 @@ _DEFAULT_MAX_TOKENS = 256
 _DEFAULT_EXPLAINED_TOKENS = 64
 # As in OpenAI's API; vLLM cuts what is beyond, which a client would never know.
 _MAX_BIAS = 100.0
-# Peers take any number; beyond these a power of a length, or a product with a beam size, may be none.
+# Peers take any number; beyond this a power of a length may be none.
 _MAX_LENGTH_PENALTY = 10.0
-_MAX_PATIENCE = 1000.0
 
 
 def decode_generate(
@@ -208,9 +208,9 @@ def _beam_search(message: pb.GenerateRequest | pb.GenerateStreamRequest, limits:
     penalty, most_penalty = _given(asked, "length_penalty", 1.0), _MAX_LENGTH_PENALTY
     limit = f"must be from {-most_penalty:g} to {most_penalty:g}"
     _require("beam_search.length_penalty", penalty, limit, valid=-most_penalty <= penalty <= most_penalty)
-    patience, most_patience = _given(asked, "patience", 1.0), _MAX_PATIENCE
-    limit = f"must be above 0 and at most {most_patience:g}"
-    _require("beam_search.patience", patience, limit, valid=0 < patience <= most_patience)
+    patience, most_patience = asked.patience if asked.HasField("patience") else None, MAX_PATIENCE
+    limit = f"must be from 0 to {most_patience:g}"
+    _require("beam_search.patience", patience, limit, valid=patience is None or 0 <= patience <= most_patience)
     ngram = asked.no_repeat_ngram_size
     _require("beam_search.no_repeat_ngram_size", ngram, "must be at least 0 (0 is off)", valid=ngram >= 0)
     return BeamSearchParams(

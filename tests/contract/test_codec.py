@@ -137,7 +137,7 @@ def test_every_offered_field_is_read() -> None:
 def test_beam_search_that_says_nothing_but_its_size_gets_the_documented_defaults() -> None:
     call = decode(pb.GenerateRequest(text="a", beam_search=pb.BeamSearchParams(beam_size=2)))
     assert call.beam_search == BeamSearchParams(
-        beam_size=2, num_hypotheses=1, length_penalty=1.0, patience=1.0, no_repeat_ngram_size=0
+        beam_size=2, num_hypotheses=1, length_penalty=1.0, patience=None, no_repeat_ngram_size=0
     )
     assert call.sampling == SamplingParams()
 
@@ -160,6 +160,12 @@ def test_length_penalty_zero_that_was_said_is_not_an_absent_value() -> None:
     assert call.beam_search.length_penalty == 0.0
 
 
+def test_patience_zero_that_was_said_is_not_an_absent_value() -> None:
+    call = decode(pb.GenerateRequest(text="a", beam_search=pb.BeamSearchParams(beam_size=2, patience=0.0)))
+    assert call.beam_search is not None
+    assert call.beam_search.patience == 0.0
+
+
 def test_beams_may_be_stopped_by_tokens_and_lengths() -> None:
     stopping = pb.StoppingParams(max_tokens=7, min_tokens=2, stop_token_ids=[8], ignore_eos=True)
     message = pb.GenerateRequest(text="a", beam_search=pb.BeamSearchParams(beam_size=2), stopping=stopping)
@@ -178,9 +184,9 @@ def test_beams_may_be_stopped_by_tokens_and_lengths() -> None:
         ({"length_penalty": math.nan}, "length_penalty: must be from -10 to 10, got nan"),
         ({"length_penalty": math.inf}, "length_penalty: must be from -10 to 10, got inf"),
         ({"length_penalty": -10.5}, "length_penalty: must be from -10 to 10, got -10.5"),
-        ({"patience": 0.0}, "patience: must be above 0 and at most 1000, got 0.0"),
-        ({"patience": math.nan}, "patience: must be above 0 and at most 1000, got nan"),
-        ({"patience": 1e308}, "patience: must be above 0 and at most 1000, got 1e+308"),
+        ({"patience": -0.5}, "patience: must be from 0 to 1000, got -0.5"),
+        ({"patience": math.nan}, "patience: must be from 0 to 1000, got nan"),
+        ({"patience": 1e308}, "patience: must be from 0 to 1000, got 1e+308"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: must be at least 0 (0 is off), got -1"),
     ],
 )

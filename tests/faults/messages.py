@@ -47,7 +47,7 @@ _SANE: Mapping[str, tuple[Any, ...]] = {
     "beam_size": (2, 3, 4),
     "num_hypotheses": (1, 2),
     "length_penalty": (0.0, 1.0),
-    "patience": (1.0, 2.0),
+    "patience": (0.0, 1.0, 2.0),
     "no_repeat_ngram_size": (0, 2),
     "logprobs": (0, 3, 20),
     "prompt_logprobs": (0, 3),

@@ -1,4 +1,7 @@
-"""What every parity test needs: torch on one thread, since models this small only wait for a second one."""
+"""What every parity test needs: torch on one thread, since models this small only wait for a second one.
+
+And graphs that are written quickly, as most of these tests write some.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.artifacts import keep_operator_table
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> Iterator[None]:
@@ -14,3 +19,8 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_exports() -> None:
+    keep_operator_table()

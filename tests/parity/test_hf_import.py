@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import hf_folder, imports
+from benchmarks import hf_folder, import_large, imports
 from benchmarks.imports import CASES, Case, make_folder
 from export.__main__ import main as export_main
 from export.exporter import export
@@ -28,8 +28,9 @@ from model.generation import GENERATION, GenerationRules
 from model.hf.folder import ImportRefused
 from model.hf.importer import plan, write
 from model.presets import resolve
+from model.tokenizer import Tokenizer
 from model.tokenizer_training import one_word_per_id
-from model.transformer import build
+from model.transformer import build, num_parameters
 from service.errors import StartupError
 from service.loading import load_models
 from service.models import Conversation
@@ -137,6 +138,23 @@ def test_our_own_weights_come_back_from_their_layout_bit_by_bit(preset: str, tmp
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_the_folder_of_the_large_import_is_the_preset_of_its_size_and_a_small_one_imports(tmp_path: Path) -> None:
+    size, config = import_large.GPT2, resolve("gpt2-124m", []).model
+    assert (size["vocab_size"], size["n_positions"], size["n_embd"]) == (
+        config.vocab_size,
+        config.context,
+        config.d_model,
+    )
+    assert (size["n_layer"], size["n_head"]) == (config.num_layers, config.num_heads)
+    import_large.make_folder(tmp_path / "theirs", import_large.QUICK)
+    planned = plan(tmp_path / "theirs")
+    tokenizer = Tokenizer.from_json(planned.tokenizers["tokenizer.json"])
+    assert tokenizer.vocab_size == planned.config.vocab_size == 600
+    assert tokenizer.decode(tokenizer.encode("def f(x): …")) == "def f(x): …"
+    assert len(tokenizer.encode("return self")) < 5, "merges were learned"
+    assert write(planned, tmp_path / "ours") == num_parameters(checkpoint.load(tmp_path / "ours").model)
+
+
 def test_tied_tensors_that_differ_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "folder", tie_word_embeddings=True)
     with pytest.raises(ImportRefused, match=r"lm_head\.weight is not what model\.embed_tokens\.weight is"):
@@ -219,7 +237,7 @@ def test_generation_rules_survive_the_checkpoint_and_are_checked(tmp_path: Path)
     make_folder(case_named("marian-apart"), tmp_path / "theirs")
     write(plan(tmp_path / "theirs"), tmp_path / "ours")
     loaded = checkpoint.load(tmp_path / "ours")
-    rules = GenerationRules(forced_last_id=0, suppressed_ids=(139,), renormalize=True)
+    rules = GenerationRules(forced_last_id=0, suppressed_ids=(139,), renormalize=True, patience=0.0)
     assert loaded.generation.rules == rules
     assert loaded.generation.eos_ids == (0,)
     assert (loaded.config.bos_id, loaded.config.pad_id) == (139, 139)

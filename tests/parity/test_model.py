@@ -27,7 +27,7 @@ from model.layers import DecoderLayer, FeedForward, GatedFeedForward, Residual
 from model.positions import base_frequencies, rotary_frequencies, rotary_tables, rotate, sinusoidal_table
 from model.training.config import TrainConfig
 from model.training.optimizers import make_optimizers
-from model.transformer import DecoderOnly, EncoderDecoder, Transformer, build, num_parameters
+from model.transformer import DecoderOnly, EncoderDecoder, Transformer, build, build_empty, num_parameters
 
 
 def make_config(architecture: Architecture = Architecture.DECODER_ONLY, **changes: object) -> ModelConfig:
@@ -208,6 +208,37 @@ def test_a_token_is_forgotten_when_it_leaves_the_windows_of_all_layers(attend_wi
     assert (moved[2:9] > 1e-5).all()
     assert (moved[9:] == 0).all()
     assert (moved[:2] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        make_config(rope_scaling="yarn", rope_factor=2.0, query_key_norm=True, tie_embeddings=False),
+        make_config(positions=Positions.LEARNED, norm="layernorm", activation="gelu", attention_bias=True),
+        make_config(
+            Architecture.ENCODER_DECODER, positions=Positions.SINUSOIDAL, source_vocab_size=23, logits_bias=True
+        ),
+        make_config(
+            Architecture.ENCODER_DECODER, attention_score=AttentionScore.ADDITIVE, positions=Positions.SINUSOIDAL
+        ),
+    ],
+)
+def test_model_that_is_built_empty_has_all_but_its_weights(config: ModelConfig) -> None:
+    state = torch.random.get_rng_state()
+    full, empty = build(config, seed=1), build_empty(config)
+    assert torch.equal(torch.random.get_rng_state(), state), "nothing was drawn"
+    assert empty.training
+    shapes, expected = ({name: each.shape for name, each in model.named_parameters()} for model in (empty, full))
+    assert shapes == expected
+    assert {(each.device.type, each.dtype) for each in empty.parameters()} == {("cpu", torch.float32)}
+    tables = dict(empty.named_buffers())
+    assert tables.keys() == dict(full.named_buffers()).keys()
+    assert all(torch.equal(table, tables[name]) for name, table in full.named_buffers())
+    if config.is_encoder_decoder:
+        shared = [model.embedding.tokens is model.encoder.embedding.tokens for model in (full, empty)]
+        assert shared == [config.source_vocab_size == config.vocab_size] * 2
+    empty.load_state_dict(full.state_dict())
+    assert all(torch.equal(each, dict(empty.named_parameters())[name]) for name, each in full.named_parameters())
 
 
 def test_layers_of_two_kinds_see_each_its_own() -> None:

@@ -160,11 +160,15 @@ def search_by_the_book(task: Task, num_steps: int = 1000) -> list[Tokens]:
         finished += [
             (*prefix, token_id) for *_, token_id, prefix in candidates[:size] if token_id in task.ends or is_last
         ]
-        if len(finished) >= max(size * task.params.patience, task.params.num_hypotheses):
-            break
         beams = [
             (-cost, (*prefix, token_id)) for cost, _, _, token_id, prefix in candidates if token_id not in task.ends
         ][:size]
+        if task.params.patience == 0:
+            kept = sorted(map(task.score, finished), reverse=True)[:size]
+            if len(kept) == size and (not beams or task.score(beams[0][1]) <= kept[-1]):
+                break
+        elif len(finished) >= max(size * task.params.patience, task.params.num_hypotheses):
+            break
     else:
         finished += [prefix for _, prefix in beams] if num_steps < task.max_tokens else []
     return sorted(finished, key=task.score, reverse=True)[: task.params.num_hypotheses]
@@ -196,7 +200,7 @@ TASKS = st.builds(
         beam_size=st.integers(1, 5),
         num_hypotheses=st.integers(1, 5),
         length_penalty=st.sampled_from([-1.0, 0.0, 0.6, 1.0, 2.0]),
-        patience=st.sampled_from([0.2, 1.0, 1.5, 3.0]),
+        patience=st.sampled_from([0.0, 0.2, 1.0, 1.5, 3.0]),
         no_repeat_ngram_size=st.integers(0, 3),
     ).map(lambda params: dataclasses.replace(params, num_hypotheses=min(params.num_hypotheses, params.beam_size))),
     max_tokens=st.integers(1, 5),
@@ -229,7 +233,7 @@ def test_search_by_sampler_and_rules_is_that_of_the_book(seed: int) -> None:
     params = BeamSearchParams(
         beam_size=int(rng.integers(1, 6)),
         length_penalty=float(rng.choice([-0.5, 0.0, 1.0, 1.5])),
-        patience=float(rng.choice([0.5, 1.0, 2.0])),
+        patience=float(rng.choice([0.0, 0.5, 1.0, 2.0])),
         no_repeat_ngram_size=int(rng.integers(0, 4)),
     )
     task = Task(
@@ -344,6 +348,20 @@ def test_search_does_not_end_before_there_are_the_hypotheses_asked_for() -> None
     impatient.advance([expansion((0, -1.0), (2, -2.0))])
     assert impatient.is_over
     assert [each.token_ids for each in impatient.hypotheses()] == [(0,), (2, 0)]
+
+
+def test_search_without_patience_ends_at_a_guess() -> None:
+    """With the length to divide by, a beam at -1.5 could still become better than a hypothesis at -1."""
+    for best, is_over in [(-1.5, True), (-0.5, False)]:
+        beams = search_of(1, max_tokens=9, patience=0.0)
+        beams.advance([expansion((0, -1.0), (2, best))])
+        assert beams.is_over is is_over
+    patient = search_of(1, max_tokens=9, patience=1000.0)
+    patient.advance([expansion((0, -1.0), (2, -1.5))])
+    assert not patient.is_over
+    two = search_of(2, max_tokens=9, patience=0.0)
+    two.advance([expansion((0, -1.0), (2, -1.5))])
+    assert not two.is_over, "one of two has ended"
 
 
 def test_search_ends_when_no_beam_can_still_win() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import datetime
 
 import pytest
@@ -154,8 +153,18 @@ def test_plain_prompt_is_not_changed_by_there_being_a_template() -> None:
 def test_noncharacters_are_refused(reserved: str) -> None:
     with pytest.raises(ConversationError, match=r"\[1\]\.content: must not have the noncharacter U\+FDD"):
         make(CHATML).encode([Message("user", "a"), Message("user", f"{reserved}<|im_end|>")])
-    with pytest.raises(ChatTemplateError, match="noncharacter"):
+    said = rf"has U\+{ord(reserved):04X}, which no text may hold"
+    with pytest.raises(ChatTemplateError, match=said):
         make(f"{reserved}<|im_end|>")
+    with pytest.raises(ChatTemplateError, match=said):
+        make(f"{{{{ messages[0].content.replace('\\u{ord(reserved):04x}', '') }}}}")
+    with pytest.raises(ChatTemplateError, match=said):
+        make(CHATML, bos_token=f"<bos>{reserved}")
+
+
+def test_halves_of_characters_are_refused() -> None:
+    with pytest.raises(ChatTemplateError, match=r"has U\+D83D, which no text may hold"):
+        make("{{ '\\ud83d' }}{{ messages[0].content }}")
 
 
 @given(st.lists(st.text(alphabet="<|im_end>/sX\u00e9 \n", max_size=30), min_size=1, max_size=3))
@@ -191,6 +200,15 @@ def test_template_may_refuse_in_its_own_words() -> None:
     )
     with pytest.raises(ConversationError, match=r"refuses it: A system message must come first\."):
         chat.encode([Message("user", "a")])
+
+
+def test_refusal_is_told_without_marks_and_not_at_any_length() -> None:
+    chat = make("{{ raise_exception('not ' + messages[0].content) }}")
+    with pytest.raises(ConversationError, match=r"refuses it: not <\|im_end\|>$"):
+        chat.encode([Message("user", "<|im_end|>")])
+    with pytest.raises(ConversationError) as caught:
+        chat.encode([Message("user", "<" * 100_000)])
+    assert len(str(caught.value)) < 600
 
 
 def test_template_knows_what_time_it_is() -> None:
@@ -256,14 +274,59 @@ def test_template_features_of_hugging_face_are_there() -> None:
         ("{{ strftime_now('%999999999d') }}", "a time in such a format"),
         ("{% set ns = namespace(__html__=1) %}", "attribute '__html__'"),
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+        ("{{ (messages[0].content | safe).unescape() }}", "unsafe"),
+        ("{{ [[1], [2]] | sum(start=[]) }}", "a sum of what is no number"),
+        *(
+            (
+                "{% set ns = namespace(x=[1], y=[1]) %}{% macro f() %}{{ varargs }}{% endmacro %}" + grow + use,
+                "in a list",
+            )
+            for grow in (
+                "{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}",
+                "{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% set ns.y = (ns.y, ns.y) %}{% endfor %}",
+                "{% for i in range(60) %}{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% set ns.y = {'a': ns.y, 'b': ns.y} %}"
+                "{% endfor %}",
+            )
+            for use in (
+                "{{ ns.x }}",
+                "{{ ns.x ~ 'a' }}",
+                "{{ ns.x | tojson }}",
+                "{{ ns.x | string | length }}",
+                "{{ [ns.x] | join }}",
+                "{{ ns.x == ns.y }}",
+                "{{ 1 if ns.x in [ns.y] }}",
+                "{{ ns.x is eq(ns.y) }}",
+                "{{ [ns.x] | select('eq', ns.y) | list | length }}",
+                "{{ dict(a=ns.x).items() }}",
+                "{{ {'a': ns.x}.values() }}",
+                "{{ f(ns.x) }}",
+                "{{ [1] | batch(3, ns.x) | list }}",
+                "{{ messages[ns.x] }}",
+                "{{ {ns.x: 1} | length }}",
+                "{{ raise_exception(ns.x) }}",
+            )
+        ),
+        (
+            "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = namespace(a=ns.x, b=ns.x) %}"
+            "{% endfor %}{{ ns.x }}{{ 1 + 'a' }}",
+            "refuses it: unsupported operand",
+        ),
     ],
 )
-def test_template_out_of_bounds_is_stopped_soon(template: str, said: str) -> None:
+def test_template_out_of_bounds_is_stopped(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # However busy the machine is, it is not the clock that stops these.
+    monkeypatch.setattr(chats, "MAX_SECONDS", 60.0)
     chat = make(template)
-    began = time.monotonic()
     with pytest.raises(ConversationError, match=said):
         chat.encode([Message("user", "a" * 1000)])
-    assert time.monotonic() - began < 5 * chats.MAX_SECONDS
+
+
+def test_template_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chats, "MAX_SECONDS", 0.05)
+    with pytest.raises(ConversationError, match=r"more than 0\.05 seconds"):
+        make("{% for i in range(9999) %}{{ messages[0].content | replace('a', 'b') | length }}{% endfor %}").encode(
+            [Message("user", "a" * 100_000)]
+        )
 
 
 @pytest.mark.parametrize(

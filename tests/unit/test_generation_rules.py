@@ -15,7 +15,7 @@ from service.engine.sampler import Sampler
 from service.engine.types import BeamSearchParams, FinishReason, SamplingParams, StoppingParams
 from service.errors import InvalidRequest
 from service.scoring import make_task
-from tests.fakes import EOS, FakeRunner, drain, events_of, fake_engine, request, spell, tokens_of
+from tests.fakes import EOS, VOCAB_SIZE, FakeRunner, drain, events_of, fake_engine, request, spell, tokens_of
 from tests.servers import served_model
 
 FIRST, LAST, NEVER = 9, EOS, 12
@@ -32,10 +32,17 @@ def test_settings_survive_json_and_name_all_that_is_wrong() -> None:
     settings = GenerationSettings((3, 4), RULES)
     assert GenerationSettings.from_json(settings.to_json()) == settings
     assert GenerationRules.from_dict(NO_WISHES.to_dict()) == NO_WISHES
-    wrong = {"eos_ids": [], "rules": {"forced_first_id": -1, "suppressed_ids": [True], "renormalize": 1, "more": 2}}
+    wrong = {"eos_ids": [], "rules": {"forced_first_id": -1, "suppressed_ids": [True], "renormalize": 1}}
+    wrong["rules"] |= {"more": 2, "patience": -1.0}
     with pytest.raises(GenerationError) as caught:
         GenerationSettings.from_json(json.dumps(wrong))
-    for said in ("forced_first_id is -1", "suppressed_ids is [True]", "renormalize is 1", "unknown field 'more'"):
+    for said in (
+        "forced_first_id is -1",
+        "suppressed_ids is [True]",
+        "renormalize is 1",
+        "unknown field 'more'",
+        "patience is -1",
+    ):
         assert any(said in problem for problem in caught.value.problems)
     for text in ("[", "[]", '{"eos_ids": [1]}', '{"eos_ids": [1], "rules": []}', '{"eos_ids": [], "rules": {}}'):
         with pytest.raises(GenerationError):
@@ -116,6 +123,19 @@ def test_beams_begin_and_end_as_the_model_wants() -> None:
     assert len({tuple(tokens) for tokens in found}) == 3
     for tokens in found:
         assert (tokens[0], tokens[-1], NEVER in tokens) == (FIRST, LAST, False)
+
+
+def test_patience_is_the_models_where_a_request_says_nothing_of_it() -> None:
+    """A search of three beams, in which much ends, at every way to end it: the model's own, and the request's."""
+
+    def steps(own: float, asked: float | None) -> int:
+        engine = fake_engine(FakeRunner(4), encoder_decoder=True, generation=GenerationRules(patience=own))
+        stopping = StoppingParams(max_tokens=12, stop_token_ids=frozenset(range(1, VOCAB_SIZE, 2)))
+        beams = BeamSearchParams(beam_size=3, patience=asked)
+        engine.add_request(request(prompt=(5, 6), stopping=stopping, beam_search=beams))
+        return len(drain(engine))
+
+    assert steps(1000.0, None) == steps(1.0, 1000.0) > steps(1.0, None) == steps(1000.0, 1.0)
 
 
 def test_a_model_without_wishes_has_no_rules() -> None:

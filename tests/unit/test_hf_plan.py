@@ -144,7 +144,19 @@ WRONG: dict[str, tuple[Break, bool, str]] = {
         False,
         "hidden_size is '24', must be a whole number of at least 1",
     ),
-    "heads-that-do-not-divide": (_with_config(num_key_value_heads=2), False, "num_heads 3 is not a multiple of num_kv"),
+    "heads-that-do-not-divide": (
+        _with_config(num_key_value_heads=2),
+        False,
+        "num_attention_heads 3 is not a multiple of num_key_value_heads 2",
+    ),
+    "layers-beyond-reason": (_with_config(num_hidden_layers=10**9), False, "num_hidden_layers is 1000000000, must be"),
+    "a-context-that-no-table-can-have": (
+        _with_config(max_position_embeddings=10**12),
+        False,
+        "max_position_embeddings is 1000000000000, must be at most 4194304",
+    ),
+    "a-number-that-no-float-can-have": (_with_config(rope_theta=10**400), False, "must be a finite number"),
+    "a-number-that-is-none": (_with_config(rms_norm_eps=float("nan")), False, "rms_norm_eps is nan, must be a finite"),
     "end-outside-the-vocabulary": (
         lambda folder: write_json(folder / "generation_config.json", {"eos_token_id": [2, 270]}),
         False,
@@ -154,6 +166,11 @@ WRONG: dict[str, tuple[Break, bool, str]] = {
         lambda folder: write_json(folder / "generation_config.json", {**GENERATION, "bad_words_ids": [[4, 5]]}),
         False,
         "bad_words_ids is [[4, 5]], only words of one token are supported",
+    ),
+    "words-outside-the-vocabulary": (
+        lambda folder: write_json(folder / "generation_config.json", {**GENERATION, "bad_words_ids": [[270]]}),
+        False,
+        "bad_words_ids or suppress_tokens is 270, must be in [0, 270)",
     ),
     "biased-sequences": (
         lambda folder: write_json(folder / "generation_config.json", {**GENERATION, "sequence_bias": [[[1], 2.0]]}),
@@ -260,6 +277,11 @@ WRONG: dict[str, tuple[Break, bool, str]] = {
         False,
         "chat template: cannot be compiled",
     ),
+    "template-that-spells-a-mark": (
+        lambda folder: (folder / "chat_template.jinja").write_text("{{ messages[0].content.replace('\\ufdd1', '') }}"),
+        False,
+        "chat template: has U+FDD1, which no text may hold",
+    ),
     "an-adapter": (
         lambda folder: write_json(folder / "adapter_config.json", {}),
         False,
@@ -286,12 +308,57 @@ def test_folder_with_one_thing_wrong_is_refused_by_its_name(tmp_path: Path, name
     assert any(said in problem for problem in problems), problems
 
 
+def test_layers_that_are_no_names_are_refused(tmp_path: Path) -> None:
+    kinds = [["sliding_attention"], {}]
+    names = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+    folder = write_folder(tmp_path / "folder", layer_types=kinds, **names)
+    assert any("layer_types is [['sliding_attention'], {}], must be a list of" in each for each in problems_of(folder))
+
+
 def test_a_model_that_nothing_ends_is_refused(tmp_path: Path) -> None:
     folder = write_folder(
         tmp_path / "folder", model_type="qwen2", architectures=["Qwen2ForCausalLM"], eos_token_id=None
     )
     (folder / "generation_config.json").unlink()
     assert any("no token ends an output" in problem for problem in problems_of(folder))
+
+
+def test_a_shard_that_is_missing_is_told_once_and_not_for_each_of_its_tensors(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder", sharded=True)
+    (folder / SHARDS[1]).unlink()
+    (problem,) = problems_of(folder)
+    assert problem.startswith(f"{SHARDS[1]} is missing, model.safetensors.index.json puts")
+
+
+def test_tensors_of_no_use_may_be_of_any_dtype(tmp_path: Path) -> None:
+    useless = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors = {**llama_tensors(), useless: np.zeros(8, "uint8")}
+    plan(write_folder(tmp_path / "folder", tensors=tensors))
+    assert problems_of(write_folder(tmp_path / "stray", tensors={**tensors, "stray": np.zeros(8, "uint8")})) == (
+        "model.safetensors: stray is U8, must be F32, F16, BF16",
+        "model.safetensors has unexpected stray [8]",
+    )
+
+
+def test_what_is_wrong_with_a_configuration_hides_nothing_else(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder", rope_scaling={"type": "su"})
+    write_json(folder / "generation_config.json", {"eos_token_id": "</s>"})
+    (folder / "tokenizer.json").unlink()
+    (folder / "chat_template.jinja").write_text("{% for message in %}")
+    save_file({"stray": np.zeros(3, "int8")}, folder / "model.safetensors")
+    problems = problems_of(folder)
+    for said in (
+        "rope_type is 'su'",
+        "eos_token_id is '</s>', must be a token id",
+        "tokenizer.json is missing",
+        "chat template: cannot be compiled",
+        "stray is I8, must be F32",
+    ):
+        assert any(said in problem for problem in problems), problems
+    (folder / "config.json").write_text('{"model_type": "mamba"}')
+    problems = problems_of(folder)
+    for said in ("model_type is 'mamba'", "tokenizer.json is missing", "cannot be compiled", "stray is I8"):
+        assert any(said in problem for problem in problems), problems
 
 
 def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
@@ -301,7 +368,7 @@ def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
     (folder / SHARDS[0]).unlink()
     (folder / "tokenizer.json").unlink()
     problems = problems_of(folder)
-    for said in ("rope_theta is 0.5", "awq", f"{SHARDS[0]} is missing"):
+    for said in ("rope_theta is 0.5", "awq", f"{SHARDS[0]} is missing", "tokenizer.json is missing"):
         assert any(said in problem for problem in problems), problems
     healed = write_folder(tmp_path / "healed")
     save_file({"stray": np.zeros(3, "float16")}, healed / "model.safetensors")
@@ -385,6 +452,41 @@ def test_upper_layers_have_windows_only_if_they_are_used(tmp_path: Path) -> None
     assert [config.window(index) for index in range(2)] == [8, 0]
     everywhere = planned_qwen(tmp_path, use_sliding_window=True, sliding_window=64, max_window_layers=0).config
     assert everywhere.sliding_window == 0, "a window as long as the context is none"
+
+
+def with_null(folder: Path, name: str) -> Path:
+    path = folder / "config.json"
+    write_json(path, {**json.loads(path.read_text()), name: None})
+    return folder
+
+
+def test_null_says_what_absence_does_not(tmp_path: Path) -> None:
+    """As in transformers: what is absent has its default there, and null is none, or as many as there are heads."""
+    long = {"max_position_embeddings": 8192, "use_sliding_window": True, "max_window_layers": 0}
+    assert planned_qwen(tmp_path, **long).config.sliding_window == 4096
+    assert plan(with_null(tmp_path / "qwen", "sliding_window")).config.sliding_window == 0
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "num_key_value_heads": None}
+    folder = write_folder(tmp_path / "mistral", **mistral)
+    assert problems_of(folder) == ("config.json: num_attention_heads 3 is not a multiple of num_key_value_heads 8",)
+    assert all("k_proj" in each or "v_proj" in each for each in problems_of(with_null(folder, "num_key_value_heads")))
+    tensors = llama_tensors({**CONFIG, "num_key_value_heads": 3})
+    write_folder(folder, tensors=tensors, **mistral)
+    assert plan(with_null(folder, "num_key_value_heads")).config.num_kv_heads == 3
+
+
+_PATIENCE = {False: 0.0, True: 1.0, "never": 1000.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "patience"),
+    [({}, 0.0), *(({"early_stopping": said}, patience) for said, patience in _PATIENCE.items())],
+)
+def test_a_folder_says_when_beam_searches_end(tmp_path: Path, said: dict[str, Any], patience: float) -> None:
+    folder = write_folder(tmp_path / "folder")
+    write_json(folder / "generation_config.json", {**GENERATION, **said})
+    assert GenerationSettings.from_json(plan(folder).extras[GENERATION_FILE]).rules.patience == patience
+    write_json(folder / "generation_config.json", {**GENERATION, "early_stopping": "soon"})
+    assert problems_of(folder) == ("generation_config.json: early_stopping is 'soon', must be true, false or 'never'",)
 
 
 def test_context_can_be_cut(tmp_path: Path) -> None:

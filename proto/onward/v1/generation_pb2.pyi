@@ -380,8 +380,9 @@ class BeamSearchParams(_message.Message):
     length_penalty: _builtins.float
     """Exponent of the length that divides a score. Default 1.0. Limit: from -10 to 10."""
     patience: _builtins.float
-    """Search goes on until `beam_size` times this many hypotheses have ended. Default 1.0. Limit: above 0, at
-    most 1000.
+    """Search goes on until `beam_size` times this many hypotheses have ended; with 0, until `beam_size` have and the best
+    beam, as it is, would score no better than the worst of the best `beam_size`. Default: the model's own, which is
+    1.0 unless it was imported with another. Limit: from 0 to 1000.
     """
     no_repeat_ngram_size: _builtins.int
     """No token n-gram of this size occurs twice. Default 0, which is off. Limit: at least 0."""
