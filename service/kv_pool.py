@@ -66,7 +66,7 @@ class KVPool:
         problems: list[str] = []
         for model, need in needs.items():
             try:
-                self._deal_out(model, need)
+                self._deal_out(model, need, self._planned.get(model, need.whole))
             except StartupError as error:
                 problems += error.problems
         if problems:
@@ -103,7 +103,11 @@ class KVPool:
         Raises:
             StartupError: saying what it needs at least and what there is; nothing was taken then.
         """
-        part = self._deal_out(model, needs)
+        wanted = self._planned.get(model, 0)
+        # Who was not named and has outgrown its part by now is as one that nobody knew of.
+        if wanted < needs.least and model not in self._kept_for:
+            wanted = needs.whole
+        part = self._deal_out(model, needs, wanted)
         try:
             self._check_memory()
         except StartupError:
@@ -122,16 +126,11 @@ class KVPool:
         if not parts:
             del self._parts[part.model]
 
-    def _deal_out(self, model: str, needs: MemoryNeeds) -> Part:
-        kv_bytes = needs.whole
-        if self._num_bytes is not None:
-            wanted = self._planned.get(model, 0)
-            # Who was not named and has outgrown its part by now is as one that nobody knew of.
-            if wanted < needs.least and model not in self._kept_for:
-                wanted = needs.whole
-            kv_bytes = min(wanted, self._room(model))
-            if kv_bytes < needs.least:
-                raise StartupError([self._too_little(model, kv_bytes, needs.least)])
+    def _deal_out(self, model: str, needs: MemoryNeeds, wanted: int) -> Part:
+        """So much of what is left, or all of that; everything that is needed where there is no budget."""
+        kv_bytes = needs.whole if self._num_bytes is None else min(wanted, self._room(model))
+        if kv_bytes < needs.least:
+            raise StartupError([self._too_little(model, kv_bytes, needs.least)])
         part = Part(model, kv_bytes, needs.besides)
         self._parts.setdefault(model, []).append(part)
         return part

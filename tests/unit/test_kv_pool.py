@@ -128,6 +128,15 @@ def test_parts_too_small_for_a_sequence_are_refused_at_the_start_all_at_once() -
     ]
 
 
+def test_a_budget_too_small_for_all_is_told_by_the_part_that_each_would_get() -> None:
+    with pytest.raises(StartupError) as caught:
+        KVPool(100, {}, None, {"small": needs(100, least=15), "large": needs(900, least=91)})
+    assert caught.value.problems == (
+        "kv_memory: small gets 10 of 100 bytes, must get at least 15, for one sequence of full length",
+        "kv_memory: large gets 90 of 100 bytes, must get at least 91, for one sequence of full length",
+    )
+
+
 def test_what_all_models_take_must_fit_into_memory_together() -> None:
     both = {"a": needs(300, besides=50), "b": needs(500, besides=25)}
     assert KVPool(None, {}, 875, both).parts == {"a": 300, "b": 500}
