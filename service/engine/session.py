@@ -209,8 +209,10 @@ def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any
     ort.disable_telemetry_events()
     settings = ort.SessionOptions()
     settings.log_severity_level = _LOG_ERRORS
-    settings.use_per_session_threads = not options.shared_threads
-    if not options.shared_threads:
+    # Where the process has shared threads, ONNX Runtime lets no session have its own.
+    shared = options.shared_threads or threads_are_shared()
+    settings.use_per_session_threads = not shared
+    if not shared:
         settings.intra_op_num_threads = options.intra_op_threads
     settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.allow_spinning)))
     settings.add_session_config_entry("session.force_spinning_stop", str(int(options.stop_spinning)))
