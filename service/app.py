@@ -28,6 +28,7 @@ from service.debug import from_loop, with_debug
 from service.engine.attention import load_attention_graph
 from service.engine.engine import LastRun
 from service.engine.session import share_threads
+from service.engine.types import PrefillProvider
 from service.engine_thread import StepEngine
 from service.errors import EngineFailed, RequestError
 from service.explainer import Explainer
@@ -109,7 +110,8 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
     # It may refuse to start, and models take long to load.
     tracer = open_tracer(config.telemetry, config.otel_endpoint)
     models = load_models(config.models, config.prefill_provider)
-    if config.spin:
+    # Shared threads go on spinning when OpenVINO's want the cores.
+    if config.spin and all(model.prefill_provider is PrefillProvider.CPU for model in models):
         share_threads(config.threads or 0)
     last_run = LastRun()
     pool = share_memory(models, config)

@@ -22,7 +22,7 @@ from service.engine.kv_memory import MemoryNeeds, memory_needs
 from service.engine.memory import memory_limit
 from service.engine.prefill_provider import choose_prefill_provider
 from service.engine.scheduler import EngineLimits
-from service.engine.session import SessionOptions, threads_are_shared
+from service.engine.session import SessionOptions
 from service.engine.types import PrefillProvider
 from service.errors import StartupError
 from service.kv_pool import KVPool
@@ -98,11 +98,7 @@ def build_engines(
         patience_seconds=PATIENCE_SECONDS if config.admission is Admission.DEADLINE else None,
     )
     shared = LastRun() if last_run is None else last_run
-    options = SessionOptions(
-        intra_op_threads=config.threads or 0,
-        allow_spinning=config.spin,
-        shared_threads=config.spin and threads_are_shared(),
-    )
+    options = SessionOptions(intra_op_threads=config.threads or 0, allow_spinning=config.spin)
     models = tuple(models)
     parts = share_memory(models, config).parts if kv_memory is None else kv_memory
 

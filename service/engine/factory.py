@@ -70,11 +70,10 @@ def build_runner(
     by_openvino = prefill is PrefillProvider.OPENVINO
     # Threads that spin when their run is over take the cores from those of the next: of the decoder behind an encoder,
     # of the one provider behind the other. Between a decoder's own steps there is no other.
-    stopping = dataclasses.replace(options, stop_spinning=True, shared_threads=False)
+    stopping = dataclasses.replace(options, stop_spinning=True)
     # Other graphs are loaded when they are wanted.
     decoder = GraphSession(folder, manifest.graphs[DECODER], stopping if by_openvino else options)
-    encoding = options if options.shared_threads else stopping
-    encoder = GraphSession(folder, manifest.graphs[ENCODER], encoding) if ENCODER in manifest.graphs else None
+    encoder = GraphSession(folder, manifest.graphs[ENCODER], stopping) if ENCODER in manifest.graphs else None
     prefill_graph = _load_prefill_graph(folder, manifest, stopping) if by_openvino else None
     # The decoder of an encoder-decoder computes no chunks.
     max_prefill_tokens = limits.max_prefill_tokens if encoder is None else 0

@@ -43,7 +43,7 @@ class SessionOptions:
 
     `allow_spinning` keeps threads busy between operators: faster on a machine of one's own, wasteful on a shared one.
     `stop_spinning` ends that when a run ends, so that the threads of another graph or provider find the cores free.
-    `shared_threads` takes the process's (`share_threads`), whose number and spinning are theirs.
+    Where the process has threads to share (`share_threads`), none of these three matters.
     `map_weights` leaves weights where they are, in the file, instead of laying them out anew in memory for fast
     products of many rows: the graph loads in no time and in no memory of its own, and is slower to run.
     """
@@ -51,7 +51,6 @@ class SessionOptions:
     intra_op_threads: int = 0
     allow_spinning: bool = True
     stop_spinning: bool = False
-    shared_threads: bool = False
     map_weights: bool = False
 
 
@@ -155,7 +154,7 @@ def has_openvino_package() -> bool:
 
 
 def share_threads(count: int) -> None:
-    """Sets up the threads of all sessions that will have `shared_threads`: once a process, and for good.
+    """Sets up the threads of all sessions that will be: once a process, and for good.
 
     Threads spin when their run is over, as the next is near. Those of another session take the cores from it then, and
     an encoder behind a decoder takes up to several times as long; threads that all share are found where they spin.
@@ -171,11 +170,6 @@ def share_threads(count: int) -> None:
     except Exception as error:
         raise StartupError([f"ONNX Runtime's threads: {error}"]) from error
     _SHARING.set()
-
-
-def threads_are_shared() -> bool:
-    """Whether this process has such threads."""
-    return _SHARING.is_set()
 
 
 def find_openvino_device() -> Any | None:
@@ -209,10 +203,9 @@ def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any
     ort.disable_telemetry_events()
     settings = ort.SessionOptions()
     settings.log_severity_level = _LOG_ERRORS
-    # Where the process has shared threads, ONNX Runtime lets no session have its own.
-    shared = options.shared_threads or threads_are_shared()
-    settings.use_per_session_threads = not shared
-    if not shared:
+    # Where the process has threads to share, ONNX Runtime lets no session have its own.
+    settings.use_per_session_threads = not _SHARING.is_set()
+    if settings.use_per_session_threads:
         settings.intra_op_num_threads = options.intra_op_threads
     settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.allow_spinning)))
     settings.add_session_config_entry("session.force_spinning_stop", str(int(options.stop_spinning)))
