@@ -3,12 +3,13 @@
     python -m benchmarks.goodput [--model llama-110m] [--precision int8] [--load 1.5] [--timeout 2] [--batch 8]
                                  [--seconds 40] [--rounds 3] [--quick] [--docs]
 
-Two servers with the same flags but for `--admission`, over gRPC. First the capacity: requests without deadlines, always
-twice as many as run at once, to the server without admission. Then, round by round and in random order, each server is
-offered `load` times that by the same seeded schedule: Poisson arrivals that wait for no answer (open loop), lognormal
-lengths of prompts and answers, known to the server as `max_tokens` with `ignore_eos`. Every call has a deadline,
-counted from the moment when it was meant to be sent, as is the time that its answer takes. The first seconds of a round
-do not count: the queue is empty then. Goodput is the answers in time per second; the promise is
+Two servers with the same flags but for `--admission`, over gRPC. Each round begins with the capacity: requests without
+deadlines, always twice as many as run at once, to the server without admission; on a shared machine it is another one
+each time. Then, in random order, each server is offered `load` times that by the same seeded schedule: Poisson arrivals
+that wait for no answer (open loop), lognormal lengths of prompts and answers, known to the server as `max_tokens` with
+`ignore_eos`. Every call has a deadline, counted from the moment when it was meant to be sent, as is the time that its
+answer takes. The first seconds of a round do not count: the queue is empty then. Goodput is the answers in time per
+second; the promise is
 
     goodput with admission ≥ 1.5 · goodput without
 
@@ -70,7 +71,7 @@ class Settings:
     spread: float = 0.5
     load: float = LIMIT
     timeout: float = 2.0
-    capacity_seconds: float = 30.0
+    capacity_seconds: float = 20.0
     lead: float = 10.0
     seconds: float = 40.0
     rounds: int = 3
@@ -110,20 +111,22 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
         targets = {
             way: stack.enter_context(serving(artefact(options).parent, *flags, "--admission", way)) for way in WAYS
         }
-        asked = schedule(settings, math.inf, source, config.vocab_size, config.context)
-        # What both servers learn from before anything counts, and at what rate the one that refuses nobody works.
-        rates = {way: asyncio.run(_saturate(targets[way], settings, asked)) for way in reversed(WAYS)}
-        rate = settings.load * rates["off"]
-        print(f"capacity {rates['off']:.2f} requests a second", file=sys.stderr, flush=True)
+        endless = schedule(settings, math.inf, source, config.vocab_size, config.context)
+        # What both servers learn from before anything counts.
+        for way in WAYS:
+            asyncio.run(_saturate(targets[way], settings, endless))
+        capacities: list[float] = []
         for number in range(settings.rounds):
-            print(f"round {number + 1}/{settings.rounds}", file=sys.stderr, flush=True)
-            asked = schedule(settings, rate, source, config.vocab_size, config.context)
+            capacities.append(asyncio.run(_saturate(targets["off"], settings, endless)))
+            told = f"round {number + 1}/{settings.rounds}: capacity {capacities[-1]:.2f} requests a second"
+            print(told, file=sys.stderr, flush=True)
+            asked = schedule(settings, settings.load * capacities[-1], source, config.vocab_size, config.context)
             ways = list(WAYS)
             source.shuffle(ways)
             for way in ways:
                 rounds[way].append(asyncio.run(_offer(targets[way], settings, asked)))
     facts = {"scenario": NAME, "version": version(), "settings": asdict(settings), "machine": scenario.machine()}
-    return facts | judge(settings, rates["off"], rounds)
+    return facts | judge(settings, capacities, rounds)
 
 
 def schedule(settings: Settings, rate: float, source: random.Random, vocab_size: int, context: int) -> list[Asked]:
@@ -196,12 +199,14 @@ def _request(asked: Asked) -> pb.GenerateRequest:
     )
 
 
-def judge(settings: Settings, capacity: float, rounds: Mapping[str, Sequence[Sequence[Answered]]]) -> dict[str, Any]:
+def judge(
+    settings: Settings, capacities: Sequence[float], rounds: Mapping[str, Sequence[Sequence[Answered]]]
+) -> dict[str, Any]:
     """What came out.
 
     Args:
         settings: of what was measured.
-        capacity: answers a second without deadlines.
+        capacities: answers a second without deadlines, by round.
         rounds: by way, what became of each round's requests.
     """
     counted = {
@@ -214,7 +219,8 @@ def judge(settings: Settings, capacity: float, rounds: Mapping[str, Sequence[Seq
     }
     off, deadline = (statistics.mean(goodputs[way]) for way in WAYS)
     return {
-        "capacity": capacity,
+        "capacity": statistics.mean(capacities),
+        "capacity_by_round": list(capacities),
         "offered": statistics.mean(len(told) / settings.seconds for told in counted["off"]),
         "ways": {way: _describe(settings, told, goodputs[way]) for way, told in counted.items()},
         "ratio": deadline / off if off else None,
@@ -258,6 +264,7 @@ def render(results: Mapping[str, Any]) -> str:
             f"{'-' if refused is None else milliseconds(refused['p50'])} |"
         )
     each = ", ".join(map(_times, results["ratio_by_round"]))
+    capacity = ", ".join(f"{each:.2f}" for each in results["capacity_by_round"])
     verdict = "holds" if results["passed"] else "does **not** hold"
     lines = [
         "# Answers in time",
@@ -265,8 +272,9 @@ def render(results: Mapping[str, Any]) -> str:
         f"{settings['model']} {settings['precision']}, {settings['batch']} sequences at once, {settings['threads']} "
         f"threads, on {results['machine']['processor']}. Prompts of {settings['prompt']} tokens and answers of "
         f"{settings['answer']} (medians of lognormal lengths, spread {settings['spread']:g}). The server answers "
-        f"{results['capacity']:.2f} such requests a second; offered were {results['offered']:.2f}, "
-        f"{settings['load']:g} times as many, each to be answered within {settings['timeout']:g} s. "
+        f"{results['capacity']:.2f} such requests a second ({capacity} by round); offered were "
+        f"{results['offered']:.2f}, {settings['load']:g} times as many, each to be answered within "
+        f"{settings['timeout']:g} s. "
         f"{settings['rounds']} rounds, of which {settings['seconds']:g} s each count.",
         "",
         "| per second | answered in time | refused at once | too late | median answer | median refusal |",

@@ -337,7 +337,10 @@ def _default_models() -> tuple[str, ...]:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
-    defaults = Settings(threads=os.cpu_count() or 1, chunk=scenario.default_prefill_chunk())
+    # One processor stays for the client: a graph's thread that has to wait for it waits for a whole turn of the
+    # system's scheduler, which is longer than many a request of a small model, and nothing that a server foretells.
+    threads = max(1, (os.cpu_count() or 1) - 1)
+    defaults = Settings(threads=threads, chunk=scenario.default_prefill_chunk())
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", action="append", help="a preset or an artefact's folder; may be given several times")
     parser.add_argument("--precision", default=defaults.precision, help="of presets: fp32, bf16, int8, int4")

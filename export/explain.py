@@ -28,6 +28,7 @@ from model.attention import (
     dot_scores,
     join_heads,
     split_heads,
+    window_mask,
 )
 from model.positions import RotaryPositions, rotate
 from model.transformer import Decoder, Encoder, EncoderDecoder
@@ -60,7 +61,7 @@ class ExplainGraph(nn.Module):
         hidden = model.embed(feeds["input_ids"], position_ids)
         turns = _turns(model.rotary, position_ids)
         for index, layer in enumerate(model.layers):
-            attention = _Attention(fetches, index, turns, causal_mask(length), memory)
+            attention = _Attention(fetches, index, turns, _own_mask(length, model.config.window(index)), memory)
             hidden = layer(hidden, attention.attend_self, None if memory is None else attention.attend_cross)
         return tuple(fetches[spec.name] for spec in self.outputs)
 
@@ -77,6 +78,12 @@ def _encode(encoder: Encoder, source_ids: Tensor, fetches: dict[str, Tensor]) ->
         hidden = layer(hidden, _Attention(fetches, index, turns, None, None).attend_self)
     memory: Tensor = encoder.final_norm(hidden)
     return memory
+
+
+def _own_mask(length: int, window: int) -> Tensor:
+    """What a decoder layer may look at, `[S, S]`: all before it and itself, or the last `window` of these."""
+    mask = causal_mask(length)
+    return mask & window_mask(length, window) if window else mask
 
 
 def _turns(rotary: RotaryPositions | None, position_ids: Tensor) -> Turns | None:

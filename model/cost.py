@@ -18,6 +18,7 @@ Source of the convention: Kaplan et al., "Scaling Laws for Neural Language Model
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from model.config import Activation, AttentionScore, ModelConfig, Norm, NormPlacement, Positions
@@ -61,9 +62,13 @@ def num_embedding_parameters(config: ModelConfig) -> int:
     return config.d_model * (tokens + (positions if config.positions is Positions.LEARNED else 0))
 
 
-def causal_pairs(length: int, start: int = 0) -> int:
-    """Pairs that `length` tokens form behind `start` others, each with all before it and with itself: one layer's."""
-    return length * start + length * (length + 1) // 2
+def causal_pairs(length: int, start: int = 0, window: int = 0) -> int:
+    """Pairs that `length` tokens form behind `start` others, each with all before it and with itself: one layer's.
+
+    Where there is a `window`, each with the last so many of these.
+    """
+    growing = min(length, max(0, window - start)) if window else length
+    return growing * start + growing * (growing + 1) // 2 + (length - growing) * window
 
 
 def attended_pairs(config: ModelConfig, length: int, source_length: int = 0) -> int:
@@ -77,8 +82,8 @@ def attended_pairs(config: ModelConfig, length: int, source_length: int = 0) -> 
     Raises:
         ValueError: for lengths that the model has no use for.
     """
-    spans = [min(config.window(layer) or length, length) for layer in range(config.num_layers)]
-    return _pairs(config, length, source_length, sum(causal_pairs(span) + (length - span) * span for span in spans))
+    own = sum(causal_pairs(length, window=config.window(layer)) for layer in range(config.num_layers))
+    return _pairs(config, length, source_length, own)
 
 
 def computed_pairs(config: ModelConfig, length: int, source_length: int = 0) -> int:
@@ -172,7 +177,8 @@ class PhaseWork:
     """What one phase of a request computes, by what computes it. No padding is counted, but for the two of that name.
 
     A step computes a piece of a prompt or a token for each row, whatever else it computes for others. A piece of one
-    token is computed as a decoding row is. Pairs are one layer's, for each head; `num_padded_pairs` are the decoder's.
+    token is computed as a decoding row is. Pairs are one layer's, for each head: one that sees all, unless a window was
+    given; `num_padded_pairs` are the decoder's.
     `kv_token_steps` is how many tokens of the decoder have their K/V held, over all rows, summed over the steps;
     `kv_source_token_steps` the same of the source.
     """
@@ -212,49 +218,46 @@ class RequestCost:
     attention_flops: int
     kv_byte_steps: int
 
-    def __add__(self, other: RequestCost) -> RequestCost:
-        """Both together."""
-        return RequestCost(
-            attended_pairs=self.attended_pairs + other.attended_pairs,
-            padded_pairs=self.padded_pairs + other.padded_pairs,
-            linear_flops=self.linear_flops + other.linear_flops,
-            attention_flops=self.attention_flops + other.attention_flops,
-            kv_byte_steps=self.kv_byte_steps + other.kv_byte_steps,
-        )
 
-
-def request_work(shape: RequestShape) -> RequestWork:
-    """What a request computes, piece by piece and token by token."""
-    return RequestWork(_prefill_work(shape), _decode_work(shape))
+def request_work(shape: RequestShape, window: int = 0) -> RequestWork:
+    """What a request computes, piece by piece and token by token; with pairs of a decoder layer that has a `window`."""
+    return RequestWork(_prefill_work(shape, window), _decode_work(shape, window))
 
 
 def request_cost(config: ModelConfig, shape: RequestShape, kv_token_bytes: int | None = None) -> RequestCost:
-    """What a request costs, first token and all; arguments as in `phase_cost`."""
-    work = request_work(shape)
-    return phase_cost(config, work.prefill, kv_token_bytes) + phase_cost(config, work.decode, kv_token_bytes)
-
-
-def phase_cost(config: ModelConfig, work: PhaseWork, kv_token_bytes: int | None = None) -> RequestCost:
-    """What one phase of a request costs.
+    """What a request costs, first token and all.
 
     Args:
         config: the model.
-        work: what is computed.
-        kv_token_bytes: bytes of the K/V of a decoder token; None is float32's. A source's are float32 always.
+        shape: what is asked of it.
+        kv_token_bytes: bytes of the K/V of a decoder token; None is float32's. A source's are float32 always, and a
+            window keeps no less than its layer would without it.
     """
-    pairs = config.num_layers * (work.num_prefill_pairs + work.num_decode_pairs)
-    pairs += config.num_encoder_layers * work.num_encoder_pairs
-    padded = config.num_layers * work.num_padded_pairs + config.num_encoder_layers * work.num_padded_encoder_pairs
-    linear = (work.num_prefill_tokens + work.num_decode_rows) * _target_token_flops(config)
-    linear += work.num_encoder_tokens * _source_token_flops(config) + work.num_logits * _logits_flops(config)
+    work = request_work(shape)
+    phases = (work.prefill, work.decode)
+    pairs = config.num_encoder_layers * sum(phase.num_encoder_pairs for phase in phases)
+    padded = config.num_encoder_layers * sum(phase.num_padded_encoder_pairs for phase in phases)
+    for window, num_layers in Counter(map(config.window, range(config.num_layers))).items():
+        seen = request_work(shape, window)
+        for phase in (seen.prefill, seen.decode):
+            pairs += num_layers * (phase.num_prefill_pairs + phase.num_decode_pairs)
+            padded += num_layers * phase.num_padded_pairs
     token_bytes = config.kv_bytes_per_token if kv_token_bytes is None else kv_token_bytes
+    held = sum(phase.kv_token_steps for phase in phases) * token_bytes
+    held += sum(phase.kv_source_token_steps for phase in phases) * config.kv_bytes_per_token
     return RequestCost(
         attended_pairs=pairs,
         padded_pairs=padded,
-        linear_flops=linear,
+        linear_flops=sum(linear_flops(config, phase) for phase in phases),
         attention_flops=pair_flops(config) * pairs,
-        kv_byte_steps=work.kv_token_steps * token_bytes + work.kv_source_token_steps * config.kv_bytes_per_token,
+        kv_byte_steps=held,
     )
+
+
+def linear_flops(config: ModelConfig, work: PhaseWork) -> int:
+    """Linear operations of one phase of a request."""
+    tokens = (work.num_prefill_tokens + work.num_decode_rows) * _target_token_flops(config)
+    return tokens + work.num_encoder_tokens * _source_token_flops(config) + work.num_logits * _logits_flops(config)
 
 
 def crossover_length(config: ModelConfig) -> int:
@@ -305,7 +308,7 @@ def _pairs(config: ModelConfig, length: int, source_length: int, causal: int) ->
     return causal + cross + config.num_encoder_layers * source_length * source_length
 
 
-def _prefill_work(shape: RequestShape) -> PhaseWork:
+def _prefill_work(shape: RequestShape, window: int) -> PhaseWork:
     """One row, until the prompt is computed."""
     source, prompt = shape.source_tokens, shape.prompt_tokens
     first = 0 if source else shape.cached_tokens
@@ -327,20 +330,22 @@ def _prefill_work(shape: RequestShape) -> PhaseWork:
         num_padded_encoder_pairs=(padded_source**2 - source**2) * is_encoded,
         num_prefill_runs=len(longer),
         num_prefill_tokens=sum(length for length, _ in longer),
-        num_prefill_pairs=sum(causal_pairs(length, start) + source * length for length, start in longer),
-        num_padded_pairs=causal_pairs(padded) - causal_pairs(beginning),
+        num_prefill_pairs=sum(causal_pairs(length, start, window) + source * length for length, start in longer),
+        num_padded_pairs=causal_pairs(padded, window=window) - causal_pairs(beginning, window=window),
         num_decode_steps=len(singles),
         num_decode_rows=len(singles),
-        num_decode_pairs=sum(singles) + source * len(singles),
+        num_decode_pairs=sum(causal_pairs(1, end - 1, window) + source for end in singles),
         kv_token_steps=sum(ends),
         kv_source_token_steps=source * len(ends),
     )
 
 
-def _decode_work(shape: RequestShape) -> PhaseWork:
+def _decode_work(shape: RequestShape, window: int) -> PhaseWork:
     """All rows: each feeds every token that it has chosen, except the last."""
     fed = [max(count - 1, 0) for count in shape.generated_tokens]
-    own = sum(causal_pairs(count, shape.prompt_tokens) for count in fed)
+    own = sum(causal_pairs(count, shape.prompt_tokens, window) for count in fed)
+    # A token that is fed meets all that are held, itself among them, unless they lie before a window.
+    held = sum(causal_pairs(count, shape.prompt_tokens) for count in fed)
     cross = shape.source_tokens * sum(fed)
     return PhaseWork(
         num_steps=max(fed),
@@ -348,8 +353,7 @@ def _decode_work(shape: RequestShape) -> PhaseWork:
         num_decode_steps=max(fed),
         num_decode_rows=sum(fed),
         num_decode_pairs=own + cross,
-        # A token that is fed meets all that are held, itself among them.
-        kv_token_steps=own,
+        kv_token_steps=held,
         kv_source_token_steps=cross,
     )
 

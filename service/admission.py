@@ -42,14 +42,30 @@ _CUT_OFF = frozenset({FinishReason.DEADLINE, FinishReason.CANCELLED})
 class Foreteller(Protocol):
     """What is needed of a model's `service.forecast.Forecaster`."""
 
-    def forecast(self, request: GenerationRequest) -> Forecast | None:
-        """For one that is queued now; None while too little is known."""
+    def forecast(self, request: GenerationRequest, cached_tokens: int = 0) -> Forecast | None:
+        """For one that is queued now, of which so many tokens are cached; None while too little is known."""
 
-    def forecast_alone(self, request: GenerationRequest) -> Forecast | None:
+    def forecast_alone(self, request: GenerationRequest, cached_tokens: int = 0) -> Forecast | None:
         """For one that has the model to itself."""
 
     def likely_tokens(self, request: GenerationRequest) -> int | None:
         """How long its outputs will likely be; None where that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighed:
+    """A request against the time that it has: what it is taken to ask for, its forecast, and by how much that errs."""
+
+    foreseen: GenerationRequest
+    forecast: Forecast
+    service_seconds: float
+    factor: float
+    is_length_known: bool
+
+    @property
+    def needed(self) -> float:
+        """Seconds from now on."""
+        return self.factor * (self.forecast.queue_seconds + self.service_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +109,13 @@ class DeadlineAdmission:
         self._correction = Correction()
         self._num_refused_idle = 0
 
+    def admits(self, request: GenerationRequest, now: float, answer_by: float, *, is_idle: bool) -> bool:
+        """Whether `judge` would let a request in of which nothing is cached, whoever is let in to learn aside."""
+        weighed = self._weigh(request, 0, is_idle=is_idle)
+        return weighed is None or weighed.needed <= answer_by - now
+
     def judge(
-        self, request: GenerationRequest, now: float, answer_by: float, *, is_idle: bool
+        self, request: GenerationRequest, now: float, answer_by: float, *, is_idle: bool, cached_tokens: int = 0
     ) -> tuple[GenerationRequest, Prediction | None]:
         """Lets a request with a deadline in: as the engine is to have it, and what it was foretold.
 
@@ -103,33 +124,30 @@ class DeadlineAdmission:
             now: the moment.
             answer_by: when its answer must leave the engine to be in time.
             is_idle: whether it would have the model to itself.
+            cached_tokens: of its prompt or source, tokens whose K/V are at hand.
 
         Raises:
             DeadlineUnreachable: when it could not be over by then or, if it takes what there is, not begin to answer.
         """
-        likely = self._forecaster.likely_tokens(request)
-        # Where nothing is known of its length, it is refused only if not even its first token would be in time.
-        foreseen = _with_max_tokens(request, 1 if likely is None else likely)
-        forecast = self._forecaster.forecast(foreseen)
-        if forecast is None:
+        weighed = self._weigh(request, cached_tokens, is_idle=is_idle)
+        if weighed is None:
             return request, None
-        queue, service = forecast.queue_seconds, _service_seconds(forecast, request)
-        factor = 1.0 if is_idle else self._correction.factor
-        left, needed = answer_by - now, factor * (queue + service)
-        if needed > left and not (is_idle and self._probes()):
+        forecast, service, factor = weighed.forecast, weighed.service_seconds, weighed.factor
+        left = answer_by - now
+        if weighed.needed > left and not (is_idle and self._probes()):
             if not is_idle:
                 self._correction.fall()
             raise DeadlineUnreachable(
-                queue_seconds=factor * queue,
+                queue_seconds=factor * forecast.queue_seconds,
                 prefill_seconds=factor * forecast.prefill_seconds,
                 decode_seconds=factor * (service - forecast.prefill_seconds),
                 left_seconds=left,
-                retry_after_seconds=self._retry_after(foreseen, needed, answer_by - request.arrival_time),
+                retry_after_seconds=self._retry_after(weighed, answer_by - request.arrival_time, cached_tokens),
             )
         self._num_refused_idle = 0
         if request.partial_on_deadline:
             return request, None
-        prediction = None if likely is None else Prediction(now, service, queue + service)
+        prediction = Prediction(now, service, forecast.queue_seconds + service) if weighed.is_length_known else None
         if is_idle:
             return request, prediction
         return replace(request, start_by=answer_by - factor * service), prediction
@@ -145,12 +163,28 @@ class DeadlineAdmission:
         elif not _CUT_OFF.intersection(reasons):
             self._correction.fall()
 
-    def _retry_after(self, request: GenerationRequest, needed: float, timeout: float) -> float | None:
+    def _retry_after(self, weighed: _Weighed, timeout: float, cached_tokens: int) -> float | None:
         """Seconds until such a request should fit, as the work ahead of it shrinks; None where it never will."""
-        alone = self._forecaster.forecast_alone(request)
-        if alone is not None and _service_seconds(alone, request) > timeout:
+        alone = self._forecaster.forecast_alone(weighed.foreseen, cached_tokens)
+        if alone is not None and _service_seconds(alone, weighed.foreseen) > timeout:
             return None
-        return min(max(needed - timeout, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+        return min(max(weighed.needed - timeout, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+
+    def _weigh(self, request: GenerationRequest, cached_tokens: int, *, is_idle: bool) -> _Weighed | None:
+        """What there is to be judged by; None while too few steps were seen."""
+        likely = self._forecaster.likely_tokens(request)
+        # Where nothing is known of its length, it is refused only if not even its first token would be in time.
+        foreseen = _with_max_tokens(request, 1 if likely is None else likely)
+        forecast = self._forecaster.forecast(foreseen, cached_tokens)
+        if forecast is None:
+            return None
+        return _Weighed(
+            foreseen=foreseen,
+            forecast=forecast,
+            service_seconds=_service_seconds(forecast, request),
+            factor=1.0 if is_idle else self._correction.factor,
+            is_length_known=likely is not None,
+        )
 
     def _probes(self) -> bool:
         self._num_refused_idle += 1

@@ -25,6 +25,7 @@ from service.async_engine import AsyncEngine
 from service.config import Admission, MetricsCompat, ServeConfig
 from service.costing import CostModel
 from service.debug import from_loop, with_debug
+from service.engine import calibration
 from service.engine.attention import load_attention_graph
 from service.engine.engine import LastRun
 from service.engine.session import share_threads
@@ -67,8 +68,6 @@ _TOKENIZER_THREADS = 2
 # After a run the engine thread waits for the interpreter's lock behind whatever the event loop does, for up to a whole
 # switch interval: CPython's 5 ms are several steps of a small model, and a step's wait falls to the tenth with this.
 _SWITCH_INTERVAL_SECONDS = 0.0005
-# For steps that nobody asked for, per model; what is not learned in it is learned from requests.
-_CALIBRATION_SECONDS = 2.0
 # For a step in progress to end.
 _ENGINE_SECONDS = 5.0
 # For the last statuses to reach their clients; then for gRPC to end what is open; then for that to clean up; then for
@@ -283,7 +282,7 @@ class App:
 
     async def _calibrate(self, name: str) -> None:
         try:
-            num_steps = await self._engine.calibrate(name, _CALIBRATION_SECONDS, _CALIBRATION_SECONDS)
+            num_steps = await self._engine.calibrate(name, calibration.MAX_SECONDS, calibration.MAX_SECONDS)
         except RequestError as error:
             _LOGGER.error("%s begins without knowing its step times: %s", name, error)
         else:

@@ -13,7 +13,7 @@ import asyncio
 import concurrent.futures
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,7 @@ from service.admission import PATIENCE_SECONDS, DeadlineAdmission, Prediction
 from service.allowance import shortfall
 from service.costing import Cost, CostModel
 from service.engine.failure import report_failure
-from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, TokenEvent
+from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, StepStats, TokenEvent
 from service.engine_thread import EngineThread, Result, StepEngine
 from service.errors import EngineFailed, InvalidRequest, NotServing, RequestCancelled, RequestError
 from service.forecast import Estimate, Forecaster, Quote
@@ -38,6 +38,8 @@ from service.tracing import NoTracer, RequestTrace, Tracer
 _MAX_EVENTS_TAKEN = 128
 # Steps that tell how long the event loop lets an answer wait.
 _NUM_HANDED = 64
+# For a step to end, so that a refusal need not be wrong for want of what is cached.
+_MAX_LOOK_UP_SECONDS = 0.1
 # One bad step may be a bad request's; so many in a row are the model's.
 _MAX_FAILURES = 3
 
@@ -137,14 +139,28 @@ class Admission:
     ) -> None:
         self._engine._leave(self._stream, error)
 
-    def submit(self, request: GenerationRequest) -> None:
+    async def cached_tokens(self, request: GenerationRequest) -> int:
+        """How many tokens of a request need not be computed, where it would be refused if all had to be; 0 elsewhere.
+
+        The engine is asked between two steps; only who would be refused waits for that, a tenth of a second at most.
+
+        Raises:
+            RequestError: when the engine would refuse it, or has ended.
+        """
+        return await self._engine._cached_tokens(self._stream, request)
+
+    def submit(self, request: GenerationRequest, cached_tokens: int = 0) -> None:
         """Hands the request to the engine, once; leaving the `with` block aborts it if it is not over by then.
+
+        Args:
+            request: with the model and id of this place.
+            cached_tokens: what `cached_tokens` told.
 
         Raises:
             DeadlineUnreachable: when it could not be answered before its deadline.
             RequestError: when the engine has ended since the place was taken.
         """
-        self._engine._submit(self._stream, request)
+        self._engine._submit(self._stream, request, cached_tokens)
 
     @property
     def cost(self) -> Cost | None:
@@ -262,9 +278,7 @@ class AsyncEngine:
         Raises:
             RequestError: when the engine would refuse it; EngineFailed or NotServing where the thread is over.
         """
-        self._end()
-        question = self._thread.ask(request.model, lambda engine: engine.num_cached_tokens(request))
-        cached_tokens = await self._answer(question)
+        cached_tokens = await self._ask_cached_tokens(request)
         lane = self._lanes.get(request.model)
         if lane is None:
             raise NotServing(f"{request.model} is not served any more")
@@ -277,9 +291,7 @@ class AsyncEngine:
             RequestError: as `call` does.
         """
         steps = await self.call(model, lambda engine: engine.calibrate(max_seconds), max_wait_seconds)
-        lane = self._lanes[model]
-        lane.forecaster.calibrated(steps)
-        lane.tell_cost_model()
+        self._learn(self._lanes[model], steps)
         return len(steps)
 
     def refused(self, model: str, error: RequestError, request_id: str | None = None) -> None:
@@ -287,11 +299,13 @@ class AsyncEngine:
         if lane := self._lanes.get(model):
             lane.refused(error.label, request_id)
 
-    def install(self, model: str, engine: StepEngine, costs: CostModel) -> asyncio.Future[None]:
+    def install(
+        self, model: str, engine: StepEngine, costs: CostModel, steps: Collection[StepStats] = ()
+    ) -> asyncio.Future[None]:
         """Serves a model with this engine from now on; another that it had ends what it has begun.
 
-        What is known of its step times stays, if its work is counted as before. The future is done once the other, if
-        there was one, is gone.
+        What is known of its step times begins anew with `steps`, which it was calibrated by; without any it stays, if
+        its work is counted as before. The future is done once the other, if there was one, is gone.
         """
         self._failures.pop(model, None)
         lane = self._lanes.get(model)
@@ -299,8 +313,10 @@ class AsyncEngine:
         if lane is None:
             self._lanes[model] = self._make_lane(model, costs)
             gone.set_result(None)
-        elif lane.forecaster.costs != costs:
+        elif steps or lane.forecaster.costs != costs:
             lane.foretell_by(self._make_forecaster(model, costs))
+        if steps:
+            self._learn(self._lanes[model], steps)
         self._thread.install(model, engine, partial(_finish_waiting, gone))
         return gone
 
@@ -389,6 +405,10 @@ class AsyncEngine:
         self._leaving.add(gone)
         gone.add_done_callback(self._leaving.discard)
         return gone
+
+    def _learn(self, lane: Lane, steps: Collection[StepStats]) -> None:
+        lane.forecaster.calibrated(steps)
+        lane.tell_cost_model()
 
     def _lane_with_place(self, model: str, request_id: str) -> Lane:
         """Where a request may take a place now, or raises why it may not."""
@@ -503,30 +523,55 @@ class AsyncEngine:
             raise NotServing("the server is starting")
         return self._ended
 
-    def _submit(self, stream: _Stream, request: GenerationRequest) -> None:
+    def _submit(self, stream: _Stream, request: GenerationRequest, cached_tokens: int) -> None:
         if (request.request_id, request.model) != (stream.request_id, stream.model) or stream.request is not None:
             raise ValueError(f"admission {stream.request_id} does not fit request {request.request_id}")
         if stream.request_id not in self._streams:
             raise self._refuse() if self._refuse is not None else NotServing("the place was given up")
         if request.deadline is not None:
-            request = self._judge(stream, request, request.deadline)
-        stream.request = request
+            request = self._judge(stream, request, request.deadline, cached_tokens)
+        # Whatever of this fails, the engine does not have the request yet, and the place goes back with its block.
         stream.forecaster = stream.lane.forecaster
-        stream.quote = stream.forecaster.submitted(request)
         self._sharing.begun(stream.model, time.monotonic())
+        stream.quote = stream.forecaster.submitted(request)
         stream.trace.submitted(request)
+        stream.request = request
         self._thread.submit(stream.model, request)
 
-    def _judge(self, stream: _Stream, request: GenerationRequest, deadline: float) -> GenerationRequest:
+    async def _cached_tokens(self, stream: _Stream, request: GenerationRequest) -> int:
+        lane = stream.lane
+        if request.deadline is None or lane.admission is None or not lane.forecaster.costs.may_be_cached(request):
+            return 0
+        answer_by = self._answer_by(request, request.deadline)
+        if lane.admission.admits(request, time.monotonic(), answer_by, is_idle=lane.is_alone):
+            return 0
+        try:
+            async with asyncio.timeout(_MAX_LOOK_UP_SECONDS):
+                return await self._ask_cached_tokens(request)
+        except TimeoutError:  # a refusal that comes late is worth less than one that is too strict
+            return 0
+
+    async def _ask_cached_tokens(self, request: GenerationRequest) -> int:
+        self._end()
+        question = self._thread.ask(request.model, lambda engine: engine.num_cached_tokens(request))
+        return await self._answer(question)
+
+    def _answer_by(self, request: GenerationRequest, deadline: float) -> float:
+        """When the last event must leave the engine to reach the client by the deadline."""
+        return deadline - shortfall(deadline - request.arrival_time) - max(self._handing_seconds)
+
+    def _judge(
+        self, stream: _Stream, request: GenerationRequest, deadline: float, cached_tokens: int
+    ) -> GenerationRequest:
         """A request with the moments at which it must have begun or ended to be answered before its deadline."""
-        answer_by = deadline - shortfall(deadline - request.arrival_time) - max(self._handing_seconds)
+        answer_by = self._answer_by(request, deadline)
         if request.partial_on_deadline:
             request = replace(request, end_by=answer_by)
         lane = stream.lane
         if lane.admission is not None:
             stream.admission = lane.admission
             request, stream.prediction = lane.admission.judge(
-                request, time.monotonic(), answer_by, is_idle=lane.is_alone
+                request, time.monotonic(), answer_by, is_idle=lane.is_alone, cached_tokens=cached_tokens
             )
         return request
 

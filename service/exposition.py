@@ -32,6 +32,8 @@ _STOP_POLL_SECONDS = 0.1
 # A fifth of the highest level's time or less, for a few bytes more.
 _GZIP_LEVEL = 1
 _MAX_ONE_WRITE_BYTES = 1 << 18
+# For a scraper to ask and to take its answer; one that does neither must not keep a thread.
+_PATIENCE_SECONDS = 10.0
 _PLAIN = ("Content-Type", "text/plain; charset=utf-8")
 
 
@@ -84,9 +86,17 @@ def exposing(app: WSGIApplication, host: str, port: int) -> Iterator[int]:
 
 
 class _Handler(WSGIRequestHandler):
+    timeout = _PATIENCE_SECONDS
     wbufsize = _MAX_ONE_WRITE_BYTES
     # An answer that takes two writes must not wait until the first is acknowledged.
     disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        """Answers one request, unless the client leaves or keeps silent."""
+        try:
+            super().handle()
+        except (TimeoutError, ConnectionError):
+            self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Says nothing: a line for each scrape would drown the others."""

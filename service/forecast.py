@@ -31,8 +31,7 @@ from service.step_times import ALONE, Company, Rates, StepTimes
 
 # Of the seconds that are foretold: what is not known yet may make so much of them, or nothing is told.
 _MOST_UNKNOWN = 0.5
-# How fast the averages follow: of a step, and of a request.
-_STEP_RATE = 0.02
+# How fast the average of requests follows.
 _REQUEST_RATE = 0.05
 # The ends that an output comes to by itself, as opposed to being cut off.
 _WHOLE = frozenset({FinishReason.END_OF_SEQUENCE, FinishReason.STOP})
@@ -82,7 +81,8 @@ class Quote:
 
         None where too little was known.
         """
-        prefill, decode = (self.rates.seconds(phase, self.company) for phase in (work.prefill, work.decode))
+        prefill = self.rates.seconds(work.prefill, self.company, wakes=not self.company.num_rows)
+        decode = self.rates.seconds(work.decode, self.company)
         unknown = self.rates.deviation(work.prefill, work.decode)
         return (prefill, decode) if unknown < _MOST_UNKNOWN * (prefill + decode) else None
 
@@ -127,8 +127,6 @@ class Forecaster:
         self._lengths = AnswerLengths()
         self._times = StepTimes(costs.config, max_batch_size)
         self._outstanding: dict[str, _Outstanding] = {}
-        self._pairs_per_row = 0.0
-        self._stretch = 1.0
         self._relative_error: float | None = None
 
     @property
@@ -155,22 +153,20 @@ class Forecaster:
         num_steps = max(*(tokens for tokens, _ in left), num_row_steps / self._max_rows)
         rows = num_row_steps / num_steps
         prompts = sum(each.prefill_seconds for each in known if not each.num_tokens)
-        return prompts + num_steps * self._times.rates.step_seconds(rows, rows * self._pairs_per_row)
+        return prompts + num_steps * self._times.rates.step_seconds(rows, rows * self._times.pairs_per_row)
 
     def step_done(self, stats: StepStats, events: Iterable[TokenEvent] = ()) -> None:
         """Learns from a step, and takes note of the tokens that it told."""
         for event in events:
             if event.token_id is not None and (known := self._outstanding.get(event.request_id)):
                 known.num_tokens += 1
-        if self._times.learn(stats) and stats.num_decode_rows:
-            pairs = stats.num_decode_pairs / stats.num_decode_rows
-            self._pairs_per_row += _STEP_RATE * (pairs - self._pairs_per_row)
-            self._stretch += _STEP_RATE * (self._times.rates.stretch(stats) - self._stretch)
+        self._times.learn(stats)
+        self._times.note_company(stats)
 
     def calibrated(self, steps: Iterable[StepStats]) -> None:
         """Learns from steps that nobody asked for: from each, however quick."""
         for stats in steps:
-            self._times.learn(stats, is_due=True)
+            self._times.learn(stats, is_calibration=True)
 
     def submitted(self, request: GenerationRequest) -> Quote:
         """A request was handed to the engine: outstanding work grows. What is known now."""
@@ -197,9 +193,9 @@ class Forecaster:
         quote = self._quote(request)
         return self._foretell(request, quote, self._queue_seconds(request, quote), cached_tokens)
 
-    def forecast_alone(self, request: GenerationRequest) -> Forecast | None:
-        """What a request would take if nobody else were there; None as for `forecast`."""
-        return self._foretell(request, Quote(self._times.rates, ALONE), 0.0)
+    def forecast_alone(self, request: GenerationRequest, cached_tokens: int = 0) -> Forecast | None:
+        """What a request would take if nobody else were there; arguments and None as for `forecast`."""
+        return self._foretell(request, Quote(self._times.rates, ALONE), 0.0, cached_tokens)
 
     def likely_tokens(self, request: GenerationRequest) -> int | None:
         """How long each output will likely be, `arrival_time` taken as now.
@@ -258,11 +254,11 @@ class Forecaster:
         """What is known now, for a request that would share its steps with all that is outstanding."""
         others = sum(known.num_rows for known in self._outstanding.values())
         rows = max(0, min(others, self._max_rows - request.num_rows))
-        company = Company(rows, self._pairs_per_row, self._stretch) if rows else ALONE
+        company = Company(rows, self._times.pairs_per_row, self._times.stretch) if rows else ALONE
         return Quote(self._times.rates, company, self._rivals())
 
     def _foretell(
-        self, request: GenerationRequest, quote: Quote, queue_seconds: float, cached_tokens: int = 0
+        self, request: GenerationRequest, quote: Quote, queue_seconds: float, cached_tokens: int
     ) -> Forecast | None:
         phases = quote.phases(self.costs.work(request, cached_tokens))
         if phases is None:
@@ -283,7 +279,7 @@ class Forecaster:
     def _queue_seconds(self, request: GenerationRequest, quote: Quote) -> float:
         """Until rows are free for a request that is handed over now, and no prompt is left before its own."""
         rows = min(request.num_rows + quote.company.num_rows, self._max_rows)
-        step = quote.rates.step_seconds(rows, rows * self._pairs_per_row) * quote.company.stretch
+        step = quote.rates.step_seconds(rows, rows * self._times.pairs_per_row) * quote.company.stretch
         # Less urgent ones make way.
         turn = self._turn(request)
         rivals = [each for each in self._outstanding.values() if each.turn[0] <= turn[0]]

@@ -32,7 +32,7 @@ from service.engine.types import (
 from service.errors import DeadlineExceeded, NotServing, RequestCancelled, RequestError, UnknownModel
 from service.forecast import Estimate
 from service.models import Models, Prompt, ServedModel
-from service.scoring import Score, ScoreCall, make_task
+from service.scoring import Score, ScoreCall, ScoreTask, make_task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +145,14 @@ class Generator:
         self._require_serving(model.name, call.request_id)
         with self._engine.admit(model.name, call.request_id) as place:
             request = await self._prepare(call, model, arrival, time_remaining)
+            cached_tokens = await place.cached_tokens(request)
             # What was tokenised for one model means nothing to another that has taken its place meanwhile.
             while (current := self._models.resolve(model.name)) is not model:
                 model = current
                 request = await self._prepare(call, model, arrival, time_remaining)
+                cached_tokens = await place.cached_tokens(request)
             # Before `Accepted` is told: a client that is slow to read it must not be late in the queue.
-            place.submit(request)
+            place.submit(request, cached_tokens)
             yield Accepted(request.request_id, request.model)
             outputs = _Outputs(request, model.output_tokenizer.decode)
             async with aclosing(place.events()) as batches:
@@ -182,22 +184,13 @@ class Generator:
         model = self._models.resolve(call.model)
         self._require_serving(model.name, call.request_id)
         with self._engine.admit(model.name, call.request_id) as place:
-            loop = asyncio.get_running_loop()
-            task = await loop.run_in_executor(self._executor, make_task, model, call.prompt, call.target)
+            task, request = await self._prepare_score(call, model, arrival, time_remaining)
+            cached_tokens = await place.cached_tokens(request)
             while (current := self._models.resolve(model.name)) is not model:
                 model = current
-                task = await loop.run_in_executor(self._executor, make_task, model, call.prompt, call.target)
-            request = GenerationRequest(
-                request_id=call.request_id,
-                model=model.name,
-                prompt_token_ids=task.prompt_token_ids,
-                target_prefix_token_ids=task.target_prefix_token_ids,
-                stopping=StoppingParams(max_tokens=0),
-                scoring=PromptScoring(start=task.start),
-                deadline=None if time_remaining is None else arrival + time_remaining,
-                arrival_time=arrival,
-            )
-            place.submit(request)
+                task, request = await self._prepare_score(call, model, arrival, time_remaining)
+                cached_tokens = await place.cached_tokens(request)
+            place.submit(request, cached_tokens)
             told: list[TokenEvent] = []
             async with aclosing(place.events()) as batches:
                 async for events in batches:
@@ -244,6 +237,23 @@ class Generator:
             partial_on_deadline=call.partial_on_deadline,
             arrival_time=arrival,
         )
+
+    async def _prepare_score(
+        self, call: ScoreCall, model: ServedModel, arrival: float, time_remaining: float | None
+    ) -> tuple[ScoreTask, GenerationRequest]:
+        loop = asyncio.get_running_loop()
+        task = await loop.run_in_executor(self._executor, make_task, model, call.prompt, call.target)
+        request = GenerationRequest(
+            request_id=call.request_id,
+            model=model.name,
+            prompt_token_ids=task.prompt_token_ids,
+            target_prefix_token_ids=task.target_prefix_token_ids,
+            stopping=StoppingParams(max_tokens=0),
+            scoring=PromptScoring(start=task.start),
+            deadline=None if time_remaining is None else arrival + time_remaining,
+            arrival_time=arrival,
+        )
+        return task, request
 
 
 def _encode(model: ServedModel, call: GenerateCall) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -4,7 +4,8 @@ A recursive least squares in covariance form (Plackett, 1950; Ljung, *System Ide
 additions:
 
 * Errors count in proportion to what was expected, so that short observations teach as much as long ones; by how much
-  they usually err is learned, too.
+  they usually err is learned, too, and of each kind of observation by itself: what is hardly ever the same twice must
+  neither be believed like what always is, nor be taken for an accident for not being so.
 * An observation far beyond that (Huber's criterion, 1964) moves the estimate no more than one at the border would: the
   machine was busy with something else.
 * All coefficients may change together, by a common factor that wanders: the machine's speed. So what one term learns of
@@ -44,9 +45,10 @@ class Fitted:
 
     Attributes:
         coefficients: θ, none of them negative.
-        spread: by how much observations err, as a standard deviation and a part of what was expected.
+        spread: by how much observations err, as a standard deviation and a part of what was expected; those of the kind
+            that errs most.
         scales: of each coefficient (see `RecursiveFit`).
-        covariance: of the errors of θ / scales, in units of `spread`².
+        covariance: of the errors of θ / scales, in units of `spread`²: if all err by more, all is known less well.
     """
 
     coefficients: Float64
@@ -72,20 +74,24 @@ class RecursiveFit:
             zero. After a few observations no more than their ratios matter, and these only where x tells too little.
         memory: how much y observed in the same direction it takes until an observation counts 1/e of what it did.
         drift: the variance that all coefficients together gain as y = 1 goes by, as a part of them.
+        num_kinds: how many kinds of observations there are.
     """
 
-    def __init__(self, scales: Sequence[float], memory: float, drift: float) -> None:
+    def __init__(self, scales: Sequence[float], memory: float, drift: float, num_kinds: int = 1) -> None:
         self._scales = np.asarray(scales, np.float64)
         self._memory = memory
         self._drift = drift
         self._free = np.zeros(len(scales))
+        # Of each kind of observations.
+        self._spreads = [_FIRST_SPREAD] * num_kinds
         covariance = np.eye(len(scales)) / _FIRST_SPREAD**2
         self.fitted = Fitted(np.zeros(len(scales)), _FIRST_SPREAD, self._scales, covariance)
 
-    def learn(self, x: Float64, y: float) -> None:
+    def learn(self, x: Float64, y: float, kind: int = 0) -> None:
         """Takes in one observation; anything but finite x ≥ 0, not all of it 0, and finite y > 0 teaches nothing."""
         scaled = x * self._scales
-        covariance, spread = self.fitted.covariance, self.fitted.spread
+        covariance, spread, own_spread = self.fitted.covariance, self.fitted.spread, self._spreads[kind]
+        noise = (own_spread / spread) ** 2
         free_value = float(self._free @ scaled)
         if not 0 < y < math.inf or not math.isfinite(free_value):
             return
@@ -102,18 +108,19 @@ class RecursiveFit:
         forgetting = math.exp(-min(y / self._memory, _MOST_FORGOTTEN))
         unknown = known / forgetting
         error = abs(y - expected) / scale
-        surprise = error / (spread * math.sqrt(1 + unknown))
-        variance = max(surprise / _HUBER, 1.0)
+        surprise = error / (spread * math.sqrt(noise + unknown))
+        variance = noise * max(surprise / _HUBER, 1.0)
         gain = 1 / (forgetting * (unknown + variance) * scale**2)
         self._free = self._free + direction * (gain * (y - free_value))
         # What is forgotten widens the covariance along the very direction in which what is learned narrows it.
         change = (1 / forgetting - 1) / (known * scale**2) - gain / forgetting
         covariance = covariance + common[:, np.newaxis] * common + (direction[:, np.newaxis] * direction) * change
-        if unknown < 1:
+        if unknown < noise:
             # Otherwise it is no measure of how observations err, but of what is left to learn.
-            spread = max(_LEAST_SPREAD, spread + _SPREAD_RATE * (_DEVIATIONS * min(error, 1.0) - spread))
+            own_spread += _SPREAD_RATE * (_DEVIATIONS * min(error, 1.0) - own_spread)
+            self._spreads[kind] = max(_LEAST_SPREAD, own_spread)
         coefficients = _without_negatives(self._free, covariance) * self._scales
-        self.fitted = Fitted(coefficients, spread, self._scales, covariance)
+        self.fitted = Fitted(coefficients, max(self._spreads), self._scales, covariance)
 
 
 def _without_negatives(free: Float64, covariance: Float64) -> Float64:

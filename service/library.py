@@ -20,7 +20,7 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -31,8 +31,10 @@ from model.golden import tolerance_of
 from service.async_engine import AsyncEngine
 from service.config import ServeConfig
 from service.costing import CostModel
+from service.engine import calibration
 from service.engine.engine import Engine, LastRun
 from service.engine.kv_memory import MemoryNeeds
+from service.engine.types import StepStats
 from service.errors import ModelUnfit, RequestError, StartupError, UnknownModel
 from service.kv_pool import KVPool, Part
 from service.loading import build_engines, load_model, model_names, needs_of
@@ -152,7 +154,9 @@ class Library:
             part = self._pool.take(name, needs)
         try:
             async with _stall() as stall:
-                model, engine, parity = await loop.run_in_executor(self._executor, self._prepare, name, part.kv_bytes)
+                model, engine, parity, steps = await loop.run_in_executor(
+                    self._executor, self._prepare, name, part.kv_bytes
+                )
             if not parity.passed:
                 failed = ", ".join(case.name for case in parity.cases if not case.passed)
                 raise ModelUnfit(name, [f"golden cases failed: {failed or 'there are none'}"])
@@ -161,8 +165,7 @@ class Library:
         except BaseException:
             self._pool.give_back(part)
             raise
-        # Its step times are learned from its requests: measured beside running streams, they would be theirs as well.
-        gone = self._engine.install(name, engine, CostModel.of(model, engine))
+        gone = self._engine.install(name, engine, CostModel.of(model, engine), steps)
         self._give_back_when(gone, former)
         self._models.serve(model, parity)
         metrics = self._metrics.for_model(name)
@@ -197,8 +200,8 @@ class Library:
                 manifest = load_model(folder, self._config.prefill_provider).manifest
             return needs_of(manifest, self._config)
 
-    def _prepare(self, name: str, kv_memory: int) -> tuple[ServedModel, Engine, Parity]:
-        """Everything that takes time. On the library's thread."""
+    def _prepare(self, name: str, kv_memory: int) -> tuple[ServedModel, Engine, Parity, Sequence[StepStats]]:
+        """Everything that takes time, and the steps that the engine was calibrated by. On the library's thread."""
         with _told_without_paths(self._config.models, name):
             folder = self._config.models / name
             if sum(path.stat().st_size for path in folder.iterdir()) >= TRIAL_BYTES:
@@ -206,7 +209,16 @@ class Library:
             model = load_model(folder, self._config.prefill_provider)
             kv = {name: kv_memory}
             engine = build_engines(self._config.models, [model], self._config, self._last_run, kv)[name]
-            return model, engine, prove(model, engine)
+            parity = prove(model, engine)
+            return model, engine, parity, self._calibrate(name, engine) if parity.passed else ()
+
+    def _calibrate(self, name: str, engine: Engine) -> Sequence[StepStats]:
+        """Steps to learn from, while nobody is served: beside streams they would take longer, and so would those."""
+        if not self._config.calibrate:
+            return ()
+        steps = engine.calibrate(calibration.MAX_SECONDS, lambda: not self._engine.num_streams)
+        _LOGGER.info("%s: step times learned from %d steps, others from its requests", name, len(steps))
+        return steps
 
 
 def prove(model: ServedModel, engine: Engine) -> Parity:

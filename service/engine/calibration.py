@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from service.engine.plan import Pieces
 from service.engine.types import GenerationRequest, SamplingParams, StepOutput, StepStats, StoppingParams
 
+MAX_SECONDS = 2.0
+"""For a model's calibration; what is not learned in it is learned from requests."""
+
 _SHORT_PROMPT = 8
+# Of sources, each so many times as long as the one before; the long ones come after all else.
+_LADDER = 4
+_EARLY_SOURCE = 512
 _NUM_DECODES = 5
 _NUM_PASSES = 4
 _SEED = 1
@@ -48,32 +54,41 @@ class Round:
 
 
 def rounds(pieces: Pieces, max_batch_size: int, max_prefill_tokens: int) -> Iterator[Round]:
-    """What to run, the most telling first: one row, batches up to the largest, then the longest prompts.
+    """What to run, the most telling first: one row, batches up to the largest, then the longest prompts or sources.
 
     A step starts no more of a batch than `max_prefill_tokens` have room for: the first go on until the last are there.
     """
     longest, chunk = pieces.source_context or pieces.context - _NUM_DECODES - 1, pieces.chunk
     short = max(1, min(_SHORT_PROMPT, longest))
-    lengths = (longest // 4, longest // 2) if pieces.source_context else (chunk // 4, 5 * chunk // 2)
-    for length in (short, *lengths):
-        yield Round(1, max(short, min(length, longest)), _NUM_DECODES + 1)
+    if pieces.source_context:
+        ladder = [short]
+        while ladder[-1] * _LADDER < longest:
+            ladder.append(ladder[-1] * _LADDER)
+        early = [length for length in ladder if length <= _EARLY_SOURCE]
+        late = [*ladder[len(early) :], longest]
+    else:
+        early = [short, *(max(short, min(length, longest)) for length in (chunk // 4, 5 * chunk // 2))]
+        late = [max(short, min(6 * chunk, longest))]
+    for length in early:
+        yield Round(1, length, _NUM_DECODES + 1)
     padded = pieces.padded_source_length(short) or pieces.padded_prompt_length(short)
     for rows in (min(1 << power, max_batch_size) for power in range(1, (max_batch_size - 1).bit_length() + 1)):
         yield Round(rows, short, _NUM_DECODES + rows * padded // max_prefill_tokens)
-    yield Round(1, max(short, longest if pieces.source_context else min(6 * chunk, longest)), 2)
+    for length in late:
+        yield Round(1, length, 2)
 
 
 def calibrate(
     engine: Steps,
-    pieces: Pieces,
-    max_batch_size: int,
-    max_prefill_tokens: int,
+    plan: Sequence[Round],
     max_seconds: float,
+    goes_on: Callable[[], bool] = lambda: True,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[StepStats, ...]:
     """Runs the rounds on an idle engine, several times if that takes no more than half of `max_seconds`.
 
-    It ends when these are over, with the step in progress.
+    It ends when these are over, or when it goes on no more, with the step in progress. A source is encoded in one step:
+    one that may take longer than what is left, if its time goes by the square of its length, is left out.
 
     Returns:
         The steps, without the first of each size.
@@ -82,11 +97,19 @@ def calibrate(
     source = random.Random(_SEED)  # noqa: S311 (not for secrets)
     seen: set[tuple[int, int, int]] = set()
     steps: list[StepStats] = []
+    # The longest source so far, and its seconds.
+    longest: tuple[int, float] | None = None
+
+    def left() -> float:
+        return max_seconds - (clock() - begin) if goes_on() else 0.0
+
     for number in range(_NUM_PASSES):
-        if clock() - begin >= (max_seconds if number == 0 else max_seconds / 2):
+        if left() <= (0.0 if number == 0 else max_seconds / 2):
             break
-        for each in rounds(pieces, max_batch_size, max_prefill_tokens):
-            if clock() - begin >= max_seconds:
+        for each in plan:
+            if longest is not None and longest[1] * (each.num_prompt_tokens / longest[0]) ** 2 > left():
+                continue
+            if left() <= 0:
                 break
             names = [f"calibration-{index}" for index in range(each.num_requests)]
             for name in names:
@@ -97,7 +120,9 @@ def calibrate(
                 if size in seen and stats.num_tokens:
                     steps.append(stats)
                 seen.add(size)
-                if clock() - begin >= max_seconds:
+                if stats.num_encoder_runs and each.num_requests == 1:
+                    longest = max(longest or (0, 0.0), (stats.num_encoder_tokens, stats.run_seconds))
+                if left() <= 0:
                     for name in names:
                         engine.abort(name)
     return tuple(steps)

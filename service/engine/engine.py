@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from model.golden import CaseResult, GoldenCase, Tolerance, compare
 from service.engine.batch import ScheduledBatch
-from service.engine.calibration import calibrate
+from service.engine.calibration import calibrate, rounds
 from service.engine.failure import report_failure
 from service.engine.plan import Pieces
 from service.engine.replay import replay
@@ -167,23 +167,27 @@ class Engine:
         finally:
             self._scheduler.forget_kv()
 
-    def calibrate(self, max_seconds: float) -> tuple[StepStats, ...]:
+    def calibrate(self, max_seconds: float, goes_on: Callable[[], bool] = lambda: True) -> tuple[StepStats, ...]:
         """Runs steps of a few sizes for so long at most (`service.engine.calibration`), to learn how long they take.
 
-        Nothing that was kept for later requests outlives it.
+        Nothing that was kept for later requests outlives it, and other engines of the thread hear nothing of it.
+
+        Args:
+            max_seconds: how long.
+            goes_on: asked before each step; once it says no, the rest is left out.
 
         Raises:
             RuntimeError: when requests live here.
         """
         if self.has_work:
             raise RuntimeError("only an idle engine can be calibrated")
-        self._last_run.ended = None
+        limits, shared = self._scheduler.limits, self._last_run
+        shared.ended, self._last_run = None, LastRun()
+        plan = rounds(self.pieces, limits.max_batch_size, limits.max_prefill_tokens)
         try:
-            limits = self._scheduler.limits
-            return calibrate(
-                self, self.pieces, limits.max_batch_size, limits.max_prefill_tokens, max_seconds, self._clock
-            )
+            return calibrate(self, tuple(plan), max_seconds, goes_on, self._clock)
         finally:
+            self._last_run = shared
             self._scheduler.forget_kv()
 
     def _fail_step(self, error: Exception, started: float) -> StepOutput:

@@ -208,7 +208,8 @@ class StepStats:
     The work, by what computes it, none of it padding: `num_prefill_tokens` of prompts in `num_prefill_runs` runs of a
     graph, `num_encoder_tokens` of sources in `num_encoder_runs`, one token for each of `num_decode_rows` in one run.
     Pairs are those of a query and a key that the masks let meet, in one layer and for each head: those of a decoding
-    row are its tokens, the one that is fed included, and its source's.
+    row are its tokens, the one that is fed included, and its source's. Windows, which some layers may have, are left
+    aside: the operators compute what lies before them and throw it away.
     """
 
     start_time: float = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import http.client
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, disable_created_metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from proto.onward.v1 import generation_pb2 as pb
+from service import exposition
 from service.app import App
 from service.config import MetricsCompat
 from service.exposition import exposing, metrics_app
@@ -49,6 +51,18 @@ def test_scrape_is_plain_text_whatever_the_scraper_would_rather_have(connection:
     answer = get(connection, Accept=ACCEPT)
     assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert "sheep_total 3.0\n" in answer.read().decode()
+
+
+def test_client_that_asks_nothing_keeps_no_thread(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exposition._Handler, "timeout", 0.05)
+    with exposing(metrics_app(registry), "127.0.0.1", 0) as port:
+        for asked in (b"", b"GET /met"):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as silent:
+                silent.sendall(asked)
+                assert silent.recv(1) == b"", "the server has hung up"
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -94,11 +94,18 @@ class Shelf:
 
 
 @asynccontextmanager
-async def shelf(folder: Path, artefact: Callable[[], Path] = OLD) -> AsyncIterator[Shelf]:
+async def shelf(folder: Path, artefact: Callable[[], Path] = OLD, **changes: Any) -> AsyncIterator[Shelf]:
     """A server over an artefact as "a", on real graphs."""
     shutil.copytree(artefact(), folder / "a")
     config = ServeConfig(
-        models=folder, port=0, metrics=False, max_batch_size=4, threads=1, spin=False, prefill_chunk=16
+        models=folder,
+        port=0,
+        metrics=False,
+        max_batch_size=4,
+        threads=1,
+        spin=False,
+        prefill_chunk=16,
+        **{"calibrate": False, **changes},
     )
     models, last_run = load_models(folder), LastRun()
     registry = CollectorRegistry()
@@ -121,6 +128,40 @@ async def test_a_model_is_loaded_beside_another_and_answers_as_if_it_had_always_
         assert len(await shelved.tokens("c")) == 12
         await shelved.load("b")  # there already
         assert shelved.server.metric("parity_max_abs_error", model_name="b") > 0
+
+
+async def test_a_loaded_model_is_foretold_from_the_start_if_nobody_was_served_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.engine.calibration.MAX_SECONDS", 0.3)
+    async with shelf(tmp_path, calibrate=True) as shelved:
+
+        def knows(name: str) -> bool:
+            return shelved.server.metric("cost_model_coefficient", model_name=name, term="decode_step_4") > 0
+
+        assert knows("a")
+        shelved.put("b", NEW())
+        shelved.put("c", OTHER())
+        await shelved.load("b")
+        assert knows("b")
+        request = generate_request("3 May", model="b", max_tokens=12)
+        estimate = await shelved.server.generation.Estimate(pb.EstimateRequest(request=request))
+        assert estimate.finish_seconds > 0
+        hold = threading.Event()
+        monkeypatch.setattr(library, "prove", lambda *given: hold.wait(30) and _prove(*given))
+        loading = asyncio.create_task(shelved.load("c"))
+        with shelved.server.app._engine.admit("a", "somebody"):
+            hold.set()
+            await loading
+        assert not knows("c"), "its steps would have stood in others' way, and others in theirs"
+        assert len(await shelved.tokens("c")) == 12
+        before = shelved.server.app._engine._lanes["b"].forecaster
+        await shelved.reload("b")
+        assert shelved.server.app._engine._lanes["b"].forecaster is not before
+        assert knows("b")
+
+
+_prove = library.prove
 
 
 async def test_a_reloaded_model_answers_as_one_that_was_there_from_the_start(

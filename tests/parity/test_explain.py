@@ -71,6 +71,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_layers": 1,
         },
     ),
+    # The second layer of two, so that a window is not taken for every layer's.
+    "windowed": (
+        "decoder-only",
+        {"num_layers": 2, "sliding_window": 7, "layer_types": ("full", "sliding"), "num_heads": 4, "head_dim": 16},
+    ),
     "additive-decoder-only": ("decoder-only", {**ADDITIVE["decoder-only"]}),
     "additive-encoder-decoder": ("encoder-decoder", {**ADDITIVE["encoder-decoder"]}),
 }
@@ -115,7 +120,10 @@ def by_definition(model: Transformer, sequence: list[int], source: list[int]) ->
             queries, keys = seen[module.qkv][:, :width], seen[module.qkv][:, width : width + kv_width]
         rotates = config.positions is Positions.ROTARY and kind is not AttentionKind.CROSS
         heads = [_head(config, module, queries, keys, head, rotates=rotates) for head in range(config.num_heads)]
-        scores = np.where(np.tri(*heads[0].shape, dtype=bool), heads, -np.inf) if is_causal else np.array(heads)
+        is_seen = np.tri(*heads[0].shape, dtype=bool) if is_causal else np.ones(heads[0].shape, bool)
+        if isinstance(module, SelfAttention) and module.window:
+            is_seen &= ~np.tri(*is_seen.shape, -module.window, dtype=bool)
+        scores = np.where(is_seen, heads, -np.inf)
         raised = np.exp(scores - scores.max(axis=-1, keepdims=True))
         found[attention_output(kind, layer)] = raised / raised.sum(axis=-1, keepdims=True)
     return found

@@ -60,7 +60,7 @@ async def started(
 
 async def run(engine: AsyncEngine, asked: GenerationRequest) -> list[tuple[TokenEvent, ...]]:
     with engine.admit(asked.model, asked.request_id) as place:
-        place.submit(asked)
+        place.submit(asked, await place.cached_tokens(asked))
         return [events async for events in place.events()]
 
 
@@ -157,6 +157,17 @@ async def test_request_that_the_engine_refuses_ends_with_the_engines_reason() ->
             await run(engine, request("a", prompt=()))
         await engine.wait_idle()
         assert await run(engine, request("a"))
+
+
+async def test_request_that_cannot_be_counted_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started() as engine:
+        monkeypatch.setattr(engine._lanes[MODEL].forecaster, "submitted", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await run(engine, request("a"))
+        assert engine.num_streams == 0
+        monkeypatch.undo()
+        assert await run(engine, request("a"))
+        await engine.wait_idle()
 
 
 async def test_request_that_breaks_the_engine_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -484,6 +495,10 @@ async def test_what_is_known_of_a_models_step_times_outlives_a_reload_that_leave
         engine.install(MODEL, other, fake_costs(other.pieces))
         assert lane.forecaster is not known
         assert lane.forecaster.costs.config.context == 64
+        unknown, calibrated = lane.forecaster, fake_engine(context=64)
+        engine.install(MODEL, calibrated, fake_costs(other.pieces), calibrated.calibrate(0.2))
+        assert lane.forecaster is not unknown
+        assert lane.forecaster.forecast_alone(request("c", max_tokens=2)) is not None
         assert await run(engine, request("b"))
 
 
@@ -494,7 +509,7 @@ def foretells(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, seconds: flo
     """Has every request foretold to take so long, all of it prefill; the requests that were asked about."""
     asked: list[GenerationRequest] = []
 
-    def forecast(one: GenerationRequest) -> Forecast:
+    def forecast(one: GenerationRequest, cached_tokens: int = 0) -> Forecast:
         asked.append(one)
         return Forecast(queue_seconds=0.0, prefill_seconds=seconds, decode_seconds=0.0)
 
@@ -524,6 +539,69 @@ async def test_request_that_would_miss_its_deadline_is_refused_before_the_engine
     assert [each.request_id for each in scripted.requests] == ["b"]
     labels = {"model_name": MODEL, "finish_reason": "deadline_unreachable"}
     assert registry.get_sample_value("onward_requests_total", labels) == 1
+
+
+def foretells_by_token(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, seconds: float) -> list[str]:
+    """Has a prompt's tokens take so long each, unless they are cached; the models that are asked for what is."""
+    asked: list[str] = []
+    ask = engine._thread.ask
+
+    def forecast(one: GenerationRequest, cached_tokens: int = 0) -> Forecast:
+        computed = len(one.prompt_token_ids) - cached_tokens
+        return Forecast(queue_seconds=0.0, prefill_seconds=seconds * computed, decode_seconds=0.0)
+
+    def look(model: str, function: Callable[[StepEngine], int]) -> Any:
+        asked.append(model)
+        return ask(model, function)
+
+    forecaster = engine._lanes[MODEL].forecaster
+    monkeypatch.setattr(forecaster, "forecast", forecast)
+    monkeypatch.setattr(forecaster, "forecast_alone", forecast)
+    monkeypatch.setattr(engine._thread, "ask", look)
+    return asked
+
+
+async def test_who_would_be_refused_is_let_in_if_enough_of_its_prompt_is_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt, other = tuple(range(3, 23)), tuple(range(4, 24))
+    async with started(admits_by_deadline=True) as engine:
+        await run(engine, request("a", prompt))
+        asked = foretells_by_token(monkeypatch, engine, 100.0)
+        # Two chunks of eight are cached: 400 s are left of 2,000.
+        assert tokens(await run(engine, due_in(1000.0, "b", prompt_token_ids=prompt))) == expected_tokens(prompt, 4)
+        assert len(asked) == 1
+        with pytest.raises(DeadlineUnreachable) as refusal:
+            await run(engine, due_in(1000.0, "c", prompt_token_ids=other))
+        assert refusal.value.prefill_seconds == pytest.approx(2000.0, rel=0.1)
+        assert len(asked) == 2
+
+
+async def test_engine_is_asked_what_is_cached_only_of_who_would_be_refused_and_may_have_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with started(admits_by_deadline=True) as engine:
+        asked = foretells_by_token(monkeypatch, engine, 1.0)
+        await run(engine, due_in(60.0, "fits", prompt_token_ids=tuple(range(3, 23))))
+        await run(engine, replace(request("patient"), prompt_token_ids=tuple(range(3, 23))))
+        with pytest.raises(DeadlineUnreachable):
+            # No more than a chunk, and nothing behind it.
+            await run(engine, due_in(4.0, "short", prompt_token_ids=tuple(range(3, 11))))
+    assert asked == []
+
+
+async def test_refusal_does_not_wait_long_for_an_engine_that_is_in_the_middle_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    async with started(FakeRunner(before_run=gate), admits_by_deadline=True) as engine:
+        ahead = asyncio.create_task(run(engine, request("ahead")))
+        await gate.until_entered()
+        asked = foretells_by_token(monkeypatch, engine, 100.0)
+        with pytest.raises(DeadlineUnreachable):
+            await run(engine, due_in(60.0, "late", prompt_token_ids=tuple(range(3, 23))))
+        assert len(asked) == 1
+        gate.open.set()
+        await ahead
 
 
 async def test_nobody_is_refused_for_a_deadline_where_admission_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

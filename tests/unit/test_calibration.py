@@ -6,12 +6,14 @@ import random
 
 import pytest
 
+from service.engine.batch import ScheduledBatch
 from service.engine.calibration import rounds
-from service.engine.engine import Engine
+from service.engine.engine import Engine, LastRun
 from service.engine.plan import Pieces
 from service.engine.types import StoppingParams
 from tests.fakes import FakeRunner, fake_engine, request
-from tests.unit.test_forecast import FAMILIES, LIMITS, draw, machine
+from tests.unit.test_cost import encoder_decoder
+from tests.unit.test_forecast import FAMILIES, LIMITS, Law, Machine, draw, machine
 
 
 @FAMILIES
@@ -67,8 +69,36 @@ def test_the_first_step_of_each_size_is_left_out() -> None:
     assert {stats.num_decode_rows for stats in steps if not stats.num_prefill_runs} >= {1, 2, 4, 8}
 
 
+def test_calibration_goes_on_only_as_long_as_it_may_and_is_nobody_elses() -> None:
+    shared = LastRun(ended=5.0)
+    begun: list[ScheduledBatch] = []
+    runner = FakeRunner(LIMITS.max_batch_size, before_run=begun.append)
+    engine = fake_engine(runner, limits=LIMITS, context=256, last_run=shared)
+    steps = engine.calibrate(60.0, lambda: len(begun) < 12)
+    # One more, which lets go of what ran.
+    assert 0 < len(steps) < len(begun) <= 13
+    assert not engine.has_work
+    assert shared.ended is None, "another engine's next run is not timed from there"
+    engine.add_request(request("a"))
+    engine.step()
+    assert shared.ended is not None
+
+
+def test_source_that_might_take_longer_than_what_is_left_is_left_out() -> None:
+    slow = Machine(encoder_decoder(vocab_size=32, context=256), Law(prompt_pair=1e-4))
+    # 128 tokens take 1.6 s and a little, twice as many 6.5 s.
+    slow.engine.calibrate(3.0)
+    lengths = {len(row.token_ids) for batch in slow.runner.batches for group in batch.encodes for row in group.rows}
+    assert lengths == {8, 32, 128}
+    quick = Machine(encoder_decoder(vocab_size=32, context=256))
+    quick.engine.calibrate(60.0)
+    assert 256 in {
+        len(row.token_ids) for batch in quick.runner.batches for group in batch.encodes for row in group.rows
+    }
+
+
 @pytest.mark.parametrize("context", [4, 8, 96, 4096])
-@pytest.mark.parametrize("source_context", [0, 3, 64])
+@pytest.mark.parametrize("source_context", [0, 3, 64, 9000])
 @pytest.mark.parametrize("max_batch_size", [1, 2, 5, 32])
 def test_rounds_fit_every_model_and_reach_the_largest_batch(
     context: int, source_context: int, max_batch_size: int
@@ -86,3 +116,5 @@ def test_rounds_fit_every_model_and_reach_the_largest_batch(
     for each in made:
         assert 1 <= each.num_prompt_tokens <= (source_context or context - 1)
         assert each.num_new_tokens >= 1
+    longest = source_context or max(1, min(context - 6, 6 * 128))
+    assert max(each.num_prompt_tokens for each in made) == longest

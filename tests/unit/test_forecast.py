@@ -46,6 +46,7 @@ class Law:
     decode_pair: float = 1e-5
     host: float = 2e-4
     host_row: float = 3e-5
+    wake: float = 0.0
 
 
 class Machine:
@@ -55,6 +56,7 @@ class Machine:
         self, config: ModelConfig, law: Law = Law(), noise: float = 0.0, patience: float | None = None
     ) -> None:
         self.law, self.noise, self.now, self.speed = law, noise, 0.0, 1.0
+        self.hiccups, self._is_awake = 0.0, False
         self._source = random.Random(0)
         self.runner = FakeRunner(LIMITS.max_batch_size, before_run=self._run)
         self.engine = fake_engine(
@@ -76,8 +78,9 @@ class Machine:
         self.told[asked.request_id] = {}
         self.engine.add_request(asked)
 
-    def step(self) -> None:
+    def step(self) -> StepStats:
         output = self.engine.step()
+        self._is_awake = self.engine.has_work
         self.now += self.law.host + self.law.host_row * output.stats.num_rows
         self.forecaster.step_done(output.stats, output.events)
         for event in output.events:
@@ -89,6 +92,7 @@ class Machine:
                 self.costs[event.request_id] = self.forecaster.settle(quote, asked, told, event)
                 self.forecaster.ended(event.request_id)
                 self.ends[event.request_id] = event
+        return output.stats
 
     def drain(self) -> None:
         while self.engine.has_work:
@@ -113,7 +117,10 @@ class Machine:
         )
         rows = batch.num_decode_rows
         decoding = law.decode_row + (rows - 1) * law.more_rows + batch.num_decode_pairs * law.decode_pair if rows else 0
-        self.now += self.speed * (prompts + decoding) * max(0.1, 1 + self._source.gauss(0.0, self.noise))
+        slowness = max(0.1, 1 + self._source.gauss(0.0, self.noise))
+        if self.hiccups and self._source.random() < self.hiccups:
+            slowness *= 5
+        self.now += self.speed * (prompts + decoding) * slowness + (0.0 if self._is_awake else law.wake)
 
 
 def seconds_of(end: TokenEvent) -> float:
@@ -131,7 +138,7 @@ def draw(source: random.Random, name: str, rows: int = 1) -> GenerationRequest:
     return request(name, prompt, sampling=sampling, stopping=StoppingParams(max_tokens=new, ignore_eos=True))
 
 
-def machine(family: object = decoder_only, **options: float) -> Machine:
+def machine(family: object = decoder_only, **options: Any) -> Machine:
     assert callable(family)
     return Machine(family(vocab_size=32, context=CONTEXT), **options)
 
@@ -174,11 +181,68 @@ def test_coefficients_are_those_of_the_machine() -> None:
         "decode_pair": law.decode_pair,
         "host_step": law.host,
         "host_row": law.host_row,
+        "wake": law.wake,
         **{f"decode_step_{rows}": law.decode_row + (rows - 1) * law.more_rows for rows in (1, 2, 4, 8)},
     }
     assert set(found) == set(expected)
     for term, seconds in expected.items():
         assert found[term] == pytest.approx(seconds, rel=0.15, abs=2e-5), term
+
+
+def test_short_steps_are_foretold_by_their_mean_and_not_by_that_of_the_long_ones_among_them() -> None:
+    """Each eighth step takes five times as long: whoever looked now and then would rather see one of those."""
+    law = Law(*(each / 20 for each in (0.004, 3e-4, 2e-6, 0.006, 4e-4, 1e-5, 2e-4, 3e-5)))
+    hectic = Machine(decoder_only(vocab_size=32, context=CONTEXT), law)
+    hectic.hiccups = 1 / 8
+    hectic.warm(120)
+    source = random.Random(8)
+    expected = taken = 0.0
+    for number in range(150):
+        asked = draw(source, f"r{number}")
+        forecast = hectic.forecaster.forecast(asked)
+        assert forecast is not None
+        expected += forecast.decode_seconds
+        hectic.run(asked)
+        timings = hectic.ends[asked.request_id].timings
+        assert timings is not None
+        assert timings.first_token_time is not None
+        taken += timings.finished_time - timings.first_token_time
+    assert expected == pytest.approx(taken, rel=0.1)
+
+
+def test_company_stretches_steps_by_the_share_that_its_prompts_take() -> None:
+    """Short steps that decode and, one in five, a long prompt in between: all of them count alike."""
+    law = Law(*(each / 20 for each in (0.02, 3e-4, 2e-6, 0.006, 0.0, 0.0, 2e-4, 3e-5)))
+    busy = Machine(decoder_only(vocab_size=32, context=CONTEXT), law)
+    busy.warm()
+    endless = StoppingParams(max_tokens=CONTEXT, ignore_eos=True)
+    with_prompts = decoding = 0.0
+    for number in range(200):
+        if number % 50 == 0:
+            busy.submit(request(f"long{number}", (5,), stopping=endless))
+        if number % 5 == 0:
+            busy.submit(request(f"short{number}", range(3, 13), stopping=StoppingParams(max_tokens=1)))
+        stats = busy.step()
+        if number >= 100 and stats.num_decode_rows:
+            with_prompts += stats.run_seconds
+            decoding += law.decode_row
+    assert with_prompts > 1.3 * decoding
+    assert busy.forecaster._times.stretch == pytest.approx(with_prompts / decoding, rel=0.15)
+
+
+@pytest.mark.parametrize("wake", [0.0, 0.003])
+def test_what_a_pause_adds_to_the_first_run_is_foretold_of_who_comes_after_one(wake: float) -> None:
+    sleepy = machine(law=Law(wake=wake))
+    sleepy.warm()
+    stopping = StoppingParams(max_tokens=3, ignore_eos=True)
+    prompt = tuple(3 + (7 * i) % 27 for i in range(33))
+    sleepy.run(request("a", prompt, stopping=stopping))
+    # Two of its chunks are cached, and what is left is one token: no prompt's run shares in the pause.
+    again = request("b", prompt, stopping=stopping)
+    forecast = sleepy.forecaster.forecast(again, 32)
+    assert forecast is not None
+    assert forecast.service_seconds == pytest.approx(sleepy.run(again), rel=0.1)
+    assert sleepy.forecaster.coefficients["wake"] == pytest.approx(wake, rel=0.3, abs=2e-4)
 
 
 def test_cached_tokens_are_counted_in_the_prediction_and_the_estimate() -> None:

@@ -65,6 +65,22 @@ def test_an_observation_of_a_busy_machine_moves_little() -> None:
     assert worst_error(many, LAW, source) < 0.1
 
 
+def test_what_varies_by_much_is_known_by_its_mean_and_disturbs_nobody() -> None:
+    """One of twenty observations is of the second kind, and every fourth of these takes 1.6 times as long."""
+    source = random.Random(10)
+    fit = RecursiveFit((1.0, 1.0), memory=60.0, drift=3e-4, num_kinds=2)
+    steady, rough = np.array((1.0, 0.0)), np.array((0.0, 1.0))
+    worst = 0.0
+    for number in range(6000):
+        if number % 20 == 0:
+            fit.learn(rough, 0.05 * (1.6 if source.random() < 0.25 else 1.0), kind=1)
+        fit.learn(steady, 0.01 * math.exp(source.gauss(0.0, 0.02)))
+        if number > 1000:
+            worst = max(worst, abs(fit.fitted.value(steady) / 0.01 - 1))
+    assert fit.fitted.value(rough) == pytest.approx(0.05 * 1.15, rel=0.06)
+    assert worst < 0.06
+
+
 def test_a_machine_that_has_become_slower_is_believed_after_a_while() -> None:
     source = random.Random(3)
     fit = taught(source, 1000, noise=0.02)

@@ -140,6 +140,35 @@ def test_cost_of_a_small_request_by_hand() -> None:
     assert cost.request_cost(config, shape, kv_token_bytes=1).kv_byte_steps == 4 + 5 + 6 + 7
 
 
+def fed(shape: RequestShape) -> tuple[list[int], list[int]]:
+    """The positions of all tokens that a request without a source computes, and of those that pad its beginning."""
+    prompt = shape.prompt_tokens
+    rows = [prompt + index for count in shape.generated_tokens for index in range(count - 1)]
+    beginning = 0 if shape.cached_tokens else min(prompt, shape.chunk or prompt)
+    padding = range(beginning, shape.padded_prompt_tokens or 0) if beginning > 1 else range(0)
+    return [*range(shape.cached_tokens, prompt), *rows], list(padding)
+
+
+def _met(position: int, window: int) -> int:
+    """Keys that a token at `position` meets in one layer that sees all and in two that see a window."""
+    keys = range(position + 1)
+    return len(keys) + 2 * len([key for key in keys if position - key < window])
+
+
+@pytest.mark.parametrize("window", [1, 3, 9, 50])
+def test_a_layer_with_a_window_attends_to_what_lies_within_it_and_holds_all(window: int) -> None:
+    mixed = decoder_only(num_layers=3, sliding_window=window, layer_types=("full", "sliding", "sliding"))
+    whole = decoder_only(num_layers=3)
+    for shape in shapes():
+        if shape.source_tokens:
+            continue
+        found, without = cost.request_cost(mixed, shape), cost.request_cost(whole, shape)
+        attended, padded = (sum(_met(position, window) for position in each) for each in fed(shape))
+        assert (found.attended_pairs, found.padded_pairs) == (attended, padded), shape
+        assert found.attention_flops == cost.pair_flops(mixed) * attended
+        assert (found.linear_flops, found.kv_byte_steps) == (without.linear_flops, without.kv_byte_steps)
+
+
 def test_cost_of_an_encoded_source_by_hand() -> None:
     config = encoder_decoder()
     shape = RequestShape(
