@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import hf_folder, import_large, imports
-from benchmarks.imports import CASES, Case, make_folder
+from benchmarks.imports import CASES, Case, Outcome, make_folder
 from export.__main__ import main as export_main
 from export.exporter import export
 from export.verify import Verdict
@@ -36,6 +38,7 @@ from service.loading import load_models
 from service.models import Conversation
 from tests.artifacts import rehash
 from tests.hf_folders import llama_tensors, write_folder
+from tests.import_cases import checking
 
 _FULL = frozenset(next(case.name for case in CASES if case.family == family) for family in ("bart", "marian"))
 
@@ -44,9 +47,23 @@ def case_named(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Outcome]]]:
+    """Those of the cases that are to be tested in this run."""
+    name = test_imported_checkpoint_answers_as_transformers_does.__name__
+    asked = [
+        item.callspec.params["case"] for item in request.session.items if getattr(item, "originalname", "") == name
+    ]
+    sources = [(case, imports.NUM_SOURCES if case.name in _FULL else 8) for case in asked]
+    with checking(sources, tmp_path_factory.mktemp("cases")) as found:
+        yield found
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_imported_checkpoint_answers_as_transformers_does(case: Case, tmp_path: Path) -> None:
-    outcome = imports.check(case, tmp_path, num_sources=imports.NUM_SOURCES if case.name in _FULL else 8)
+def test_imported_checkpoint_answers_as_transformers_does(case: Case, outcomes: dict[str, Future[Outcome]]) -> None:
+    outcome = outcomes[case.name].result()
     assert not outcome.problems
     assert max(outcome.torch_error, outcome.graph_error) < 1e-4
     assert outcome.num_greedy == 4
