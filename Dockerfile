@@ -3,7 +3,9 @@
 #   docker build --build-arg EXTRA=cpu -t onward .          EXTRA=gpu (the default) brings CUDA's libraries
 #   docker run --rm -p 8001:8001 -p 8002:8002 -v ./build/models:/models:ro onward
 #
-# Everything that pip installs is named with its version and its hashes, for Python 3.11 and 3.12, in deploy/container.
+# Everything that pip installs is named with its version and its hashes, for Python 3.11 and 3.12, in deploy/container;
+# deploy/container/pin.sh names it anew. The probe asks 127.0.0.1:8001 in the clear: where the server listens elsewhere or
+# over TLS, the probe is told by ONWARD_TARGET, ONWARD_CA_CERTIFICATE and ONWARD_SERVER_NAME.
 ARG BASE_IMAGE=python:3.12-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build
@@ -13,7 +15,7 @@ WORKDIR /src
 COPY deploy/container/requirements-build.txt deploy/container/requirements-${EXTRA}.txt deploy/container/
 RUN python3 -m venv /build && python3 -m venv --without-pip /opt/onward \
  && /build/bin/pip install --quiet --require-hashes --requirement deploy/container/requirements-build.txt \
- && /build/bin/pip --python /opt/onward/bin/python install --quiet --only-binary=:all: --require-hashes \
+ && /build/bin/pip --python /opt/onward/bin/python install --quiet --no-deps --only-binary=:all: --require-hashes \
       --requirement "deploy/container/requirements-${EXTRA}.txt"
 COPY pyproject.toml README.md LICENSE ./
 COPY proto proto
@@ -24,6 +26,7 @@ COPY service service
 RUN /build/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels . \
  && /build/bin/pip --python /opt/onward/bin/python install --quiet --no-deps --no-index /wheels/*.whl \
  && find /opt/onward -type d -name tests -prune -exec rm -rf {} + \
+ && /opt/onward/bin/python -c "import service.app, service.otel" \
  && /opt/onward/bin/python -m compileall -q -j 0 /opt/onward/lib
 
 FROM ${BASE_IMAGE}

@@ -1,16 +1,17 @@
-"""A server under load for a long time, and what grows in it: memory, descriptors, threads.
+"""Minutes of load with cancels, and what grows in the server meanwhile: memory, descriptors, threads, tasks.
 
     python -m benchmarks.soak [--models DIR] [--minutes 10] [--warm-up-minutes 2] [--load 0.8] [--cancels 0.2]
         [--leak-mb-per-hour N] [--docs]
 
 Capacity is measured first, closed loop; then requests arrive at random times at a share of it, of which every fifth is
-cancelled at a random moment. The server's resident memory is read every second from outside. Its slope has a bound, at
-95 %, from a block bootstrap: samples next to each other are alike, and pretending otherwise would make any slope look
-certain. With `--leak-mb-per-hour` the server leaks that much (`benchmarks.leaky_server`), and the same check must find
-it.
+cancelled, anywhere between its being sent and its end. The server's resident memory is read every second from outside,
+and after a warm-up its slope has a bound, at 95 %. Samples next to each other are alike, and pretending otherwise would
+make any slope look certain: the bound comes from means over batches of many samples, see `slope`. When all is over
+nothing may be held: no request, no K/V, and no descriptor, thread or task more than before.
 
-Exit status 1 when memory may grow by more than the limit, or when a leak that was put in is not found. The last line of
-stdout is one JSON object.
+With `--leak-mb-per-hour` the server leaks that much (`benchmarks.soaked_server`), and the same check must find it: the
+lower bound above zero, the upper above the limit. Exit status 1 when something grew or is held, or when a leak that was
+put in is not found. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,23 +19,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+from scipy import stats
 
-from benchmarks.leaky_server import VARIABLE
-from benchmarks.serving import wait_ready
+from benchmarks.soaked_server import TASKS, VARIABLE
+from loadtest.serving import Server, wait_served
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
@@ -44,8 +49,11 @@ LIMIT_MB_PER_HOUR = 10.0
 _SAMPLE_SECONDS = 1.0
 _CAPACITY_SECONDS = 10.0
 _CAPACITY_CLIENTS = 32
-_BLOCK_SECONDS = 45
-_NUM_RESAMPLES = 2000
+_NUM_BATCHES = 12
+_SETTLE_SECONDS = 30.0
+_HELD = ("onward_num_requests_running", "onward_num_requests_waiting", "onward_kv_cache_usage_ratio")
+_GOOD_ENDS = {"OK": "answered", "CANCELLED": "cancelled"}
+_DOCUMENT = Path("docs/soak.json")
 _MEGABYTE = 1e6
 _HOUR = 3600.0
 _STOP_SECONDS = 60.0
@@ -60,34 +68,34 @@ class Slope:
     high: float
 
 
-def slope(
-    seconds: Sequence[float], values: Sequence[float], block_seconds: float = _BLOCK_SECONDS, seed: int = 0
-) -> Slope:
-    """The least-squares slope of samples in time, with an interval from a moving-block bootstrap of its residuals.
+def slope(seconds: Sequence[float], values: Sequence[float], num_batches: int = _NUM_BATCHES) -> Slope:
+    """The least-squares slope of samples in time, with a 95 % interval by Student's t over the means of batches.
+
+    Means over batches that are much longer than samples stay alike are nearly independent, whatever the samples are:
+    what their residuals scatter by is what a slope may be off by, and there are so few of them that t makes room for
+    not knowing that well. Where even they are alike, as memory is that grows by steps and stays there, their first
+    autocorrelation widens the interval by as much as it would that of an autoregression.
 
     Args:
         seconds: when each sample was taken, rising.
         values: the samples.
-        block_seconds: how long neighbouring samples are alike; blocks of residuals are drawn as long as that.
-        seed: of the draws.
+        num_batches: how many batches; at least 4.
 
-    Source: Künsch, "The Jackknife and the Bootstrap for General Stationary Observations" (1989).
+    Source: Law, "Simulation Modeling and Analysis", on batch means.
     """
-    times = np.asarray(seconds, np.float64) / _HOUR
-    observed = np.asarray(values, np.float64)
-    line = np.polynomial.polynomial.polyfit(times, observed, 1)
-    fitted = line[0] + line[1] * times
-    residuals = observed - fitted
-    step = float(np.median(np.diff(times))) * _HOUR
-    size = int(min(max(1, round(block_seconds / step)), len(residuals) // 2))
-    source = np.random.default_rng(seed)
-    num_blocks = -(-len(residuals) // size)
-    starts = source.integers(0, len(residuals) - size + 1, (_NUM_RESAMPLES, num_blocks))
-    drawn = residuals[(starts[..., None] + np.arange(size)).reshape(_NUM_RESAMPLES, -1)[:, : len(residuals)]]
+    batches = [part for part in np.array_split(np.arange(len(values)), num_batches) if len(part)]
+    times = np.array([np.mean(np.asarray(seconds, np.float64)[part]) for part in batches]) / _HOUR
+    means = np.array([np.mean(np.asarray(values, np.float64)[part]) for part in batches])
     centred = times - times.mean()
-    slopes = line[1] + (drawn - drawn.mean(axis=1, keepdims=True)) @ centred / (centred @ centred)
-    low, high = np.percentile(slopes, (2.5, 97.5))
-    return Slope(float(line[1]), float(low), float(high))
+    spread = float(centred @ centred)
+    per_hour = float(centred @ means) / spread
+    residuals = means - means.mean() - per_hour * centred
+    freedom = len(batches) - 2
+    scatter = float(residuals @ residuals)
+    likeness = max(0.0, float(residuals[1:] @ residuals[:-1]) / scatter) if scatter else 0.0
+    error = math.sqrt(scatter / freedom / spread * (1 + likeness) / (1 - likeness))
+    half = float(stats.t.ppf(0.975, freedom)) * error
+    return Slope(per_hour, per_hour - half, per_hour + half)
 
 
 @dataclass(slots=True)
@@ -131,14 +139,18 @@ class Load:
     async def one(self) -> None:
         """One request, from its beginning to its end."""
         source = self._source
+        max_tokens = source.choice((4, 8, 16, 32))
         request = pb.GenerateStreamRequest(
             model=source.choice(self._models),
             text=f"{source.randrange(1, 29)} May {source.randrange(1900, 2100)}",
             sampling=pb.SamplingParams(temperature=1.0, seed=source.getrandbits(32)),
-            stopping=pb.StoppingParams(max_tokens=source.choice((4, 8, 16, 32)), ignore_eos=True),
+            stopping=pb.StoppingParams(max_tokens=max_tokens, ignore_eos=True),
         )
         call = self._stub.GenerateStream(request, timeout=120)
-        patience = source.randrange(12) if source.random() < self._cancels else None
+        # Tokens that it waits for before it is cancelled; -1 is at once, in the queue or in its prompt.
+        patience = source.randrange(-1, max_tokens) if source.random() < self._cancels else None
+        if patience == -1:
+            call.cancel()
         try:
             count = 0
             async for _ in call:
@@ -177,9 +189,52 @@ class Load:
         await asyncio.gather(*tasks)
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A server in a process of ours."""
+
+    process: subprocess.Popen[str]
+    address: Server
+
+    def num_tasks(self) -> int:
+        """Of its event loop."""
+        self.process.send_signal(signal.SIGUSR1)
+        assert self.process.stdout is not None  # noqa: S101 (PIPE was asked for; this tells the type checker)
+        return int(self.process.stdout.readline().removeprefix(TASKS))
+
+    def held(self) -> float:
+        """Requests that run or wait, and shares of K/V in use; 0 when nothing is held."""
+        with urllib.request.urlopen(f"http://{self.address.metrics}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name in _HELD
+        )
+
+    def still(self) -> Still:
+        """What it has while nobody asks, once all is given back that will be."""
+        until = time.monotonic() + _SETTLE_SECONDS
+        while (held := self.held()) and time.monotonic() < until:
+            time.sleep(0.1)
+        samples = Samples()
+        samples.take(self.process.pid, 0.0)
+        return Still(held, samples.descriptors[0], samples.threads[0], self.num_tasks())
+
+
+@dataclass(frozen=True, slots=True)
+class Still:
+    """A server that nobody asks: what is held all the same, and what it lives on."""
+
+    held: float
+    descriptors: int
+    threads: int
+    tasks: int
+
+
 async def soak(
-    target: str,
-    pid: int,
+    server: Watched,
     *,
     seconds: float,
     warm_up_seconds: float,
@@ -187,44 +242,30 @@ async def soak(
     cancels: float,
     capacity_seconds: float = _CAPACITY_SECONDS,
 ) -> dict[str, Any]:
-    """Puts load on a server and watches its process; figures, without a verdict.
+    """Puts load on a server and watches its process; figures, and what is wrong with them but for memory.
 
     Args:
-        target: "host:port" of a server without keys.
-        pid: of its process.
-        seconds: how long it is watched, warm-up included.
-        warm_up_seconds: how much of that does not count.
+        server: without keys.
+        seconds: how long it is watched.
+        warm_up_seconds: how long it is under load before.
         load: share of the capacity that requests arrive at.
         cancels: share of requests that are cancelled.
         capacity_seconds: how long capacity is measured before.
     """
-    async with grpc.aio.insecure_channel(target) as channel:
+    samples = Samples()
+    async with grpc.aio.insecure_channel(server.address.target) as channel:
         listed = await ModelServiceStub(channel).ListModels(model_pb2.ListModelsRequest())
         asking = Load(channel, [model.name for model in listed.models], cancels)
         capacity = await asking.closed_loop(_CAPACITY_CLIENTS, capacity_seconds)
-        samples, began = Samples(), time.monotonic()
-        before = Samples()
-        before.take(pid, began)
+        before = await asyncio.to_thread(server.still)
         asking.ends.clear()
-
-        async def watch() -> None:
-            while True:
-                samples.take(pid, began)
-                if sys.stderr.isatty() or len(samples.seconds) % 30 == 0:
-                    sys.stderr.write(
-                        f"\r{samples.seconds[-1]:5.0f} of {seconds:.0f} s, {samples.rss_bytes[-1] / _MEGABYTE:.1f} MB "
-                    )
-                    sys.stderr.flush()
-                await asyncio.sleep(_SAMPLE_SECONDS)
-
-        watching = asyncio.create_task(watch())
-        await asking.open_loop(load * capacity, seconds)
+        began, all_seconds = time.monotonic(), warm_up_seconds + seconds
+        watching = asyncio.create_task(_watch(server.process.pid, samples, began, all_seconds))
+        await asking.open_loop(load * capacity, all_seconds)
         watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
-        sys.stderr.write("\n")
-    after = Samples()
-    after.take(pid, began)
+        after = await asyncio.to_thread(server.still)
     counted = samples.after(warm_up_seconds)
     growth = slope(counted.seconds, counted.rss_bytes)
     return {
@@ -236,32 +277,59 @@ async def soak(
         "rss_mb_per_hour": growth.per_hour / _MEGABYTE,
         "rss_mb_per_hour_low": growth.low / _MEGABYTE,
         "rss_mb_per_hour_high": growth.high / _MEGABYTE,
-        "descriptors": {"before": before.descriptors[0], "after": after.descriptors[0]},
-        "threads": {"before": before.threads[0], "after": after.threads[0], "most": max(samples.threads)},
+        "before": asdict(before),
+        "after": asdict(after),
+        "most_threads": max(samples.threads),
+        "problems": problems(asking.ends, before, after),
         "samples": [counted.seconds, counted.rss_bytes],
     }
+
+
+def problems(ends: Mapping[str, int], before: Still, after: Still) -> list[str]:
+    """What must not be, whatever memory does."""
+    found = [f"{count} requests ended with {code}" for code, count in sorted(ends.items()) if code not in _GOOD_ENDS]
+    found += [f"no request was {what}" for code, what in _GOOD_ENDS.items() if not ends.get(code)]
+    found += [f"{after.held:g} of requests and K/V are held at the end"] if after.held else []
+    for name in ("descriptors", "threads", "tasks"):
+        was, is_now = getattr(before, name), getattr(after, name)
+        found += [f"{is_now} {name} at the end, {was} before"] if is_now > was else []
+    return found
+
+
+async def _watch(pid: int, samples: Samples, began: float, seconds: float) -> None:
+    while True:
+        samples.take(pid, began)
+        if sys.stderr.isatty() or len(samples.seconds) % 30 == 0:
+            told = f"{samples.seconds[-1]:5.0f} of {seconds:.0f} s, {samples.rss_bytes[-1] / _MEGABYTE:.1f} MB"
+            sys.stderr.write(f"\r{told} " if sys.stderr.isatty() else f"{told}\n")
+            sys.stderr.flush()
+        await asyncio.sleep(_SAMPLE_SECONDS)
+
+
+def judge(found: Mapping[str, Any], leak: float) -> tuple[str, bool]:
+    """In words what memory does, and whether all is as it should be."""
+    may_grow = found["rss_mb_per_hour_high"] >= LIMIT_MB_PER_HOUR
+    does_grow = may_grow and found["rss_mb_per_hour_low"] > 0
+    verdict = "leaks" if does_grow else "may leak" if may_grow else "bounded"
+    is_well = not found["problems"] and not found["exit_status"]
+    return verdict, is_well and (does_grow if leak else not may_grow)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Soaks, prints, and says whether memory is bounded."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", type=Path, default=Path("build/models"), metavar="DIR")
-    parser.add_argument("--minutes", type=float, default=10.0, help="warm-up included")
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long it is watched, after the warm-up")
     parser.add_argument("--warm-up-minutes", type=float, default=2.0)
     parser.add_argument("--load", type=float, default=0.8, help="share of capacity that is offered")
     parser.add_argument("--cancels", type=float, default=0.2, help="share of requests that are cancelled")
     parser.add_argument("--leak-mb-per-hour", type=float, default=0.0, help="put a leak in, which must be found")
-    parser.add_argument("--docs", action="store_true", help="write the report to docs/soak.json too")
+    parser.add_argument("--docs", action="store_true", help="write the figures to docs/soak.json too")
     given = parser.parse_args(arguments)
-    module, environment = "service", None
-    if given.leak_mb_per_hour:
-        module = "benchmarks.leaky_server"
-        environment = {VARIABLE: str(given.leak_mb_per_hour)}
-    with server_process(given.models, module, environment) as (process, target):
+    with server_process(given.models, given.leak_mb_per_hour) as server:
         found = asyncio.run(
             soak(
-                target,
-                process.pid,
+                server,
                 seconds=given.minutes * 60,
                 warm_up_seconds=given.warm_up_minutes * 60,
                 load=given.load,
@@ -269,27 +337,22 @@ def main(arguments: Sequence[str]) -> int:
             )
         )
         found["leak_mb_per_hour"] = given.leak_mb_per_hour
-        found["exit_status"] = stop(process)
-    has_grown = found["rss_mb_per_hour_high"] >= LIMIT_MB_PER_HOUR
-    is_found = found["rss_mb_per_hour_low"] > 0 and has_grown
-    found["verdict"] = "leaks" if is_found else "may leak" if has_grown else "bounded"
+        found["exit_status"] = stop(server.process)
+    found["verdict"], is_as_it_should_be = judge(found, given.leak_mb_per_hour)
     _report(found, docs=given.docs)
-    if given.leak_mb_per_hour:
-        return 0 if has_grown else 1
-    return 1 if has_grown or found["exit_status"] else 0
+    return 0 if is_as_it_should_be else 1
 
 
 @contextmanager
-def server_process(
-    models: Path, module: str, environment: Mapping[str, str] | None
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server and its "host:port"; killed at the end of the block if it has not been stopped."""
-    command = [sys.executable, "-m", module, "serve", "--models", str(models), "--port", "0"]
-    command += ["--no-metrics", "--log-level", "error"]
-    settings = [f"{name}={value}" for name, value in (environment or {}).items()]
-    with subprocess.Popen(["/usr/bin/env", *settings, *command], stdout=subprocess.PIPE, text=True) as process:
+def server_process(models: Path, leak: float = 0.0) -> Iterator[Watched]:
+    """A server that leaks so many megabytes an hour; killed at the end of the block if it has not been stopped."""
+    command = [sys.executable, "-m", "benchmarks.soaked_server", "serve", "--models", str(models), "--port", "0"]
+    command += ["--metrics-port", "0", "--log-level", "error"]
+    with subprocess.Popen(
+        ["/usr/bin/env", f"{VARIABLE}={leak}", *command], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
-            yield process, wait_ready(process)
+            yield Watched(process, wait_served(process))
         finally:
             process.kill()
 
@@ -306,10 +369,12 @@ def _report(found: dict[str, Any], *, docs: bool) -> None:
     if docs:
         # A sample in ten seconds is enough to see, or to refit.
         kept = {"seconds": [round(each, 1) for each in seconds[::10]], "rss_bytes": values[::10]}
-        Path("docs/soak.json").write_text(json.dumps({**found, "samples": kept}, indent=1) + "\n", encoding="utf-8")
+        told = json.loads(_DOCUMENT.read_text(encoding="utf-8")) if _DOCUMENT.exists() else {}
+        told["with a leak" if found["leak_mb_per_hour"] else "as it is"] = {**found, "samples": kept}
+        _DOCUMENT.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     sys.stderr.write(
         f"{found['verdict']}: {found['rss_mb_per_hour']:.1f} MB/h, 95 % between {found['rss_mb_per_hour_low']:.1f} and "
-        f"{found['rss_mb_per_hour_high']:.1f}; {found['ends']}\n"
+        f"{found['rss_mb_per_hour_high']:.1f}; {found['ends']}; {'; '.join(found['problems']) or 'nothing is held'}\n"
     )
     sys.stdout.write(line + "\n")
 

@@ -1,1 +1,6 @@
 """From a checkpoint to an artefact: ONNX graphs, golden cases, proof."""
+
+import os
+
+# As in `service.engine`: before ONNX Runtime is imported, which reports its use to its makers from then on.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # noqa: TID251 (not the server's own)

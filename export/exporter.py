@@ -56,6 +56,7 @@ from model.transformer import EncoderDecoder
 
 _NEW = "new"
 _OLD = "old"
+_FILE_MODE = 0o666
 
 
 class Refused(Exception):
@@ -302,6 +303,11 @@ def _replacing(out: Path) -> Iterator[Path]:
         folder, old = Path(workshop) / _NEW, Path(workshop) / _OLD
         folder.mkdir()
         yield folder
+        # What writes weights may leave a file that its owner alone can read, and a server is often somebody else. The
+        # folder has what the umask allows.
+        allowed = folder.stat().st_mode & _FILE_MODE
+        for path in folder.iterdir():
+            path.chmod(allowed)
         for path in (*folder.iterdir(), folder):
             _flush(path)
         if out.exists():

@@ -6,8 +6,12 @@ Exit status: 0 done, 1 failed while running, 2 refused to start.
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 from service.config import (
     AskConfig,
@@ -25,19 +29,22 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _EXIT_REFUSED = 2
 
 
-def main(argv: Sequence[str], *, may_restart: bool = False) -> int:
+def main(argv: Sequence[str], *, is_own_process: bool = False) -> int:
     """Runs the command and returns the exit status.
 
     Args:
         argv: the command and its flags.
-        may_restart: whether this process is the command's own and may be replaced.
+        is_own_process: whether this process is the command's own: it may be replaced, and ended by signals.
     """
     try:
         config = parse_command_line(argv)
         match config:
             case ServeConfig():
-                if may_restart and config.huge_pages:
-                    restart_with_huge_pages()
+                if is_own_process:
+                    _end_on_signals()
+                    if config.huge_pages:
+                        restart_with_huge_pages()
+                    _end(_serve(config))
                 return _serve(config)
             case AskConfig():
                 return _ask(config)
@@ -70,6 +77,31 @@ def _serve(config: ServeConfig) -> int:
     return serve(config, announce)
 
 
+def _end_on_signals() -> None:
+    """Until the server listens to signals itself, one just ends it, with nothing to be drained.
+
+    A container's first process does not die of signals that it has no handler for, and loading may take minutes.
+    """
+
+    def end(number: int, frame: object) -> NoReturn:  # noqa: ARG001 (the signal module's)
+        raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+
+
+def _end(status: int) -> NoReturn:
+    """Ends the process at once: all that was to be closed is.
+
+    ONNX Runtime may be at work on a thread, as on a model that was to be loaded, and cannot be told to stop. The
+    interpreter would take that thread down in the middle of it, and with it the process.
+    """
+    logging.shutdown()
+    with suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)
+
+
 def _ask(config: AskConfig) -> int:
     from service.client import ask
 
@@ -99,4 +131,4 @@ def _level(level: LogLevel) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], may_restart=True))
+    sys.exit(main(sys.argv[1:], is_own_process=True))

@@ -11,8 +11,9 @@ Keys lie in a TOML file as SHA-256 digests, so that the file gives none away:
     requests_per_second = 5.0           # optional
     burst = 10                          # optional, how many may come at once; the rate rounded up
 
-A changed file is read anew within a second; what cannot be read leaves the keys as they were. Everything runs on the
-event loop. Knows nothing of gRPC: method names are plain text.
+A changed file is read anew within a second; what cannot be read leaves the keys as they were. A call that brings many
+requests is worth no more than as many calls: each of them is counted, and finds a key that is gone refused. Everything
+runs on the event loop. Knows nothing of gRPC: method names are plain text.
 """
 
 from __future__ import annotations
@@ -63,11 +64,26 @@ class ApiKey:
         return self.burst or math.ceil(self.requests_per_second or 1)
 
 
+class Allowance(Protocol):
+    """What a call that was let in may ask."""
+
+    def request(self) -> AbstractContextManager[None]:
+        """A context to run one of a call's many requests in, which may refuse when it is entered.
+
+        The call was counted as its first request and has a place for one at a time.
+
+        Raises:
+            Unauthenticated: when its key is not known any more.
+            PermissionDenied: when it is not for this method any more.
+            RateLimited: when it has been used too often, or by too many requests at once.
+        """
+
+
 class Access(Protocol):
     """Decides on calls."""
 
-    def admitted(self, method: str, key: str | None) -> AbstractContextManager[None]:
-        """A context to run a call in, which may refuse when it is entered.
+    def admitted(self, method: str, key: str | None) -> AbstractContextManager[Allowance]:
+        """A context to run a call in, which may refuse when it is entered; yields what the call may ask.
 
         Args:
             method: its bare name, as in `Generate`.
@@ -83,8 +99,12 @@ class Access(Protocol):
 class OpenAccess:
     """Everybody may do everything: for a server that only those reach who may."""
 
-    def admitted(self, method: str, key: str | None) -> AbstractContextManager[None]:  # noqa: ARG002 (the protocol's)
+    def admitted(self, method: str, key: str | None) -> AbstractContextManager[Allowance]:  # noqa: ARG002 (the protocol's)
         """Nothing is asked, nothing is counted."""
+        return nullcontext(self)
+
+    def request(self) -> AbstractContextManager[None]:
+        """As little."""
         return nullcontext()
 
 
@@ -126,21 +146,32 @@ class KeyAccess:
         self._looked = self.clock()
 
     @contextmanager
-    def admitted(self, method: str, key: str | None) -> Iterator[None]:
+    def admitted(self, method: str, key: str | None) -> Iterator[Allowance]:
         """As `Access` has it."""
         now = self.clock()
+        owner = self.permitted(method, key, now)
+        use = self._uses.setdefault(owner.name, _Use(owner.capacity, now))
+        _require_place(owner, use)
+        _take(owner, use, now)
+        use.num_running += 1
+        try:
+            yield _KeyAllowance(self, method, key, use)
+        finally:
+            use.num_running -= 1
+
+    def permitted(self, method: str, key: str | None, now: float) -> ApiKey:
+        """Whose key it is, if it is good for the method; nothing is counted.
+
+        Raises:
+            Unauthenticated: without a key, or with an unknown one.
+            PermissionDenied: when the key is not for this method.
+        """
         self._look(now)
         owner = self._owner(key)
         needed = self.permissions.get(method, Permission.MANAGE)
         if needed not in owner.permissions:
             raise PermissionDenied(method, needed)
-        use = self._uses.setdefault(owner.name, _Use(owner.capacity, now))
-        _take(owner, use, now)
-        use.num_running += 1
-        try:
-            yield
-        finally:
-            use.num_running -= 1
+        return owner
 
     def _owner(self, key: str | None) -> ApiKey:
         if not key:
@@ -171,6 +202,37 @@ class KeyAccess:
         names = {key.name for key in self._keys}
         self._uses = {name: use for name, use in self._uses.items() if name in names or use.num_running}
         _LOGGER.info("%d API keys read", len(self._keys))
+
+
+@dataclass(slots=True)
+class _KeyAllowance:
+    """One call's share of its key's allowance."""
+
+    access: KeyAccess
+    method: str
+    key: str | None
+    use: _Use
+    num_running: int = 0
+    is_begun: bool = False
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """As `Allowance` has it."""
+        now = self.access.clock()
+        owner = self.access.permitted(self.method, self.key, now)
+        if self.num_running:
+            _require_place(owner, self.use)
+        if self.is_begun:
+            _take(owner, self.use, now)
+        self.is_begun = True
+        # One of those that run has the place of the call itself, whichever it is.
+        self.use.num_running += self.num_running > 0
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            self.use.num_running -= self.num_running > 0
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
@@ -250,10 +312,13 @@ def _is_rate(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
+def _require_place(key: ApiKey, use: _Use) -> None:
+    if key.max_concurrent_requests is not None and use.num_running >= key.max_concurrent_requests:
+        raise RateLimited(f"{key.max_concurrent_requests} requests of this API key run already", _PLACE_SECONDS)
+
+
 def _take(key: ApiKey, use: _Use, now: float) -> None:
     """Takes one request out of a key's allowance; refused ones cost nothing."""
-    if key.max_concurrent_requests is not None and use.num_running >= key.max_concurrent_requests:
-        raise RateLimited(f"{key.max_concurrent_requests} calls of this API key run already", _PLACE_SECONDS)
     if key.requests_per_second is None:
         return
     use.tokens = min(key.capacity, use.tokens + (now - use.refilled) * key.requests_per_second)

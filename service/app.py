@@ -311,6 +311,7 @@ class App:
                 max_message_bytes=self._config.max_message_bytes,
                 max_metadata_bytes=self._config.max_metadata_bytes,
                 max_concurrent_rpcs=self._config.max_concurrent_rpcs,
+                keepalive_seconds=self._config.keepalive_seconds,
             ),
             credentials=self._credentials,
             has_reflection=self._config.reflection,

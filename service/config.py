@@ -345,6 +345,10 @@ class ServeConfig:
     max_stall_seconds: Annotated[
         float, Option("how long a stream waits for its client to read, then it ends", _number(0.1, 86400))
     ] = 30.0
+    keepalive_seconds: Annotated[
+        float,
+        Option("how long a connection is quiet before its client is asked whether it is there", _number(0.1, 86400)),
+    ] = 30.0
     tls_certificate: Annotated[Path | None, Option("PEM file of the server's certificates; turns TLS on", _file)] = None
     tls_key: Annotated[Path | None, Option("PEM file of the certificate's key", _file)] = None
     tls_client_ca: Annotated[

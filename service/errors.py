@@ -3,7 +3,8 @@
     OnwardError
     ├── RequestError                     the request's fault or fate; `label` is its name in metrics
     │   ├── InvalidRequest               a field has a value outside its limit
-    │   │   └── PromptTooLong            the prompt or target prefix leaves no room in the context
+    │   │   ├── PromptTooLong            the prompt or target prefix leaves no room in the context
+    │   │   └── RequestTooLarge          its keys and values would not fit into memory, had it the server to itself
     │   ├── UnknownModel                 no such model is served
     │   ├── ModelUnfit                   an artefact that cannot be served; lists every problem
     │   ├── UnsupportedFeature           a field asks for what this model or version does not offer
@@ -55,6 +56,12 @@ class PromptTooLong(InvalidRequest):
     """The prompt, the target prefix or a text to score has more tokens than there is room for."""
 
     label = "prompt_too_long"
+
+
+class RequestTooLarge(InvalidRequest):
+    """The request would not fit into the memory for keys and values, had it the server to itself."""
+
+    label = "request_too_large"
 
 
 class UnknownModel(RequestError):

@@ -5,10 +5,13 @@
     unload    refuse new requests ─> let those in flight end, for a grace ─> let the engine go
 
 A model answers only once it is proven, and a reload that fails leaves the old one where it was. It is loaded only if
-there is memory for its keys and values (`service.kv_pool`). All of this happens on one thread beside the event loop and
-the engine thread, one model at a time; but ONNX Runtime holds the interpreter's lock while it makes a session, so that
-every stream halts for as long. A large artefact is therefore tried out in a process of its own first: what is unfit is
-found there, and what is fit is in the page cache by then.
+there is memory for its keys and values (`service.kv_pool`). A change that has begun is brought to its end, whether or
+not who asked for it still waits. What takes time happens on a thread beside the event loop and the engine thread, for
+one model at a time: ONNX Runtime makes a session without holding the interpreter's lock, so that streams go on and only
+share the processor with it.
+
+A large artefact is tried out in a process of its own first, behind all others in line for the processor: one that is
+unfit, or that ONNX Runtime does not survive, is found there, and one that is fit is in the page cache by then.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from model.artifact import ArtifactError, read_manifest
 from model.golden import tolerance_of
@@ -39,9 +43,11 @@ from service.errors import ModelUnfit, RequestError, StartupError, UnknownModel
 from service.kv_pool import KVPool, Part
 from service.loading import build_engines, load_model, model_names, needs_of
 from service.metrics import Metrics
-from service.models import Models, Parity, ServedModel
+from service.models import Models, ModelState, Parity, ServedModel
 
 _LOGGER = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 TRIAL_BYTES = 64 << 20
 """From how large an artefact on it is tried out first."""
@@ -82,18 +88,23 @@ class Library:
         self._pool = pool
         self._state_changed = state_changed
         self._turn = asyncio.Lock()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="library")
+        self._changes: set[asyncio.Task[None]] = set()
+        self._trial: subprocess.Popen[str] | None = None
+        self._is_closed = False
 
     async def load(self, name: str) -> None:
-        """Serves a model of the folder. One that is served already stays as it is.
+        """Serves a model of the folder. One that is served already stays as it is, unless it fails.
 
         Raises:
             UnknownModel: when the folder has none of this name.
             ModelUnfit: listing all that is wrong with it.
         """
-        async with self._turn:
-            if name not in self._models.names:
+
+        async def change() -> None:
+            if name not in self._models.names or self._models.state(name) is ModelState.FAILED:
                 await self._bring(name)
+
+        await self._in_turn(change)
 
     async def reload(self, name: str) -> None:
         """Serves what a model's folder now holds, in place of what it held; no request is lost.
@@ -102,9 +113,11 @@ class Library:
             UnknownModel: when it is not served, or not in the folder any more.
             ModelUnfit: listing all that is wrong with it; the model is served as before.
         """
-        async with self._turn:
-            self._models.resolve(name)
-            await self._bring(name)
+
+        async def change() -> None:
+            await self._bring(self._models.resolve(name).name)
+
+        await self._in_turn(change)
 
     async def unload(self, name: str) -> None:
         """Serves a model no more. Its requests in flight have the drain's grace to end.
@@ -112,7 +125,8 @@ class Library:
         Raises:
             UnknownModel: when it is not served.
         """
-        async with self._turn:
+
+        async def change() -> None:
             model = self._models.resolve(name).name
             self._models.withdraw(model)
             await self._state_changed()
@@ -124,6 +138,8 @@ class Library:
             await asyncio.wait([gone])
             gc.collect()  # sessions and buffers are large: whatever cycle holds them should not do so until some day
             _LOGGER.info("%s is served no more", model)
+
+        await self._in_turn(change)
 
     async def names(self) -> tuple[str, ...]:
         """The models of the folder, served or not; none while it cannot be read."""
@@ -142,21 +158,38 @@ class Library:
         return kv_bytes, round(self._engine.kv_usage_ratio(model) * kv_bytes)
 
     def close(self) -> None:
-        """Begins nothing new."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """Gives up what is being changed. Nobody waits for a thread that is at work on it."""
+        self._is_closed = True
+        for task in self._changes:
+            task.cancel()
+        if self._trial is not None:
+            self._trial.kill()
+
+    async def _in_turn(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Makes a change when those before it are over. Cancelling it takes it back until it begins, and no later."""
+        await self._turn.acquire()
+        task = asyncio.create_task(change())
+        self._changes.add(task)
+        task.add_done_callback(self._changed)
+        await asyncio.shield(task)
+
+    def _changed(self, task: asyncio.Task[None]) -> None:
+        self._turn.release()
+        self._changes.discard(task)
+        # Asked for even if nobody waits for it any more, or the loop would complain.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOGGER.info("nothing is changed: %s", error)
 
     async def _bring(self, name: str) -> None:
-        loop = asyncio.get_running_loop()
         began = time.monotonic()
-        needs = await loop.run_in_executor(self._executor, self._read_needs, name)
+        needs = await asyncio.wrap_future(_in_daemon(lambda: self._read_needs(name)))
         with _told_without_paths(self._config.models, name):
             former = self._pool.part_of(name) if name in self._models.names else None
             part = self._pool.take(name, needs)
         try:
             async with _stall() as stall:
-                model, engine, parity, steps = await loop.run_in_executor(
-                    self._executor, self._prepare, name, part.kv_bytes
-                )
+                preparing = _in_daemon(lambda: self._prepare(name, part.kv_bytes))
+                model, engine, parity, steps = await asyncio.wrap_future(preparing)
             if not parity.passed:
                 failed = ", ".join(case.name for case in parity.cases if not case.passed)
                 raise ModelUnfit(name, [f"golden cases failed: {failed or 'there are none'}"])
@@ -186,7 +219,7 @@ class Library:
             gone.add_done_callback(lambda _: self._pool.give_back(part))
 
     def _read_needs(self, name: str) -> MemoryNeeds:
-        """What a model of the folder will take, by its manifest alone. On the library's thread."""
+        """What a model of the folder will take, by its manifest alone. On a thread of its own."""
         with _told_without_paths(self._config.models, name):
             served = model_names(self._config.models)
             # Compared with what is there, not joined: a name is never a path.
@@ -201,11 +234,11 @@ class Library:
             return needs_of(manifest, self._config)
 
     def _prepare(self, name: str, kv_memory: int) -> tuple[ServedModel, Engine, Parity, Sequence[StepStats]]:
-        """Everything that takes time, and the steps that the engine was calibrated by. On the library's thread."""
+        """Everything that takes time, and the steps that the engine was calibrated by. On a thread of its own."""
         with _told_without_paths(self._config.models, name):
             folder = self._config.models / name
             if sum(path.stat().st_size for path in folder.iterdir()) >= TRIAL_BYTES:
-                _try_out(self._config, name, kv_memory)
+                self._try_out(name, kv_memory)
             model = load_model(folder, self._config.prefill_provider)
             kv = {name: kv_memory}
             engine = build_engines(self._config.models, [model], self._config, self._last_run, kv)[name]
@@ -220,6 +253,34 @@ class Library:
         _LOGGER.info("%s: step times learned from %d steps, others from its requests", name, len(steps))
         return steps
 
+    def _try_out(self, name: str, kv_memory: int) -> None:
+        """Loads and proves a model, with so many bytes of K/V, in a process that has nothing to lose.
+
+        Raises:
+            StartupError: with what it found.
+        """
+        command = [sys.executable, "-m", "service.trial", json.dumps(trial_settings(self._config, name, kv_memory))]
+        with subprocess.Popen(  # noqa: S603 (ourselves)
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            self._trial = process
+            if self._is_closed:
+                process.kill()
+            try:
+                out, err = process.communicate(timeout=_MAX_TRIAL_SECONDS)
+            except subprocess.TimeoutExpired as error:
+                process.kill()
+                raise StartupError([f"it could not be tried out in {_MAX_TRIAL_SECONDS:g} s"]) from error
+            finally:
+                self._trial = None
+        answer = _last_json(out)
+        if answer is None:
+            _LOGGER.error("trying out %s ended with %d: %s", name, process.returncode, err.strip()[-2000:])
+            raise StartupError([f"the process that tried it out ended with {process.returncode}"])
+        if problems := answer["problems"]:
+            raise StartupError(problems)
+        _LOGGER.info("%s was tried out: its sessions took %.1f s to make", name, answer["session_seconds"])
+
 
 def prove(model: ServedModel, engine: Engine) -> Parity:
     """How a model's golden cases go on its idle engine."""
@@ -227,13 +288,9 @@ def prove(model: ServedModel, engine: Engine) -> Parity:
     return Parity(tuple(engine.verify_golden(model.golden_cases, tolerance)))
 
 
-def _try_out(config: ServeConfig, name: str, kv_memory: int) -> None:
-    """Loads and proves a model, with so many bytes of K/V, in a process that has nothing to lose.
-
-    Raises:
-        StartupError: with what it found.
-    """
-    settings = {
+def trial_settings(config: ServeConfig, name: str, kv_memory: int | None = None) -> dict[str, Any]:
+    """What `service.trial` must be told to load a model as this server would, with so many bytes of K/V."""
+    return {
         "folder": str(config.models),
         "name": name,
         "max_batch_size": config.max_batch_size,
@@ -242,20 +299,24 @@ def _try_out(config: ServeConfig, name: str, kv_memory: int) -> None:
         "kv_memory": kv_memory,
         "threads": config.threads,
     }
-    command = [sys.executable, "-m", "service.trial", json.dumps(settings)]
-    try:
-        done = subprocess.run(  # noqa: S603 (ourselves)
-            command, capture_output=True, text=True, check=False, timeout=_MAX_TRIAL_SECONDS
-        )
-    except subprocess.TimeoutExpired as error:
-        raise StartupError([f"it could not be tried out in {_MAX_TRIAL_SECONDS:g} s"]) from error
-    answer = _last_json(done.stdout)
-    if answer is None:
-        _LOGGER.error("trying out %s ended with %d: %s", name, done.returncode, done.stderr.strip()[-2000:])
-        raise StartupError([f"the process that tried it out ended with {done.returncode}"])
-    if problems := answer["problems"]:
-        raise StartupError(problems)
-    _LOGGER.info("%s was tried out: its sessions took %.1f s to make", name, answer["session_seconds"])
+
+
+def _in_daemon(function: Callable[[], _Result]) -> Future[_Result]:
+    """Runs it on a thread that a stopping process does not wait for: making a session cannot be interrupted."""
+    future: Future[_Result] = Future()
+    # From now on nobody can cancel it, and its result has a place.
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = function()
+        except BaseException as error:  # whatever it is, who waits must hear of it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="library", daemon=True).start()
+    return future
 
 
 def _last_json(text: str) -> dict[str, Any] | None:
@@ -285,17 +346,22 @@ def _told_without_paths(folder: Path, name: str) -> Iterator[None]:
 @asynccontextmanager
 async def _stall() -> AsyncIterator[Callable[[], float]]:
     """How long the event loop stood still at most, during the block."""
-    longest = 0.0
+    longest, last = 0.0, time.monotonic()
+
+    def look() -> None:
+        nonlocal longest, last
+        now = time.monotonic()
+        longest, last = max(longest, now - last - _HEARTBEAT_SECONDS), now
 
     async def beat() -> None:
-        nonlocal longest
         while True:
-            before = time.monotonic()
             await asyncio.sleep(_HEARTBEAT_SECONDS)
-            longest = max(longest, time.monotonic() - before - _HEARTBEAT_SECONDS)
+            look()
 
     beating = asyncio.create_task(beat())
     try:
         yield lambda: longest
     finally:
+        # What ended with the block would have its turn only now.
+        look()
         beating.cancel()

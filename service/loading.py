@@ -1,6 +1,6 @@
 """From a folder of artefacts to models that can be served; every problem of every artefact is reported at once.
 
-Loading graphs takes seconds and holds the interpreter's lock: it is done before anything is served.
+Loading graphs takes seconds: it is done before anything is served, or on a thread of its own (`service.library`).
 """
 
 from __future__ import annotations

@@ -232,6 +232,7 @@ class Models:
         self._models = {model.name: model for model in sorted(models, key=lambda model: model.name)}
         self._states = dict.fromkeys(self._models, ModelState.STARTING)
         self._parity: dict[str, Parity] = {}
+        self._is_draining = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -281,9 +282,12 @@ class Models:
             self._states[name] = ModelState.SERVING if parity.passed else ModelState.FAILED
 
     def serve(self, model: ServedModel, parity: Parity) -> None:
-        """A model that has passed its golden cases is served from now on, in place of any other of its name."""
+        """A model that has passed its golden cases is served from now on, in place of any other of its name.
+
+        It takes no requests where the server is stopping.
+        """
         self._models = dict(sorted({**self._models, model.name: model}.items()))
-        self._states[model.name] = ModelState.SERVING
+        self._states[model.name] = ModelState.DRAINING if self._is_draining else ModelState.SERVING
         self._parity[model.name] = parity
 
     def withdraw(self, name: str) -> None:
@@ -302,4 +306,5 @@ class Models:
 
     def drain(self) -> None:
         """The server is stopping."""
+        self._is_draining = True
         self._states = dict.fromkeys(self._models, ModelState.DRAINING)

@@ -1,12 +1,14 @@
 """`python -m service.trial SETTINGS`: loads and proves one model, in a process that may fail.
 
-What `service.library` starts before it loads a large artefact beside running streams. SETTINGS is JSON; the last line
-of stdout is JSON too: what is wrong with the artefact, if anything, and how long its sessions took to make.
+What `service.library` starts before it loads a large artefact beside running streams, which it stays behind: it is nice
+to them, and does not spin. SETTINGS is JSON; the last line of stdout is JSON too: what is wrong with the artefact, if
+anything, and how long its sessions took to make.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,15 +20,19 @@ from service.errors import StartupError
 from service.library import prove
 from service.loading import build_engines, load_model
 
+_NICENESS = 5
+
 
 def main(argv: Sequence[str]) -> int:
     """Tries it out; 0 whether the model is fit or not."""
+    os.nice(_NICENESS)
     (text,) = argv
     settings = json.loads(text)
     name = settings.pop("name")
     config = ServeConfig(
         models=Path(settings.pop("folder")),
         prefill_provider=PrefillProvider(settings.pop("prefill_provider")),
+        spin=False,
         **settings,
     )
     problems: list[str] = []

@@ -36,7 +36,7 @@ def build_engine(
 ) -> Engine:
     """Loads an artefact's graphs and reserves its K/V.
 
-    Loading takes seconds and holds the interpreter lock: do it before serving.
+    Loading takes seconds: do it before serving, or on a thread of its own.
 
     Args:
         folder: the artefact.

@@ -49,7 +49,7 @@ from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.text import Decode
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
 from service.engine.waiting import WaitingQueue
-from service.errors import EngineFailed, InvalidRequest, StartupError
+from service.errors import EngineFailed, InvalidRequest, RequestTooLarge, StartupError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +339,7 @@ class Scheduler:
             raise InvalidRequest(field, num_rows, limit)
         if (needed := self._ledger.worst_case(group)) > self._budget.num_bytes:
             limit = f"needs {needed} bytes of K/V with this prompt and max_tokens, there are {self._budget.num_bytes}"
-            raise InvalidRequest(field, num_rows, limit)
+            raise RequestTooLarge(field, num_rows, limit)
 
     def _reap(self, now: float) -> None:
         """Ends expired and aborted requests, wherever they are, and who need not begin any more.

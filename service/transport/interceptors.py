@@ -11,7 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from prometheus_client import Counter
 
-from service.access import Access
+from service.access import Access, Allowance, OpenAccess
 from service.allowance import shortfall
 from service.errors import AnswerTooLarge, ClientStalled, InvalidRequest
 from service.tracing import NoTracer, Tracer
@@ -29,6 +30,8 @@ _LOGGER = logging.getLogger(__name__)
 
 _AUTHORIZATION = "authorization"
 _BEARER = "bearer"
+# What the call of the running task was let in with.
+_ALLOWANCE: ContextVar[Allowance] = ContextVar("onward_allowance")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 UnaryHandler = Callable[[Any, Context], Awaitable[Any]]
@@ -118,7 +121,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _wrap_exchange(self, handler: StreamHandler, codec: _Codec, path: str) -> Any:
         async def call(messages: AsyncIterator[bytes], context: Context) -> None:
             async with self._watch(path, context, has_many=True):
-                with self._access.admitted(_method(path), _api_key(context)):
+                with self._access.admitted(_method(path), _api_key(context)) as allowance:
+                    _ALLOWANCE.set(allowance)
                     parsed = (codec.parse(data) async for data in messages)
                     async with aclosing(handler(parsed, context)) as responses:
                         async for response in responses:
@@ -169,6 +173,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()
+
+
+def each_request() -> AbstractContextManager[None]:
+    """A context to run one request in, of a call that brings many: it counts against its caller's key as a call would.
+
+    Raises:
+        Unauthenticated, PermissionDenied, RateLimited: when it is entered; see `service.access.Allowance`.
+    """
+    return _ALLOWANCE.get(OpenAccess()).request()
 
 
 @dataclass(frozen=True, slots=True)

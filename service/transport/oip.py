@@ -25,6 +25,7 @@ from service.generator import Accepted, Finished, Generator, Outcome, Piece
 from service.library import Library
 from service.models import Models, ModelState
 from service.transport import codec
+from service.transport.interceptors import each_request
 from service.transport.oip_codec import (
     EMPTY_FINAL,
     FINAL,
@@ -130,10 +131,17 @@ class InferenceServicer(GRPCInferenceServiceServicer):
                 places.release()
 
         async def take_in() -> None:
+            garbage: RequestError | None = None
             async with asyncio.TaskGroup() as group:
-                async for request in request_iterator:
-                    await places.acquire()
-                    group.create_task(answer(request))
+                try:
+                    async for request in request_iterator:
+                        await places.acquire()
+                        group.create_task(answer(request))
+                except RequestError as error:
+                    # Not out of the group, which would cancel the requests before it, and hide what it is.
+                    garbage = error
+            if garbage is not None:
+                raise garbage
             await answers.put(None)
 
         taking = asyncio.create_task(take_in())
@@ -224,21 +232,22 @@ class InferenceServicer(GRPCInferenceServiceServicer):
             await answers.put(oip.ModelStreamInferResponse(infer_response=answer))
 
         try:
-            call = self._decode(request)
-            reasons: dict[int, str] = {}
-            async with aclosing(self._run(call, context.time_remaining())) as parts:
-                async for part in parts:
-                    match part:
-                        case Accepted():
-                            model = part.model
-                        case Piece() if part.text:
-                            await tell((part.text,), {"output_index": part.output_index})
-                        case Finished():
-                            reasons[part.output_index] = str(part.finish_reason)
-                        case Outcome():
-                            ended = ",".join(reason for _, reason in sorted(reasons.items()))
-                            texts = () if call.wants_empty_final else ("",)
-                            await tell(texts, {**_usage(part), "finish_reason": ended}, is_final=True)
+            with each_request():
+                call = self._decode(request)
+                reasons: dict[int, str] = {}
+                async with aclosing(self._run(call, context.time_remaining())) as parts:
+                    async for part in parts:
+                        match part:
+                            case Accepted():
+                                model = part.model
+                            case Piece() if part.text:
+                                await tell((part.text,), {"output_index": part.output_index})
+                            case Finished():
+                                reasons[part.output_index] = str(part.finish_reason)
+                            case Outcome():
+                                ended = ",".join(reason for _, reason in sorted(reasons.items()))
+                                texts = () if call.wants_empty_final else ("",)
+                                await tell(texts, {**_usage(part), "finish_reason": ended}, is_final=True)
         except Exception as error:
             known = renamed(error) if isinstance(error, InvalidRequest) else error
             status = to_status(known)

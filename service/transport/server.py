@@ -30,15 +30,21 @@ EVERYTHING = ""
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# For a client that is there to say so.
+_MAX_ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportLimits:
-    """What gRPC itself refuses, with RESOURCE_EXHAUSTED: larger messages, more metadata, more calls at once."""
+    """What gRPC itself refuses, with RESOURCE_EXHAUSTED: larger messages, more metadata, more calls at once.
+
+    A client that has been quiet for `keepalive_seconds` is asked whether it is there, and gone if it does not answer.
+    """
 
     max_message_bytes: int
     max_metadata_bytes: int
     max_concurrent_rpcs: int
+    keepalive_seconds: float
 
 
 class GrpcServer:
@@ -70,8 +76,12 @@ class GrpcServer:
             # A second server on the same port must fail, not take half of the calls.
             ("grpc.so_reuseport", 0),
             # A client that vanished without a word is noticed, and what it held is freed.
-            ("grpc.keepalive_time_ms", 30_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.keepalive_time_ms", _milliseconds(limits.keepalive_seconds)),
+            # The time for an answer; its own name, `keepalive_timeout_ms`, is without effect where this is longer.
+            ("grpc.http2.ping_timeout_ms", _milliseconds(min(limits.keepalive_seconds, _MAX_ANSWER_SECONDS))),
+            # Also one that asks for nothing, and as often as it takes: it has a descriptor.
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
             ("grpc.max_receive_message_length", limits.max_message_bytes),
             ("grpc.max_send_message_length", limits.max_message_bytes),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
@@ -119,3 +129,7 @@ class GrpcServer:
     async def stop(self, grace_seconds: float) -> None:
         """Refuses new calls, gives those in flight some time, then cancels them."""
         await self._server.stop(grace_seconds)
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)

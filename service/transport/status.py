@@ -31,6 +31,7 @@ from service.errors import (
     RateLimited,
     RequestCancelled,
     RequestError,
+    RequestTooLarge,
     Unauthenticated,
     UnknownModel,
     UnsupportedFeature,
@@ -39,6 +40,7 @@ from service.errors import (
 STATUS_CODES: Mapping[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     PromptTooLong: grpc.StatusCode.OUT_OF_RANGE,
+    RequestTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     UnknownModel: grpc.StatusCode.NOT_FOUND,
     ModelUnfit: grpc.StatusCode.FAILED_PRECONDITION,
     UnsupportedFeature: grpc.StatusCode.UNIMPLEMENTED,

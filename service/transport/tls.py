@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +24,13 @@ class TlsFiles:
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Credentials that follow the files. A handshake finds the old pair where the new one cannot be read.
+    """Credentials that follow the files. A handshake finds the old pair where the new one is not fit to be shown.
 
     Raises:
-        StartupError: naming every file that cannot be read.
+        StartupError: naming every file that cannot be read, or a key that is not the certificate's.
     """
     contents = _read(files)
+    _check(files)
     certificates = _Certificates(files, contents)
     # Asking for a certificate and not insisting would let those in who have none.
     return grpc.dynamic_ssl_server_credentials(
@@ -49,10 +51,11 @@ class _Certificates:
         """New certificates; None while they are those of before."""
         try:
             contents = _read(self._files)
+            if contents == self._contents:
+                return None
+            _check(self._files)
         except StartupError as error:
             _LOGGER.error("the certificates stay as they were: %s", "; ".join(error.problems))
-            return None
-        if contents == self._contents:
             return None
         self._contents = contents
         _LOGGER.info("certificates read anew from %s", self._files.certificate)
@@ -80,3 +83,24 @@ def _read(files: TlsFiles) -> tuple[bytes, ...]:
     if problems:
         raise StartupError(problems)
     return tuple(contents)
+
+
+def _check(files: TlsFiles) -> None:
+    """Refuses what no handshake could be made with: gRPC takes it, and lets every handshake fail."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # Without a password OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(files.certificate, files.key, password="")
+    except (OSError, ValueError) as error:
+        told = f"{files.key}: cannot be used as the key of {files.certificate} ({_reason(error)})"
+        raise StartupError([told]) from error
+    if files.client_ca is None:
+        return
+    try:
+        context.load_verify_locations(files.client_ca)
+    except (OSError, ValueError) as error:
+        raise StartupError([f"{files.client_ca}: holds no certificates ({_reason(error)})"]) from error
+
+
+def _reason(error: Exception) -> str:
+    return (error.reason if isinstance(error, ssl.SSLError) else "") or str(error)

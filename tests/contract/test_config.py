@@ -68,6 +68,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "max_metadata_bytes": ("4096", 4096),
     "max_concurrent_rpcs": ("7", 7),
     "max_stall_seconds": ("2.5", 2.5),
+    "keepalive_seconds": ("60", 60.0),
     "tls_certificate": (str(THIS_FILE), THIS_FILE),
     "tls_key": (str(THIS_FILE), THIS_FILE),
     "tls_client_ca": (str(THIS_FILE), THIS_FILE),

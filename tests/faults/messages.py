@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,11 +15,13 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from proto.inference import open_inference_pb2 as oip
 from tests.faults.process import MODELS
 
 _MAX_DEPTH = 4
+_MODEL_NAMES = (*MODELS, *MODELS, *MODELS, "", "nobody", "../" + MODELS[0], "a" * 5000, "\x00", "😀")
 _NAMED: Mapping[str, tuple[Any, ...]] = {
-    "model": (*MODELS, *MODELS, *MODELS, "", "nobody", "../" + MODELS[0], "a" * 5000, "\x00", "😀"),
+    **dict.fromkeys(("model", "model_name", "name"), _MODEL_NAMES),
     "text": ("3 May", "3 May 1977", "", " ", "<bos><eos><pad>", "\x00", "äöü" * 50, "a" * 5000, "é\u0301\u202e"),
     "stop": ("a", "", "b" * 300, "\n"),
     "max_tokens": (1, 2, 8, 30, 0, -1, 2**31 - 1, -(2**31)),
@@ -31,7 +34,13 @@ _NAMED: Mapping[str, tuple[Any, ...]] = {
 }
 # What a client of good will sends: most of the time, so that the engine has something to do.
 _SANE: Mapping[str, tuple[Any, ...]] = {
-    "model": MODELS,
+    **dict.fromkeys(("model", "model_name", "name"), MODELS),
+    **dict.fromkeys(("version", "model_version"), ("", "1")),
+    "repository_name": ("",),
+    "role": ("user", "assistant"),
+    "content": ("3 May", "<eos>"),
+    "layers": (0, 1),
+    "heads": (0, 1),
     "text": ("3 May", "3 May 1977", "äöü <eos>", "a" * 40),
     "ids": (3, 5, 17, 64, 200, 287),
     "max_tokens": (1, 2, 8, 30),
@@ -61,21 +70,73 @@ _SIGNED = (0, 1, 2, 5, -1, 20, 21, 64, 1000, 2**31 - 1, -(2**31))
 _UNSIGNED = (0, 1, 2, 3, 5, 100, 287, 288, 300, 2**31, 2**32 - 1)
 _TEXTS = ("", "a", "x" * 200, "\x00\x01", "😀")
 _LENGTHS = (0, 1, 1, 2, 3, 20, 200)
+_BYTES = (b"", b"a", b"\xff\xfe", b"\x05\x00\x00\x00abcde", b"\xff\xff\xff\xff", b"x" * 5000)
+# Fields that a request is hardly anything without.
+_TARGETS = frozenset({"text", "model", "model_name", "name", "request", "ids", "messages", "content"})
+_MAX_SIGNED = 2**63 - 1
+
+
+# What the Open Inference Protocol has as parameters, by name.
+_PARAMETERS: Mapping[str, tuple[Any, ...]] = {
+    **{
+        name: (*_SANE.get(name, ()), *_NAMED.get(name, ()))
+        for name in ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop", "target_prefix")
+    },
+    "beam_size": _SANE["beam_size"],
+    "ignore_eos": (True, False, 1),
+    "stop_token_ids": ("[3, 5]", "7", "[[]]", "[" * 5000),
+    "logit_bias": ('{"5": 1.5}', '{"x": 1}', "[]"),
+    "timeout": (10_000_000, 1000, 0, -1, 2**62),
+    "triton_enable_empty_final_response": (True, False, "yes"),
+    "nobody_knows": (1,),
+}
 
 
 def draw_message(kind: type[Message], source: random.Random) -> Any:
     """A message of a type, each field of it left out or set to something unlikely."""
     message = kind()
+    if kind.DESCRIPTOR is oip.ModelInferRequest.DESCRIPTOR and source.random() < _SANE_SHARE:
+        _begin_infer(message, source)
     _fill(message, kind.DESCRIPTOR, source, depth=0)
     return message
+
+
+def _begin_infer(message: oip.ModelInferRequest, source: random.Random) -> None:
+    """What chance would not come to: the one tensor that is wanted, and parameters under names that are known."""
+    text = source.choice(_SANE["text"]).encode()
+    tensor = message.inputs.add(name="text_input", datatype="BYTES", shape=source.choice(([1], [1, 1])))
+    if source.random() < 0.5:
+        tensor.contents.bytes_contents.append(text)
+    else:
+        message.raw_input_contents.append(struct.pack("<I", len(text)) + text)
+    for name in source.sample(sorted(_PARAMETERS), source.choice((0, 1, 2, 4))):
+        _set_parameter(message.parameters[name], source.choice(_PARAMETERS[name]))
+
+
+def _set_parameter(parameter: oip.InferParameter, value: Any) -> None:
+    match value:
+        case bool():
+            parameter.bool_param = value
+        case int() if value > _MAX_SIGNED:
+            parameter.uint64_param = value
+        case int():
+            parameter.int64_param = value
+        case float():
+            parameter.double_param = value
+        case _:
+            parameter.string_param = value
 
 
 def _fill(message: Any, descriptor: Descriptor, source: random.Random, depth: int) -> None:
     # A request is mostly sane, or nothing would ever get past the first check.
     share = source.choice((0.0, 0.03, 0.03, 0.15, 0.6))
-    for field in descriptor.fields:
-        is_target = field.name in ("text", "model", "request", "ids")
-        if source.random() < (0.95 if is_target else share) and not _is_spoken_for(message, field, source):
+    fields = list(descriptor.fields)
+    if source.random() < 0.3:
+        # Or the first of a oneof would be all that is ever seen of it.
+        source.shuffle(fields)
+    for field in fields:
+        likely = 0.95 if field.name in _TARGETS else max(share, 0.5) if field.name == "chat" else share
+        if source.random() < likely and not _is_spoken_for(message, field, source):
             _set(message, field, source, depth)
 
 
@@ -89,7 +150,11 @@ def _set(message: Any, field: FieldDescriptor, source: random.Random, depth: int
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
         for _ in range(source.choice(_LENGTHS)):
-            getattr(message, field.name)[_value(key, source)] = _value(value, source)
+            if value.message_type is None:
+                getattr(message, field.name)[_value(key, source)] = _value(value, source)
+            else:
+                entry = getattr(message, field.name)[source.choice((_value(key, source), *_PARAMETERS))]
+                _fill(entry, value.message_type, source, depth + 1)
     elif field.message_type is not None:
         if depth >= _MAX_DEPTH:
             return
@@ -107,6 +172,8 @@ def _set(message: Any, field: FieldDescriptor, source: random.Random, depth: int
 
 
 def _value(field: FieldDescriptor, source: random.Random) -> Any:
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return source.choice(_BYTES)
     sane = _SANE.get(field.name)
     if sane is not None and isinstance(sane[0], _PYTHON_TYPES[field.cpp_type]) and source.random() < _SANE_SHARE:
         return source.choice(sane)

@@ -5,10 +5,14 @@ What it looks like from outside is all that they know: its answers, its metrics,
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +24,18 @@ from typing import Any
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from model import artifact
+from model.chat import ChatSettings
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.artifacts import tiny_artifact
 
+ROOT = Path(__file__).parents[2]
 DECODER, TRANSLATOR = "decoder-only", "encoder-decoder"
 MODELS = (DECODER, TRANSLATOR)
+LONG = "long"
+"""A decoder-only model with room for so many tokens that its streams last for seconds; see `put_long_artefact`."""
+LONG_TOKENS = 8_000
 SLOTS = 8
 _LISTENING = re.compile(r"listening on [\d.]+:(\d+); .*metrics on (\S+)")
 _STOP_SECONDS = 60.0
@@ -66,11 +76,18 @@ class ServerProcess:
                 found[key] = found.get(key, 0.0) + sample.value
         return found
 
+    def sample(self, name: str, **labels: str) -> float:
+        """One sample of a metric, by its name without the prefix; 0 while it was never touched."""
+        with urllib.request.urlopen(self.metrics_url, timeout=30) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        wanted = f"onward_{name}", labels
+        found = (each.value for family in families for each in family.samples if (each.name, each.labels) == wanted)
+        return next(found, 0.0)
+
     def held(self) -> float:
         """Requests that run or wait, and shares of K/V memory in use, over all models; 0 when nothing is held."""
-        names = ("num_requests_running", "num_requests_waiting")
-        metrics = self.metrics()
-        return sum(metrics.get((name, model), 0.0) for name in names for model in MODELS)
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio")
+        return sum(value for (name, _), value in self.metrics().items() if name in names)
 
     def settle(self) -> None:
         """Waits until nothing is held.
@@ -97,7 +114,12 @@ class ServerProcess:
 
 @contextmanager
 def serving(
-    folder: Path, *flags: str, module: str = "service", limit: Callable[[], None] | None = None
+    folder: Path,
+    *flags: str,
+    module: str = "service",
+    limit: Callable[[], None] | None = None,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> Iterator[ServerProcess]:
     """Serves both families for the length of the block; killed at its end if it has not been stopped.
 
@@ -106,6 +128,8 @@ def serving(
         flags: besides those that keep it small.
         module: what is run in its place, with the same command line.
         limit: run in the child before it starts.
+        environment: all of it, in place of our own.
+        cwd: the folder that it is started in, in place of our own.
     """
     for model in MODELS:
         if not (folder / model).exists():
@@ -114,7 +138,8 @@ def serving(
         sys.executable, "-m", module, "serve", "--models", str(folder), "--port", "0", "--metrics-port", "0",
         "--threads", "1", "--no-spin", "--max-batch-size", str(SLOTS), "--log-level", "error", *flags,
     ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=limit) as process:  # noqa: PLW1509
+    given: dict[str, Any] = {"preexec_fn": limit, "env": environment, "cwd": cwd}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **given) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -123,6 +148,23 @@ def serving(
             yield ServerProcess(process, f"127.0.0.1:{found[1]}", found[2])
         finally:
             process.kill()
+
+
+def put_complete_artefacts(folder: Path) -> None:
+    """Artefacts that offer all there is: attention weights, and a template for conversations."""
+    for model in MODELS:
+        shutil.copytree(tiny_artifact(model, explain_graph=True), folder / model)
+    own = folder / DECODER
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (own / artifact.CHAT).write_text(ChatSettings(template).to_json())
+    manifest = artifact.read_manifest(own)
+    files = {**manifest.files, artifact.CHAT: artifact.hash_file(own / artifact.CHAT)}
+    (own / artifact.MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
+
+
+def put_long_artefact(folder: Path) -> None:
+    """The model `LONG`."""
+    (folder / LONG).symlink_to(tiny_artifact(DECODER, context=LONG_TOKENS + 384), target_is_directory=True)
 
 
 def until(condition: Callable[[], bool], complaint: str, seconds: float = _SETTLE_SECONDS) -> None:
@@ -154,6 +196,7 @@ class Neighbour:
 
     def __init__(self, server: ServerProcess) -> None:
         self._stub = GenerationServiceStub(server.channel())
+        self.num_checks = 0
         self._expected = {model: self._ask(model) for model in MODELS}
 
     def check(self) -> None:
@@ -165,7 +208,81 @@ class Neighbour:
         for model, expected in self._expected.items():
             assert self._ask(model) == expected
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Asks on and on while the block runs, at the same time as whatever that does.
+
+        Raises:
+            AssertionError: when an answer differed, or there was none.
+        """
+        is_over = threading.Event()
+        faults: list[BaseException] = []
+
+        def ask_on() -> None:
+            try:
+                while not is_over.is_set():
+                    self.check()
+                    self.num_checks += 1
+            except BaseException as error:
+                faults.append(error)
+
+        before = self.num_checks
+        asking = threading.Thread(target=ask_on)
+        asking.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            asking.join()
+        if faults:
+            raise AssertionError("a neighbour was harmed") from faults[0]
+        assert self.num_checks > before, "nobody was beside"
+
     def _ask(self, model: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
         request = greedy(model, response=pb.ResponseOptions(logprobs=0))
         (output,) = self._stub.Generate(request, timeout=60).outputs
         return tuple(output.token_ids), tuple(each.logprob for each in output.logprobs)
+
+
+class Relay:
+    """A way to a server that can be cut without a word to either end, as when a machine on it loses its power."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._port = server.port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._flows = threading.Event()
+        self._flows.set()
+        self._sockets = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def target(self) -> str:
+        """Where clients find it."""
+        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def cut(self) -> None:
+        """Nothing comes through any more, and nothing is closed."""
+        self._flows.clear()
+
+    def close(self) -> None:
+        """Closes all of it, at last."""
+        for each in self._sockets:
+            each.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._port))
+            self._sockets += [client, server]
+            for source, target in ((client, server), (server, client)):
+                threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while (data := source.recv(4096)) and self._flows.is_set():
+                target.sendall(data)
+        except OSError:
+            return

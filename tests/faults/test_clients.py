@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
+import grpc
 import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
+from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.faults.process import DECODER, MODELS, Neighbour, ServerProcess, greedy, serving, streamed, until
+from tests.faults.process import (
+    DECODER,
+    LONG,
+    LONG_TOKENS,
+    MODELS,
+    Neighbour,
+    Relay,
+    ServerProcess,
+    greedy,
+    put_long_artefact,
+    serving,
+    streamed,
+    until,
+)
 
-# Opens a stream that would last, says so once it has a token, and reads on; with "stop" it reads nothing more.
+# Opens a stream that would last, says so once it has a token, and reads on.
 CLIENT = """
 import sys
 import grpc
@@ -35,22 +53,31 @@ with grpc.insecure_channel(target, options) as channel:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = ("--max-stall-seconds", "1", "--max-logprobs", "280", "--max-queue-size", "4")
-    with serving(tmp_path_factory.mktemp("models"), *flags) as server:
+    folder = tmp_path_factory.mktemp("models")
+    put_long_artefact(folder)
+    flags = ("--max-stall-seconds", "1", "--keepalive-seconds", "2", "--max-logprobs", "280", "--max-queue-size", "4")
+    with serving(folder, *flags) as server:
         yield server
         assert server.stop() == 0
 
 
-def client(server: ServerProcess, model: str, tokens: int = 90, alternatives: int = 0) -> subprocess.Popen[bytes]:
-    """A client of its own process that has had its first token."""
-    process = subprocess.Popen(
+def client(server: ServerProcess, model: str, tokens: int, alternatives: int = 0) -> subprocess.Popen[bytes]:
+    """A client of its own process."""
+    return subprocess.Popen(
         [sys.executable, "-c", CLIENT, server.target, model, str(tokens), str(alternatives)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
+
+
+def until_first_token(process: subprocess.Popen[bytes]) -> None:
     assert process.stdout is not None
-    process.stdout.read(1)
-    return process
+    assert process.stdout.read(1) == b"x"
+
+
+def aborted(server: ServerProcess) -> float:
+    """Streams that were ended because nobody read them."""
+    return server.sample("grpc_server_handled_total", grpc_method="GenerateStream", grpc_code="ABORTED")
 
 
 def test_client_sigkill_in_the_middle_of_a_stream_frees_what_it_held(server: ServerProcess, kills: int) -> None:
@@ -58,15 +85,19 @@ def test_client_sigkill_in_the_middle_of_a_stream_frees_what_it_held(server: Ser
     descriptors = server.num_descriptors()
     left = kills
     while left > 0:
-        clients = [client(server, MODELS[number % 2]) for number in range(min(4, left))]
+        clients = [client(server, LONG, LONG_TOKENS) for _ in range(min(4, left))]
         left -= len(clients)
-        for each in clients:
-            each.send_signal(signal.SIGKILL)
-        neighbour.check()
-        for each in clients:
-            assert each.wait() in (-signal.SIGKILL, 0)
-            assert each.stdout is not None
-            each.stdout.close()
+        with neighbour.beside():
+            for each in clients:
+                until_first_token(each)
+            assert server.sample("num_requests_running", model_name=LONG) == len(clients)
+            for each in clients:
+                each.send_signal(signal.SIGKILL)
+            for each in clients:
+                assert each.wait() == -signal.SIGKILL
+                assert each.stdout is not None
+                each.stdout.close()
+            until(lambda: server.sample("num_requests_running", model_name=LONG) == 0, "slots are still taken")
     server.settle()
     neighbour.check()
     until(lambda: server.num_descriptors() <= descriptors + 1, "connections are still open")
@@ -74,16 +105,16 @@ def test_client_sigkill_in_the_middle_of_a_stream_frees_what_it_held(server: Ser
 
 def test_client_sigstop_is_a_slow_reader_that_loses_its_place_after_the_stall_limit(server: ServerProcess) -> None:
     neighbour = Neighbour(server)
-    ended = ("requests_total", DECODER)
-    # Every token with all its alternatives: more than HTTP/2's windows hold.
-    frozen = client(server, DECODER, tokens=93, alternatives=280)
+    before = aborted(server)
+    # Every token with all its alternatives: more than HTTP/2's windows hold, and for longer than it may stand still.
+    frozen = client(server, LONG, LONG_TOKENS, alternatives=280)
+    until_first_token(frozen)
     try:
         frozen.send_signal(signal.SIGSTOP)
-        before = server.metrics()[ended]
-        neighbour.check()
+        with neighbour.beside():
+            # While it stands still, and still has its connection.
+            until(lambda: aborted(server) == before + 1, "it still has its place")
         server.settle()
-        assert server.metrics()[ended] >= before
-        neighbour.check()
     finally:
         frozen.send_signal(signal.SIGKILL)
         frozen.wait()
@@ -103,13 +134,16 @@ def test_queue_full_is_resource_exhausted_within_a_moment_and_has_no_effect_on_o
         for call in calls:
             if call.code().name == "OK":
                 assert len(call.result().outputs[0].token_ids) == 60
+                continue
+            status, retry = rpc_status.from_call(call), error_details_pb2.RetryInfo()
+            assert status is not None
+            assert status.details[0].Unpack(retry)
+            assert retry.retry_delay.ToMilliseconds() > 0
     server.settle()
     neighbour.check()
 
 
-def test_half_open_tcp_connections_do_not_keep_others_out(server: ServerProcess) -> None:
-    import socket
-
+def test_idle_tcp_connections_do_not_keep_others_out(server: ServerProcess) -> None:
     neighbour = Neighbour(server)
     idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
     try:
@@ -120,9 +154,43 @@ def test_half_open_tcp_connections_do_not_keep_others_out(server: ServerProcess)
     until(lambda: server.num_descriptors() < 100, "connections are still open")
 
 
+def test_half_open_tcp_is_closed_though_nobody_says_a_word(server: ServerProcess) -> None:
+    neighbour, relay = Neighbour(server), Relay(server)
+    descriptors = server.num_descriptors()
+    with grpc.insecure_channel(relay.target) as channel:
+        try:
+            GenerationServiceStub(channel).Generate(greedy(DECODER, max_tokens=2), timeout=60)
+            assert server.num_descriptors() > descriptors
+            relay.cut()
+            # Pings that nobody answers, though no call is open that anybody could wait for.
+            with neighbour.beside():
+                until(lambda: server.num_descriptors() <= descriptors, "its connection is still open")
+        finally:
+            relay.close()
+
+
+def test_half_open_tcp_in_the_middle_of_a_stream_loses_its_place(server: ServerProcess) -> None:
+    neighbour, relay = Neighbour(server), Relay(server)
+    before = aborted(server)
+    request = streamed(greedy(LONG, max_tokens=LONG_TOKENS, response=pb.ResponseOptions(logprobs=280)))
+    windows = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65535)]
+    with grpc.insecure_channel(relay.target, windows) as channel:
+        call = GenerationServiceStub(channel).GenerateStream(request)
+        try:
+            while not next(call).HasField("delta"):
+                pass
+            relay.cut()
+            with neighbour.beside():
+                until(lambda: aborted(server) == before + 1, "it still has its place")
+            server.settle()
+        finally:
+            relay.close()
+            call.cancel()
+
+
 def test_cancelling_at_each_stage_leaves_no_leak(server: ServerProcess) -> None:
     neighbour = Neighbour(server)
-    with server.channel() as channel:
+    with server.channel() as channel, neighbour.beside():
         stub = GenerationServiceStub(channel)
         for number in range(60):
             calls = [stub.GenerateStream(streamed(greedy(MODELS[number % 2], max_tokens=80))) for _ in range(6)]

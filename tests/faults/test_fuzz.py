@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proto.inference import open_inference_pb2
 from proto.onward.v1 import generation_pb2, model_pb2
+from proto.onward.v1.model_pb2_grpc import ModelServiceStub
 from tests.faults.messages import draw_message
-from tests.faults.process import Neighbour, ServerProcess, serving
+from tests.faults.process import MODELS, Neighbour, ServerProcess, put_complete_artefacts, serving
 
 Code = grpc.StatusCode
 DOCUMENTED = {
@@ -32,27 +37,45 @@ DOCUMENTED = {
     Code.DEADLINE_EXCEEDED,
     Code.FAILED_PRECONDITION,
 }
-# They take the models away that everybody else asks; tests/integration/test_server_models.py has them.
-LEFT_OUT = {"LoadModel", "UnloadModel", "ReloadModel", "VerifyParity"}
-METHODS = [
+# They take away the models that everybody else asks, and have a test of their own.
+MANAGING = {
+    "LoadModel",
+    "UnloadModel",
+    "ReloadModel",
+    "VerifyParity",
+    "RepositoryModelLoad",
+    "RepositoryModelUnload",
+}
+OFFERED = [
     method
-    for file in (generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR)
+    for file in (generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
     for service in file.services_by_name.values()
     for method in service.methods
-    if method.name not in LEFT_OUT
 ]
+METHODS = [method for method in OFFERED if method.name not in MANAGING]
+# gRPC's own services parse what they are sent by themselves.
+FOREIGN = {"/grpc.health.v1.Health/Check", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"}
 Call = Callable[[bytes], tuple[Code, str]]
 BATCH = 25
 WORKERS = 8
 # What must never be in the words of a status.
 TELLTALE = re.compile(r"Traceback|site-packages|\.py\b|0x[0-9a-f]{6}|/tmp/")
+# Of a call that nobody answers.
 TIMEOUT_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with serving(tmp_path_factory.mktemp("models"), "--max-generated-tokens", "64") as server:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    put_complete_artefacts(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(models: Path) -> Iterator[ServerProcess]:
+    with serving(models, "--max-generated-tokens", "64") as server:
         yield server
+        assert server.stop() == 0
 
 
 @pytest.fixture(scope="module")
@@ -65,21 +88,46 @@ def calls(server: ServerProcess) -> Iterator[dict[str, Call]]:
 def _call(channel: grpc.Channel, method: Any) -> Call:
     path = f"/{method.containing_service.full_name}/{method.name}"
     # As bytes: what a client's library would refuse to send is the point.
-    unary = channel.unary_unary(path)
-    stream = channel.unary_stream(path)
+    unary, stream, exchange = channel.unary_unary(path), channel.unary_stream(path), channel.stream_stream(path)
+    answer_type: type[Message] = GetMessageClass(method.output_type)
 
     def call(data: bytes) -> tuple[Code, str]:
+        began = time.monotonic()
+        words = []
         try:
-            if method.server_streaming:
-                for _ in stream(data, timeout=TIMEOUT_SECONDS):
-                    pass
+            if method.client_streaming:
+                answers = list(exchange(iter([data]), timeout=TIMEOUT_SECONDS))
+            elif method.server_streaming:
+                answers = list(stream(data, timeout=TIMEOUT_SECONDS))
             else:
-                unary(data, timeout=TIMEOUT_SECONDS)
+                answers = [unary(data, timeout=TIMEOUT_SECONDS)]
         except grpc.RpcError as error:
+            assert time.monotonic() - began < TIMEOUT_SECONDS, f"{path} hangs: {data.hex()}"
             return error.code(), error.details() or ""
-        return Code.OK, ""
+        # What went wrong with one request of a stream is in its answer.
+        words = [str(getattr(answer_type.FromString(answer), "error_message", "")) for answer in answers]
+        return Code.OK, "\n".join(words)
 
     return call
+
+
+def test_every_method_that_the_server_offers_is_fuzzed(server: ServerProcess) -> None:
+    """As the server itself tells it, so that a method that is new cannot be forgotten."""
+    fuzzed = {f"{method.containing_service.full_name}/{method.name}" for method in OFFERED}
+    assert {method.name for method in OFFERED} >= MANAGING
+    with server.channel() as channel:
+        ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+        (listed,) = ask(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        names = {service.name for service in listed.list_services_response.service}
+        assert {path[1:].partition("/")[0] for path in FOREIGN} <= names
+        offered = set()
+        for name in names - {path[1:].partition("/")[0] for path in FOREIGN}:
+            (found,) = ask(iter([reflection_pb2.ServerReflectionRequest(file_containing_symbol=name)]))
+            for data in found.file_descriptor_response.file_descriptor_proto:
+                file = FileDescriptorProto.FromString(data)
+                services = (each for each in file.service if f"{file.package}.{each.name}" == name)
+                offered |= {f"{name}/{method.name}" for service in services for method in service.method}
+    assert offered == fuzzed
 
 
 def test_fuzzed_messages_get_a_documented_status_and_leave_nothing_behind(
@@ -89,32 +137,41 @@ def test_fuzzed_messages_get_a_documented_status_and_leave_nothing_behind(
     neighbour, found = Neighbour(server), Counter[tuple[str, Code]]()
     # The first round warms what is made once.
     descriptors, threads = server.num_descriptors(), server.status("Threads")
-    with ThreadPoolExecutor(WORKERS) as pool:
-        for number in range(max(1, fuzz // BATCH)):
-            drawn = [_draw(source) for _ in range(BATCH)]
-            answers = pool.map(lambda each: calls[each[0]](each[1]), drawn)
-            for (name, data), (code, words) in zip(drawn, answers, strict=True):
-                assert code in DOCUMENTED, f"{name} {code} {words} {data.hex()}"
-                assert not TELLTALE.search(words), words
-                found[name, code] += 1
-            if number % 8 == 0:
-                neighbour.check()
+    with neighbour.beside(), ThreadPoolExecutor(WORKERS) as pool:
+        for _ in range(max(1, fuzz // BATCH)):
+            found += _fuzz(calls, source, pool, DOCUMENTED)
     neighbour.check()
     server.settle()
     assert server.process.poll() is None
     assert {name for name, _ in found} == set(calls)
-    assert sum(count for (_, code), count in found.items() if code is Code.OK) > fuzz / 20, "hardly any was sane"
+    sane = {name for name, code in found if code is Code.OK}
+    assert sane == set(calls), f"hardly any was sane: {set(calls) - sane}"
     assert server.num_descriptors() <= descriptors + WORKERS
     assert server.status("Threads") <= threads + WORKERS
     print(
-        f"{sum(found.values())} requests: "
+        f"{sum(found.values())} requests beside {neighbour.num_checks} of a neighbour: "
         + ", ".join(f"{name} {code.name} {count}" for (name, code), count in sorted(found.items(), key=str))
     )
 
 
-def _draw(source: random.Random) -> tuple[str, bytes]:
+def _fuzz(
+    calls: Mapping[str, Call], source: random.Random, pool: ThreadPoolExecutor, documented: set[Code]
+) -> Counter[tuple[str, Code]]:
+    """A batch of messages, several at a time; what became of them."""
+    drawn = [_draw(source, [method for method in OFFERED if method.full_name in calls]) for _ in range(BATCH)]
+    answers = pool.map(lambda each: calls[each[0]](each[1]), drawn)
+    found = Counter[tuple[str, Code]]()
+    for (name, data), (code, words) in zip(drawn, answers, strict=True):
+        assert code in documented, f"{name} {code} {words} {data.hex()}"
+        assert not TELLTALE.search(words), words
+        assert "[INTERNAL]" not in words, f"{name} {data.hex()}"
+        found[name, code] += 1
+    return found
+
+
+def _draw(source: random.Random, methods: list[Any]) -> tuple[str, bytes]:
     """A method, and bytes for it: mostly a message of its type, sometimes one with a few bytes gone wrong."""
-    method = source.choice(METHODS)
+    method = source.choice(methods)
     kind: type[Message] = GetMessageClass(method.input_type)
     data = draw_message(kind, source).SerializeToString()
     if data and source.random() < 0.15:
@@ -139,7 +196,55 @@ def test_any_message_hypothesis_thinks_of_gets_a_documented_status(
     assert calls[method.full_name](data)[0] in DOCUMENTED
 
 
-def test_the_models_folder_is_as_it_was(server: ServerProcess, tmp_path: Path) -> None:
-    """Nothing that was asked wrote anything beside the models."""
-    assert list(tmp_path.iterdir()) == []
-    assert server.stop() == 0
+@pytest.mark.parametrize("path", sorted(FOREIGN))
+def test_garbage_for_health_and_reflection_hurts_nobody(server: ServerProcess, path: str) -> None:
+    source, neighbour = random.Random(2), Neighbour(server)
+    codes = set()
+    with server.channel() as channel, neighbour.beside():
+        ask = channel.stream_stream(path)
+        for _ in range(100):
+            data = source.randbytes(source.choice((1, 3, 20, 400)))
+            try:
+                list(ask(iter([data]), timeout=TIMEOUT_SECONDS))
+            except grpc.RpcError as error:
+                codes.add(error.code())
+    assert codes <= {Code.NOT_FOUND, Code.INTERNAL, Code.UNKNOWN, Code.INVALID_ARGUMENT}
+    assert server.process.poll() is None
+
+
+def test_fuzzed_management_gets_a_documented_status_and_models_come_back_as_they_were(
+    tmp_path: Path, fuzz: int
+) -> None:
+    put_complete_artefacts(tmp_path)
+    source, found = random.Random(3), Counter[tuple[str, Code]]()
+    # What asks a model meanwhile finds it there, gone or going.
+    documented = DOCUMENTED | {Code.UNAVAILABLE}
+    chosen = [method for method in OFFERED if method.name in MANAGING | {"Generate", "ModelInfer"}]
+    with serving(tmp_path, "--drain-grace-seconds", "2") as server, server.channel() as channel:
+        neighbour = Neighbour(server)
+        calls = {method.full_name: _call(channel, method) for method in chosen}
+        with ThreadPoolExecutor(WORKERS) as pool:
+            for _ in range(max(2, fuzz // (20 * BATCH))):
+                found += _fuzz(calls, source, pool, documented)
+        library = ModelServiceStub(channel)
+        for model in MODELS:
+            library.LoadModel(model_pb2.LoadModelRequest(model=model), timeout=TIMEOUT_SECONDS)
+            library.ReloadModel(model_pb2.ReloadModelRequest(model=model), timeout=TIMEOUT_SECONDS)
+        neighbour.check()
+        server.settle()
+        assert {name for name, _ in found} == set(calls)
+        assert server.stop() == 0
+
+
+def test_nothing_that_was_asked_has_changed_the_models_folder(server: ServerProcess, models: Path) -> None:
+    neighbour = Neighbour(server)
+    before = _state(models)
+    with server.channel() as channel, ThreadPoolExecutor(WORKERS) as pool:
+        calls = {method.full_name: _call(channel, method) for method in METHODS}
+        _fuzz(calls, random.Random(4), pool, DOCUMENTED)
+    neighbour.check()
+    assert _state(models) == before
+
+
+def _state(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}

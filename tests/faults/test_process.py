@@ -2,32 +2,60 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import pytest
 
+from proto.onward.v1 import model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.faults.process import DECODER, MODELS, SLOTS, Neighbour, greedy, serving, streamed, until
+from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from tests.faults.process import (
+    DECODER,
+    LONG,
+    LONG_TOKENS,
+    ROOT,
+    SLOTS,
+    TRANSLATOR,
+    Neighbour,
+    greedy,
+    put_long_artefact,
+    serving,
+    streamed,
+    until,
+)
 
 NUM_STREAMS = 32
+SHORT_TOKENS = 80
 
 
-@pytest.mark.parametrize(("grace", "all_finish"), [("60", True), ("0", False)])
+@pytest.mark.parametrize(
+    ("grace", "kinds"),
+    [("60", (DECODER, TRANSLATOR)), ("4", (DECODER, LONG)), ("0", (LONG, LONG))],
+    ids=["all in time", "half of them", "nobody"],
+)
 def test_sigterm_with_streams_in_flight_lets_them_finish_within_the_grace_and_exits_0(
-    tmp_path: Path, grace: str, all_finish: bool
+    tmp_path: Path, grace: str, kinds: tuple[str, str]
 ) -> None:
+    if LONG in kinds:
+        put_long_artefact(tmp_path)
     with serving(tmp_path, "--drain-grace-seconds", grace) as server, server.channel() as channel:
         stub = GenerationServiceStub(channel)
-        ends: list[tuple[str, int]] = []
+        ends: list[tuple[str, str]] = []
         begun = threading.Semaphore(0)
 
-        def read(number: int) -> None:
-            call = stub.GenerateStream(streamed(greedy(MODELS[number % 2], max_tokens=80)))
+        def read(model: str) -> None:
+            wanted = LONG_TOKENS if model == LONG else SHORT_TOKENS
+            call = stub.GenerateStream(streamed(greedy(model, max_tokens=wanted)))
             num_tokens, is_whole = 0, False
             try:
                 for event in call:
@@ -36,11 +64,11 @@ def test_sigterm_with_streams_in_flight_lets_them_finish_within_the_grace_and_ex
                     num_tokens += len(event.delta.token_ids)
                     is_whole = event.HasField("summary")
             except grpc.RpcError as error:
-                ends.append((error.code().name, num_tokens))
+                ends.append((model, error.code().name))
             else:
-                ends.append(("OK" if is_whole else "incomplete", num_tokens))
+                ends.append((model, "OK" if is_whole and num_tokens == wanted else "incomplete"))
 
-        readers = [threading.Thread(target=read, args=(number,)) for number in range(NUM_STREAMS)]
+        readers = [threading.Thread(target=read, args=(kinds[number % 2],)) for number in range(NUM_STREAMS)]
         for reader in readers:
             reader.start()
         for _ in readers:
@@ -49,16 +77,76 @@ def test_sigterm_with_streams_in_flight_lets_them_finish_within_the_grace_and_ex
         for reader in readers:
             reader.join(60)
         assert len(ends) == NUM_STREAMS, "a stream was lost without a status"
-        if all_finish:
-            assert set(ends) == {("OK", 80)}
-        else:
-            assert {code for code, _ in ends} <= {"OK", "UNAVAILABLE"}
-            assert all(count == 80 for code, count in ends if code == "OK")
+        assert set(ends) <= {(model, "OK") for model in kinds} | {(LONG, "UNAVAILABLE")}
+        # Half of the long ones have to wait for a slot before they even begin.
+        assert ((LONG, "UNAVAILABLE") in ends) == (LONG in kinds)
 
 
-def test_deadline_passed_in_queue_in_prefill_in_decode_is_deadline_exceeded_and_gives_everything_back(
-    tmp_path: Path,
-) -> None:
+def blocked(path: Path) -> int:
+    """Waits until somebody reads a pipe that nobody writes; the end to be written to, which keeps it waiting."""
+    found: list[int] = []
+
+    def is_read() -> bool:
+        with suppress(OSError):  # while nobody does
+            found.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(found)
+
+    until(is_read, "nobody reads it")
+    return found[0]
+
+
+def test_sigterm_while_a_model_is_loaded_does_not_wait_for_it(tmp_path: Path) -> None:
+    with serving(tmp_path, "--drain-grace-seconds", "0") as server, server.channel() as channel:
+        (tmp_path / "slow").mkdir()
+        os.mkfifo(tmp_path / "slow" / "manifest.json")
+        call = ModelServiceStub(channel).LoadModel.future(model_pb2.LoadModelRequest(model="slow"))
+        end = blocked(tmp_path / "slow" / "manifest.json")
+        try:
+            Neighbour(server).check()
+            assert server.stop(signal.SIGTERM) == 0
+            assert call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        finally:
+            os.close(end)
+
+
+def test_sigterm_before_anything_is_served_ends_the_process_with_0(tmp_path: Path) -> None:
+    """A container's first process would not even be ended by a signal that it has no handler for."""
+    (tmp_path / "slow").mkdir()
+    os.mkfifo(tmp_path / "slow" / "manifest.json")
+    command = [sys.executable, "-m", "service", "serve", "--models", tmp_path, "--port", "0", "--no-metrics"]
+    with subprocess.Popen(command) as process:
+        end = blocked(tmp_path / "slow" / "manifest.json")
+        try:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            os.close(end)
+            process.kill()
+
+
+def test_server_writes_nothing_anywhere(tmp_path: Path) -> None:
+    """As a container with a read-only root wants it: no cache, no id, no file beside its models."""
+    names = ("models", "home", "tmp", "cwd")
+    for name in names:
+        (tmp_path / name).mkdir()
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"},
+        "HOME": str(tmp_path / "home"),
+        "XDG_CACHE_HOME": str(tmp_path / "home"),
+        "TMPDIR": str(tmp_path / "tmp"),
+        "PYTHONPATH": str(ROOT),
+    }
+    with serving(tmp_path / "models", environment=environment, cwd=tmp_path / "cwd") as server:
+        before = set(tmp_path.rglob("*"))
+        Neighbour(server).check()
+        with server.channel() as channel:
+            ModelServiceStub(channel).ReloadModel(model_pb2.ReloadModelRequest(model=DECODER), timeout=60)
+        assert server.stop() == 0
+        assert set(tmp_path.rglob("*")) == before
+        assert [path for name in names[1:] for path in (tmp_path / name).iterdir()] == []
+
+
+def test_deadlines_long_and_short_are_met_or_exceeded_and_give_everything_back(tmp_path: Path) -> None:
     # Admission would refuse them before.
     with serving(tmp_path, "--prefill-chunk", "4", "--admission", "off") as server, server.channel() as channel:
         neighbour, stub = Neighbour(server), GenerationServiceStub(channel)
@@ -83,14 +171,14 @@ def test_disk_full_at_load_does_not_matter_as_nothing_is_written(tmp_path: Path)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-    with serving(tmp_path, limit=no_byte_to_any_file) as server:
-        Neighbour(server).check()
+    with serving(tmp_path, limit=no_byte_to_any_file) as server, server.channel() as channel:
+        neighbour = Neighbour(server)
+        ModelServiceStub(channel).ReloadModel(model_pb2.ReloadModelRequest(model=DECODER), timeout=60)
+        neighbour.check()
         assert server.stop() == 0
 
 
 def test_descriptors_used_up_are_found_again(tmp_path: Path) -> None:
-    import socket
-
     def few_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
@@ -106,6 +194,7 @@ def test_descriptors_used_up_are_found_again(tmp_path: Path) -> None:
                 connection.close()
                 continue
             flood.append(connection)
+        until(lambda: server.num_descriptors() >= 60, "there are some left")
         for connection in flood:
             connection.close()
         until(lambda: server.num_descriptors() < 60, "connections are still open")
@@ -115,8 +204,6 @@ def test_descriptors_used_up_are_found_again(tmp_path: Path) -> None:
 
 def test_metrics_port_down_or_slow_does_not_hold_up_answers(tmp_path: Path) -> None:
     """Scrapers that ask and never read, a hundred of them."""
-    import socket
-
     with serving(tmp_path) as server:
         neighbour = Neighbour(server)
         host, _, port = server.metrics_url.removeprefix("http://").partition("/")[0].rpartition(":")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
+import re
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,7 +31,7 @@ from service.engine.engine import LastRun
 from service.loading import build_engines, load_models
 from service.models import ModelState
 from tests.artifacts import tiny_artifact
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, Gate
 from tests.servers import (
     MODEL,
     SLOTS,
@@ -288,6 +291,65 @@ async def test_unloading_lets_requests_end_and_then_gives_the_memory_back(tmp_pa
         await shelved.load("b")
         assert len(await shelved.tokens("b")) == 12
         assert shelved.state("b") == [1, 1]
+
+
+async def test_a_change_that_has_begun_is_brought_to_its_end_though_nobody_waits_for_it() -> None:
+    gate = Gate()
+    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        with gate.closed():
+            call = await read_accepted(server.stream(max_tokens=7))
+            unloading = server.models.UnloadModel(model_pb2.UnloadModelRequest(model=MODEL))
+            await eventually(lambda: server.app.models.state(MODEL) is ModelState.DRAINING)
+            unloading.cancel()
+            cancelled = {"grpc_method": "UnloadModel", "grpc_code": "CANCELLED"}
+            await eventually(lambda: server.metric("grpc_server_handled_total", **cancelled) == 1)
+        assert len(tokens_of(await read(call))) == 7
+        await eventually(lambda: server.app.models.names == ())
+
+
+async def test_a_model_that_fails_is_loaded_anew(tmp_path: Path) -> None:
+    async with shelf(tmp_path) as shelved:
+        before = await shelved.tokens("a")
+        shelved.server.app.models.failing("a")
+        assert (await status_of(shelved.server.generation.Generate(generate_request(model="a")))).code() is (
+            grpc.StatusCode.UNAVAILABLE
+        )
+        await shelved.load("a")
+        assert await shelved.tokens("a") == before
+
+
+async def test_the_only_model_may_be_reloaded_without_its_name(tmp_path: Path) -> None:
+    async with shelf(tmp_path) as shelved:
+        shelved.put("a", NEW())
+        before = await shelved.tokens("a")
+        await shelved.reload("")
+        assert await shelved.tokens("a") != before
+
+
+async def test_a_model_that_is_ready_when_the_server_stops_takes_no_requests(tmp_path: Path) -> None:
+    async with shelf(tmp_path) as shelved:
+        shelved.put("b", NEW())
+        shelved.server.app.models.drain()
+        await shelved.load("b")
+        assert shelved.server.app.models.state("b") is ModelState.DRAINING
+
+
+@pytest.mark.parametrize("at_its_end", [True, False])
+async def test_a_stall_is_seen_wherever_in_the_block_it_was(at_its_end: bool) -> None:
+    async with library._stall() as stall:
+        await asyncio.sleep(0.02)
+        time.sleep(0.3)  # noqa: ASYNC251 (it is a stall)
+        if not at_its_end:
+            await asyncio.sleep(0.02)
+    assert stall() > 0.25
+
+
+async def test_a_trial_is_told_all_that_makes_an_engine_what_it_is(tmp_path: Path) -> None:
+    """What `build_engines` reads of the configuration, but for how its threads wait and in what order requests go."""
+    own = {"spin", "admission"}
+    read_of_it = set(re.findall(r"\bconfig\.(\w+)", inspect.getsource(build_engines)))
+    told = library.trial_settings(ServeConfig(models=tmp_path), "a")
+    assert read_of_it - own <= set(told)
 
 
 async def test_unloading_ends_what_outlives_the_grace_with_a_status() -> None:

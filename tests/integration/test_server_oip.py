@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import struct
 import subprocess
@@ -222,3 +223,49 @@ async def test_more_requests_than_a_stream_may_have_in_flight_wait_and_are_answe
         await asking
         assert sorted(finals, key=int) == [str(number) for number in range(150)]
         assert server.ended() == {"length": 150}
+
+
+async def test_requests_of_a_stream_count_against_their_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    digest = hashlib.sha256(b"a key").hexdigest()
+    limits = "requests_per_second = 0.001\nburst = 3\nmax_concurrent_requests = 2"
+    keys.write_text(f'[keys.alice]\nsha256 = "{digest}"\npermissions = ["generate"]\n{limits}\n')
+    gate = Gate()
+    async with running(api_keys=keys, runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        call = stub_of(server).ModelStreamInfer(metadata=(("authorization", "Bearer a key"),))
+        with gate.closed():
+            for number in range(3):
+                await call.write(infer_request(request_id=str(number), max_tokens=1))
+            refused = await call.read()
+            assert refused.infer_response.id == "2"
+            assert refused.error_message.startswith("[RESOURCE_EXHAUSTED] 2 requests of this API key run already")
+        finals: list[str] = []
+        while len(finals) < 2:
+            answer = (await call.read()).infer_response
+            finals += [answer.id] if answer.parameters["triton_final_response"].bool_param else []
+        assert sorted(finals) == ["0", "1"]
+        # The third that the key is good for, and one more.
+        for number in (3, 4):
+            await call.write(infer_request(request_id=str(number), max_tokens=1))
+            answers = [await call.read()]
+            while not answers[-1].infer_response.parameters["triton_final_response"].bool_param:
+                answers.append(await call.read())
+            assert answers[-1].error_message.startswith("[RESOURCE_EXHAUSTED]") is (number == 4)
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert server.ended() == {"length": 3}
+
+
+async def test_garbage_in_a_stream_ends_it_as_such_after_the_requests_before_it() -> None:
+    async with running() as server:
+        call = server.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
+        await call.write(infer_request(max_tokens=3, ignore_eos=True).SerializeToString())
+        await call.write(b"\xff\xff")
+        is_over = False
+        while not is_over:
+            answer = oip.ModelStreamInferResponse.FromString(await call.read()).infer_response
+            is_over = answer.parameters["triton_final_response"].bool_param
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert server.ended() == {"length": 1}

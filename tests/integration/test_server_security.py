@@ -141,8 +141,14 @@ async def test_a_new_certificate_is_shown_to_the_next_who_connects(authority: Au
         async with secured(server, old) as channel:
             assert (await status_of(is_serving(channel))).code() is grpc.StatusCode.UNAVAILABLE
         assert await is_serving(before), "who is connected already stays so"
-        certificate.write_bytes(b"half a file")
-        async with secured(server, new) as channel:
+        shown = certificate.read_bytes()
+        # Half a file; and half of a new pair, which its key follows a moment later.
+        for unfit in (b"half a file", shown[: len(shown) // 2], old.issue("other", HOST)[0].read_bytes()):
+            certificate.write_bytes(unfit)
+            async with secured(server, new) as channel:
+                assert await is_serving(channel)
+        key.write_bytes((old.folder / "other.key").read_bytes())
+        async with secured(server, old) as channel:
             assert await is_serving(channel)
 
 
@@ -156,6 +162,27 @@ async def test_unreadable_certificates_are_named_before_anything_listens(tmp_pat
         str(tmp_path / "missing"),
         str(tmp_path / "missing-too"),
     ]
+
+
+@pytest.mark.parametrize("what", ["another's key", "half a certificate", "no authority"])
+async def test_certificates_that_no_handshake_could_be_made_with_are_refused_before_anything_listens(
+    authority: Authority, tmp_path: Path, what: str
+) -> None:
+    certificate, key = authority.issue("server", HOST)
+    broken, client_ca = tmp_path / "broken.pem", None
+    match what:
+        case "another's key":
+            _, key = authority.issue("other", HOST)
+        case "half a certificate":
+            broken.write_bytes(certificate.read_bytes()[:400])
+            certificate = broken
+        case _:
+            broken.write_bytes(key.read_bytes())
+            client_ca = broken
+    with pytest.raises(StartupError) as caught:
+        server_credentials(TlsFiles(certificate, key, client_ca))
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{client_ca or key}: ")
 
 
 def keys_file(folder: Path, permissions: str = '["generate"]', rest: str = "") -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import stat
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,15 @@ def test_manifest_says_what_the_files_are(family: str) -> None:
     assert manifest.training == {"seed": 0}
     assert manifest.opset <= 26
     assert manifest.versions["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("precision", artifact.CPU_PRECISIONS)
+def test_whoever_the_umask_lets_can_read_every_file_of_an_artefact(precision: Precision) -> None:
+    folder = tiny_artifact("decoder-only", precision, explain_graph=precision is Precision.INT8)
+    allowed = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in folder.iterdir()} == {
+        path.name: oct(allowed) for path in folder.iterdir()
+    }
 
 
 def test_report_of_an_artefact_gives_every_case_its_figures() -> None:

@@ -192,3 +192,60 @@ def test_a_file_without_keys_is_refused(path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(StartupError):
         read_keys(path)
+
+
+def test_each_request_of_a_call_counts_as_a_call_would(path: Path) -> None:
+    clock = Clock()
+    keys = access(path, table("alice", "a", rest="requests_per_second = 1.0\nburst = 3"), clock)
+    with keys.admitted("Generate", "a") as allowance:
+        for _ in range(3):
+            with allowance.request():
+                pass
+        with pytest.raises(RateLimited) as caught, allowance.request():
+            pass
+        assert caught.value.retry_after_seconds == pytest.approx(1.0)
+        with pytest.raises(RateLimited):
+            use(keys, "a")
+        clock.now += 1.0
+        with allowance.request():
+            pass
+
+
+def test_requests_of_a_call_have_no_more_places_than_calls(path: Path) -> None:
+    keys = access(path, table("alice", "a", rest="max_concurrent_requests = 2"))
+    with keys.admitted("Generate", "a") as allowance:
+        # One at a time has the call's own place, another call the other.
+        for _ in range(3):
+            with allowance.request(), keys.admitted("Generate", "a"), pytest.raises(RateLimited), allowance.request():
+                pass
+        first, second = ExitStack(), ExitStack()
+        first.enter_context(allowance.request())
+        second.enter_context(allowance.request())
+        with pytest.raises(RateLimited), allowance.request():
+            pass
+        with pytest.raises(RateLimited):
+            use(keys, "a")
+        # Whichever ends first, the call's own place is the one that stays.
+        first.close()
+        use(keys, "a")
+        with allowance.request(), pytest.raises(RateLimited):
+            use(keys, "a")
+        second.close()
+    with keys.admitted("Generate", "a"), keys.admitted("Generate", "a"):
+        pass
+
+
+def test_a_key_that_is_gone_asks_nothing_more_in_a_call_that_is_open(path: Path) -> None:
+    clock = Clock()
+    keys = access(path, table("alice", "a") + table("bob", "b"), clock)
+    with keys.admitted("Generate", "a") as allowance:
+        with allowance.request():
+            pass
+        path.write_text(table("bob", "b"))
+        clock.now += 1.0
+        with pytest.raises(Unauthenticated), allowance.request():
+            pass
+        path.write_text(table("alice", "a", '["manage"]'))
+        clock.now += 1.0
+        with pytest.raises(PermissionDenied), allowance.request():
+            pass

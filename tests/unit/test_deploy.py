@@ -15,6 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from model.presets import PRESETS
 from service.config import RequestLimits, ServeConfig, options, parse, variable
 
 ROOT = Path(__file__).parents[2]
@@ -71,11 +72,13 @@ def requirements_of(extra: str, project: dict[str, Any]) -> list[Requirement]:
 def test_image_installs_whatever_the_server_needs(extra: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = pins((CONTAINER / f"requirements-{extra}.txt").read_text())
-    needed = [Requirement(line) for line in project["dependencies"]] + requirements_of(extra, project)
+    needed = [Requirement(line) for line in project["dependencies"]]
+    needed += requirements_of(extra, project) + requirements_of("otel", project)
     assert "numpy" in {requirement.name for requirement in needed}
     for requirement in needed:
         assert requirement.specifier.contains(installed[canonicalize_name(requirement.name)][0]), requirement
-    assert "torch" not in installed
+    # Nor what `tokenizers` would download with.
+    assert not {"torch", "huggingface-hub", "httpx2", "requests"} & set(installed)
 
 
 def test_dockerfile_is_as_hadolint_wants_it() -> None:
@@ -93,6 +96,21 @@ def test_dockerfile_sets_variables_that_the_server_reads() -> None:
     config = parse(["serve"], given)
     assert isinstance(config, ServeConfig)
     assert (str(config.models), config.host) == ("/models", "0.0.0.0")
+
+
+def test_image_has_the_projects_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"ARG VERSION={project['version']}\n" in (ROOT / "Dockerfile").read_text()
+
+
+def test_image_is_built_from_what_the_server_is_and_nothing_else() -> None:
+    ignored, *kept = [
+        line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")
+    ]
+    assert ignored == "*"
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    named = {name.partition("requirements-")[0].rstrip("/") for names in copied for name in names.split()}
+    assert named == {line[1:] for line in kept if line.startswith("!")}
 
 
 @pytest.mark.parametrize("resource", RESOURCES)
@@ -152,6 +170,16 @@ def test_compose_mounts_what_is_there() -> None:
     folders = [ROOT / "deploy" / folder for folder in mounted if folder.startswith("./")]
     assert folders
     assert [folder for folder in folders if not folder.is_dir()] == []
+
+
+def test_compose_asks_one_of_the_models_that_the_demo_leaves() -> None:
+    load = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["load"]
+    default = re.fullmatch(r"\$\{\w+:-(\w+)\}", load["environment"]["MODEL"])
+    assert default
+    assert default[1] in PRESETS
+    (command,) = (part for part in load["command"] if "locustfile" in part)
+    # Compose reads two dollars as one, which is the shell's.
+    assert '--model "$${MODEL}"' in command
 
 
 def resource(kind: str) -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""`python -m benchmarks.leaky_server serve …`: the server, with a leak of a known size put into it.
+"""`python -m benchmarks.soaked_server serve …`: the server, which tells its number of tasks, and leaks if told to.
 
-What `benchmarks.soak` proves itself on: a check that finds no leak in this finds none anywhere. The environment
-variable `LEAK_MB_PER_HOUR` says how much is kept of every request, as a share of the time since the last.
+On SIGUSR1 it prints the number of asyncio's tasks, which nothing else shows from outside. The environment variable
+`LEAK_MB_PER_HOUR` puts a leak of a known size into it: how much is kept of every request, as a share of the time since
+the last. That is what `benchmarks.soak` proves itself on: a check that finds no leak in this finds none anywhere.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import sys
 import time
 from collections.abc import AsyncGenerator
@@ -16,6 +19,8 @@ from service.__main__ import main
 from service.generator import Generator
 
 VARIABLE = "LEAK_MB_PER_HOUR"
+TASKS = "tasks "
+"""What the line begins with that a signal brings; a number follows."""
 _MEGABYTE = 1e6
 _HOUR = 3600.0
 
@@ -36,6 +41,14 @@ def leak(megabytes_per_hour: float) -> None:
     Generator.run = leaking  # type: ignore[method-assign, assignment]
 
 
+def tell_tasks(*_: object) -> None:
+    """Prints how many tasks the event loop has, whose thread is the one that signals come to."""
+    sys.stdout.write(f"{TASKS}{len(asyncio.all_tasks())}\n")
+    sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    leak(float(os.environ[VARIABLE]))  # noqa: TID251 (not the server's own)
+    signal.signal(signal.SIGUSR1, tell_tasks)
+    if leaked := float(os.environ.get(VARIABLE, "0")):  # noqa: TID251 (not the server's own)
+        leak(leaked)
     sys.exit(main(sys.argv[1:]))

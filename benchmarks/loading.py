@@ -1,0 +1,323 @@
+"""What loading a model does to those who are being answered: waits between tokens before, while it loads and reloads.
+
+    python -m benchmarks.loading [--model llama-110m] [--precision int8] [--streams 4] [--repeats 5] [--quick] [--docs]
+
+Two measurements. Over gRPC, on a server of its own with random weights: streams run on one model, while `LoadModel`
+brings a second one of the same size, `ReloadModel` replaces it and `UnloadModel` takes it away; "before" is every wait
+that ended before, the others are every wait that overlaps their call. And in a process of its own, with nobody else
+there: each stage of loading on a thread, beside an asyncio task and a thread that do nothing but look at the clock
+every millisecond; the longest silence of either is what the stage keeps the interpreter's lock for, as far as the
+machine's own noise, which is measured too, lets it be seen. The last line on stdout is one JSON object; the report goes
+to `build/bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from asyncio import Event
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from benchmarks import scenario
+from benchmarks.bench_onward import artefact, version
+from benchmarks.scenario import Answer, draw, milliseconds, percentile
+from benchmarks.serving import serving
+from model.artifact import load
+from proto.onward.v1 import model_pb2 as pb
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from service.config import ServeConfig
+from service.engine.types import PrefillProvider
+from service.library import prove, trial_settings
+from service.loading import build_engines, load_model
+
+NAME = "loading"
+DOCS = Path("docs")
+SECOND = "second"
+STAGES = ("nothing", "read and check", "sessions and K/V", "proof")
+_TICK_SECONDS = 0.001
+_QUIET_SECONDS = 1.0
+_PAUSE_SECONDS = 0.5
+_MAX_SAID = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is measured: `lead` tokens of each stream do not count, `window` tokens are what "before" is made of."""
+
+    model: str = "llama-110m"
+    precision: str = "int8"
+    streams: int = 4
+    stream_prompt: int = 64
+    repeats: int = 5
+    lead: int = 16
+    window: int = 128
+    threads: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Streams from their start on, and when each change began and ended, by its name."""
+
+    streams: tuple[Answer, ...]
+    began: float
+    changes: Mapping[str, Sequence[tuple[float, float]]]
+
+
+def measure(settings: Settings, build: Path) -> dict[str, Any]:
+    """Makes the model, loads it by itself, serves it and measures."""
+    options = scenario.make_artefact(
+        settings.model, settings.precision, build=build, max_batch=settings.streams, threads=settings.threads
+    )
+    folder = artefact(options)
+    num_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    given = json.dumps({"folder": str(folder), "threads": settings.threads, "streams": settings.streams})
+    alone = [_ask_child("benchmarks.loading", "--inside", given) for _ in range(settings.repeats)]
+    trials = [_time_trial(folder, settings) for _ in range(settings.repeats)]
+    flags = ["--threads", str(settings.threads), "--max-batch-size", str(settings.streams), *scenario.QUIET]
+    with serving(folder.parent, *flags) as target:
+        # All that is in the folder would have been served from the start.
+        (folder.parent / SECOND).symlink_to(folder.name, target_is_directory=True)
+        timeline = asyncio.run(_follow(target, folder, settings))
+    facts = {"scenario": NAME, "version": version(), "settings": asdict(settings), "machine": scenario.machine()}
+    told = {"num_bytes": num_bytes, "stages": _stages(alone), "trial_seconds": statistics.median(trials)}
+    return facts | told | judge(timeline, settings.lead)
+
+
+def judge(timeline: Timeline, lead: int) -> dict[str, Any]:
+    """What came out of the streams."""
+    gaps = [gap for stream in timeline.streams for gap in stream.gaps[lead:]]
+    first = min(begin for calls in timeline.changes.values() for begin, _ in calls)
+    before = [end - start for start, end in gaps if start >= timeline.began and end <= first]
+    changes = {}
+    for name, calls in timeline.changes.items():
+        waits = [end - start for start, end in gaps if any(start < over and end > begin for begin, over in calls)]
+        changes[name] = {**_describe(waits), "seconds": statistics.median(over - begin for begin, over in calls)}
+    return {"before": _describe(before), "changes": changes}
+
+
+def render(results: Mapping[str, Any]) -> str:
+    """The document, in Markdown."""
+    settings, changes, stages = results["settings"], results["changes"], results["stages"]
+    rows = [("before", results["before"], "")]
+    rows += [(name, each, f"{each['seconds']:.2f} s") for name, each in changes.items()]
+    lines = [
+        "# Loading amid running streams",
+        "",
+        f"{settings['model']} {settings['precision']}, {results['num_bytes'] / 1e6:.0f} MB, twice: "
+        f"{settings['streams']} streams on one, the other loaded, reloaded and unloaded {settings['repeats']} times; "
+        f"{settings['threads']} threads, on {results['machine']['processor']}.",
+        "",
+        "| wait between tokens | p50 | p99 | largest | the call took |",
+        "|---|---:|---:|---:|---:|",
+        *(
+            f"| {name} | {' | '.join(milliseconds(each[key]) for key in ('p50', 'p99', 'max'))} | {took} |"
+            for name, each, took in rows
+        ),
+        "",
+        "By itself, stage by stage; silent is the longest time in which a task on the event loop, or a thread, was not "
+        f"run, in the worst of {settings['repeats']}.",
+        "",
+        "| stage | takes | loop silent | thread silent |",
+        "|---|---:|---:|---:|",
+        *(
+            f"| {name} | {stages[name]['seconds']:.2f} s | {milliseconds(stages[name]['loop'])} | "
+            f"{milliseconds(stages[name]['thread'])} |"
+            for name in STAGES
+        ),
+        "",
+        f"All of it in a process of its own, with the start of that: {results['trial_seconds']:.2f} s.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def inside(folder: Path, threads: int, streams: int) -> dict[str, dict[str, float]]:
+    """Loads an artefact in this process, and tells of each stage how long it took and silenced others."""
+    config = ServeConfig(models=folder.parent, threads=threads, max_batch_size=streams)
+    found: dict[str, dict[str, float]] = {}
+    found["nothing"], _ = _watched(lambda: time.sleep(_QUIET_SECONDS))
+    found["read and check"], model = _watched(lambda: load_model(folder, PrefillProvider.CPU))
+    found["sessions and K/V"], engines = _watched(lambda: build_engines(folder.parent, [model], config))
+    found["proof"], parity = _watched(lambda: prove(model, engines[model.name]))
+    if not parity.passed:
+        raise RuntimeError("golden cases failed")
+    return found
+
+
+def _watched(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
+    """Runs it on a thread; its seconds, the longest silences beside it, and what it gave."""
+    silences = {"loop": 0.0, "thread": 0.0}
+    last = dict.fromkeys(silences, time.perf_counter())
+    is_over = threading.Event()
+
+    def look(who: str) -> None:
+        now = time.perf_counter()
+        silences[who], last[who] = max(silences[who], now - last[who]), now
+
+    def tick() -> None:
+        while not is_over.is_set():
+            look("thread")
+            time.sleep(_TICK_SECONDS)
+
+    async def beat() -> None:
+        while True:
+            look("loop")
+            await asyncio.sleep(_TICK_SECONDS)
+
+    async def watch() -> Any:
+        beating = asyncio.create_task(beat())
+        await asyncio.sleep(_TICK_SECONDS)
+        silences["loop"] = silences["thread"] = 0.0
+        try:
+            return await asyncio.to_thread(work)
+        finally:
+            # What ended with the work would have its turn only now.
+            look("loop")
+            beating.cancel()
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    began = time.perf_counter()
+    try:
+        given = asyncio.run(watch())
+    finally:
+        seconds = time.perf_counter() - began
+        is_over.set()
+        ticking.join()
+    look("thread")
+    return {"seconds": seconds, **silences}, given
+
+
+def _stages(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """The median of what each stage took, the worst of what it did to others."""
+    return {
+        name: {
+            "seconds": statistics.median(run[name]["seconds"] for run in runs),
+            **{who: max(run[name][who] for run in runs) for who in ("loop", "thread")},
+        }
+        for name in STAGES
+    }
+
+
+def _time_trial(folder: Path, settings: Settings) -> float:
+    config = ServeConfig(models=folder.parent, threads=settings.threads, max_batch_size=settings.streams)
+    began = time.perf_counter()
+    answer = _ask_child("service.trial", json.dumps(trial_settings(config, folder.name)))
+    if answer["problems"]:
+        raise RuntimeError(f"the trial found {answer['problems']}")
+    return time.perf_counter() - began
+
+
+def _ask_child(module: str, *arguments: str) -> Any:
+    """The JSON object on the last line that a module of ours prints."""
+    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{module} exited with {done.returncode}: {done.stderr.strip()[-_MAX_SAID:]}")
+    return json.loads(done.stdout.strip().rpartition("\n")[2])
+
+
+def _describe(waits: Sequence[float]) -> dict[str, float]:
+    return {
+        "p50": percentile(waits, 0.5),
+        "p99": percentile(waits, 0.99),
+        "max": max(waits),
+        "count": len(waits),
+    }
+
+
+async def _follow(target: str, folder: Path, settings: Settings) -> Timeline:
+    config = load(folder).config
+    source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
+    stop, ready = Event(), [Event() for _ in range(settings.streams)]
+    streams: list[Answer] = []
+    room = config.context - settings.stream_prompt
+
+    async def stream(stub: Any, event: Event) -> None:
+        """One after the other, as none is endless."""
+
+        def seen(answer: Answer) -> None:
+            if len(answer.arrivals) >= settings.lead:
+                event.set()
+
+        while not stop.is_set():
+            prompt = draw(source, config.vocab_size, settings.stream_prompt)
+            streams.append(await scenario.follow(stub, prompt, room, model=folder.name, seen=seen, stop=stop))
+
+    changes: dict[str, list[tuple[float, float]]] = {"load": [], "reload": [], "unload": []}
+    async with grpc.aio.insecure_channel(target) as channel:
+        generation, library = GenerationServiceStub(channel), ModelServiceStub(channel)
+        calls: Mapping[str, Callable[[], Any]] = {
+            "load": lambda: library.LoadModel(pb.LoadModelRequest(model=SECOND)),
+            "reload": lambda: library.ReloadModel(pb.ReloadModelRequest(model=SECOND)),
+            "unload": lambda: library.UnloadModel(pb.UnloadModelRequest(model=SECOND)),
+        }
+        async with asyncio.TaskGroup() as group:
+            for event in ready:
+                group.create_task(stream(generation, event))
+            for event in ready:
+                await event.wait()
+            began = time.perf_counter()
+            await asyncio.sleep(_PAUSE_SECONDS * max(1, settings.window // 32))
+            for _ in range(settings.repeats):
+                for name, call in calls.items():
+                    start = time.perf_counter()
+                    await call()
+                    changes[name].append((start, time.perf_counter()))
+                    await asyncio.sleep(_PAUSE_SECONDS * source.uniform(0.8, 1.2))
+            stop.set()
+    return Timeline(tuple(streams), began, changes)
+
+
+def main() -> int:
+    """Measures, and says it all on the last line of stdout."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--inside"]:
+        given = json.loads(arguments[1])
+        print(json.dumps(inside(Path(given["folder"]), given["threads"], given["streams"])))
+        return 0
+    settings, folder = _parse(arguments)
+    return scenario.tell(NAME, lambda: measure(settings, scenario.BUILD), render, folder)
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
+    defaults = Settings(threads=os.cpu_count() or 1)
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=defaults.model, help="a preset of a decoder-only model")
+    parser.add_argument("--precision", default=defaults.precision, help="fp32, int8, int4")
+    parser.add_argument("--streams", type=int, default=defaults.streams)
+    parser.add_argument("--repeats", type=int, default=defaults.repeats)
+    parser.add_argument("--threads", type=int, default=defaults.threads)
+    parser.add_argument("--quick", action="store_true", help="one repeat: to see that it works")
+    parser.add_argument("--docs", action="store_true", help="write the report into docs/ and not into build/bench")
+    options = parser.parse_args(arguments)
+    for name in ("streams", "repeats", "threads"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    settings = replace(
+        defaults,
+        model=options.model,
+        precision=options.precision,
+        streams=options.streams,
+        repeats=1 if options.quick else options.repeats,
+        threads=options.threads,
+    )
+    return settings, DOCS if options.docs else scenario.BUILD
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+#!/bin/sh
+# Names all that the image installs, with version and hashes, for Python 3.11 and later: versions are those of
+# constraints.txt, as far as that has them. Needs uv (from PyPI) on the path, or UV to say where it is.
+#
+#   sh deploy/container/pin.sh
+set -eu
+cd "$(dirname "$0")/../.."
+pin() {
+  "${UV:-uv}" pip compile --quiet --universal --python-version 3.11 --constraint constraints.txt \
+    --generate-hashes --no-header --no-annotate --no-emit-index-url "$@"
+}
+# What `tokenizers` would download with, and all that this needs: the server reads files.
+downloading="anyio click colorama filelock fsspec h11 hf-xet httpcore2 httpx2 httpx2-jsfetch huggingface-hub idna pyyaml \
+  tqdm truststore"
+left_out=$(for name in $downloading; do printf -- '--no-emit-package %s ' "$name"; done)
+for extra in cpu gpu; do
+  # shellcheck disable=SC2086 (several words)
+  pin pyproject.toml --extra "$extra" --extra otel $left_out --output-file "deploy/container/requirements-$extra.txt"
+done
+echo hatchling | pin - --output-file deploy/container/requirements-build.txt
