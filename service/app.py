@@ -369,12 +369,15 @@ class App:
         self._explainer.close()
 
     async def _drain(self, hurry: asyncio.Event) -> None:
-        """Gives calls in flight the grace to end, or less if `hurry` is set."""
+        """Gives calls in flight the grace to end, and balancers the pause to notice; less if `hurry` is set."""
         idle = asyncio.create_task(self._calls.wait_idle())
         hurried = asyncio.create_task(hurry.wait())
+        pause = asyncio.create_task(asyncio.sleep(self._config.drain_pause_seconds))
         grace = self._config.drain_grace_seconds
         await asyncio.wait((idle, hurried), timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-        for task in (idle, hurried):
+        # Whoever has not heard that the health is bad is answered until then, and not just cut off.
+        await asyncio.wait((pause, hurried), return_when=asyncio.FIRST_COMPLETED)
+        for task in (idle, hurried, pause):
             task.cancel()
         if num_open := self._calls.num_open:
             _LOGGER.warning("%d calls outlived the grace and are ended", num_open)

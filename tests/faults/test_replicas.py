@@ -119,7 +119,7 @@ def places(tmp_path: Path) -> Places:
 
 
 def start(stack: ExitStack, folder: Path, port: int = 0) -> ServerProcess:
-    return stack.enter_context(serving(folder, "--no-calibrate", "--port", str(port)))
+    return stack.enter_context(serving(folder, "--no-calibrate", "--drain-pause-seconds", "3", "--port", str(port)))
 
 
 def tokens_of(server: ServerProcess, request: pb.GenerateRequest) -> tuple[int, ...]:
