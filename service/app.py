@@ -55,6 +55,7 @@ from service.transport.server import (
     MODEL_SERVICE,
     SERVICES,
     GrpcServer,
+    Server,
     TransportLimits,
 )
 from service.transport.tls import TlsFiles, server_credentials
@@ -162,6 +163,7 @@ class App:
         last_run: what the engines share.
         tracer: where traces go; by default nowhere.
         pool: the memory of keys and values, as the engines were built with; by default what `share_memory` says.
+        make_server: makes what takes the calls, of what `GrpcServer` is made of.
     """
 
     def __init__(
@@ -173,8 +175,10 @@ class App:
         last_run: LastRun | None = None,
         tracer: Tracer | None = None,
         pool: KVPool | None = None,
+        make_server: Callable[..., Server] = GrpcServer,
     ) -> None:
         self._config = config
+        self._server_of = make_server
         self._registry = registry or CollectorRegistry()
         objectives = Objectives(
             time_to_first_token=config.slo_time_to_first_token,
@@ -299,10 +303,10 @@ class App:
             stopped.cancel()
             ended.cancel()
 
-    def _make_server(self) -> GrpcServer:
+    def _make_server(self) -> Server:
         """A gRPC server belongs to the event loop that runs when it is made, so it cannot be made any earlier."""
         generator, limits = self._generator, self._config.request_limits
-        return GrpcServer(
+        return self._server_of(
             GenerationServicer(generator, self._explainer, self._models, limits, self._texts),
             ModelServicer(self._models, self._verifier.verify, self._library, self._config),
             InferenceServicer(generator, self._models, self._library, limits),
