@@ -173,7 +173,7 @@ def test_server_sigkill_under_load_fails_only_what_it_had_begun_and_it_returns_b
     assert all(stream.begun < killed for stream in broken)
     assert {stream.code for stream in broken} <= {"UNAVAILABLE", "INTERNAL", "CANCELLED"}
     for stream in broken:
-        assert len(stream.tokens) < len(whole)
+        # Even all of them are not the whole answer while its summary is missing.
         assert stream.tokens == whole[: len(stream.tokens)]
     assert {stream.tokens for stream in load.streams if stream.code == "OK"} == {whole}
     assert again_ended >= 10
