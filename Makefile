@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 SERVING := build/serving-venv
 CLIENT := build/client-venv
+RAY := build/ray-venv
 # pip prefers the pinned versions everywhere; torch goes in first and by itself, so that nothing else picks its build.
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check serve bench scenarios scaling faults soak image proto format serving-check client-check node-client clean
+.PHONY: help demo test check serve bench scenarios scaling faults soak ray image proto format serving-check client-check node-client clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -60,6 +61,11 @@ faults: $(STAMP) ## a hundred thousand fuzzed requests, two hundred killed clien
 soak: $(STAMP) ## ten minutes of load with cancels, then the same with a leak that must be found
 	$(BIN)/python -m benchmarks.soak $(SOAK)
 	$(BIN)/python -m benchmarks.soak --leak-mb-per-hour 20 $(SOAK)
+
+ray: $(STAMP) ## install Ray Serve into an environment of its own (half a gigabyte) and try the server on it
+	@test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python $(PIP_INSTALL) --editable '.[cpu,ray]'
+	$(BIN)/python -m pytest tests/faults/test_ray.py
 
 image: ## build the container image (EXTRA=gpu for CUDA)
 	docker build --build-arg EXTRA=$(or $(EXTRA),cpu) --build-arg REVISION=$$(git rev-parse --short HEAD) --tag onward:$(or $(EXTRA),cpu) .

@@ -55,6 +55,7 @@ from service.transport.server import (
     MODEL_SERVICE,
     SERVICES,
     GrpcServer,
+    Server,
     TransportLimits,
 )
 from service.transport.tls import TlsFiles, server_credentials
@@ -162,6 +163,7 @@ class App:
         last_run: what the engines share.
         tracer: where traces go; by default nowhere.
         pool: the memory of keys and values, as the engines were built with; by default what `share_memory` says.
+        make_server: makes what takes the calls, of what `GrpcServer` is made of.
     """
 
     def __init__(
@@ -173,8 +175,10 @@ class App:
         last_run: LastRun | None = None,
         tracer: Tracer | None = None,
         pool: KVPool | None = None,
+        make_server: Callable[..., Server] = GrpcServer,
     ) -> None:
         self._config = config
+        self._server_of = make_server
         self._registry = registry or CollectorRegistry()
         objectives = Objectives(
             time_to_first_token=config.slo_time_to_first_token,
@@ -299,10 +303,10 @@ class App:
             stopped.cancel()
             ended.cancel()
 
-    def _make_server(self) -> GrpcServer:
+    def _make_server(self) -> Server:
         """A gRPC server belongs to the event loop that runs when it is made, so it cannot be made any earlier."""
         generator, limits = self._generator, self._config.request_limits
-        return GrpcServer(
+        return self._server_of(
             GenerationServicer(generator, self._explainer, self._models, limits, self._texts),
             ModelServicer(self._models, self._verifier.verify, self._library, self._config),
             InferenceServicer(generator, self._models, self._library, limits),
@@ -370,12 +374,15 @@ class App:
         self._explainer.close()
 
     async def _drain(self, hurry: asyncio.Event) -> None:
-        """Gives calls in flight the grace to end, or less if `hurry` is set."""
+        """Gives calls in flight the grace to end, and balancers the pause to notice; less if `hurry` is set."""
         idle = asyncio.create_task(self._calls.wait_idle())
         hurried = asyncio.create_task(hurry.wait())
+        pause = asyncio.create_task(asyncio.sleep(self._config.drain_pause_seconds))
         grace = self._config.drain_grace_seconds
         await asyncio.wait((idle, hurried), timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-        for task in (idle, hurried):
+        # Whoever has not heard that the health is bad is answered until then, and not just cut off.
+        await asyncio.wait((pause, hurried), return_when=asyncio.FIRST_COMPLETED)
+        for task in (idle, hurried, pause):
             task.cancel()
         if num_open := self._calls.num_open:
             _LOGGER.warning("%d calls outlived the grace and are ended", num_open)

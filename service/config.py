@@ -337,6 +337,13 @@ class ServeConfig:
     drain_grace_seconds: Annotated[
         float, Option("time for requests in flight to end; closing takes up to 9 s more", _number(0, 3600))
     ] = 20.0
+    drain_pause_seconds: Annotated[
+        float,
+        Option(
+            "how long a server that is told to stop refuses new requests before it is gone, at the least",
+            _number(0, 60),
+        ),
+    ] = 0.0
     max_message_bytes: Annotated[int, Option("largest message in bytes, either way", _integer(1024, 1 << 30))] = 4 << 20
     max_metadata_bytes: Annotated[int, Option("most metadata of a call in bytes", _integer(1024, 1 << 20))] = 16 << 10
     max_concurrent_rpcs: Annotated[

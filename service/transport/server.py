@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -45,6 +46,26 @@ class TransportLimits:
     max_metadata_bytes: int
     max_concurrent_rpcs: int
     keepalive_seconds: float
+
+
+class Server(Protocol):
+    """What takes calls for an app; `GrpcServer` does, and says what each method means."""
+
+    async def start(self, host: str, port: int) -> int:
+        """Takes calls; returns the port."""
+        ...
+
+    async def set_health(self, name: str, *, is_serving: bool) -> None:
+        """Tells whoever asks."""
+        ...
+
+    async def withdraw(self) -> None:
+        """All health is bad, for good."""
+        ...
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Takes no more."""
+        ...
 
 
 class GrpcServer:

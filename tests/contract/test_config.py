@@ -64,6 +64,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "huge_pages": ("false", False),
     "calibrate": ("0", False),
     "drain_grace_seconds": ("1.5", 1.5),
+    "drain_pause_seconds": ("2.5", 2.5),
     "max_message_bytes": ("2048", 2048),
     "max_metadata_bytes": ("4096", 4096),
     "max_concurrent_rpcs": ("7", 7),

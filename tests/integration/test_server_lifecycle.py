@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import threading
+import time
 import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -250,6 +251,21 @@ async def test_stopping_withdraws_health_refuses_new_requests_and_lets_those_in_
     assert tokens_of(events) == expected_tokens(PROMPT, 7)
     assert kinds(events)[-1] == "summary"
     assert gone.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_idle_server_that_stops_refuses_for_the_length_of_the_pause_before_it_is_gone() -> None:
+    held = running(drain_pause_seconds=0.5)
+    server = await held.__aenter__()
+    async with grpc.aio.insecure_channel(f"{server.endpoint.host}:{server.endpoint.port}") as channel:
+        generate = type(server.generation)(channel)
+        await generate.Generate(generate_request(max_tokens=1))
+        began = time.monotonic()
+        stopping = asyncio.create_task(held.__aexit__(None, None, None))
+        await asyncio.sleep(0.1)
+        error = await status_of(generate.Generate(generate_request()))
+        await stopping
+    assert "draining" in str(error.details())
+    assert time.monotonic() - began >= 0.5
 
 
 async def test_stream_that_outlives_the_grace_is_told_that_the_server_stops(

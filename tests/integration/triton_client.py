@@ -39,6 +39,15 @@ def refusal(call: Any) -> list[str | None]:
     return [None, "it was answered"]
 
 
+def managed(act: Any, client: Any, model: str) -> bool | list[str | None]:
+    """Whether a model is ready after what was done to it, or the status and words with which that was refused."""
+    try:
+        act(model)
+    except InferenceServerException as error:
+        return [error.status(), error.message()]
+    return bool(client.is_model_ready(model))
+
+
 def streamed(client: Any, requests: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Answers by request id, of requests that run in one stream together."""
     answers: queue.Queue[Any] = queue.Queue()
@@ -131,8 +140,8 @@ def main(target: str, model: str) -> dict[str, Any]:
             ),
             "no such method": refusal(lambda: client.get_inference_statistics(model)),
         },
-        "unload": client.unload_model(model) or client.is_model_ready(model),
-        "load": client.load_model(model) or client.is_model_ready(model),
+        "unload": managed(client.unload_model, client, model),
+        "load": managed(client.load_model, client, model),
         "text_again": texts_of(client.infer(model, [text_input(TEXT)], parameters=greedy)),
     }
 

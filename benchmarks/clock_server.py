@@ -1,0 +1,70 @@
+"""`python -m benchmarks.clock_server`: answers by `onward.v1` without a model, and says when it did.
+
+What `benchmarks.scaling_out` stands proxies in front of: whatever a message takes from here to its reader is transport.
+A stream has `max_tokens` messages of one token, one every `timeout_seconds` where that is given and else as fast as
+they are read; each carries as its text the monotonic clock in nanoseconds, which on Linux all processes of a host
+share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+
+
+class ClockServicer(GenerationServiceServicer):
+    """Nothing but the two ways to be asked."""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:  # noqa: ARG002, N802
+        """One output, at once."""
+        return pb.GenerateResponse(outputs=[pb.GenerationOutput(text=_now())])
+
+    async def GenerateStream(  # noqa: N802 (the contract's name)
+        self,
+        request: pb.GenerateStreamRequest,
+        context: Any,  # noqa: ARG002
+    ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """So many messages; each is due at its own time, whenever the one before was sent."""
+        message = pb.GenerateStreamResponse
+        due = time.monotonic()
+        for number in range(request.stopping.max_tokens):
+            if request.timeout_seconds and (pause := due - time.monotonic()) > 0:
+                await asyncio.sleep(pause)
+            due += request.timeout_seconds
+            yield message(delta=message.Delta(text=_now(), token_ids=[number]))
+        yield message(summary=message.Summary())
+
+
+def _now() -> str:
+    return str(time.monotonic_ns())
+
+
+async def serve() -> None:
+    """Serves on a free loopback port until SIGTERM; says where on stdout."""
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    add_GenerationServiceServicer_to_server(ClockServicer(), server)  # type: ignore[abstract]
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    print(f"listening on 127.0.0.1:{port}", flush=True)
+    await stop.wait()
+    await server.stop(None)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve())
+    sys.exit(0)

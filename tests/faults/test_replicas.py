@@ -1,0 +1,266 @@
+"""Server processes behind a real Envoy: killed, restarted and replaced under load, and asked by everybody's clients."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import pytest
+
+from benchmarks.envoy import Envoy, balancing
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.artifacts import tiny_artifact
+from tests.faults.process import DECODER, ServerProcess, greedy, serving, streamed, until
+
+ROOT = Path(__file__).parents[2]
+TRITON_CLIENT = ROOT / "tests" / "integration" / "triton_client.py"
+CONTEXT = 2048
+NUM_STREAMS, NUM_CALLERS = 6, 4
+LONG, SHORT = greedy(DECODER, max_tokens=250), greedy(DECODER, max_tokens=8)
+SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A call: when it began, its status' name or "incomplete", and the tokens that came."""
+
+    begun: float
+    code: str
+    tokens: tuple[int, ...]
+
+
+class Load:
+    """Callers who ask one thing after the other, some for streams and some for whole answers, while the block lasts."""
+
+    def __init__(self, target: str) -> None:
+        self.answers: list[Ended] = []
+        self.streams: list[Ended] = []
+        self._is_over = threading.Event()
+        self._channel = grpc.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)])
+        self._stub = GenerationServiceStub(self._channel)
+        self._streaming = [threading.Thread(target=self._stream) for _ in range(NUM_STREAMS)]
+        self._calling = [threading.Thread(target=self._call) for _ in range(NUM_CALLERS)]
+
+    def __enter__(self) -> Self:
+        """Streams first, and whole answers on top."""
+        for thread in self._streaming:
+            thread.start()
+        return self
+
+    def call(self) -> None:
+        """Lets the others ask for whole answers, and waits until they have some."""
+        for thread in self._calling:
+            thread.start()
+        self.until_answers(20)
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in (*self._streaming, *self._calling):
+            if thread.ident is not None:
+                thread.join(SECONDS)
+        self._channel.close()
+
+    def until_answers(self, more: int) -> None:
+        """Waits for so many more answers."""
+        goal = len(self.answers) + more
+        until(lambda: len(self.answers) >= goal, "nobody is answered", SECONDS)
+
+    def _call(self) -> None:
+        while not self._is_over.is_set():
+            begun = time.monotonic()
+            try:
+                answer = self._stub.Generate(SHORT, timeout=SECONDS)
+            except grpc.RpcError as error:
+                self.answers.append(Ended(begun, error.code().name, ()))
+            else:
+                self.answers.append(Ended(begun, "OK", tuple(answer.outputs[0].token_ids)))
+
+    def _stream(self) -> None:
+        while not self._is_over.is_set():
+            begun, tokens, code = time.monotonic(), list[int](), "incomplete"
+            try:
+                for event in self._stub.GenerateStream(streamed(LONG), timeout=SECONDS):
+                    tokens += event.delta.token_ids
+                    if event.HasField("summary"):
+                        code = "OK"
+            except grpc.RpcError as error:
+                code = error.code().name
+            self.streams.append(Ended(begun, code, tuple(tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Folders with the models of two servers, and one for Envoy."""
+
+    one: Path
+    other: Path
+    envoy: Path
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    """The decoder has room for streams that last."""
+    folders = [tmp_path / name for name in ("one", "other", "envoy")]
+    for folder in folders:
+        folder.mkdir()
+    for folder in folders[:2]:
+        (folder / DECODER).symlink_to(tiny_artifact(DECODER, context=CONTEXT), target_is_directory=True)
+    return Places(*folders)
+
+
+def start(stack: ExitStack, folder: Path, port: int = 0) -> ServerProcess:
+    return stack.enter_context(serving(folder, "--no-calibrate", "--drain-pause-seconds", "3", "--port", str(port)))
+
+
+def tokens_of(server: ServerProcess, request: pb.GenerateRequest) -> tuple[int, ...]:
+    with server.channel() as channel:
+        return tuple(GenerationServiceStub(channel).Generate(request, timeout=SECONDS).outputs[0].token_ids)
+
+
+def num_running(server: ServerProcess) -> float:
+    return server.metrics().get(("num_requests_running", DECODER), 0.0)
+
+
+def num_requests(server: ServerProcess) -> float:
+    return server.metrics().get(("requests_total", DECODER), 0.0)
+
+
+def begin(load: Load, servers: Sequence[ServerProcess]) -> None:
+    """Both servers have streams in the middle, and callers besides."""
+
+    def are_busy() -> bool:
+        counts = [num_running(server) for server in servers]
+        return sum(counts) == NUM_STREAMS and all(counts)
+
+    until(are_busy, "the streams do not run on both")
+    load.call()
+
+
+def test_server_sigkill_under_load_fails_only_what_it_had_begun_and_it_returns_by_itself(places: Places) -> None:
+    with ExitStack() as stack:
+        victim, other = start(stack, places.one), start(stack, places.other)
+        envoy = stack.enter_context(balancing([victim.target, other.target], places.envoy))
+        whole, short = tokens_of(other, LONG), tokens_of(other, SHORT)
+        with Load(envoy.target) as load:
+            begin(load, [victim, other])
+            victim.process.kill()
+            victim.process.wait(SECONDS)
+            killed = time.monotonic()
+            load.until_answers(100)
+            envoy.wait_healthy([other.target])
+            # What restarts it is none of Envoy's business.
+            again = start(stack, places.one, victim.port)
+            until(lambda: num_requests(again) >= 10, "the server that returned is not asked")
+        again_ended = num_requests(again)
+        assert again.stop() == other.stop() == 0
+    lost = [call for call in load.answers if call.code != "OK"]
+    assert all(call.begun < killed for call in lost), "a call failed that was sent when the server was dead already"
+    assert {call.code for call in lost} <= {"UNAVAILABLE"}
+    assert len(lost) <= NUM_CALLERS
+    assert {call.tokens for call in load.answers if call.code == "OK"} == {short}
+    broken = [stream for stream in load.streams if stream.code != "OK"]
+    assert 0 < len(broken) < NUM_STREAMS, "those of the other server go on"
+    assert all(stream.begun < killed for stream in broken)
+    assert {stream.code for stream in broken} <= {"UNAVAILABLE", "INTERNAL", "CANCELLED"}
+    for stream in broken:
+        # Even all of them are not the whole answer while its summary is missing.
+        assert stream.tokens == whole[: len(stream.tokens)]
+    assert {stream.tokens for stream in load.streams if stream.code == "OK"} == {whole}
+    assert again_ended >= 10
+
+
+def test_rolling_update_under_load_loses_nothing(places: Places) -> None:
+    with ExitStack() as stack:
+        folders = [places.one, places.other]
+        servers = [start(stack, folder) for folder in folders]
+        targets = [server.target for server in servers]
+        envoy = stack.enter_context(balancing(targets, places.envoy))
+        whole, short = tokens_of(servers[0], LONG), tokens_of(servers[0], SHORT)
+        with Load(envoy.target) as load:
+            begin(load, servers)
+            for index, folder in enumerate(folders):
+                assert servers[index].stop() == 0
+                servers[index] = start(stack, folder, servers[index].port)
+                envoy.wait_healthy(targets)
+                load.until_answers(50)
+        for server in servers:
+            assert num_requests(server) > 0
+            server.settle()
+            assert server.stop() == 0
+    assert {(call.code, call.tokens) for call in load.answers} == {("OK", short)}
+    assert {(stream.code, stream.tokens) for stream in load.streams} == {("OK", whole)}
+
+
+@pytest.fixture(scope="module")
+def envoy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Envoy]:
+    """In front of two servers of both families."""
+    with ExitStack() as stack:
+        servers = [start(stack, tmp_path_factory.mktemp("models")) for _ in range(2)]
+        targets = [server.target for server in servers]
+        yield stack.enter_context(balancing(targets, tmp_path_factory.mktemp("envoy")))
+        for server in servers:
+            server.settle()
+            assert num_requests(server) > 0
+
+
+def run(*words: str) -> str:
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def last_json(out: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out.strip().rpartition("\n")[2])
+    return found
+
+
+def test_tritonclient_works_unchanged_but_for_what_is_for_one_server(envoy: Envoy) -> None:
+    seen = last_json(run(str(TRITON_CLIENT), envoy.target, DECODER))
+    with grpc.insecure_channel(envoy.target) as channel:
+        expected = GenerationServiceStub(channel).Generate(greedy(DECODER, max_tokens=12)).outputs[0].text
+    assert seen["text"] == [expected]
+    for name in ("plain", "empty"):
+        assert "".join(seen["stream"][name]["pieces"]) == expected
+        assert seen["stream"][name]["finals"][-1] is True
+    assert "INVALID_ARGUMENT" in seen["stream"]["bad"]["errors"][0]
+    assert seen["refusals"]["unknown model"][0] == "StatusCode.NOT_FOUND"
+    assert seen["refusals"]["no such method"][0] == "StatusCode.UNIMPLEMENTED"
+    assert [seen[name][0] for name in ("unload", "load")] == ["StatusCode.PERMISSION_DENIED"] * 2
+
+
+def test_our_own_client_asks_through_envoy(envoy: Envoy) -> None:
+    words = ("-m", "service", "ask", DECODER, "3 May", "--target", envoy.target, "--temperature", "0")
+    whole, pieces = (run(*words, "--max-tokens", "9", *more) for more in ((), ("--stream",)))
+    assert whole == pieces != "\n"
+    assert run("-m", "service", "health", "--target", envoy.target) == "SERVING\n"
+
+
+@pytest.mark.parametrize("protocol", ["onward", "oip"])
+def test_load_bench_finds_every_request_answered(envoy: Envoy, protocol: str) -> None:
+    report = last_json(
+        run(
+            "-m", "loadtest", "bench", "--target", envoy.target, "--protocol", protocol, "--model", DECODER,
+            "--num-prompts", "40", "--max-concurrency", "8", "--prompt-tokens", "8", "--max-tokens", "6",
+        )
+    )  # fmt: skip
+    assert (report["offered"], report["finished"], report["missing"]) == (40, 40, 0)
+
+
+def test_locust_finds_every_request_answered(envoy: Envoy, tmp_path: Path) -> None:
+    run(
+        "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), "--headless", "--only-summary",
+        "--host", envoy.target, "--model", DECODER, "-u", "8", "-r", "8", "--num-prompts", "40",
+        "--prompt-tokens", "8", "--max-tokens", "6", "--report", str(tmp_path / "report"),
+    )  # fmt: skip
+    report = json.loads((tmp_path / "report").read_text(encoding="utf-8"))
+    assert (report["offered"], report["finished"], report["missing"]) == (40, 40, 0)

@@ -1,0 +1,537 @@
+"""Two servers behind a real Envoy: what a caller gets is what a server by itself would have told, but for a few cases.
+
+The cases are those of docs/scaling-out.md. Servers that are killed, and processes in general, are in tests/faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from benchmarks.envoy import Envoy, balancing
+from proto.inference import open_inference_pb2 as oip
+from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1 import model_pb2
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from service.engine.batch import ScheduledBatch
+from service.models import ModelState
+from service.routing import ROUTING_KEY, routing_key
+from tests.fakes import FakeRunner, Gate, expected_tokens, spell
+from tests.servers import (
+    MODEL,
+    SLOTS,
+    Running,
+    eventually,
+    generate_request,
+    kinds,
+    read,
+    read_accepted,
+    rich_details,
+    running,
+    served_model,
+    status_of,
+    stream_request,
+    tokens_of,
+)
+
+# gRPC's poller holds on to every event loop it has met: one for all.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+Code = grpc.StatusCode
+
+
+@dataclass(frozen=True, slots=True)
+class Balanced:
+    """Two servers, the Envoy before them, and a channel to it."""
+
+    servers: Sequence[Running]
+    envoy: Envoy
+    channel: grpc.aio.Channel
+
+    @property
+    def generation(self) -> Any:
+        return GenerationServiceStub(self.channel)
+
+    @property
+    def ended(self) -> list[Counter[str]]:
+        """How many requests of each server ended in which way."""
+        return [Counter(server.ended()) for server in self.servers]
+
+    async def until_ended(self, count: int) -> Counter[str]:
+        """How `count` requests ended, when they have; nobody holds a slot or waits for one then, which is checked."""
+        await eventually(lambda: sum((each for each in self.ended), Counter()).total() >= count)
+        for server in self.servers:
+            for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio"):
+                assert server.metric(gauge, model_name=MODEL) == 0, gauge
+        return sum((each for each in self.ended), Counter())
+
+
+@asynccontextmanager
+async def behind(folder: Path, *servers: Running, are_serving: bool = True) -> AsyncIterator[Balanced]:
+    """Servers of this very event loop, which must go on while Envoy starts: it asks after their health."""
+    held = balancing([target_of(server) for server in servers], folder, are_serving=are_serving)
+    envoy = await asyncio.to_thread(held.__enter__)
+    try:
+        async with grpc.aio.insecure_channel(envoy.target) as channel:
+            yield Balanced(servers, envoy, channel)
+    finally:
+        await asyncio.to_thread(held.__exit__, None, None, None)
+
+
+def target_of(server: Running) -> str:
+    return f"{server.endpoint.host}:{server.endpoint.port}"
+
+
+# What is answered.
+
+
+async def test_answers_and_streams_are_the_direct_servers_and_both_servers_give_them(tmp_path: Path) -> None:
+    texts = [f"{one}{other}" for one in "abcdefgh" for other in "xyz"]
+    async with running() as one, running() as other, behind(tmp_path, one, other) as balanced:
+        answers = await asyncio.gather(
+            *(balanced.generation.Generate(generate_request(text, max_tokens=6)) for text in texts[:8])
+        )
+        streams = [await read(balanced.generation.GenerateStream(stream_request(text))) for text in texts[8:]]
+        assert await balanced.until_ended(len(texts)) == {"length": len(texts)}
+        assert all(each.total() >= len(texts) // 4 for each in balanced.ended)
+    for text, answer in zip(texts[:8], answers, strict=True):
+        assert list(answer.outputs[0].token_ids) == expected_tokens((1, *spell(text)), 6)
+    for text, events in zip(texts[8:], streams, strict=True):
+        assert tokens_of(events) == expected_tokens((1, *spell(text)), len(tokens_of(events)))
+        assert (kinds(events)[0], kinds(events)[-1]) == ("accepted", "summary")
+
+
+async def test_tokens_come_through_one_by_one(tmp_path: Path) -> None:
+    is_counted, steps = threading.Event(), threading.Semaphore(0)
+
+    def wait(_: ScheduledBatch) -> None:
+        if is_counted.is_set():
+            steps.acquire()
+
+    async with (
+        running(runner=FakeRunner(SLOTS, before_run=wait)) as one,
+        running(runner=FakeRunner(SLOTS, before_run=wait)) as other,
+        behind(tmp_path, one, other) as balanced,
+    ):
+        is_counted.set()
+        call = await read_accepted(balanced.generation.GenerateStream(stream_request(max_tokens=5)))
+        # The next step runs only when the token of the one before has come through.
+        for expected in expected_tokens((1, *spell("ab")), 5):
+            steps.release()
+            assert tokens_of([await call.read()]) == [expected]
+        assert kinds(await read(call)) == ["finished", "summary"]
+        is_counted.clear()
+
+
+def infer_request(model_name: str = MODEL, **fields: Any) -> oip.ModelInferRequest:
+    request = oip.ModelInferRequest(model_name=model_name, **fields)
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"ab")
+    request.parameters["max_tokens"].int64_param = 4
+    request.parameters["temperature"].double_param = 0
+    return request
+
+
+async def test_several_conversations_of_the_other_protocol_share_a_stream(tmp_path: Path) -> None:
+    async with running() as one, running() as other, behind(tmp_path, one, other) as balanced:
+        call = GRPCInferenceServiceStub(balanced.channel).ModelStreamInfer()
+        for name in ("x", "y"):
+            await call.write(infer_request(id=name))
+        await call.done_writing()
+        texts: Counter[str] = Counter()
+        async for message in call:
+            texts[message.infer_response.id] += len(message.infer_response.raw_output_contents[0][4:])
+        assert texts == {"x": 4, "y": 4}
+
+
+async def test_health_and_models_are_those_of_some_server(tmp_path: Path) -> None:
+    async with running() as one, running() as other, behind(tmp_path, one, other) as balanced:
+        health = health_pb2_grpc.HealthStub(balanced.channel)
+        for name in ("", MODEL):
+            told = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert told.status == health_pb2.HealthCheckResponse.SERVING
+        described = await ModelServiceStub(balanced.channel).GetModel(model_pb2.GetModelRequest())
+    assert described.model == MODEL
+
+
+# What is refused.
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A call that must fail, and how."""
+
+    code: grpc.StatusCode
+    ask: Callable[[grpc.aio.Channel], Any]
+
+
+def generate(**fields: Any) -> Callable[[grpc.aio.Channel], Any]:
+    return lambda channel: GenerationServiceStub(channel).Generate(generate_request(**fields))
+
+
+def stream(**fields: Any) -> Callable[[grpc.aio.Channel], Any]:
+    return lambda channel: GenerationServiceStub(channel).GenerateStream(stream_request(**fields))
+
+
+def raw(path: str, message: bytes = b"", **options: Any) -> Callable[[grpc.aio.Channel], Any]:
+    return lambda channel: channel.unary_unary(path)(message, **options)
+
+
+_GENERATE = "/onward.v1.GenerationService/Generate"
+_SMALL = {"max_message_bytes": 4096, "max_metadata_bytes": 4096}
+REFUSED: Mapping[str, Case] = {
+    "value beyond its limit": Case(Code.INVALID_ARGUMENT, generate(max_tokens=0)),
+    "value beyond its limit, streamed": Case(Code.INVALID_ARGUMENT, stream(max_tokens=0)),
+    "prompt too long": Case(Code.OUT_OF_RANGE, generate(text="a" * 100)),
+    "prompt too long, streamed": Case(Code.OUT_OF_RANGE, stream(text="a" * 100)),
+    "unknown model": Case(Code.NOT_FOUND, generate(model="nobody")),
+    "not offered": Case(
+        Code.UNIMPLEMENTED,
+        lambda channel: GenerationServiceStub(channel).Generate(
+            pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="ab")]))
+        ),
+    ),
+    "no such method": Case(Code.UNIMPLEMENTED, raw("/onward.v1.GenerationService/Nothing")),
+    "no such service": Case(Code.UNIMPLEMENTED, raw("/nobody.Service/Nothing")),
+    "no message": Case(Code.INVALID_ARGUMENT, raw(_GENERATE, b"\xff\xff")),
+    "message too large": Case(Code.RESOURCE_EXHAUSTED, generate(text="a" * 10_000)),
+    "message too large, streamed": Case(Code.RESOURCE_EXHAUSTED, stream(text="a" * 10_000)),
+    "answer too large": Case(
+        Code.OUT_OF_RANGE, generate(max_tokens=60, ignore_eos=True, response=pb.ResponseOptions(logprobs=20))
+    ),
+    "metadata too large": Case(Code.RESOURCE_EXHAUSTED, raw(_GENERATE, metadata=[("x-padding", "x" * 8192)])),
+    "unknown model by the other protocol": Case(
+        Code.NOT_FOUND,
+        lambda channel: GRPCInferenceServiceStub(channel).ModelInfer(infer_request(model_name="nobody")),
+    ),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def balanced(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Balanced]:
+    """For calls that leave nothing behind."""
+    async with (
+        running(**_SMALL) as one,
+        running(**_SMALL) as other,
+        behind(tmp_path_factory.mktemp("envoy"), one, other) as balanced,
+    ):
+        yield balanced
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
+async def test_refusals_have_the_code_the_words_and_the_details_of_the_direct_servers(
+    balanced: Balanced, case: Case
+) -> None:
+    direct = await status_of(case.ask(balanced.servers[0].channel))
+    through = await status_of(case.ask(balanced.channel))
+    assert direct.code() is case.code
+    assert told(through) == told(direct)
+
+
+def told(error: grpc.aio.AioRpcError) -> tuple[Any, ...]:
+    """All that a caller hears of an error."""
+    details = [value for name, value in error.trailing_metadata() or () if name == "grpc-status-details-bin"]
+    # Envoy packs metadata in its own way, and gRPC says how large it was.
+    return error.code(), re.sub(r"value length \d+", "value length", str(error.details())), details
+
+
+async def test_many_refusals_put_no_server_out(balanced: Balanced) -> None:
+    # One after the other, so that nothing good comes between: five in a row are what makes Envoy think.
+    for case in REFUSED.values():
+        for _ in range(12):
+            await status_of(case.ask(balanced.channel))
+    assert await asyncio.to_thread(balanced.envoy.healthy) == {target_of(server) for server in balanced.servers}
+    counters = await asyncio.to_thread(balanced.envoy.counters)
+    assert counters["cluster.onward.outlier_detection.ejections_enforced_total"] == 0
+
+
+async def test_keys_are_asked_for_and_each_server_counts_for_itself(tmp_path: Path) -> None:
+    key, wrong = (("authorization", "Bearer a-key"),), (("authorization", "Bearer another"),)
+    path = tmp_path / "keys.toml"
+    digest = hashlib.sha256(b"a-key").hexdigest()
+    path.write_text(
+        f'[keys.alice]\nsha256 = "{digest}"\npermissions = ["generate"]\nrequests_per_second = 0.01\nburst = 2\n'
+    )
+    async with (
+        running(api_keys=path) as one,
+        running(api_keys=path) as other,
+        behind(tmp_path, one, other) as balanced,
+    ):
+        for metadata in ((), wrong):
+            error = await status_of(balanced.generation.Generate(generate_request(), metadata=metadata))
+            assert error.code() is Code.UNAUTHENTICATED
+        # Which of the two is asked is chance, until one has no more to give.
+        codes: Counter[grpc.StatusCode] = Counter()
+        while codes[Code.RESOURCE_EXHAUSTED] < 20:
+            call = balanced.generation.Generate(generate_request(max_tokens=1), metadata=key)
+            codes[await call.code()] += 1
+    assert set(codes) == {Code.OK, Code.RESOURCE_EXHAUSTED}
+    assert 2 < codes[Code.OK] <= 4, "twice what one server would have let through"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/onward.v1.ModelService/LoadModel",
+        "/onward.v1.ModelService/VerifyParity",
+        "/inference.GRPCInferenceService/RepositoryModelUnload",
+    ],
+)
+async def test_what_is_for_one_server_is_not_passed_on(balanced: Balanced, path: str) -> None:
+    error = await status_of(raw(path)(balanced.channel))
+    assert (error.code(), error.details()) == (
+        Code.PERMISSION_DENIED,
+        "this is for one replica and not for all behind this address: ask it directly",
+    )
+
+
+async def test_calls_go_where_fewer_are_in_flight(tmp_path: Path) -> None:
+    gate = Gate()
+    async with (
+        running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=100) as one,
+        running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=100) as other,
+        behind(tmp_path, one, other) as balanced,
+    ):
+        with gate.closed():
+            calls = [
+                await read_accepted(balanced.generation.GenerateStream(stream_request(max_tokens=2))) for _ in range(60)
+            ]
+        for call in calls:
+            assert kinds(await read(call))[-1] == "summary"
+        await balanced.until_ended(60)
+        # Chance alone would be so even in a third of all cases, this in all but one of many thousands.
+        assert all(27 <= each.total() <= 33 for each in balanced.ended)
+
+
+async def test_a_full_queue_refuses_with_a_time_to_retry_and_is_not_asked_again(tmp_path: Path) -> None:
+    gate = Gate()
+    async with (
+        running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=2) as one,
+        running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=2) as other,
+        behind(tmp_path, one, other) as balanced,
+    ):
+        with gate.closed():
+            held = [
+                await read_accepted(server.stream(max_tokens=2)) for server in (one, other) for _ in range(SLOTS + 2)
+            ]
+            error = await status_of(balanced.generation.Generate(generate_request()))
+        assert error.code() is Code.RESOURCE_EXHAUSTED
+        assert rich_details(error)[0].Unpack(error_details_pb2.RetryInfo())
+        for call in held:
+            assert kinds(await read(call))[-1] == "summary"
+        # Nor is the other one.
+        assert await balanced.until_ended(len(held) + 1) == {"length": len(held), "overloaded": 1}
+
+
+async def test_a_call_that_failed_in_a_server_is_not_sent_to_another(tmp_path: Path) -> None:
+    is_broken = False
+
+    def fail(_: ScheduledBatch) -> None:
+        if is_broken:
+            raise RuntimeError
+
+    async with (
+        running(runner=FakeRunner(SLOTS, before_run=fail)) as one,
+        running(runner=FakeRunner(SLOTS, before_run=fail)) as other,
+        behind(tmp_path, one, other) as balanced,
+    ):
+        is_broken = True
+        error = await status_of(balanced.generation.Generate(generate_request()))
+        assert error.code() is Code.INTERNAL
+        assert re.fullmatch(r"internal error [0-9a-f]+", str(error.details()))
+        assert await balanced.until_ended(1) == {"engine_failed": 1}
+
+
+async def test_a_callers_deadline_reaches_the_server(tmp_path: Path) -> None:
+    gate = Gate()
+    async with (
+        running(runner=FakeRunner(SLOTS, before_run=gate)) as one,
+        running(runner=FakeRunner(SLOTS, before_run=gate)) as other,
+        behind(tmp_path, one, other) as balanced,
+    ):
+        with gate.closed():
+            error = await status_of(balanced.generation.Generate(generate_request(), timeout=0.3))
+        assert error.code() is Code.DEADLINE_EXCEEDED
+        # It knows that there was one, and does not take the call for one whose caller hung up.
+        handled = {"grpc_method": "Generate", "grpc_code": "DEADLINE_EXCEEDED"}
+        await eventually(
+            lambda: sum(server.metric("grpc_server_handled_total", **handled) for server in balanced.servers) == 1
+        )
+        await balanced.until_ended(1)
+
+
+# What is given up.
+
+
+async def test_200_cancelled_streams_leave_nothing_behind_in_any_server(tmp_path: Path) -> None:
+    gate = Gate()
+
+    def long() -> Any:
+        runner = FakeRunner(SLOTS, before_run=gate)
+        return running([served_model(context=100_000)], runner=runner, max_queue_size=200)
+
+    async with long() as one, long() as other, behind(tmp_path, one, other) as balanced:
+        with gate.closed():
+            calls = [
+                await read_accepted(balanced.generation.GenerateStream(stream_request(max_tokens=60_000)))
+                for _ in range(200)
+            ]
+        # Some of them get tokens, the others wait for a slot.
+        for call in calls[: 2 * SLOTS]:
+            assert (await call.read()).WhichOneof("event") == "delta"
+        for call in calls:
+            call.cancel()
+        assert await balanced.until_ended(200) == {"cancelled": 200}
+        assert all(each["cancelled"] >= 80 for each in balanced.ended)
+        answers = await asyncio.gather(
+            *(balanced.generation.Generate(generate_request(max_tokens=3)) for _ in range(4 * SLOTS))
+        )
+        assert len(answers) == 4 * SLOTS
+        await balanced.until_ended(200 + 4 * SLOTS)
+
+
+async def test_a_client_that_stops_reading_loses_its_place_and_the_others_keep_theirs(tmp_path: Path) -> None:
+    # Far more than Envoy and the windows of HTTP/2 hold, all of it with alternatives to every token.
+    stalling = {"served": [served_model(context=200_000)], "max_stall_seconds": 0.5}
+    async with running(**stalling) as one, running(**stalling) as other, behind(tmp_path, one, other) as balanced:
+        request = stream_request(max_tokens=50_000, ignore_eos=True)
+        request.response.logprobs = 20
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65535)]
+        async with grpc.aio.insecure_channel(balanced.envoy.target, options) as channel:
+            stalled = await read_accepted(GenerationServiceStub(channel).GenerateStream(request))
+            ended = {"grpc_method": "GenerateStream", "grpc_code": "ABORTED"}
+            while not sum(server.metric("grpc_server_handled_total", **ended) for server in balanced.servers):
+                answer = await balanced.generation.Generate(generate_request(max_tokens=2))
+                assert len(answer.outputs[0].token_ids) == 2
+            assert (await status_of(stalled)).code() is Code.ABORTED
+
+
+# Servers that come and go.
+
+
+async def test_calls_that_a_stopping_server_refuses_go_to_another(tmp_path: Path) -> None:
+    async with running() as one, running() as other, behind(tmp_path, one, other) as balanced:
+        # Its health says nothing of it yet, as in the second before Envoy asks again.
+        one.app.models.drain()
+        for _ in range(20):
+            answer = await balanced.generation.Generate(generate_request(max_tokens=3))
+            assert list(answer.outputs[0].token_ids) == expected_tokens((1, *spell("ab")), 3)
+            assert kinds(await read(balanced.generation.GenerateStream(stream_request(max_tokens=3))))[-1] == "summary"
+        assert one.ended()["not_serving"] > 0, "it was asked"
+        assert await other.until_ended(40) == {"length": 40}
+        assert target_of(one) in await asyncio.to_thread(balanced.envoy.healthy)
+
+
+async def test_a_server_that_stops_loses_no_call(tmp_path: Path) -> None:
+    gate = Gate()
+    leaving = running(runner=FakeRunner(SLOTS, before_run=gate))
+    one = await leaving.__aenter__()
+    async with running() as other, behind(tmp_path, one, other) as balanced:
+        with gate.closed():
+            # Which keeps it from being gone at once.
+            held = await read_accepted(one.stream(max_tokens=2))
+            stopping = asyncio.create_task(leaving.__aexit__(None, None, None))
+            await eventually(lambda: one.app.models.state(MODEL) is ModelState.DRAINING)
+            # Before Envoy has asked after its health, and after.
+            answers = [await balanced.generation.Generate(generate_request(max_tokens=3)) for _ in range(40)]
+            await asyncio.to_thread(balanced.envoy.wait_healthy, [target_of(other)])
+            refused = one.ended().get("not_serving", 0)
+            answers += [await balanced.generation.Generate(generate_request(max_tokens=3)) for _ in range(10)]
+            assert one.ended().get("not_serving", 0) == refused, "it is not asked any more"
+        assert kinds(await read(held))[-1] == "summary"
+        await stopping
+        answers += [await balanced.generation.Generate(generate_request(max_tokens=3)) for _ in range(10)]
+    assert {tuple(answer.outputs[0].token_ids) for answer in answers} == {tuple(expected_tokens((1, *spell("ab")), 3))}
+
+
+async def test_without_any_server_calls_are_unavailable_at_once_as_without_envoy(tmp_path: Path) -> None:
+    async with running(verify=False) as server, behind(tmp_path, server, are_serving=False) as balanced:
+        direct = await status_of(server.generation.Generate(generate_request()))
+        for call in (
+            balanced.generation.Generate(generate_request()),
+            balanced.generation.GenerateStream(stream_request()),
+        ):
+            assert (await status_of(call)).code() is direct.code() is Code.UNAVAILABLE
+        await server.app.verify_all()
+        await asyncio.to_thread(balanced.envoy.wait_healthy, [target_of(server)])
+        await balanced.generation.Generate(generate_request(max_tokens=1))
+
+
+# Who is asked.
+
+
+async def test_a_key_goes_to_one_server_and_keys_go_to_all(tmp_path: Path) -> None:
+    leaving = running()
+    one = await leaving.__aenter__()
+    is_left = False
+    try:
+        async with running() as other, behind(tmp_path, one, other) as balanced:
+
+            async def ask(key: str) -> int:
+                """Which server answers."""
+                before = [each.total() for each in balanced.ended]
+                await balanced.generation.Generate(generate_request(max_tokens=1), metadata=[(ROUTING_KEY, key)])
+                await eventually(lambda: sum(each.total() for each in balanced.ended) > sum(before))
+                (index,) = [i for i, each in enumerate(balanced.ended) if each.total() > before[i]]
+                return index
+
+            homes = {f"key-{number}": await ask(f"key-{number}") for number in range(30)}
+            assert 5 <= sum(homes.values()) <= 25
+            for _ in range(2):
+                assert {key: await ask(key) for key in homes} == homes
+            await leaving.__aexit__(None, None, None)
+            is_left = True
+            # Whether Envoy knows by now or not.
+            for key in homes:
+                assert await ask(key) == 1
+    finally:
+        if not is_left:
+            await leaving.__aexit__(None, None, None)
+
+
+FAMILIES, REQUESTS = 12, 50
+
+
+async def test_requests_with_a_key_find_what_was_computed_for_others_and_without_they_find_less(
+    tmp_path: Path,
+) -> None:
+    model = {"served": [served_model(context=256)]}
+
+    async def cached_share(channel: grpc.aio.Channel, first: str, *, has_key: bool) -> float:
+        """Of all tokens of 50 prompts, of which every twelfth begins alike, those that were not computed again."""
+        cached = whole = 0
+        for number in range(REQUESTS):
+            family = chr(ord("a") + number % FAMILIES)
+            # Three chunks of eight tokens are shared, `<bos>` among them.
+            text = first + family * 22 + "z" * (number // FAMILIES + 1)
+            metadata = [(ROUTING_KEY, routing_key(text, 23))] if has_key else []
+            request = generate_request(text, max_tokens=1)
+            usage = (await GenerationServiceStub(channel).Generate(request, metadata=metadata)).usage
+            cached, whole = cached + usage.cached_tokens, whole + usage.prompt_tokens
+        return cached / whole
+
+    async with running(**model) as alone:
+        single = await cached_share(alone.channel, "x", has_key=False)
+    async with running(**model) as one, running(**model) as other, behind(tmp_path, one, other) as balanced:
+        with_key = await cached_share(balanced.channel, "x", has_key=True)
+        # Other prompts, or these would find what those left.
+        without = await cached_share(balanced.channel, "y", has_key=False)
+    assert single > 0.5
+    assert with_key >= 0.8 * single
+    assert without < 0.85 * single
+    assert without < with_key
