@@ -559,3 +559,15 @@ def test_paged_kv_memory_of_what_is_kept_stays_and_goes_back_when_it_is_dropped(
     for handle in (2, 0, 3, 1):
         cache.apply(KVDrop(handle))
     assert full - resident_bytes() > ROW_BYTES * 0.9
+
+
+def test_paged_kv_lets_go_of_what_lies_behind_what_a_row_is_given() -> None:
+    cache = PagedKV(HostBlocks(DECODER_ONLY, 12, 256), NUM_SLOTS)
+    cache.reserve(0, 0, 10)
+    for slot in (1, 2):
+        cache.reserve(slot, 0, 600)
+    assert cache.num_free_blocks == 12 - 7
+    cache.apply(KVSave(0, 7, num_tokens=10, num_source_tokens=0))
+    cache.apply(KVCopy(0, 1, num_tokens=10, num_source_tokens=0))
+    cache.apply(KVRestore(7, 2))
+    assert cache.num_free_blocks == 12 - 1
