@@ -315,8 +315,10 @@ def _load_on_cuda(path: Path, options: SessionOptions, cuda: Cuda) -> Any:
     # CUDA and cuDNN from their wheels, where these are installed.
     ort.preload_dlls()
     settings = ort.SessionOptions()
-    settings.intra_op_num_threads = options.intra_op_threads
     settings.log_severity_level = _LOG_ERRORS
+    settings.use_per_session_threads = not _SHARING.is_set()
+    if settings.use_per_session_threads:
+        settings.intra_op_num_threads = options.intra_op_threads
     provider = {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": str(int(cuda.records))}
     try:
         session = ort.InferenceSession(str(path), settings, providers=[(_CUDA, provider)])
