@@ -1,11 +1,13 @@
 """The exporter's command line.
 
-    python -m export CHECKPOINT --out DIR [--device cpu] [--precision fp32|int8|int4] [--kv-cache fp32|int8]
+    python -m export CHECKPOINT --out DIR [--precision fp32|int8|int4] [--kv-cache fp32|int8] [--kv-layout slots|paged]
                      [--prefill-graph] [--explain-graph]
+    python -m export CHECKPOINT --out DIR --device cuda --precision fp16|bf16
     python -m export verify ARTEFACT
 
 Progress goes to stderr; stdout holds the parity table and, as its last line, one JSON object. Exit status: 0 proven,
-1 parity failed or the artefact is damaged, 2 what was asked for cannot be done.
+or written for a device that is to prove it; 1 parity failed or the artefact is damaged; 2 what was asked for cannot be
+done, such as a proof on a device that is not at hand.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from export.verify import ParityReport, Verdict, draw, finite, verify
-from model.artifact import ArtifactError, Device, KVPrecision, Precision
+from model.artifact import ArtifactError, Device, KVFormat, KVLayout, KVPrecision, Precision
 
 EXIT_PROVEN = 0
 EXIT_FAILED = 1
@@ -56,10 +58,18 @@ def _export_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kv-cache",
         type=KVPrecision,
-        choices=list(KVPrecision),
+        choices=[KVPrecision.FP32, KVPrecision.INT8],
         default=KVPrecision.FP32,
         help="what keys and values are stored in; int8 takes a quarter of the memory and decodes a bit faster, but a "
         "prompt of 512 tokens takes 1.6 times as long; for decoder-only models (default: fp32)",
+    )
+    parser.add_argument(
+        "--kv-layout",
+        type=KVLayout,
+        choices=list(KVLayout),
+        default=KVLayout.SLOTS,
+        help="how keys and values lie: a buffer for each row, or blocks of a pool that rows share; cuda is always "
+        "paged, and on a CPU that is for testing, in fp32 and slower (default: slots)",
     )
     parser.add_argument(
         "--prefill-graph",
@@ -104,7 +114,7 @@ def _export(options: argparse.Namespace) -> int:
                 options.device,
                 options.precision,
                 on_stage,
-                options.kv_cache,
+                KVFormat(options.kv_cache, layout=options.kv_layout),
                 prefill_graph=options.prefill_graph,
                 explain_graph=options.explain_graph,
             )
@@ -131,7 +141,8 @@ def _verify(options: argparse.Namespace) -> int:
         return _finish(result | {"problems": [str(error)]}, EXIT_REFUSED)
     except ArtifactError as error:
         return _finish(result | {"problems": error.problems}, EXIT_FAILED)
-    return _finish(result | _summary(report), EXIT_PROVEN if report.verdict is Verdict.PASSED else EXIT_FAILED)
+    codes = {Verdict.PASSED: EXIT_PROVEN, Verdict.NOT_RUN: EXIT_REFUSED, Verdict.FAILED: EXIT_FAILED}
+    return _finish(result | _summary(report), codes[report.verdict])
 
 
 def _summary(report: ParityReport) -> dict[str, Any]:

@@ -22,10 +22,19 @@ from torch import Tensor
 
 from export.explain import ExplainGraph
 from export.graphs import OPSET, DecoderGraph, EncoderGraph
+from export.paged import MoveGraph, PagedDecoderGraph, PagedEncoderGraph
 from export.prefill import PrefillGraph
 from model.artifact import GraphSpec, TensorSpec
 
-_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
+_DTYPES = {
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+Graph = DecoderGraph | EncoderGraph | PrefillGraph | ExplainGraph | PagedDecoderGraph | PagedEncoderGraph | MoveGraph
+"""Whatever can be written: it says its own inputs and outputs."""
 _NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 _MODEL_PREFIX = "model."
 
@@ -38,7 +47,7 @@ class EmitError(Exception):
         super().__init__(f"{file}: " + "; ".join(problems))
 
 
-def emit(graph: DecoderGraph | EncoderGraph | PrefillGraph | ExplainGraph, path: Path, opset: int = OPSET) -> GraphSpec:
+def emit(graph: Graph, path: Path, opset: int = OPSET) -> GraphSpec:
     """Writes `graph` to `path` and its weights to the same name with `.data` added, and returns the file's signature.
 
     Raises:

@@ -6,7 +6,8 @@ behind, the next one to the same place clears away.
 
 A graph of lower precision is a rewritten float32 graph, and one with K/V of lower precision too. Each is held to its
 tolerance before it is rewritten: so what the next, wider tolerance gives room to is rounding and nothing else. Graphs
-that share weights have their own until all are rewritten.
+that share weights have their own until all are rewritten. Graphs for CUDA have a twin that is proven in their place and
+then thrown away; their own proof needs the device.
 """
 
 from __future__ import annotations
@@ -27,23 +28,29 @@ from pathlib import Path
 import onnx
 import torch
 
-from export import explain, prefill, quantize, quantize_kv
+from export import explain, paged, prefill, quantize, quantize_kv
 from export.emit import emit, read_signature, share_weights
 from export.explain import ExplainGraph
 from export.golden_cases import make_attention_cases, make_cases
 from export.graphs import OPSET, DecoderGraph, EncoderGraph, unsupported
+from export.paged import CONTRIB, STAND_IN, MoveGraph, PagedDecoderGraph, PagedEncoderGraph
 from export.prefill import PREFILL_OPSET, PrefillGraph
 from export.verify import ParityReport, Verdict, replay, runtime_versions
 from model import artifact, golden, golden_attention
 from model.artifact import (
+    BLOCK_SIZE,
     CPU_PRECISIONS,
+    CUDA_PRECISIONS,
     DECODER,
     ENCODER,
     EXPLAIN,
+    MIN_BLOCK_SIZE,
+    MOVE,
     PREFILL,
     Device,
     GraphSpec,
     KVFormat,
+    KVLayout,
     KVPrecision,
     Manifest,
     Precision,
@@ -56,6 +63,8 @@ from model.transformer import EncoderDecoder
 
 _NEW = "new"
 _OLD = "old"
+_TWIN = "twin"
+_IN_SLOTS = KVFormat()
 _FILE_MODE = 0o666
 
 
@@ -83,7 +92,7 @@ def export(
     device: Device,
     precision: Precision,
     on_stage: Callable[[str], None],
-    kv_precision: KVPrecision = KVPrecision.FP32,
+    kv_cache: KVFormat = _IN_SLOTS,
     *,
     prefill_graph: bool = False,
     explain_graph: bool = False,
@@ -96,7 +105,8 @@ def export(
         device: the provider to build for.
         precision: the arithmetic of products with weights.
         on_stage: told what is being done, before it is done.
-        kv_precision: how the decoder's own K/V is stored.
+        kv_cache: how the decoder's own K/V is stored and laid out; on CUDA it is in blocks whatever is said here, and
+            blocks are of `BLOCK_SIZE` tokens unless it says another size.
         prefill_graph: whether to write prompts' own graph besides, for servers with another provider for them.
         explain_graph: whether to write a graph that answers with attention weights besides, for `Explain`.
 
@@ -106,11 +116,19 @@ def export(
         GoldenCaseError: when the checkpoint's own logits are not finite.
         EmitError: when the graphs do not come out as they must.
     """
-    config = checkpoint.config
-    problems = [*_check_target(device, precision), *unsupported(config), *quantize.unsupported(config, precision)]
-    problems += quantize_kv.unsupported(config) if kv_precision is KVPrecision.INT8 else []
-    problems += prefill.unsupported(config, kv_precision) if prefill_graph else []
-    problems += explain.unsupported(kv_precision) if explain_graph else []
+    config, kv_precision = checkpoint.config, kv_cache.precision
+    if device is Device.CUDA or kv_cache.layout is KVLayout.PAGED:
+        size = kv_cache.block_size or BLOCK_SIZE
+        kv = KVFormat(_paged_precision(precision), layout=KVLayout.PAGED, block_size=size)
+        problems = paged.unsupported(config, device, precision, kv_precision)
+        wished = {PREFILL: prefill_graph, EXPLAIN: explain_graph}
+        problems += [f"{name} graphs go with K/V in slots" for name, is_wished in wished.items() if is_wished]
+    else:
+        kv = _IN_SLOTS
+        problems = [*_check_precision(precision), *unsupported(config), *quantize.unsupported(config, precision)]
+        problems += quantize_kv.unsupported(config) if kv_precision is KVPrecision.INT8 else []
+        problems += prefill.unsupported(config, kv_precision) if prefill_graph else []
+        problems += explain.unsupported(kv_precision) if explain_graph else []
     problems += [*_check_tokenizers(checkpoint), *_check_folder(out)]
     if problems:
         raise Refused(problems)
@@ -122,11 +140,19 @@ def export(
         if explain_graph:
             golden_attention.save(folder / artifact.GOLDEN_ATTENTION, attention)
         _copy_texts(checkpoint, folder)
+        if device is Device.CUDA:
+            _prove_twin(checkpoint, folder.parent / _TWIN, cases, on_stage)
         wanted = {PREFILL: prefill_graph, EXPLAIN: explain_graph}
-        graphs = _write_graphs(checkpoint, folder, on_stage, [name for name, is_wanted in wanted.items() if is_wanted])
-        draft = _draft(checkpoint, device, graphs)
+        besides = [name for name, is_wanted in wanted.items() if is_wanted]
+        if kv.layout is KVLayout.PAGED:
+            graphs = _write_paged_graphs(checkpoint, folder, on_stage, device, kv)
+        else:
+            graphs = _write_graphs(checkpoint, folder, on_stage, besides)
+        draft = _draft(checkpoint, device, graphs, kv)
         prove = partial(_prove, folder, cases=cases, attention=attention, on_stage=on_stage)
-        if kv_precision is not draft.kv_cache.precision:
+        if kv.layout is KVLayout.PAGED:
+            draft = dataclasses.replace(draft, precision=precision)
+        elif kv_precision is not draft.kv_cache.precision:
             prove(draft)
             draft = _quantize_kv(folder, draft, kv_precision, on_stage)
         if precision is not draft.precision:
@@ -139,17 +165,19 @@ def export(
         manifest = dataclasses.replace(draft, files=files)
         (folder / artifact.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         on_stage("checking the artefact as a server would")
-        artifact.load(folder)
+        artifact.load(folder, devices=(device,))
     return report
 
 
-def _check_target(device: Device, precision: Precision) -> list[str]:
-    problems = []
-    if device is not Device.CPU:
-        problems.append(f"device {device} is not supported yet, only {Device.CPU}")
-    if precision not in CPU_PRECISIONS:
-        problems.append(f"precision {precision} is not supported yet, only {', '.join(CPU_PRECISIONS)}")
-    return problems
+def _check_precision(precision: Precision) -> list[str]:
+    if precision in CPU_PRECISIONS:
+        return []
+    return [f"precision {precision} is not for {Device.CPU}, only {', '.join(CPU_PRECISIONS)}"]
+
+
+def _paged_precision(precision: Precision) -> KVPrecision:
+    """What K/V in blocks are in: what the graph computes in."""
+    return KVPrecision(precision) if precision in CUDA_PRECISIONS else KVPrecision.FP32
 
 
 def _check_tokenizers(checkpoint: Checkpoint) -> list[str]:
@@ -210,6 +238,24 @@ def _write_graphs(
     return graphs
 
 
+def _write_paged_graphs(
+    checkpoint: Checkpoint, folder: Path, on_stage: Callable[[str], None], device: Device, kv: KVFormat
+) -> dict[str, GraphSpec]:
+    """Writes the graphs over blocks, for CUDA by its own operator."""
+    attention = CONTRIB if device is Device.CUDA else STAND_IN
+    on_stage("decoder graph over blocks")
+    model = paged.in_precision(checkpoint.model, kv.precision)
+    decoder = PagedDecoderGraph(model, attention, kv.precision, kv.block_size)
+    graphs = {DECODER: emit(decoder, folder / f"{DECODER}.onnx")}
+    if isinstance(model, EncoderDecoder):
+        on_stage("encoder graph over blocks")
+        encoder = PagedEncoderGraph(model, kv.precision, kv.block_size)
+        graphs[ENCODER] = emit(encoder, folder / f"{ENCODER}.onnx")
+    on_stage("graph of copies")
+    graphs[MOVE] = emit(MoveGraph(model.config, kv.precision, kv.block_size), folder / f"{MOVE}.onnx")
+    return graphs
+
+
 def _share_weights(folder: Path, draft: Manifest) -> None:
     """Leaves one copy of each weight in `folder`, but for a prefill graph's that are not the decoder's."""
     files = {name: folder / graph.file for name, graph in draft.graphs.items()}
@@ -247,9 +293,24 @@ def _prove(
     on_stage: Callable[[str], None],
 ) -> ParityReport:
     report = replay(folder, draft, cases, lambda name: on_stage(f"replaying {name} in {draft.precision}"), attention)
-    if report.verdict is not Verdict.PASSED:
+    # What is for another device is proven there.
+    if report.verdict is not (Verdict.PASSED if draft.device is Device.CPU else Verdict.NOT_RUN):
         raise ParityError(report)
     return report
+
+
+def _prove_twin(
+    checkpoint: Checkpoint, folder: Path, cases: tuple[GoldenCase, ...], on_stage: Callable[[str], None]
+) -> None:
+    """Proves what a CUDA graph shares with its twin, in float32 with standard operators in the place of its own.
+
+    That is everything but the operator and the rounding, which are proven where the operator runs. Nothing stays.
+    """
+    folder.mkdir()
+    kv = KVFormat(layout=KVLayout.PAGED, block_size=MIN_BLOCK_SIZE)
+    graphs = _write_paged_graphs(checkpoint, folder, on_stage, Device.CPU, kv)
+    _prove(folder, _draft(checkpoint, Device.CPU, graphs, kv), cases, (), on_stage)
+    shutil.rmtree(folder)
 
 
 def _copy_texts(checkpoint: Checkpoint, folder: Path) -> None:
@@ -261,7 +322,7 @@ def _copy_texts(checkpoint: Checkpoint, folder: Path) -> None:
         shutil.copyfile(checkpoint.target_tokenizer, folder / artifact.TARGET_TOKENIZER)
 
 
-def _draft(checkpoint: Checkpoint, device: Device, graphs: Mapping[str, GraphSpec]) -> Manifest:
+def _draft(checkpoint: Checkpoint, device: Device, graphs: Mapping[str, GraphSpec], kv: KVFormat) -> Manifest:
     """The manifest of the float32 graphs, but for its checksums, which come last."""
     config = checkpoint.config
     return Manifest(
@@ -274,6 +335,7 @@ def _draft(checkpoint: Checkpoint, device: Device, graphs: Mapping[str, GraphSpe
         decoder_start_id=config.bos_id,
         graphs=graphs,
         files={},
+        kv_cache=kv,
         generation=checkpoint.generation.rules,
         training=checkpoint.training,
         versions={

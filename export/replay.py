@@ -7,9 +7,10 @@ graphs' doing. Buffers are bound as past and present at once, as the graphs expe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,17 @@ from model.golden_attention import AttentionCase
 PROVIDER = "CPUExecutionProvider"
 
 _SOURCE_MULTIPLE = 16
-_ORT_DTYPES = {"tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(float)": "float32", "tensor(int8)": "int8"}
+_ORT_DTYPES = {
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(float)": "float32",
+    "tensor(int8)": "int8",
+    "tensor(float16)": "float16",
+}
 
 Array = npt.NDArray[np.generic]
+RunGraph = Callable[[str, Mapping[str, Array], Mapping[str, Array]], Mapping[str, Float32]]
+"""Runs a graph over blocks: its name, its inputs and its caches, which change in place → its other outputs."""
 
 
 class ReplayError(Exception):
@@ -159,6 +168,138 @@ class Replayer:
             self._decoder.run_with_iobinding(binding)
         logits: Float32 = binding.get_outputs()[0].numpy()
         return logits
+
+
+class PagedReplayer:
+    """Sessions over one artefact's graphs over blocks; the CPU provider's alone.
+
+    Every row's blocks lie apart from each other, and are NaN until something is written to them: whoever reads past a
+    length, or in another row's blocks, is found out.
+
+    Args:
+        folder: the artefact.
+        manifest: what it says of them.
+        run: what runs a graph, given by name, in place on caches; None has ONNX Runtime do it.
+
+    Raises:
+        ArtifactError: as `Replayer`.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, run: RunGraph | None = None) -> None:
+        self._config = manifest.config
+        self._block_size = manifest.kv_cache.block_size
+        self._dtype = np.dtype(manifest.kv_cache.precision.dtype)
+        if run is None:
+            sessions = {name: _open(folder, graph) for name, graph in manifest.graphs.items()}
+            run = partial(_run_over_blocks, sessions)
+        self._run = run
+
+    def run(self, case: GoldenCase) -> Float32:
+        """Logits `[sum of len(step), V]` in the order of the case's own.
+
+        Raises:
+            ReplayError: when ONNX Runtime fails in a step.
+        """
+        lengths = [len(row) for row in (*case.sequences, *case.sources)]
+        tables = self._tables(lengths)
+        shape = (1 + sum(map(len, tables)), self._block_size, self._config.num_kv_heads, self._config.head_dim)
+        caches = {
+            f"{part}_cache_{layer}": np.full(shape, np.nan, self._dtype)
+            for layer in range(self._config.num_layers)
+            for part in ("key", "value")
+        }
+        own, sources = tables[: len(case.sequences)], tables[len(case.sequences) :]
+        for source, table in zip(case.sources, sources, strict=True):
+            self._encode(source, table, caches)
+        return np.concatenate([self._step(case, step, own, sources, caches) for step in case.steps])
+
+    def _tables(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Blocks for rows of these lengths, dealt round from the last to the first; block 0 is nobody's."""
+        needed = [-(-length // self._block_size) for length in lengths]
+        tables: list[list[int]] = [[] for _ in lengths]
+        free = list(range(1, sum(needed) + 1))
+        while free:
+            for table, count in zip(tables, needed, strict=True):
+                if len(table) < count:
+                    table.append(free.pop())
+        return tables
+
+    def _places(self, table: Sequence[int], start: int, stop: int) -> list[int]:
+        size = self._block_size
+        return [table[position // size] * size + position % size for position in range(start, stop)]
+
+    def _encode(self, source: npt.NDArray[np.int64], table: Sequence[int], caches: Mapping[str, Array]) -> None:
+        """Has the encoder write a source's K/V to its blocks."""
+        limit = self._config.source_context
+        padded = min(-(-len(source) // _SOURCE_MULTIPLE) * _SOURCE_MULTIPLE, limit)
+        source_ids = np.full((1, padded), self._config.pad_id, np.int64)
+        source_ids[0, : len(source)] = source
+        slot_mapping = np.full((1, padded), -1, np.int32)
+        slot_mapping[0, : len(source)] = self._places(table, 0, len(source))
+        lengths = np.array([len(source)], np.int32)
+        inputs: dict[str, Array] = {"source_ids": source_ids, "source_lengths": lengths, "slot_mapping": slot_mapping}
+        self._run(ENCODER, inputs, caches)
+
+    def _step(
+        self,
+        case: GoldenCase,
+        step: Step,
+        own: Sequence[Sequence[int]],
+        sources: Sequence[Sequence[int]],
+        caches: Mapping[str, Array],
+    ) -> Float32:
+        counts = [feed.count for feed in step]
+        ends = [feed.start + feed.count for feed in step]
+        spans = [slice(feed.start, feed.start + feed.count) for feed in step]
+        tables = [own[feed.row][: -(-end // self._block_size)] for feed, end in zip(step, ends, strict=True)]
+        places = [self._places(table, span.start, span.stop) for table, span in zip(tables, spans, strict=True)]
+        fed = [case.sequences[feed.row][span] for feed, span in zip(step, spans, strict=True)]
+        inputs: dict[str, Array] = {
+            "input_ids": np.concatenate(fed),
+            "cumulative_sequence_length": np.cumsum([0, *counts], dtype=np.int32),
+            "past_seqlens": np.array([feed.start for feed in step], np.int32),
+            "block_table": _padded(tables),
+            "slot_mapping": np.concatenate(places).astype(np.int32),
+            "attention_metadata": np.array([max(counts), max(ends), max(ends)], np.int32),
+            "logits_indices": np.cumsum(counts, dtype=np.int64) - 1,
+        }
+        if self._config.positions is not Positions.ROTARY:
+            inputs["position_ids"] = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+        if case.sources:
+            lengths = [len(case.sources[feed.row]) for feed in step]
+            inputs["source_past_seqlens"] = np.array(lengths, np.int32) - np.array(counts, np.int32)
+            inputs["source_block_table"] = _padded([sources[feed.row] for feed in step])
+            inputs["source_attention_metadata"] = np.array([max(counts), max(lengths), max(lengths)], np.int32)
+        return self._run(DECODER, inputs, caches)["logits"]
+
+
+def _padded(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
+    """Block tables of one width, `[B, M]`; what is missing is nobody's block."""
+    padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _run_over_blocks(
+    sessions: Mapping[str, ort.InferenceSession], name: str, inputs: Mapping[str, Array], caches: Mapping[str, Array]
+) -> dict[str, Float32]:
+    """Binds every cache as input and as the output that continues it; the other outputs by name."""
+    session = sessions[name]
+    binding = session.io_binding()
+    for given, values in inputs.items():
+        binding.bind_cpu_input(given, np.ascontiguousarray(values))
+    for cache, values in caches.items():
+        shared = ort.OrtValue.ortvalue_from_numpy(values)
+        binding.bind_ortvalue_input(cache, shared)
+        binding.bind_ortvalue_output(cache.replace("_cache_", "_cache_out_"), shared)
+    others = [output.name for output in session.get_outputs() if "_cache_out_" not in output.name]
+    for other in others:
+        binding.bind_output(other)
+    with _naming_failures():
+        session.run_with_iobinding(binding)
+    found = binding.get_outputs()[len(caches) :]
+    return {other: value.numpy() for other, value in zip(others, found, strict=True)}
 
 
 class AttentionReplayer:

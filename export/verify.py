@@ -21,9 +21,9 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from export.replay import PROVIDER, AttentionReplayer, Replayer, ReplayError
+from export.replay import PROVIDER, AttentionReplayer, PagedReplayer, Replayer, ReplayError
 from model import artifact, golden, golden_attention
-from model.artifact import EXPLAIN, PREFILL, ArtifactError, KVPrecision, Manifest, Precision
+from model.artifact import EXPLAIN, PREFILL, ArtifactError, Device, KVLayout, KVPrecision, Manifest, Precision
 from model.golden import CaseResult, GoldenCase, Tolerance, tolerance_of
 from model.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionResult
 
@@ -89,6 +89,8 @@ class ParityReport:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the cases leave unproven, in words."""
+        if self.verdict is Verdict.NOT_RUN:
+            return (f"warning: nothing is proven, as {self.provider} does not run these graphs",)
         reaches = (
             ("context", self.context, self.proven_context),
             ("source context", self.source_context, self.proven_source_context),
@@ -137,7 +139,7 @@ def replay(
     on_case: Callable[[str], None],
     attention: tuple[AttentionCase, ...] = (),
 ) -> ParityReport:
-    """Replays cases on the graphs in `folder`.
+    """Replays cases on the graphs in `folder`; those for another device than this provider's are not run.
 
     Args:
         folder: holds the graphs.
@@ -151,12 +153,16 @@ def replay(
     """
     kv_precision = manifest.kv_cache.precision
     tolerance = tolerance_of(manifest.precision, kv_precision)
-    replayer = Replayer(folder, manifest)
-    results = [_replay_case(replayer, case, tolerance, on_case) for case in cases]
+    results: list[CaseResult] = []
+    if manifest.device is Device.CPU:
+        replayer = _open(folder, manifest)
+        results = [_replay_case(replayer, case, tolerance, on_case) for case in cases]
+    else:
+        cases = attention = ()
     if PREFILL in manifest.graphs:
-        replayer = Replayer(folder, manifest, by_prefill_graph=True)
+        by_graph = Replayer(folder, manifest, by_prefill_graph=True)
         results += [
-            _replay_case(replayer, each, _prefill_tolerance(each, tolerance), on_case)
+            _replay_case(by_graph, each, _prefill_tolerance(each, tolerance), on_case)
             for case in cases
             if (each := _by_prefill_graph(case))
         ]
@@ -174,8 +180,13 @@ def replay(
     )
 
 
+def _open(folder: Path, manifest: Manifest) -> Replayer | PagedReplayer:
+    is_paged = manifest.kv_cache.layout is KVLayout.PAGED
+    return PagedReplayer(folder, manifest) if is_paged else Replayer(folder, manifest)
+
+
 def _replay_case(
-    replayer: Replayer, case: GoldenCase, tolerance: Tolerance, on_case: Callable[[str], None]
+    replayer: Replayer | PagedReplayer, case: GoldenCase, tolerance: Tolerance, on_case: Callable[[str], None]
 ) -> CaseResult:
     on_case(case.name)
     try:
@@ -223,7 +234,7 @@ def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:
     Raises:
         ArtifactError: listing every problem with the files or the graphs.
     """
-    manifest = artifact.load(folder)
+    manifest = artifact.load(folder, devices=tuple(Device))
     try:
         cases = golden.load(folder / artifact.GOLDEN, manifest.config)
         explained = EXPLAIN in manifest.graphs

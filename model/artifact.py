@@ -10,6 +10,7 @@ compute is proven elsewhere (`model.golden`).
     prefill.onnx       decoder-only and optional, float32 always; its weights are those in decoder.onnx.data, or where
                        the decoder's are rounded its own: prefill.onnx.data
     explain.onnx       optional; its weights are those in decoder.onnx.data and encoder.onnx.data
+    move.onnx          where K/V are in blocks: copies them, and has no weights
     tokenizer.json     (+ target_tokenizer.json where source and target differ)
     chat.json          where the model has a template for conversations (`model.chat`)
     golden.npz         inputs and PyTorch's outputs, in float32 whatever the graphs' precision
@@ -22,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
@@ -43,6 +44,7 @@ DECODER = "decoder"
 ENCODER = "encoder"
 PREFILL = "prefill"
 EXPLAIN = "explain"
+MOVE = "move"
 MIN_OPSET = 23
 """The first ONNX operator set with RMSNormalization and Attention."""
 MAX_OPSET = 26
@@ -82,17 +84,38 @@ class Precision(StrEnum):
 class KVPrecision(StrEnum):
     """How a decoder's self-attention K/V is stored; what is computed from it stays float32.
 
-    `int8` has one scale for each channel of each head, fixed at export (`export.quantize_kv`). A source's K/V, which
-    an encoder-decoder keeps besides, is float32 always.
+    `int8` has one scale for each channel of each head, fixed at export (`export.quantize_kv`). In slots a source's K/V,
+    which an encoder-decoder keeps besides, is float32 always. `fp16` and `bf16` are a CUDA graph's own precision.
     """
 
     FP32 = "fp32"
     INT8 = "int8"
+    FP16 = "fp16"
+    BF16 = "bf16"
 
     @property
     def dtype(self) -> str:
         """The ONNX and NumPy name of what a buffer holds."""
-        return {KVPrecision.FP32: "float32", KVPrecision.INT8: "int8"}[self]
+        return _KV_DTYPES[self]
+
+
+_KV_DTYPES = {
+    KVPrecision.FP32: "float32",
+    KVPrecision.INT8: "int8",
+    KVPrecision.FP16: "float16",
+    KVPrecision.BF16: "bfloat16",
+}
+
+
+class KVLayout(StrEnum):
+    """How a graph finds K/V.
+
+    `slots`: each row has a buffer of its own, as long as the context. `paged`: rows are lists of blocks in a pool that
+    all share, and tokens of any rows are packed behind each other (`paged_decoder_signature`).
+    """
+
+    SLOTS = "slots"
+    PAGED = "paged"
 
 
 class AttentionKind(StrEnum):
@@ -105,6 +128,14 @@ class AttentionKind(StrEnum):
 
 CPU_PRECISIONS = (Precision.FP32, Precision.INT8, Precision.INT4)
 """What is exported for a CPU and served on one; others gain nothing there, or have no kernels."""
+CUDA_PRECISIONS = (Precision.FP16, Precision.BF16)
+"""What is exported for CUDA: PagedAttention computes in these."""
+MIN_BLOCK_SIZE = 16
+"""The smallest that PagedAttention takes; any power of two from there on will do."""
+BLOCK_SIZE = 256
+"""Tokens in a block: what FlashAttention's tiles divide for heads of every width."""
+MAX_CANDIDATES = 64
+"""How many of the highest logits a paged graph singles out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +166,16 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """What K/V buffers hold; `calibration` says, for people, what the scales were taken from, if there are any."""
+    """What K/V buffers hold, and how they are laid out.
+
+    `calibration` says, for people, what the scales were taken from, if there are any; `block_size` is how many tokens a
+    block has where the layout is paged, else 0.
+    """
 
     precision: KVPrecision = KVPrecision.FP32
     calibration: str = ""
+    layout: KVLayout = KVLayout.SLOTS
+    block_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +184,8 @@ class Manifest:
 
     `eos_ids` end a sequence; `pad_id` fills; `decoder_start_id` opens an encoder-decoder's output; `generation` is what
     the model wants of outputs besides. `training` is the checkpoint's run manifest and `versions` the software that
-    exported, both for people. A manifest without `kv_cache` or `generation`, as all were written once, means float32
-    and no wishes.
+    exported, both for people. A manifest without `kv_cache` or `generation`, as all were written once, means float32 in
+    slots and no wishes.
     """
 
     config: ModelConfig
@@ -238,7 +275,12 @@ def _file_entries(values: Mapping[str, Any]) -> dict[str, FileEntry]:
 
 
 def _kv_format(values: Mapping[str, Any]) -> KVFormat:
-    return KVFormat(KVPrecision(values["precision"]), str(values["calibration"]))
+    return KVFormat(
+        KVPrecision(values["precision"]),
+        str(values["calibration"]),
+        KVLayout(values.get("layout", KVLayout.SLOTS)),
+        _integer(values.get("block_size", 0)),
+    )
 
 
 _DEFAULTS = {"kv_cache": dataclasses.asdict(KVFormat()), "generation": NO_WISHES.to_dict()}
@@ -309,6 +351,99 @@ def encoder_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tupl
         for part in ("key", "value")
     )
     return inputs, outputs
+
+
+def paged_decoder_signature(
+    config: ModelConfig, precision: KVPrecision, block_size: int
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs that a decoder graph over blocks must have, in order.
+
+    The tokens of all rows are packed, without padding. The lengths, tables and `attention_metadata` are the inputs of
+    ONNX Runtime's `com.microsoft.PagedAttention`, by its names: row b feeds tokens
+    `[cumulative_sequence_length[b], cumulative_sequence_length[b + 1])` after `past_seqlens[b]` others, whose K/V lie
+    in the blocks `block_table[b]`; token t's own are written to place `slot_mapping[t]`, `block * block_size + offset`,
+    or to none where that is -1. `attention_metadata` holds upper bounds of the tokens that a row feeds and has, and a
+    lower one of the most that a row has; an operator may read it on the host. Caches are read and written in place:
+    each `*_cache_out_*` is bound to the very buffer of its `*_cache_*`. Block 0 belongs to nobody: what is in it is
+    undefined.
+
+    An encoder-decoder finds its sources' K/V in the same caches, by `source_block_table`. To the operator the tokens
+    that a row feeds are behind those that it has, so `source_past_seqlens` are the sources' lengths less what is fed,
+    and a row may not feed more tokens than its source has. `source_attention_metadata` is as the other one, about
+    sources.
+
+    `logits_indices` picks packed tokens whose logits are wanted. `candidate_ids` are those of the highest, in falling
+    order and among equals the lowest first, `candidate_logits` what they have, and `log_normalizer` the logarithm of
+    the sum of all exponentials, so that few numbers need to leave a device.
+    """
+    cache = ("num_blocks", block_size, config.num_kv_heads, config.head_dim)
+    num_candidates = min(MAX_CANDIDATES, config.vocab_size)
+    inputs = [TensorSpec("input_ids", "int64", ("num_tokens",))]
+    if config.positions != "rotary":
+        inputs.append(TensorSpec("position_ids", "int64", ("num_tokens",)))
+    inputs += [
+        TensorSpec("cumulative_sequence_length", "int32", ("num_boundaries",)),
+        TensorSpec("past_seqlens", "int32", ("batch",)),
+        TensorSpec("block_table", "int32", ("batch", "blocks_per_row")),
+        TensorSpec("slot_mapping", "int32", ("num_tokens",)),
+        TensorSpec("attention_metadata", "int32", (3,)),
+        TensorSpec("logits_indices", "int64", ("num_logits",)),
+    ]
+    if config.is_encoder_decoder:
+        inputs += [
+            TensorSpec("source_past_seqlens", "int32", ("batch",)),
+            TensorSpec("source_block_table", "int32", ("batch", "blocks_per_source")),
+            TensorSpec("source_attention_metadata", "int32", (3,)),
+        ]
+    outputs = [
+        TensorSpec("logits", "float32", ("num_logits", config.vocab_size)),
+        TensorSpec("candidate_ids", "int64", ("num_logits", num_candidates)),
+        TensorSpec("candidate_logits", "float32", ("num_logits", num_candidates)),
+        TensorSpec("log_normalizer", "float32", ("num_logits",)),
+    ]
+    for layer in range(config.num_layers):
+        for part in ("key", "value"):
+            inputs.append(TensorSpec(f"{part}_cache_{layer}", precision.dtype, cache))
+            outputs.append(TensorSpec(f"{part}_cache_out_{layer}", precision.dtype, cache))
+    return tuple(inputs), tuple(outputs)
+
+
+def paged_encoder_signature(
+    config: ModelConfig, precision: KVPrecision, block_size: int
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs that an encoder graph over blocks must have: right-padded sources in, their K/V in the caches.
+
+    `slot_mapping` says where each token's K/V go, as in `paged_decoder_signature`: padding goes nowhere, so has -1.
+    """
+    cache = ("num_blocks", block_size, config.num_kv_heads, config.head_dim)
+    names = [f"{part}_cache" for part in ("key", "value")]
+    layers = range(config.num_layers)
+    inputs = (
+        TensorSpec("source_ids", "int64", ("batch", "source")),
+        TensorSpec("source_lengths", "int32", ("batch",)),
+        TensorSpec("slot_mapping", "int32", ("batch", "source")),
+        *(TensorSpec(f"{name}_{layer}", precision.dtype, cache) for layer in layers for name in names),
+    )
+    outputs = tuple(TensorSpec(f"{name}_out_{layer}", precision.dtype, cache) for layer in layers for name in names)
+    return inputs, outputs
+
+
+def paged_move_signature(
+    config: ModelConfig, precision: KVPrecision, block_size: int
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs of the graph that copies K/V within the caches, in place, where these lie on a device.
+
+    What lies at place `sources[i]`, `block * block_size + offset`, goes to `targets[i]`. All are read before any is
+    written, and no target may be named twice.
+    """
+    cache = ("num_blocks", block_size, config.num_kv_heads, config.head_dim)
+    names = [(layer, f"{part}_cache") for layer in range(config.num_layers) for part in ("key", "value")]
+    inputs = (
+        TensorSpec("sources", "int64", ("num_places",)),
+        TensorSpec("targets", "int64", ("num_places",)),
+        *(TensorSpec(f"{name}_{layer}", precision.dtype, cache) for layer, name in names),
+    )
+    return inputs, tuple(TensorSpec(f"{name}_out_{layer}", precision.dtype, cache) for layer, name in names)
 
 
 def prefill_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -393,8 +528,12 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**fields)
 
 
-def load(folder: Path) -> Manifest:
+def load(folder: Path, devices: Collection[Device] = (Device.CPU,)) -> Manifest:
     """Reads an artefact's manifest and checks every file, checksum, graph signature and special token against it.
+
+    Args:
+        folder: the artefact.
+        devices: what the caller can run graphs on, or need not.
 
     Raises:
         ArtifactError: listing every problem, not just the first.
@@ -405,7 +544,7 @@ def load(folder: Path) -> Manifest:
         problems += _check_files(folder, fields["files"], fields.get("graphs", {}))
     if fields.keys() == _PARSERS.keys():
         manifest = Manifest(**fields)
-        problems += [*_check_target(manifest), *_check_signatures(manifest), *_check_tokens(manifest)]
+        problems += [*_check_target(manifest, devices), *_check_signatures(manifest), *_check_tokens(manifest)]
     if problems:
         raise ArtifactError(folder, problems)
     return manifest
@@ -455,15 +594,43 @@ def _check_file(folder: Path, name: str, expected: FileEntry) -> str | None:
     return None
 
 
-def _check_target(manifest: Manifest) -> list[str]:
-    """What the server has no way to run, or no proof for."""
+def _check_target(manifest: Manifest, devices: Collection[Device]) -> list[str]:
+    """What the caller has no way to run, or no proof for, and what does not go together."""
     problems = []
-    if manifest.device is not Device.CPU:
-        problems.append(f"device is {manifest.device}, this version serves {Device.CPU}")
-    if manifest.precision not in CPU_PRECISIONS:
-        problems.append(f"precision is {manifest.precision}, this version serves {', '.join(CPU_PRECISIONS)}")
+    if manifest.device not in devices:
+        problems.append(f"device is {manifest.device}, this version serves {', '.join(devices)}")
+    precisions = CPU_PRECISIONS if manifest.device is Device.CPU else CUDA_PRECISIONS
+    if manifest.precision not in precisions:
+        problems.append(f"precision is {manifest.precision}, this version serves {', '.join(precisions)}")
+    problems += _check_kv_format(manifest)
     if not MIN_OPSET <= manifest.opset <= MAX_OPSET:
         problems.append(f"opset is {manifest.opset}, this version serves {MIN_OPSET} to {MAX_OPSET}")
+    return problems
+
+
+def _check_kv_format(manifest: Manifest) -> list[str]:
+    kv, size = manifest.kv_cache, manifest.kv_cache.block_size
+    if kv.layout is KVLayout.SLOTS:
+        problems = [f"kv_cache.block_size is {size}, must be 0 in {kv.layout}"] if size else []
+        if manifest.device is Device.CUDA:
+            problems.append(f"kv_cache.layout is {kv.layout}, must be {KVLayout.PAGED} for {manifest.device}")
+        allowed: tuple[KVPrecision, ...] = (KVPrecision.FP32, KVPrecision.INT8)
+    else:
+        is_power = size > 0 and size & (size - 1) == 0
+        problems = (
+            []
+            if is_power and size >= MIN_BLOCK_SIZE
+            else [f"kv_cache.block_size is {size}, must be a power of two and at least {MIN_BLOCK_SIZE}"]
+        )
+        allowed = (KVPrecision.FP32,)
+        if manifest.device is Device.CUDA:
+            # Whatever a CUDA graph computes in.
+            own = [each for each in CUDA_PRECISIONS if each is manifest.precision] or CUDA_PRECISIONS
+            allowed = tuple(map(KVPrecision, own))
+        if manifest.device is Device.CPU and manifest.precision is not Precision.FP32:
+            problems.append(f"precision is {manifest.precision}, must be {Precision.FP32} where K/V are {kv.layout}")
+    if kv.precision not in allowed:
+        problems.append(f"kv_cache.precision is {kv.precision}, must be {' or '.join(allowed)}")
     return problems
 
 
@@ -481,12 +648,20 @@ def _check_tokens(manifest: Manifest) -> list[str]:
 
 
 def _check_signatures(manifest: Manifest) -> list[str]:
-    if manifest.device is not Device.CPU:
-        return []  # the signatures known here are the CPU's
-    expected = {DECODER: decoder_signature(manifest.config, manifest.kv_cache.precision)}
-    if manifest.config.is_encoder_decoder:
-        expected[ENCODER] = encoder_signature(manifest.config)
-    elif PREFILL in manifest.graphs:
+    config, kv = manifest.config, manifest.kv_cache
+    is_paged = kv.layout is KVLayout.PAGED
+    if is_paged:
+        expected = {
+            DECODER: paged_decoder_signature(config, kv.precision, kv.block_size),
+            MOVE: paged_move_signature(config, kv.precision, kv.block_size),
+        }
+    else:
+        expected = {DECODER: decoder_signature(config, kv.precision)}
+    if config.is_encoder_decoder and is_paged:
+        expected[ENCODER] = paged_encoder_signature(config, kv.precision, kv.block_size)
+    elif config.is_encoder_decoder:
+        expected[ENCODER] = encoder_signature(config)
+    elif PREFILL in manifest.graphs and not is_paged:
         expected[PREFILL] = prefill_signature(manifest.config)
     if EXPLAIN in manifest.graphs:
         expected[EXPLAIN] = explain_signature(manifest.config)

@@ -42,6 +42,8 @@ TOLERANCES: Mapping[Precision, Tolerance] = {
     Precision.FP32: Tolerance(absolute=1e-4),
     Precision.INT8: Tolerance(relative=0.4),
     Precision.INT4: Tolerance(relative=2.5),
+    Precision.FP16: Tolerance(relative=2e-2),
+    Precision.BF16: Tolerance(relative=0.16),
 }
 """What each precision that is served is held to; one that is not here has no proof.
 
@@ -51,16 +53,22 @@ exceeds it fails its proof rather than being given more room.
 Rounding weights and activations to a few bits leaves an error that grows with the logits themselves, so there the
 measure is their spread, which also decides whether an error can change a token. The presets' trained models come to 0.2
 at most in int8 and 0.7 in int4, twelve layers of random weights, which dampen nothing, to 0.3 and 1.9; logits that have
-nothing to do with the golden ones are off by four and more. How much a model loses is not for these cases to say, whose
-tokens are random: that is measured on held-out data (`benchmarks.quality`).
+nothing to do with the golden ones are off by four and more. Sixteen bits are rounded to by each operator,
+in bfloat16 eight times as coarsely, for which it is given eight times as much. How much a model loses is not for these
+cases to say, whose tokens are random: that is measured on held-out data (`benchmarks.quality`).
 """
 
 
 KV_TOLERANCES: Mapping[KVPrecision, Tolerance] = {
     KVPrecision.FP32: Tolerance(),
     KVPrecision.INT8: Tolerance(relative=0.3),
+    KVPrecision.FP16: Tolerance(),
+    KVPrecision.BF16: Tolerance(),
 }
-"""What rounding keys and values adds: a trained model comes to 0.03, twelve layers of random weights to 0.15."""
+"""What rounding keys and values adds: a trained model comes to 0.03, twelve layers of random weights to 0.15.
+
+In sixteen bits they are what the graph computes in anyway, so nothing is added.
+"""
 
 
 def tolerance_of(precision: Precision, kv_precision: KVPrecision) -> Tolerance:

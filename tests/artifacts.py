@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from model import artifact
-from model.artifact import TOKENIZER, Device, KVPrecision, Precision
+from model.artifact import TOKENIZER, Device, KVFormat, KVLayout, KVPrecision, Precision
 from model.config import Architecture, ModelConfig
 
 if TYPE_CHECKING:
@@ -85,7 +85,19 @@ def tiny_artifact(
 ) -> Path:
     """An artefact folder of `tiny_config`; equal arguments give the same folder, which tests must not write to."""
     besides = {"prefill_graph": prefill_graph, "explain_graph": explain_graph}
-    return _export(tiny_config(family, **overrides), precision, kv_precision, **besides)
+    return _export(tiny_config(family, **overrides), precision, KVFormat(kv_precision), Device.CPU, **besides)
+
+
+def paged_artifact(
+    family: str,
+    device: Device = Device.CPU,
+    precision: Precision = Precision.FP32,
+    block_size: int = 16,
+    **overrides: Any,
+) -> Path:
+    """The same over blocks; on a CPU by standard operators, with the weights of `tiny_artifact`."""
+    kv = KVFormat(layout=KVLayout.PAGED, block_size=block_size)
+    return _export(tiny_config(family, **overrides), precision, kv, device)
 
 
 def tiny_checkpoint(folder: Path, config: ModelConfig, seed: int = 0) -> Path:
@@ -149,7 +161,7 @@ def keep_operator_table() -> None:
 
 
 @cache
-def _export(config: ModelConfig, precision: Precision, kv_precision: KVPrecision, **besides: bool) -> Path:
+def _export(config: ModelConfig, precision: Precision, kv: KVFormat, device: Device, **besides: bool) -> Path:
     from export.exporter import export
     from model import checkpoint
 
@@ -157,7 +169,7 @@ def _export(config: ModelConfig, precision: Precision, kv_precision: KVPrecision
     root = Path(tempfile.mkdtemp(dir=_root()))
     source = checkpoint.load(tiny_checkpoint(root / "checkpoint", config))
     folder = root / config.architecture
-    export(source, folder, Device.CPU, precision, lambda _: None, kv_precision, **besides)
+    export(source, folder, device, precision, lambda _: None, kv, **besides)
     return folder
 
 

@@ -149,10 +149,7 @@ class FakeRunner:
         for group in batch.encodes:
             for encoded in group.rows:
                 assert 0 < len(encoded.token_ids) <= group.padded_length
-                for slot in encoded.slots:
-                    self._sources[slot] = encoded.token_ids
-                    num_tokens, num_source_tokens = self._touched[slot]
-                    self._touched[slot] = num_tokens, max(num_source_tokens, group.padded_length)
+                self._encode(encoded.slots, encoded.token_ids, group.padded_length)
         for slot, row in enumerate(batch.decode):
             assert row.source_length == 0 or row.source_length == len(self._sources[slot])
             self._feed(slot, row.position, (row.token_id,), row.source_length)
@@ -179,6 +176,12 @@ class FakeRunner:
         """Bytes that a real runner would hold: whatever was written to a row since it was freed, and the copies."""
         kept = [(len(tokens), len(source)) for _, tokens, source in self.kept.values()]
         return sum(budget.row_bytes(*lengths) for lengths in (*self._touched, *kept))
+
+    def _encode(self, slots: tuple[int, ...], token_ids: tuple[int, ...], padded_length: int) -> None:
+        for slot in slots:
+            self._sources[slot] = token_ids
+            num_tokens, num_source_tokens = self._touched[slot]
+            self._touched[slot] = num_tokens, max(num_source_tokens, padded_length)
 
     def _touch(self) -> None:
         for slot, (tokens, source) in enumerate(zip(self._tokens, self._sources, strict=True)):

@@ -21,7 +21,7 @@ class KVCopy:
     """Copies a part of row `source` to the same places of row `target`.
 
     That is the self positions `[start, num_tokens)` and the first `num_source_tokens` cross positions. What the target
-    held before `start` stays; what it held after it is undefined.
+    held before `start` stays; what it held after what is copied is undefined.
     """
 
     source: int
@@ -47,7 +47,10 @@ class KVSave:
 
 @dataclass(frozen=True, slots=True)
 class KVRestore:
-    """Writes what is kept under `handle` to the same places of row `slot`, bit for bit; the copy is kept."""
+    """Writes what is kept under `handle` to the same places of row `slot`, bit for bit; the copy is kept.
+
+    What the row held before these places stays; what it held after them is undefined.
+    """
 
     handle: int
     slot: int

@@ -7,14 +7,16 @@ import logging
 import time
 from pathlib import Path
 
-from model.artifact import DECODER, ENCODER, PREFILL, Manifest
+from model.artifact import DECODER, ENCODER, PREFILL, KVLayout, Manifest
 from service.engine.engine import Engine, LastRun
 from service.engine.intake import ModelShape
 from service.engine.kv_cache import SlotKV
-from service.engine.kv_memory import check_memory, plan_kv_memory
+from service.engine.kv_memory import check_memory, num_row_blocks, plan_kv_memory
 from service.engine.memory import resident_bytes
+from service.engine.paged_kv import HostBlocks, PagedKV
+from service.engine.paged_runner import PagedRunner
 from service.engine.prefill_provider import openvino_for
-from service.engine.runner import OrtRunner
+from service.engine.runner import OrtRunner, Runner
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.session import GraphSession, SessionOptions
@@ -50,7 +52,11 @@ def build_engine(
     Raises:
         StartupError: when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
     """
-    runner = build_runner(folder, manifest, limits, options, prefill)
+    runner: Runner
+    if manifest.kv_cache.layout is KVLayout.PAGED:
+        runner = build_paged_runner(folder, manifest, limits, options)
+    else:
+        runner = build_runner(folder, manifest, limits, options, prefill)
     budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
     return Engine(Scheduler(limits, model_shape(manifest), decode, budget), runner, Sampler(), last_run)
 
@@ -62,7 +68,7 @@ def build_runner(
     options: SessionOptions,
     prefill: PrefillProvider = PrefillProvider.CPU,
 ) -> OrtRunner:
-    """An artefact's graphs and the K/V they work on.
+    """An artefact's graphs over slots and the K/V they work on.
 
     Raises:
         StartupError: when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
@@ -82,6 +88,34 @@ def build_runner(
         check_memory(manifest, budget, limits.max_batch_size, max_prefill_tokens)
         kv = SlotKV(manifest.config, limits.max_batch_size, manifest.kv_cache.precision.dtype)
         return OrtRunner(manifest.config, kv, decoder, encoder, max_prefill_tokens, prefill_graph)
+    except (MemoryError, StartupError) as error:
+        sizes = f"max_batch_size {limits.max_batch_size}, prefill_chunk {limits.prefill_chunk}"
+        raise StartupError([f"{folder}: {sizes}: {error}"]) from error
+
+
+def build_paged_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions) -> PagedRunner:
+    """An artefact's graphs over blocks and the blocks they work on.
+
+    Raises:
+        StartupError: as `build_runner`; when prompts are cut so that what is kept of them would lie across blocks, too.
+    """
+    config, size = manifest.config, manifest.kv_cache.block_size
+    chunk = 1 if config.is_encoder_decoder else limits.prefill_chunk
+    if chunk % size and size % chunk:
+        problem = f"prefill_chunk is {chunk}, must divide the blocks of {size} tokens or be a multiple of them"
+        raise StartupError([f"{folder}: {problem}"])
+    decoder = GraphSession(folder, manifest.graphs[DECODER], options)
+    encoder = GraphSession(folder, manifest.graphs[ENCODER], options) if config.is_encoder_decoder else None
+    try:
+        budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
+        check_memory(manifest, budget, limits.max_batch_size, limits.max_prefill_tokens)
+        # Golden cases fill rows that no request would be given at once; blocks that nobody fills cost nothing here.
+        num_blocks = max(
+            budget.num_bytes // (size * budget.token_bytes), limits.max_batch_size * num_row_blocks(manifest)
+        )
+        memory = HostBlocks(config, num_blocks, size, manifest.kv_cache.precision.dtype)
+        kv = PagedKV(memory, limits.max_batch_size)
+        return PagedRunner(config, kv, memory, decoder, encoder, limits.max_prefill_tokens)
     except (MemoryError, StartupError) as error:
         sizes = f"max_batch_size {limits.max_batch_size}, prefill_chunk {limits.prefill_chunk}"
         raise StartupError([f"{folder}: {sizes}: {error}"]) from error

@@ -1,9 +1,9 @@
 """Keys and values of the sequences that hold a slot, and copies of them that are kept.
 
-`KVCache` is what every backend promises, `SlotKV` the backend of the CPU graph: for each layer one buffer over all
+`KVCache` is what every backend promises, `SlotKV` the backend of graphs over slots: for each layer one buffer over all
 slots, bound to the graph as past and as present, so that a step writes in place and the active rows are a prefix
-view. Changed by the runner alone. Knows no sequences and no budget: rows are slots, lengths come with the operation,
-and what is kept, for whom and how long is the scheduler's business.
+view (`service.engine.paged_kv` is the other backend). Changed by the runner alone. Knows no sequences and no budget:
+rows are slots, lengths come with the operation, and what is kept, for whom and how long is the scheduler's business.
 """
 
 from __future__ import annotations
@@ -44,23 +44,6 @@ class KVCache(Protocol):
         Raises:
             KeyError: when nothing is kept under a handle that is restored or dropped.
             ValueError: when something is kept already under the handle of a copy to be kept.
-        """
-
-    def write_own(self, slots: Sequence[int], lengths: Sequence[int], computed: Buffers) -> None:
-        """Stores what begins rows, computed elsewhere.
-
-        Args:
-            slots: which rows.
-            lengths: how many tokens of each there are; what lies behind them in `computed` is left where it is.
-            computed: for each layer K then V, `[tensors, len(slots), kv_heads, padded, head_dim]`.
-        """
-
-    def write_cross(self, slots: Sequence[Sequence[int]], tensors: Sequence[Float32]) -> None:
-        """Stores encoded sources.
-
-        Args:
-            slots: which rows each source belongs to.
-            tensors: for each layer K then V, `[len(slots), kv_heads, source, head_dim] float32`.
         """
 
 
@@ -146,12 +129,23 @@ class SlotKV:
                 assert_never(operation)
 
     def write_own(self, slots: Sequence[int], lengths: Sequence[int], computed: Buffers) -> None:
-        """Stores what begins rows; see `KVCache.write_own`."""
+        """Stores what begins rows, computed elsewhere.
+
+        Args:
+            slots: which rows.
+            lengths: how many tokens of each there are; what lies behind them in `computed` is left where it is.
+            computed: for each layer K then V, `[tensors, len(slots), kv_heads, padded, head_dim]`.
+        """
         for index, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
             _write(self._own, slot, 0, computed[:, index, :, :length])
 
     def write_cross(self, slots: Sequence[Sequence[int]], tensors: Sequence[Float32]) -> None:
-        """Stores encoded sources, padding included: it is never attended to."""
+        """Stores encoded sources, padding included: it is never attended to.
+
+        Args:
+            slots: which rows each source belongs to.
+            tensors: for each layer K then V, `[len(slots), kv_heads, source, head_dim] float32`.
+        """
         for buffer, tensor in zip(self._cross, tensors, strict=True):
             for source, rows in zip(tensor, slots, strict=True):
                 buffer[list(rows), :, : tensor.shape[2]] = source

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.artifact import Manifest
+from model.artifact import KVLayout, Manifest
 from service.engine.kv_ledger import KVBudget
 from service.engine.memory import memory_limit
 from service.errors import StartupError
@@ -52,18 +52,15 @@ def memory_needs(manifest: Manifest, num_slots: int, max_prefill_tokens: int) ->
 
 def plan_kv_memory(manifest: Manifest, num_slots: int, kv_memory_bytes: int | None) -> KVBudget:
     """The budget of an artefact's K/V: `kv_memory_bytes`, or what all slots at full length take if that is None."""
-    config = manifest.config
-    itemsize = np.dtype(manifest.kv_cache.precision.dtype).itemsize
-    # A head's positions lie one after the other, and memory is given by the page.
-    budget = KVBudget(
-        num_bytes=0,
-        token_bytes=config.kv_bytes_per_token * itemsize // _FLOAT_BYTES,
-        source_token_bytes=config.kv_bytes_per_token,
-        page_tokens=max(1, mmap.PAGESIZE // (config.head_dim * itemsize)),
-        source_page_tokens=max(1, mmap.PAGESIZE // (config.head_dim * _FLOAT_BYTES)),
-    )
+    budget = _paged_budget(manifest) if manifest.kv_cache.layout is KVLayout.PAGED else _slot_budget(manifest)
     whole = num_slots * _row(manifest, budget)
     return dataclasses.replace(budget, num_bytes=whole if kv_memory_bytes is None else kv_memory_bytes)
+
+
+def num_row_blocks(manifest: Manifest) -> int:
+    """Blocks of one sequence of full length and its source, for an artefact whose K/V are paged."""
+    budget = _paged_budget(manifest)
+    return _row(manifest, budget) // (budget.page_tokens * budget.token_bytes)
 
 
 def check_memory(manifest: Manifest, budget: KVBudget, num_slots: int, max_prefill_tokens: int) -> None:
@@ -92,6 +89,32 @@ def check_memory(manifest: Manifest, budget: KVBudget, num_slots: int, max_prefi
     rest = limit - budget.num_bytes - max_prefill_tokens * budget.token_bytes
     if needed > rest:
         raise StartupError([f"{num_logits} rows of logits need {needed} bytes, there are {rest} besides K/V"])
+
+
+def _slot_budget(manifest: Manifest) -> KVBudget:
+    """What a row of slots takes. A head's positions lie one after the other, and memory is given by the page."""
+    config = manifest.config
+    itemsize = np.dtype(manifest.kv_cache.precision.dtype).itemsize
+    return KVBudget(
+        num_bytes=0,
+        token_bytes=config.kv_bytes_per_token * itemsize // _FLOAT_BYTES,
+        source_token_bytes=config.kv_bytes_per_token,
+        page_tokens=max(1, mmap.PAGESIZE // (config.head_dim * itemsize)),
+        source_page_tokens=max(1, mmap.PAGESIZE // (config.head_dim * _FLOAT_BYTES)),
+    )
+
+
+def _paged_budget(manifest: Manifest) -> KVBudget:
+    """What a row of blocks takes: sources come from the same pool."""
+    kv = manifest.kv_cache
+    token_bytes = manifest.config.kv_bytes_per_token * np.dtype(kv.precision.dtype).itemsize // _FLOAT_BYTES
+    return KVBudget(
+        num_bytes=0,
+        token_bytes=token_bytes,
+        source_token_bytes=token_bytes,
+        page_tokens=kv.block_size,
+        source_page_tokens=kv.block_size,
+    )
 
 
 def _row(manifest: Manifest, budget: KVBudget) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
@@ -23,9 +24,26 @@ from service.errors import OnwardError, StartupError
 
 Array = npt.NDArray[Any]
 
-_DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(int8)": "int8"}
+_DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(bfloat16)": "bfloat16",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(int8)": "int8",
+}
 _OPENVINO = "OpenVINOExecutionProvider"
+_CUDA = "CUDAExecutionProvider"
+_UNRECORDED = -1
 _OPENVINO_PACKAGE = "onnxruntime_ep_openvino"
+# By name: bfloat16 is none of NumPy's types, so it goes by its number in ONNX.
+_ELEMENT_TYPES: Mapping[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": 16,
+    "int64": np.int64,
+    "int32": np.int32,
+}
 # Everything below "error" is advice about graph optimisation.
 _LOG_ERRORS = 3
 
@@ -65,6 +83,13 @@ class OpenVino:
     precision: str
 
 
+@dataclass(frozen=True, slots=True)
+class Cuda:
+    """The first CUDA device; `records` says whether runs that have a number are recorded and repeated."""
+
+    records: bool
+
+
 class GraphSession:
     """One loaded graph, on the CPU provider unless another one is given.
 
@@ -73,15 +98,23 @@ class GraphSession:
         spec: the graph's file in it, and the signature it must have.
         options: threads.
         openvino: given, computes the graph.
+        cuda: given, computes the graph on a CUDA device, and on nothing else.
 
     Raises:
-        StartupError: when the file cannot be loaded or has another signature.
+        StartupError: when the file cannot be loaded or has another signature, or the device is not to be had.
     """
 
     def __init__(
-        self, folder: Path, spec: GraphSpec, options: SessionOptions, openvino: OpenVino | None = None
+        self,
+        folder: Path,
+        spec: GraphSpec,
+        options: SessionOptions,
+        openvino: OpenVino | None = None,
+        cuda: Cuda | None = None,
     ) -> None:
-        self._session = _load(folder / spec.file, options, openvino)
+        path = folder / spec.file
+        self._session = _load(path, options, openvino) if cuda is None else _load_on_cuda(path, options, cuda)
+        self._records = cuda is not None and cuda.records
         problems = [
             *_differences(spec.file, "inputs", spec.inputs, self._session.get_inputs()),
             *_differences(spec.file, "outputs", spec.outputs, self._session.get_outputs()),
@@ -101,22 +134,65 @@ class GraphSession:
             raise GraphError(str(error)) from error
         return outputs
 
-    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Binding:
+    def bind(self, inputs: Mapping[str, Bindable], outputs: Mapping[str, Bindable]) -> Binding:
         """A run that reads and writes the given arrays, which must be C-contiguous and stay where they are."""
-        return Binding(self._session, inputs, outputs)
+        return Binding(self._session, inputs, outputs, records=self._records)
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The graph's inputs, in its order."""
+        return tuple(node.name for node in self._session.get_inputs())
+
+
+class DeviceTensor:
+    """Numbers that stay at one place on a device, for graphs to read and write in place.
+
+    Args:
+        shape: of all of them.
+        dtype: "float32", "float16", "bfloat16", "int64" or "int32".
+        device: "cpu" or "cuda", the first of its kind.
+
+    Raises:
+        StartupError: when there is no such device or not so much memory.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: str, device: str) -> None:
+        self.shape = tuple(shape)
+        try:
+            self.value: Any = ort.OrtValue.ortvalue_from_shape_and_type(list(shape), _ELEMENT_TYPES[dtype], device, 0)
+        except Exception as error:
+            raise StartupError([f"{dtype}{list(shape)} on {device}: {error}"]) from error
+
+    def read(self) -> Array:
+        """A copy of the numbers, on this host."""
+        copied: Array = self.value.numpy().copy()
+        return copied
+
+    def write(self, values: Array) -> None:
+        """Copies numbers of this shape and type there."""
+        if values.shape != self.shape:
+            raise ValueError(f"values have shape {list(values.shape)}, the tensor has {list(self.shape)}")
+        self.value.update_inplace(values)
+
+
+Bindable = Array | DeviceTensor
+"""What a graph can be tied to: memory of this host, or of a device."""
 
 
 class Binding:
     """A graph with its inputs and outputs tied to arrays; run it as often as you like.
 
-    Single tensors can be tied anew between runs, as when a length changes.
+    Single tensors can be tied anew between runs, as when a length changes. An output that is tied to nothing is lost.
     """
 
-    def __init__(self, session: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+    def __init__(
+        self, session: Any, inputs: Mapping[str, Bindable], outputs: Mapping[str, Bindable], *, records: bool = False
+    ) -> None:
         self._session = session
+        self._records = records
         self._binding = session.io_binding()
         # ONNX Runtime sees addresses: these keep the memory behind them alive.
-        self._values: dict[str, tuple[Array, Any]] = {}
+        self._values: dict[str, tuple[Bindable, Any]] = {}
         self.bind_inputs(inputs)
         # What is read and written in place is one tensor under two names.
         shared = {id(array): value for array, value in self._values.values()}
@@ -124,23 +200,35 @@ class Binding:
             value = shared[id(array)] if id(array) in shared else self._wrap(name, array)
             self._binding.bind_ortvalue_output(name, value)
 
-    def bind_inputs(self, inputs: Mapping[str, Array]) -> None:
+    def bind_inputs(self, inputs: Mapping[str, Bindable]) -> None:
         """Ties inputs to other arrays, of other shapes if need be."""
         for name, array in inputs.items():
             self._binding.bind_ortvalue_input(name, self._wrap(name, array))
 
-    def run(self) -> None:
+    def bind_outputs(self, outputs: Mapping[str, Bindable]) -> None:
+        """Ties outputs to other arrays, of the shapes that they will have."""
+        for name, array in outputs.items():
+            self._binding.bind_ortvalue_output(name, self._wrap(name, array))
+
+    def run(self, number: int | None = None) -> None:
         """Runs the graph.
+
+        Args:
+            number: by which a device that records runs knows this one, with these shapes and places; None, or a
+                device that does not, runs it as any other.
 
         Raises:
             GraphError: when the run fails; the bound outputs are undefined then.
         """
         try:
-            self._session.run_with_iobinding(self._binding)
+            self._session.run_with_iobinding(self._binding, _run_options(number) if self._records else None)
         except Exception as error:
             raise GraphError(str(error)) from error
 
-    def _wrap(self, name: str, array: Array) -> Any:
+    def _wrap(self, name: str, array: Bindable) -> Any:
+        if isinstance(array, DeviceTensor):
+            self._values[name] = (array, array.value)
+            return array.value
         if not array.flags.c_contiguous:
             raise ValueError(f"{name} is not contiguous: binding it would copy")
         value = ort.OrtValue.ortvalue_from_numpy(array)
@@ -217,6 +305,34 @@ def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any
         return ort.InferenceSession(str(path), settings)
     except Exception as error:
         raise StartupError([f"{path}: {error}"]) from error
+
+
+def _load_on_cuda(path: Path, options: SessionOptions, cuda: Cuda) -> Any:
+    """A session on the CUDA provider; where that does not work, an error and not the CPU provider in its place."""
+    if _CUDA not in ort.get_available_providers():
+        raise StartupError([f"{path}: this onnxruntime has no {_CUDA}: install the extra 'gpu', which brings one"])
+    ort.disable_telemetry_events()
+    # CUDA and cuDNN from their wheels, where these are installed.
+    ort.preload_dlls()
+    settings = ort.SessionOptions()
+    settings.log_severity_level = _LOG_ERRORS
+    settings.use_per_session_threads = not _SHARING.is_set()
+    if settings.use_per_session_threads:
+        settings.intra_op_num_threads = options.intra_op_threads
+    provider = {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": str(int(cuda.records))}
+    try:
+        session = ort.InferenceSession(str(path), settings, providers=[(_CUDA, provider)])
+    except Exception as error:
+        raise StartupError([f"{path}: {error}"]) from error
+    if _CUDA not in session.get_providers():
+        raise StartupError([f"{path}: {_CUDA} does not start: see the log for the library or driver that it lacks"])
+    return session
+
+
+def _run_options(number: int | None) -> Any:
+    settings = ort.RunOptions()
+    settings.add_run_config_entry("gpu_graph_id", str(_UNRECORDED if number is None else number))
+    return settings
 
 
 def _openvino_config(openvino: OpenVino, options: SessionOptions) -> str:

@@ -23,7 +23,7 @@ from export.exporter import export
 from export.verify import Verdict
 from model import checkpoint
 from model.__main__ import main
-from model.artifact import Device, KVPrecision, Precision
+from model.artifact import Device, KVFormat, KVPrecision, Precision
 from model.chat import Message
 from model.checkpoint import CheckpointError
 from model.generation import GENERATION, GenerationRules
@@ -117,7 +117,7 @@ def test_imported_checkpoint_is_proven_in_fewer_bits(
     make_folder(case_named(name), tmp_path / "theirs")
     write(plan(tmp_path / "theirs"), tmp_path / "ours")
     loaded, artefact = checkpoint.load(tmp_path / "ours"), tmp_path / "artefact"
-    report = export(loaded, artefact, Device.CPU, precision, lambda _: None, kv_precision)
+    report = export(loaded, artefact, Device.CPU, precision, lambda _: None, KVFormat(kv_precision))
     assert report.verdict is Verdict.PASSED
     products = [node.op_type for node in onnx.load(artefact / "decoder.onnx").graph.node if node.op_type in _PRODUCTS]
     assert products[-1] == "MatMulIntegerToFloat", "the head is int8, with its bias or without"

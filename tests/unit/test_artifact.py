@@ -116,7 +116,8 @@ def test_a_manifest_survives_json(folder: Path) -> None:
 def test_a_manifest_without_kv_cache_means_float32(decoder_folder: Path) -> None:
     path = decoder_folder / artifact.MANIFEST
     values = json.loads(path.read_text(encoding="utf-8"))
-    assert values.pop("kv_cache") == {"precision": "fp32", "calibration": ""}
+    wanted = {"precision": "fp32", "calibration": "", "layout": "slots", "block_size": 0}
+    assert values.pop("kv_cache") == wanted
     path.write_text(json.dumps(values), encoding="utf-8")
     assert artifact.load(decoder_folder).kv_cache == KVFormat(KVPrecision.FP32)
 
@@ -240,7 +241,12 @@ def test_an_encoder_decoder_needs_both_graphs(tmp_path: Path) -> None:
 
 def test_an_artefact_for_another_device_is_refused(decoder_folder: Path) -> None:
     rewrite(decoder_folder, lambda manifest: dataclasses.replace(manifest, device=Device.CUDA))
-    assert problems_of(decoder_folder) == ("device is cuda, this version serves cpu",)
+    problems = problems_of(decoder_folder)
+    assert problems[:3] == (
+        "device is cuda, this version serves cpu",
+        "precision is fp32, this version serves fp16, bf16",
+        "kv_cache.layout is slots, must be paged for cuda",
+    )
 
 
 def test_an_artefact_that_this_version_cannot_run_is_refused(decoder_folder: Path) -> None:

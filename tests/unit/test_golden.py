@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import golden
-from model.artifact import CPU_PRECISIONS, KVPrecision, Precision
+from model.artifact import CPU_PRECISIONS, CUDA_PRECISIONS, KVPrecision, Precision
 from model.config import ModelConfig
 from model.golden import KV_TOLERANCES, TOLERANCES, Feed, GoldenCase, Tolerance, tolerance_of
 
@@ -82,7 +82,7 @@ def test_a_relative_tolerance_is_of_the_spread_of_the_golden_logits() -> None:
 
 
 def test_every_precision_that_is_served_has_a_tolerance_and_no_other_has() -> None:
-    assert TOLERANCES.keys() == set(CPU_PRECISIONS)
+    assert TOLERANCES.keys() == {*CPU_PRECISIONS, *CUDA_PRECISIONS}
     assert all(tolerance.absolute + tolerance.relative > 0 for tolerance in TOLERANCES.values())
 
 

@@ -34,6 +34,7 @@ from service.engine.types import (
 )
 from service.errors import EngineFailed, InvalidRequest, StartupError
 from tests.fakes import CONTEXT, EOS, GREEDY, FakeRunner, fake_engine, fake_model, letters, noise, request
+from tests.paged import PagedFakeRunner
 
 LIMITS = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=16)
 
@@ -616,6 +617,7 @@ def test_schedule_kv_is_forgotten_only_while_nobody_is_there() -> None:
 
 BUDGET = KVBudget(num_bytes=3 * (2 * 2 * CONTEXT + 24), token_bytes=3, source_token_bytes=3, page_tokens=4)
 """Two requests of either family at their longest, and a little: less than four slots could hold."""
+PAGED_BUDGET = dataclasses.replace(BUDGET, source_page_tokens=4)
 PATIENCE = 8.0
 SAMPLED = SamplingParams(temperature=1.5, seed=7)
 
@@ -624,6 +626,7 @@ class Life(RuleBasedStateMachine):
     """Requests come, go, expire and fail in any order; the model of them is a dict from id to what must come next."""
 
     encoder_decoder = False
+    budget = BUDGET
 
     def __init__(self) -> None:
         super().__init__()
@@ -631,10 +634,10 @@ class Life(RuleBasedStateMachine):
         self.last_failure = 0.0
         self.fails = False
         self.was_run = False
-        self.runner = FakeRunner(LIMITS.max_batch_size, before_run=self.on_batch)
+        self.runner = self.make_runner()
         model = fake_model(encoder_decoder=self.encoder_decoder)
         limits = dataclasses.replace(LIMITS, patience_seconds=PATIENCE)
-        self.scheduler = Scheduler(limits, model, letters, BUDGET)
+        self.scheduler = Scheduler(limits, model, letters, self.budget)
         self.engine = Engine(self.scheduler, self.runner, Sampler(), LastRun(), lambda: self.now)
         self.requests: dict[str, GenerationRequest] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -646,6 +649,9 @@ class Life(RuleBasedStateMachine):
         self.last_end: float | None = None
         self.durations: dict[bool, list[float]] = {False: [], True: []}
         self.has_prompts = False
+
+    def make_runner(self) -> FakeRunner:
+        return FakeRunner(LIMITS.max_batch_size, before_run=self.on_batch)
 
     def on_batch(self, batch: ScheduledBatch) -> None:
         """What every batch must satisfy, whatever led to it."""
@@ -728,7 +734,7 @@ class Life(RuleBasedStateMachine):
         source, given = self.given(one)
         longest = min(CONTEXT, len(given) + one.stopping.max_tokens)
         padded = -(-len(source) // LIMITS.source_padding) * LIMITS.source_padding
-        if one.num_rows * BUDGET.row_bytes(longest, padded) > BUDGET.num_bytes:
+        if one.num_rows * self.budget.row_bytes(longest, padded) > self.budget.num_bytes:
             with pytest.raises(InvalidRequest, match=r"(sampling\.n|beam_search\.beam_size)"):
                 self.engine.add_request(one)
             return
@@ -792,7 +798,7 @@ class Life(RuleBasedStateMachine):
         output = self.engine.step()
         assert self.was_run or self.fails, "the runner refused the batch"
         if not self.fails:
-            assert self.runner.num_held_bytes(BUDGET) <= BUDGET.num_bytes
+            assert self.runner.num_held_bytes(self.budget) <= self.budget.num_bytes
         longest = self.longest_step()
         for event in output.events:
             self.take(event, expired | too_late)
@@ -935,7 +941,26 @@ class EncoderDecoderLife(Life):
     encoder_decoder = True
 
 
+class PagedLife(Life):
+    """The same life over blocks: whatever is copied, kept and given back, each row holds what it should."""
+
+    budget = PAGED_BUDGET
+
+    def make_runner(self) -> FakeRunner:
+        return PagedFakeRunner(self.budget, LIMITS.max_batch_size, before_run=self.on_batch)
+
+
+class PagedEncoderDecoderLife(PagedLife):
+    """And for the other family."""
+
+    encoder_decoder = True
+
+
 Life.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
 EncoderDecoderLife.TestCase.settings = Life.TestCase.settings
+PagedLife.TestCase.settings = settings(max_examples=75, stateful_step_count=30)
+PagedEncoderDecoderLife.TestCase.settings = PagedLife.TestCase.settings
 TestDecoderOnlyLife = Life.TestCase
 TestEncoderDecoderLife = EncoderDecoderLife.TestCase
+TestPagedLife = PagedLife.TestCase
+TestPagedEncoderDecoderLife = PagedEncoderDecoderLife.TestCase

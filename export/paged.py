@@ -1,0 +1,395 @@
+"""The torch modules that become the graphs over blocks: packed tokens of all rows, K/V found through tables.
+
+    decoder, to itself      PagedAttention (`com.microsoft`, CUDA): rotates, writes to the pool in place, attends
+    decoder, to the source  PagedAttention again, both ways over the source's blocks, writing nothing
+    encoder                 Attention (opset 24) with a length for each row; then ScatterND writes its K/V to the pool,
+                            in place where input and output are bound to one buffer
+    copies                  Gather and ScatterND, from place to place in the pool
+
+PagedAttention has kernels for CUDA alone. `STAND_IN` says the same in standard operators, which any provider runs: it
+is there to test whatever surrounds the operator where no GPU is, not to be fast. Every query meets every row's keys
+there, and a mask keeps the rows apart.
+
+Cross-attention by the same operator needs no second kind of memory, and its cost follows a source's length and not a
+buffer's. What it asks for: FlashAttention, as no other of the operator's kernels looks both ways, and no more queries
+than the source has tokens, as the operator counts them into the length of what they attend to.
+
+After the last layer the graph singles out what sampling needs (`model.artifact.paged_decoder_signature`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.onnx.ops import symbolic, symbolic_multi_out
+
+from export import dot
+from export.backend import Buffers, Feeds
+from export.dot import rotary_embedding
+from model.artifact import (
+    CUDA_PRECISIONS,
+    Device,
+    KVPrecision,
+    Precision,
+    paged_decoder_signature,
+    paged_encoder_signature,
+    paged_move_signature,
+)
+from model.attention import CrossAttention, SelfAttention
+from model.config import AttentionScore, ModelConfig
+from model.positions import rotate
+from model.transformer import Decoder, EncoderDecoder
+
+_DTYPES = {KVPrecision.FP32: torch.float32, KVPrecision.FP16: torch.float16, KVPrecision.BF16: torch.bfloat16}
+
+
+def unsupported(config: ModelConfig, device: Device, precision: Precision, kv_precision: KVPrecision) -> list[str]:
+    """Why a model can have no graphs over blocks for this device and precision; empty when it can."""
+    problems = []
+    if config.attention_score is not AttentionScore.DOT:
+        problems.append(f"K/V in blocks are for dot-product attention, this model's score is {config.attention_score}")
+    else:
+        problems += dot.unsupported(config)
+    precisions = CUDA_PRECISIONS if device is Device.CUDA else (Precision.FP32,)
+    if precision not in precisions:
+        problems.append(f"K/V in blocks are for {' or '.join(precisions)} on {device}, asked for is {precision}")
+    if kv_precision is KVPrecision.INT8:
+        problems.append(f"K/V in blocks have the precision of the graph, asked for is {kv_precision}")
+    return problems
+
+
+class PagedAttention(Protocol):
+    """The attention of one step over packed tokens; what all its layers need is derived once, when it is made."""
+
+    def attend_self(self, module: SelfAttention, x: Tensor, cache: Buffers) -> tuple[Tensor, Buffers]:
+        """New tokens `[T, d]` and the pool → merged output `[T, d]` and the pool with their K/V in place."""
+        ...
+
+    def attend_cross(self, module: CrossAttention, x: Tensor, cache: Buffers) -> Tensor:
+        """The same over the sources' blocks, to which nothing is written."""
+        ...
+
+
+MakePagedAttention = Callable[[Decoder, Feeds], PagedAttention]
+
+
+class PagedDecoderGraph(nn.Module):
+    """One step over packed tokens: chunks of prompts and single tokens of any rows beside each other.
+
+    Args:
+        model: its weights are what the graph computes in.
+        attention: `CONTRIB` or `STAND_IN`.
+        precision: of the weights and of K/V.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, model: Decoder, attention: MakePagedAttention, precision: KVPrecision, block_size: int) -> None:
+        super().__init__()
+        self.model = model
+        self.attention = attention
+        self.inputs, self.outputs = paged_decoder_signature(model.config, precision, block_size)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors as `paged_decoder_signature` lists its inputs → tensors as it lists its outputs."""
+        feeds = {spec.name: tensor for spec, tensor in zip(self.inputs, tensors, strict=True)}
+        fetches: dict[str, Tensor] = {}
+        hidden = self.model.embed(feeds["input_ids"], feeds.get("position_ids"))
+        attention = self.attention(self.model, feeds)
+        has_source = self.model.config.is_encoder_decoder
+        for index, layer in enumerate(self.model.layers):
+            pool = _Pool(attention, index, feeds, fetches)
+            hidden = layer(hidden, pool.attend_self, pool.attend_cross if has_source else None)
+        wanted = hidden.index_select(0, feeds["logits_indices"])
+        fetches |= _candidates(self.model.unembed(self.model.final_norm(wanted)).float(), self.outputs[1].shape[1])
+        return tuple(fetches[spec.name] for spec in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """One layer's caches: which inputs its attention reads, and which outputs they become."""
+
+    attention: PagedAttention
+    index: int
+    feeds: Feeds
+    fetches: dict[str, Tensor]
+
+    def attend_self(self, module: SelfAttention, x: Tensor) -> Tensor:
+        cache = self.feeds[f"key_cache_{self.index}"], self.feeds[f"value_cache_{self.index}"]
+        y, (key, value) = self.attention.attend_self(module, x, cache)
+        self.fetches[f"key_cache_out_{self.index}"], self.fetches[f"value_cache_out_{self.index}"] = key, value
+        return y
+
+    def attend_cross(self, module: CrossAttention, x: Tensor) -> Tensor:
+        # What comes out of the operator before is the same buffer, and is there when that has run.
+        cache = self.fetches[f"key_cache_out_{self.index}"], self.fetches[f"value_cache_out_{self.index}"]
+        return self.attention.attend_cross(module, x, cache)
+
+
+class PagedEncoderGraph(nn.Module):
+    """The whole encoder, and its memory's keys and values for every decoder layer written to the pool."""
+
+    def __init__(self, model: EncoderDecoder, precision: KVPrecision, block_size: int) -> None:
+        super().__init__()
+        self.model = model
+        self.inputs, self.outputs = paged_encoder_signature(model.config, precision, block_size)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors as `paged_encoder_signature` lists its inputs → tensors as it lists its outputs."""
+        feeds = {spec.name: tensor for spec, tensor in zip(self.inputs, tensors, strict=True)}
+        encoder = self.model.encoder
+        attention = EncoderAttention(self.model, feeds)
+        memory = encoder.embedding(feeds["source_ids"])
+        for layer in encoder.layers:
+            memory = layer(memory, attention.attend)
+        memory = encoder.final_norm(memory)
+        places = feeds["slot_mapping"].reshape(-1)
+        fetches: dict[str, Tensor] = {}
+        readers = (module for module in self.model.layers.modules() if isinstance(module, CrossAttention))
+        for index, reader in enumerate(readers):
+            for part, tensor in zip(("key", "value"), reader.project_memory(memory), strict=True):
+                values = tensor.transpose(1, 2).flatten(0, 1)
+                fetches[f"{part}_cache_out_{index}"] = scatter(feeds[f"{part}_cache_{index}"], places, values)
+        return tuple(fetches[spec.name] for spec in self.outputs)
+
+
+class EncoderAttention:
+    """A source to itself, by ONNX `Attention` with a length for each row; an `export.backend.EncoderAttention`.
+
+    Not as over slots, where one more dimension of the heads carries a penalty that sixteen bits cannot hold.
+    """
+
+    def __init__(self, model: EncoderDecoder, feeds: Feeds) -> None:
+        self._config = model.config
+        self._rotary = model.encoder.rotary
+        self._lengths = feeds["source_lengths"].long()
+
+    def attend(self, module: SelfAttention, x: Tensor) -> Tensor:
+        """See `export.backend.EncoderAttention`."""
+        config = self._config
+        q, k, v = module.unpack(module.project(x))
+        if self._rotary is not None:
+            q = rotary_embedding(q, self._rotary, config.num_heads)
+            k = rotary_embedding(k, self._rotary, config.num_kv_heads)
+        (y,) = symbolic_multi_out(
+            "Attention",
+            (q, k, v, None, None, None, self._lengths),
+            {"q_num_heads": config.num_heads, "kv_num_heads": config.num_kv_heads},
+            dtypes=(q.dtype,),
+            shapes=(q.shape,),
+            version=24,
+        )
+        return module.merge(y)
+
+
+class MoveGraph(nn.Module):
+    """Copies of tokens' K/V from place to place in the pool: no weights, and no arithmetic."""
+
+    def __init__(self, config: ModelConfig, precision: KVPrecision, block_size: int) -> None:
+        super().__init__()
+        self.inputs, self.outputs = paged_move_signature(config, precision, block_size)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors as `paged_move_signature` lists its inputs → tensors as it lists its outputs."""
+        sources, targets, *caches = tensors
+        return tuple(scatter(cache, targets, cache.flatten(0, 1).index_select(0, sources)) for cache in caches)
+
+
+class ContribAttention:
+    """`com.microsoft.PagedAttention`; a `PagedAttention`."""
+
+    def __init__(self, model: Decoder, feeds: Feeds) -> None:
+        self._config = model.config
+        self._rotary = model.rotary
+        self._feeds = feeds
+        # Without looking at its shape: a run with such nodes in it, which are a CPU's, is harder to record.
+        self._nowhere = feeds["slot_mapping"] * 0 - 1
+
+    def attend_self(self, module: SelfAttention, x: Tensor, cache: Buffers) -> tuple[Tensor, Buffers]:
+        """See `PagedAttention`."""
+        packed = module.project(x)
+        operands = (packed, None, None) if module.query_norm is None else module.unpack(packed)
+        feeds, rotary = self._feeds, self._rotary
+        tables: list[Tensor | None] = [
+            feeds["past_seqlens"],
+            feeds["block_table"],
+            None if rotary is None else rotary.cos,
+            None if rotary is None else rotary.sin,
+            feeds["slot_mapping"],
+        ]
+        attributes = {"do_rotary": int(rotary is not None)}
+        if module.window:
+            attributes["local_window_size"] = module.window
+        y, key, value = self._call(operands, cache, tables, feeds["attention_metadata"], attributes, num_outputs=3)
+        return module.merge(y), (key, value)
+
+    def attend_cross(self, module: CrossAttention, x: Tensor, cache: Buffers) -> Tensor:
+        """See `PagedAttention`."""
+        query = module.project_query(x)
+        # The operator wants new keys and values, which it then writes nowhere: any of their shape will do.
+        unused = query[:, : self._config.num_kv_heads * self._config.head_dim]
+        feeds = self._feeds
+        past, table = feeds["source_past_seqlens"], feeds["source_block_table"]
+        tables: list[Tensor | None] = [past, table, None, None, self._nowhere]
+        metadata = feeds["source_attention_metadata"]
+        (y,) = self._call((query, unused, unused), cache, tables, metadata, {"is_causal": 0}, num_outputs=1)
+        return module.merge(y)
+
+    def _call(
+        self,
+        operands: tuple[Tensor, Tensor | None, Tensor | None],
+        cache: Buffers,
+        tables: list[Tensor | None],
+        metadata: Tensor,
+        attributes: dict[str, Any],
+        num_outputs: int,
+    ) -> tuple[Tensor, ...]:
+        """The node. `tables` are its inputs 6 to 10: past lengths, block table, cosines, sines, places to write to."""
+        config, query = self._config, operands[0]
+        cumulative = self._feeds["cumulative_sequence_length"]
+        # Between them lie sinks, weights of norms and scales of rounded caches.
+        inputs = [*operands, *cache, cumulative, *tables, None, None, None, None, None, metadata]
+        shapes = ((query.shape[0], config.num_heads * config.head_dim), cache[0].shape, cache[1].shape)
+        return tuple(
+            symbolic_multi_out(
+                "com.microsoft::PagedAttention",
+                inputs,
+                {"num_heads": config.num_heads, "kv_num_heads": config.num_kv_heads, **attributes},
+                dtypes=(query.dtype, cache[0].dtype, cache[1].dtype)[:num_outputs],
+                shapes=shapes[:num_outputs],
+                version=1,
+            )
+        )
+
+
+class StandInAttention:
+    """The same in standard operators and float32; a `PagedAttention`.
+
+    Blocks hold stale memory past a row's length, NaN perhaps: a mask keeps it out of the scores, and zeros in its place
+    out of the weighted sum.
+    """
+
+    def __init__(self, model: Decoder, feeds: Feeds) -> None:
+        self._config = model.config
+        self._rotary = model.rotary
+        self._places = feeds["slot_mapping"]
+        past = feeds["past_seqlens"].long()
+        cumulative = feeds["cumulative_sequence_length"].long()
+        rows = torch.arange(past.shape[0])
+        tokens = torch.arange(feeds["input_ids"].shape[0])
+        ends = cumulative.index_select(0, rows + 1)
+        is_behind = tokens[:, None] >= ends
+        row_of_token = is_behind.long().sum(1)
+        self._is_own = row_of_token[:, None] == rows
+        starts = cumulative.index_select(0, row_of_token)
+        self._positions = past.index_select(0, row_of_token) + tokens - starts
+        num_fed = ends - cumulative.index_select(0, rows)
+        self._own = _Keys(feeds["block_table"], past + num_fed)
+        if model.config.is_encoder_decoder:
+            self._source = _Keys(feeds["source_block_table"], feeds["source_past_seqlens"].long() + num_fed)
+
+    def attend_self(self, module: SelfAttention, x: Tensor, cache: Buffers) -> tuple[Tensor, Buffers]:
+        """See `PagedAttention`."""
+        config = self._config
+        q, k, v = (
+            part.reshape(part.shape[0], -1, config.head_dim).float() for part in module.unpack(module.project(x))
+        )
+        if self._rotary is not None:
+            cos, sin = (
+                F.embedding(self._positions, table.float())[:, None] for table in (self._rotary.cos, self._rotary.sin)
+            )
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        key = scatter(cache[0], self._places, k.to(cache[0].dtype))
+        value = scatter(cache[1], self._places, v.to(cache[1].dtype))
+        distances = self._positions[:, None] - torch.arange(self._own.capacity(key))
+        is_visible = distances >= 0
+        if module.window:
+            is_visible = is_visible & (distances < module.window)
+        y = self._attend(q, (key, value), self._own, is_visible)
+        return module.merge(y.to(x.dtype)), (key, value)
+
+    def attend_cross(self, module: CrossAttention, x: Tensor, cache: Buffers) -> Tensor:
+        """See `PagedAttention`."""
+        q = module.project_query(x).reshape(x.shape[0], -1, self._config.head_dim).float()
+        is_visible = torch.ones(x.shape[0], self._source.capacity(cache[0]), dtype=torch.bool)
+        return module.merge(self._attend(q, cache, self._source, is_visible).to(x.dtype))
+
+    def _attend(self, q: Tensor, cache: Buffers, keys: _Keys, is_visible: Tensor) -> Tensor:
+        """Queries `[T, H, D]` to the keys that `keys` finds, where `is_visible` `[T, L]` → `[T, H * D]`."""
+        config, num_tokens = self._config, q.shape[0]
+        is_written = keys.is_written(cache[0])
+        mask = (self._is_own[:, :, None] & is_visible[:, None] & is_written).reshape(num_tokens, -1)
+        key, value = (keys.gather(blocks) for blocks in cache)
+        value = torch.where(is_written.reshape(-1)[:, None, None], value, 0.0)
+        grouped = q.reshape(num_tokens, config.num_kv_heads, -1, config.head_dim).permute(1, 2, 0, 3)
+        scores = grouped @ key.permute(1, 2, 0)[:, None] * (1.0 / math.sqrt(config.head_dim))
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+        y = weights @ value.permute(1, 0, 2)[:, None]
+        return y.permute(2, 0, 1, 3).reshape(num_tokens, config.num_heads * config.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Which blocks hold the keys of which row, `[B, M] int32`, and how many of them, `[B] int64`."""
+
+    table: Tensor
+    lengths: Tensor
+
+    def capacity(self, blocks: Tensor) -> int:
+        """How many keys a row's blocks have room for."""
+        return self.table.shape[1] * blocks.shape[1]
+
+    def is_written(self, blocks: Tensor) -> Tensor:
+        """`[B, L]` boolean, True where a row has a key; in nobody's block there is none."""
+        size = blocks.shape[1]
+        is_block = (self.table != 0)[:, :, None].expand(-1, -1, size).reshape(self.table.shape[0], -1)
+        return is_block & (torch.arange(self.capacity(blocks)) < self.lengths[:, None])
+
+    def gather(self, blocks: Tensor) -> Tensor:
+        """`[num_blocks, block_size, Hkv, D]` → `[B * L, Hkv, D] float32`."""
+        found = blocks.index_select(0, self.table.reshape(-1).long())
+        return found.reshape(-1, *blocks.shape[2:]).float()
+
+
+def scatter(blocks: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """ONNX `ScatterND`: the pool with `values` in it; what has no place goes to the block that is nobody's.
+
+    ONNX Runtime writes in place where the pool and the result are bound to the same memory, and copies where not.
+
+    Args:
+        blocks: `[num_blocks, block_size, Hkv, D]`.
+        places: `[N]` integers, `block * block_size + offset`, or -1.
+        values: `[N, Hkv, D]`.
+    """
+    flat, size = places.long().clamp(min=0), blocks.shape[1]
+    # As torch exports a division of integers, it would go through float32.
+    block: Tensor = symbolic("Div", (flat, torch.tensor(size)), {}, dtype=flat.dtype, shape=flat.shape, version=14)
+    indices = torch.stack((block, flat - block * size), dim=-1)
+    written: Tensor = symbolic(
+        "ScatterND", (blocks, indices, values), {}, dtype=blocks.dtype, shape=blocks.shape, version=18
+    )
+    return written
+
+
+def in_precision(model: Decoder, precision: KVPrecision) -> Decoder:
+    """The model itself in float32, a copy with rounded weights and tables in anything less."""
+    return model if precision is KVPrecision.FP32 else copy.deepcopy(model).to(_DTYPES[precision])
+
+
+def _candidates(logits: Tensor, num_candidates: int | str) -> dict[str, Tensor]:
+    values, ids = torch.topk(logits, int(num_candidates), dim=-1)
+    highest = values[:, :1]
+    normalizer = (logits - highest).exp().sum(-1).log() + highest[:, 0]
+    return {"logits": logits, "candidate_ids": ids, "candidate_logits": values, "log_normalizer": normalizer}
+
+
+CONTRIB: MakePagedAttention = ContribAttention
+"""ONNX Runtime's own operator, for CUDA."""
+STAND_IN: MakePagedAttention = StandInAttention
+"""Standard operators, for tests on any provider."""

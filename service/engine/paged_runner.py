@@ -1,0 +1,201 @@
+"""A scheduled batch in, logits out: the graphs over blocks of an artefact.
+
+A `Runner` beside `OrtRunner`, for graphs that take packed tokens (`model.artifact.paged_decoder_signature`). One run
+computes chunks of prompts, their beginnings and single tokens of any rows beside each other, and nothing for rows that
+a batch has in it as padding. A row is in a run with one piece: what follows in the same step follows in the next run,
+so that what a piece is computed with depends on its own request alone.
+
+Knows nothing of requests, of sampling, or of why a batch looks as it does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from model.config import ModelConfig, Positions
+from service.engine.batch import EncodeGroup, ScheduledBatch
+from service.engine.blocks import SCRATCH
+from service.engine.decode_buckets import DecodeBuckets
+from service.engine.device_blocks import DeviceBlocks
+from service.engine.paged_kv import HostBlocks, PagedKV
+from service.engine.session import Array, Binding, DeviceTensor, GraphSession
+
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+_NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """`token_ids` go to positions from `start` on of `slot`; `logits_rows` get the logits after the last of them."""
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    source_length: int
+    logits_rows: range
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+class PagedRunner:
+    """Runs the graphs over blocks of one artefact.
+
+    Args:
+        config: the model's sizes.
+        kv: the cache that this runner alone changes.
+        memory: its blocks.
+        decoder: the decoder graph (`model.artifact.paged_decoder_signature`).
+        encoder: the encoder graph of an encoder-decoder, None for a decoder-only model.
+        max_prefill_tokens: how many tokens of prompts a batch has at most.
+        device: given, "cpu" or "cuda", steps without prompts run in sizes that a device can record.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kv: PagedKV,
+        memory: HostBlocks | DeviceBlocks,
+        decoder: GraphSession,
+        encoder: GraphSession | None,
+        max_prefill_tokens: int = 0,
+        device: str | None = None,
+    ) -> None:
+        self.kv = kv
+        self.memory = memory
+        self._config = config
+        num_logits = kv.num_slots + max_prefill_tokens
+        self._logits = np.zeros((num_logits, config.vocab_size), np.float32)
+        # In the order of packed tokens, from where they go to their rows.
+        self._packed_logits = np.zeros((num_logits, config.vocab_size), np.float32)
+        names = [f"{part}_cache_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
+        caches: dict[str, Array | DeviceTensor] = dict(zip(names, memory.caches, strict=True))
+        self._decoder = _bind_caches(caches, decoder)
+        self._encoder = None if encoder is None else _bind_caches(caches, encoder)
+        self._buckets = None
+        if device is not None:
+            self._buckets = DecodeBuckets(config, decoder, caches, memory.block_size, device)
+
+    @property
+    def num_buckets(self) -> int:
+        """Sizes in which steps without prompts have run on a device; 0 where they run in their own."""
+        return 0 if self._buckets is None else self._buckets.num_buckets
+
+    def run(self, batch: ScheduledBatch) -> Float32:
+        """Runs one step; see `Runner.run`."""
+        for operation in batch.kv_operations:
+            self.kv.apply(operation)
+        for group in batch.encodes:
+            self._encode(group)
+        for wave in _waves(self._pieces(batch)):
+            self._run(wave)
+        return self._logits
+
+    def _pieces(self, batch: ScheduledBatch) -> Iterator[_Piece]:
+        """All that a batch computes, in its order, and where the logits go."""
+        for slot, row in enumerate(batch.decode):
+            if not row.is_padding:
+                yield _Piece(slot, row.position, (row.token_id,), row.source_length, range(slot, slot + 1))
+        for group in batch.prefill_groups:
+            for beginning in group.rows:
+                slot = beginning.slot
+                yield _Piece(slot, 0, beginning.token_ids, 0, range(slot, slot + 1))
+        next_logits = self.kv.num_slots
+        for chunk in batch.prefills:
+            rows = range(chunk.slot, chunk.slot + 1)
+            if chunk.num_scored:
+                rows = range(next_logits, next_logits + chunk.num_scored)
+                next_logits = rows.stop
+            yield _Piece(chunk.slot, chunk.start, chunk.token_ids, 0, rows)
+
+    def _encode(self, group: EncodeGroup) -> None:
+        if self._encoder is None:
+            raise ValueError("a decoder-only model encodes nothing")
+        shape = (len(group.rows), group.padded_length)
+        source_ids, slot_mapping = np.zeros(shape, np.int64), np.full(shape, _NOWHERE, np.int32)
+        for ids, places, row in zip(source_ids, slot_mapping, group.rows, strict=True):
+            length = len(row.token_ids)
+            ids[:length] = row.token_ids
+            places[:length] = self.kv.reserve_source(row.slots, length)
+        source_lengths = np.array([len(row.token_ids) for row in group.rows], np.int32)
+        self._encoder.bind_inputs(
+            {"source_ids": source_ids, "source_lengths": source_lengths, "slot_mapping": slot_mapping}
+        )
+        self.memory.flush()
+        self._encoder.run()
+
+    def _run(self, pieces: Sequence[_Piece]) -> None:
+        """Computes pieces of different rows together."""
+        for piece in pieces:
+            self.kv.reserve(piece.slot, piece.start, piece.stop)
+        counts = [len(piece.token_ids) for piece in pieces]
+        ends = np.cumsum(counts, dtype=np.int64)
+        # Of each piece the last tokens whose logits are wanted, by their place among all that are packed.
+        wanted = [np.arange(end - len(piece.logits_rows), end) for piece, end in zip(pieces, ends, strict=True)]
+        places = [self.kv.places(piece.slot, piece.start, piece.stop) for piece in pieces]
+        inputs: dict[str, Array] = {
+            "input_ids": np.concatenate([np.array(piece.token_ids, np.int64) for piece in pieces]),
+            "cumulative_sequence_length": np.concatenate(([0], ends)).astype(np.int32),
+            "past_seqlens": np.array([piece.start for piece in pieces], np.int32),
+            "block_table": _tables(pieces, self.kv.table, [piece.stop for piece in pieces]),
+            "slot_mapping": np.concatenate(places),
+            "attention_metadata": _bounds(counts, [piece.stop for piece in pieces]),
+            "logits_indices": np.concatenate(wanted),
+        }
+        if self._config.positions is not Positions.ROTARY:
+            positions = [np.arange(piece.start, piece.stop, dtype=np.int64) for piece in pieces]
+            inputs["position_ids"] = np.concatenate(positions)
+        if self._config.is_encoder_decoder:
+            lengths = [piece.source_length for piece in pieces]
+            inputs["source_past_seqlens"] = np.subtract(lengths, counts, dtype=np.int32)
+            inputs["source_block_table"] = _tables(pieces, self.kv.source_table, lengths)
+            inputs["source_attention_metadata"] = _bounds(counts, lengths)
+        self.memory.flush()
+        if self._buckets is not None and max(counts) == 1:
+            logits = self._buckets.run(inputs)
+        else:
+            logits = self._packed_logits[: len(inputs["logits_indices"])]
+            self._decoder.bind_inputs(inputs)
+            self._decoder.bind_outputs({"logits": logits})
+            self._decoder.run()
+        self._logits[[row for piece in pieces for row in piece.logits_rows]] = logits
+        for piece in pieces:
+            self._logits[piece.slot] = self._logits[piece.logits_rows[-1]]
+
+
+def _waves(pieces: Iterator[_Piece]) -> list[list[_Piece]]:
+    """Pieces by how many of their row go before them."""
+    waves: list[list[_Piece]] = []
+    num_before: dict[int, int] = defaultdict(int)
+    for piece in pieces:
+        if num_before[piece.slot] == len(waves):
+            waves.append([])
+        waves[num_before[piece.slot]].append(piece)
+        num_before[piece.slot] += 1
+    return waves
+
+
+def _tables(pieces: Sequence[_Piece], find: Callable[[int, int], Sequence[int]], lengths: Sequence[int]) -> Int32:
+    """The blocks under each row's first tokens, `[B, M]`, as wide as the longest; what others lack is nobody's."""
+    found = [find(piece.slot, length) for piece, length in zip(pieces, lengths, strict=True)]
+    tables = np.full((len(found), max(map(len, found))), SCRATCH, np.int32)
+    for row, blocks in zip(tables, found, strict=True):
+        row[: len(blocks)] = blocks
+    return tables
+
+
+def _bounds(num_queries: Sequence[int], num_keys: Sequence[int]) -> Int32:
+    """The most queries a row has, the most keys, and as many at least as some row has keys."""
+    return np.array([max(num_queries), max(num_keys), max(num_keys)], np.int32)
+
+
+def _bind_caches(caches: Mapping[str, Array | DeviceTensor], session: GraphSession) -> Binding:
+    """A graph tied to all blocks, in place; what is missing are the inputs and outputs of each run."""
+    return session.bind(caches, {name.replace("_cache_", "_cache_out_"): array for name, array in caches.items()})
