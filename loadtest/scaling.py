@@ -67,7 +67,7 @@ _DEGREES = ("constant", "linear", "quadratic", "cubic")
 # Made-up times scatter as a noisy machine's do, with a stray now and then.
 _NOISE, _STRAY_SHARE, _STRAY_FACTOR = 0.05, 0.02, 5.0
 QUICK: Mapping[str, Any] = {
-    "overrides": ("context=1024",),
+    "overrides": ("context=1024", "num_kv_heads=1"),
     "num_lengths": 6,
     "repeats": 3,
     "new": 9,

@@ -252,9 +252,10 @@ async def test_cancelled_task_gives_its_stream_up() -> None:
 
 async def test_stream_closed_by_another_thread_ends_for_its_reader() -> None:
     gate = Gate()
-    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
-        with Client(target(server)) as client, gate.closed():
-            stream = client.stream("ab")
+    async with running([LONG], runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        with Client(target(server), timeout_seconds=None) as client, gate.closed():
+            # Without an end of its own: the gate may open before the server has heard of the reader's leaving.
+            stream = client.stream("ab", max_tokens=ENDLESS, ignore_eos=True)
             gate.entered.clear()  # The golden cases have come through it.
             reader = asyncio.create_task(asyncio.to_thread(list, stream))
             await gate.until_entered()
@@ -265,10 +266,10 @@ async def test_stream_closed_by_another_thread_ends_for_its_reader() -> None:
 
 async def test_stream_closed_by_another_task_ends_for_its_reader() -> None:
     gate = Gate()
-    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
-        async with AsyncClient(target(server)) as client:
+    async with running([LONG], runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        async with AsyncClient(target(server), timeout_seconds=None) as client:
             with gate.closed():
-                stream = client.stream("ab")
+                stream = client.stream("ab", max_tokens=ENDLESS, ignore_eos=True)
                 gate.entered.clear()  # The golden cases have come through it.
 
                 async def read() -> list[Chunk]:

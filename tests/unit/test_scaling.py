@@ -163,7 +163,7 @@ def test_a_quick_run_decides_nothing(
     assert status == 0
     assert told["law_holds"] is None
     assert "quadratic" not in said
-    assert told["settings"]["overrides"] == ["context=1024"]
+    assert told["settings"]["overrides"] == ["context=1024", "num_kv_heads=1"]
 
 
 def test_what_cannot_be_measured_ends_with_status_2(
