@@ -67,11 +67,11 @@ class Settings:
     Lengths are geometric, from `shortest` as far as the context goes. `new` tokens are generated where decoding is
     measured, `new_without_cache` where every one of them costs a prefill. `overrides` are the preset's, as `key=value`:
     its weights know nothing of the context, and five times n* needs more of it than the preset has; and all its queries
-    share one head of keys and values, so that those of the longest context (8 MiB) stay within a processor's last cache:
-    where they leave it a token costs more, and what is straight bends at a place that is the machine's. Before each sample
-    goes a prompt as long, but not longer than `settle`, which does not count; 0 leaves it out. Sources stay within
-    `source_context`, which saves time. `threads` leave one processor to the rest of the server and to the client: what
-    they take from a graph that has all of them is noise.
+    share one head of keys and values, so that those of the longest context (8 MiB) stay in a processor's last cache:
+    where they leave it a token costs more, and what is straight bends at a place that is the machine's. Before each
+    sample goes a prompt as long, but not longer than `settle`, which does not count; 0 leaves it out. Sources stay
+    within `source_context`, which saves time. `threads` leave one processor to the rest of the server and to the
+    client: what they take from a graph that has all of them is noise.
     """
 
     preset: str = "law"

@@ -272,6 +272,21 @@ def test_a_prediction_is_judged_by_what_it_is_off_in_parts_of_what_was_measured(
     assert found["finish"]["max"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize(
+    ("share", "unsteady", "holds"),
+    [(0.95, 0, True), (0.95, 4, True), (0.85, 0, False), (0.85, 1, False), (0.85, 2, None)],
+)
+def test_a_promise_is_judged_where_the_same_work_takes_the_same_time(
+    share: float, unsteady: int, holds: bool | None
+) -> None:
+    alone = {way: {"share_within": share} for way in ("cost", "estimate")}
+    found = prediction.verdict(alone, [1.0] * (10 - unsteady) + [1.5] * unsteady)
+    assert found["holds"] is holds
+    assert found["yardstick"] == {"count": 10, "median_seconds": 1.0, "share_within": 1 - unsteady / 10}
+    missed_by_one_way = prediction.verdict({**alone, "estimate": {"share_within": 0.5}}, [1.0] * 10)
+    assert missed_by_one_way["holds"] is False
+
+
 @pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])
 def test_requests_of_a_workload_fit_the_model_and_some_begin_alike(family: str) -> None:
     config = replace(tiny_config(family), **({"source_context": 64} if family == "encoder-decoder" else {}))
@@ -298,6 +313,7 @@ def test_predictions_of_a_real_server_are_measured_alone_and_under_load(tmp_path
     results = prediction.measure(settings, tmp_path)
     found = results["models"][artefact.name]
     assert found["alone"]["count"] == len(found["requests"]) == 6
+    assert found["yardstick"]["count"] == 2
     assert found["load"]["count"] >= 6
     for when in ("alone", "load"):
         for way in ("cost", "estimate", "finish"):
