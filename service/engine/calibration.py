@@ -15,14 +15,14 @@ from typing import Protocol
 from service.engine.plan import Pieces
 from service.engine.types import GenerationRequest, SamplingParams, StepOutput, StepStats, StoppingParams
 
-MAX_SECONDS = 2.0
+MAX_SECONDS = 0.5
 """For a model's calibration; what is not learned in it is learned from requests."""
 
 _SHORT_PROMPT = 8
 # Of sources, each so many times as long as the one before; the long ones come after all else.
 _LADDER = 4
 _EARLY_SOURCE = 512
-_NUM_DECODES = 5
+_NUM_DECODES = 4
 _NUM_PASSES = 4
 _SEED = 1
 
@@ -54,7 +54,8 @@ class Round:
 
 
 def rounds(pieces: Pieces, max_batch_size: int, max_prefill_tokens: int) -> Iterator[Round]:
-    """What to run, the most telling first: one row, batches up to the largest, then the longest prompts or sources.
+    """What to run, the most telling first, as a slow model does not come far: one row, as many rows as there are at most,
+    longer prompts or sources, the batches in between, then the longest prompts or sources.
 
     A step starts no more of a batch than `max_prefill_tokens` have room for: the first go on until the last are there.
     """
@@ -69,11 +70,19 @@ def rounds(pieces: Pieces, max_batch_size: int, max_prefill_tokens: int) -> Iter
     else:
         early = [short, *(max(short, min(length, longest)) for length in (chunk // 4, 5 * chunk // 2))]
         late = [max(short, min(6 * chunk, longest))]
-    for length in early:
-        yield Round(1, length, _NUM_DECODES + 1)
     padded = pieces.padded_source_length(short) or pieces.padded_prompt_length(short)
-    for rows in (min(1 << power, max_batch_size) for power in range(1, (max_batch_size - 1).bit_length() + 1)):
-        yield Round(rows, short, _NUM_DECODES + rows * padded // max_prefill_tokens)
+
+    def batch(rows: int) -> Round:
+        return Round(rows, short, _NUM_DECODES + 1 + rows * padded // max_prefill_tokens)
+
+    yield batch(1)
+    if max_batch_size > 1:
+        yield batch(max_batch_size)
+    for length in early:
+        if length != short:
+            yield Round(1, length, 2)
+    for power in range(1, (max_batch_size - 1).bit_length()):
+        yield batch(1 << power)
     for length in late:
         yield Round(1, length, 2)
 

@@ -116,5 +116,5 @@ def test_rounds_fit_every_model_and_reach_the_largest_batch(
     for each in made:
         assert 1 <= each.num_prompt_tokens <= (source_context or context - 1)
         assert each.num_new_tokens >= 1
-    longest = source_context or max(1, min(context - 6, 6 * 128))
+    longest = source_context or max(1, min(context - 5, 6 * 128))
     assert max(each.num_prompt_tokens for each in made) == longest
