@@ -54,9 +54,9 @@ class Round:
 
 
 def rounds(pieces: Pieces, max_batch_size: int, max_prefill_tokens: int) -> Iterator[Round]:
-    """What to run, the most telling first, as a slow model does not come far: one row, as many rows as there are at most,
-    longer prompts or sources, the batches in between, then the longest prompts or sources.
+    """What to run, the most telling first, as a slow model does not come far.
 
+    One row, as many rows as there are at most, longer prompts or sources, batches in between, the longest.
     A step starts no more of a batch than `max_prefill_tokens` have room for: the first go on until the last are there.
     """
     longest, chunk = pieces.source_context or pieces.context - _NUM_DECODES - 1, pieces.chunk

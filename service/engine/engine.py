@@ -15,7 +15,7 @@ from service.engine.batch import ScheduledBatch
 from service.engine.calibration import calibrate, rounds
 from service.engine.failure import report_failure
 from service.engine.plan import Pieces
-from service.engine.replay import replay
+from service.engine.replay import replay_all
 from service.engine.runner import Runner
 from service.engine.sampler import Sampler
 from service.engine.scheduler import Scheduler
@@ -163,7 +163,8 @@ class Engine:
         self._last_run.ended = None
         pieces, num_slots = self._scheduler.pieces, self._scheduler.limits.max_batch_size
         try:
-            return tuple(compare(case, replay(self._runner, case, pieces, num_slots), tolerance) for case in cases)
+            answers = replay_all(self._runner, cases, pieces, num_slots)
+            return tuple(compare(case, logits, tolerance) for case, logits in zip(cases, answers, strict=True))
         finally:
             self._scheduler.forget_kv()
 

@@ -7,7 +7,7 @@ import pytest
 
 from model.golden import Feed, GoldenCase, Step, Tolerance, staggered
 from service.engine.plan import Pieces
-from service.engine.replay import replay
+from service.engine.replay import replay, replay_all
 from tests.fakes import VOCAB_SIZE, FakeRunner, fake_engine, noise
 
 PIECES = Pieces(chunk=8, context=64, prompt_padding=4, short_prompt=6, source_padding=16, source_context=64)
@@ -44,6 +44,29 @@ def test_replay_of_chunks_beside_rows_that_wait_gives_their_logits() -> None:
     chunked = make_case((7, 12), (*_chunks(0, (5,)), *_chunks(1, (4, 6)), *_together(5, 10, 2)), with_sources=False)
     for case in (chunked, make_case((2,), steps, with_sources=False)):
         np.testing.assert_array_equal(replay(FakeRunner(4), case, PIECES, 4), case.logits)
+
+
+@pytest.mark.parametrize("with_sources", [False, True], ids=["decoder-only", "encoder-decoder"])
+@pytest.mark.parametrize("num_slots", [1, 3, 32])
+def test_cases_side_by_side_give_what_each_gives_by_itself(num_slots: int, with_sources: bool) -> None:
+    shapes: list[tuple[tuple[int, ...], tuple[Step, ...]]] = [
+        (LENGTHS, staggered(LENGTHS)),
+        ((1,), staggered((1,))),
+        ((4, 4), staggered((4, 4))),
+    ]
+    if not with_sources:
+        shapes.append(((7, 12), (*_chunks(0, (5,)), *_chunks(1, (4, 6)), *_together(5, 10, 2))))
+        # Decodes, reads on, decodes.
+        shapes.append(((9,), (*_chunks(0, (3,)), (Feed(0, 3, 1),), (Feed(0, 4, 4),), (Feed(0, 8, 1),))))
+    cases = [make_case(lengths, steps, with_sources=with_sources) for lengths, steps in shapes]
+    runner, alone = FakeRunner(num_slots), FakeRunner(num_slots)
+    for case, logits in zip(cases, replay_all(runner, cases, PIECES, num_slots), strict=True):
+        np.testing.assert_array_equal(logits, case.logits)
+        np.testing.assert_array_equal(replay(alone, case, PIECES, num_slots), case.logits)
+    if num_slots == 32 and not with_sources:
+        assert len(runner.batches) < len(alone.batches) * 2 / 3
+    assert max(len(batch.decode) for batch in runner.batches) <= num_slots
+    assert replay_all(runner, [], PIECES, num_slots) == []
 
 
 def test_engine_verifies_golden_cases_and_notices_wrong_ones() -> None:
