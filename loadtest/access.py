@@ -11,9 +11,6 @@ from typing import Any, Protocol
 
 import grpc
 
-OPTIONS = ("api_key_file", "ca_certificate", "client_certificate", "client_key", "server_name")
-"""The names under which parsed options have them."""
-
 
 class Parser(Protocol):
     """What takes options: argparse's parser, Locust's, or a group of theirs."""

@@ -20,38 +20,29 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from loadtest.clients import Client, WireProtocol, connect
+from loadtest.command import AskSettings, add_server, new_driver, say_bad_options, say_failure
 from loadtest.drive import Driver
 from loadtest.figures import Run, render, summarise
-from loadtest.options import LoadOptions, add_options, read_options
+from loadtest.options import add_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DEFAULT_TARGET = "127.0.0.1:8001"
 _DEFAULT_REQUESTS = 100
-_BAD_OPTIONS = 2
-_WARMUP_STREAM = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(AskSettings):
     """What to do; `seconds` and `max_concurrency` are None where nothing limits them."""
 
-    target: str
-    protocol: WireProtocol
-    load: LoadOptions
-    connections: int = 1
-    is_streamed: bool = True
     max_concurrency: int | None = None
     seconds: float | None = None
-    warmups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,47 +62,12 @@ async def measure(settings: Settings) -> Result:
         RuntimeError: when a request of the warm-up does not come to its end.
         ValueError: when model and options do not go together.
     """
-    load = settings.load
-    async with connect(
-        settings.protocol,
-        settings.target,
-        load.model,
-        load.sampling,
-        load.access,
-        connections=settings.connections,
-        is_streamed=settings.is_streamed,
-    ) as client:
-        await warm_up(client, load, settings.warmups)
-        driver = new_driver(client, load)
+    async with settings.connect() as client:
+        await settings.warm_up(client)
+        driver = new_driver(client, settings.load)
         with _stopping(driver):
             run = await _drive(driver, settings)
         return Result(run, client.facts.model, driver.began)
-
-
-def new_driver(client: Client, load: LoadOptions, stream: int = 0) -> Driver:
-    """A driver for what the options say; another stream has other prompts."""
-    return Driver(
-        client,
-        load.workload(client.facts.vocab_size, stream),
-        timeout_seconds=load.timeout_seconds,
-        drain_seconds=load.drain_seconds,
-    )
-
-
-async def warm_up(client: Client, load: LoadOptions, count: int) -> None:
-    """Sends so many requests, one after another, that are in no report: the first ones pay for what later ones find.
-
-    Raises:
-        RuntimeError: when one does not come to its end, as nothing measured after that would mean anything.
-    """
-    if not count:
-        return
-    # Prompts of their own: those of the run must find nothing cached.
-    driver = new_driver(client, replace(load, cancel_share=0.0), _WARMUP_STREAM)
-    run = await driver.closed_loop(1, count=count)
-    for record in run.records:
-        if record.code != "OK":
-            raise RuntimeError(f"a request of the warm-up ended with {record.code}: {record.detail}")
 
 
 async def _drive(driver: Driver, settings: Settings) -> Run:
@@ -161,16 +117,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         settings = _settings(options)
     except ValueError as error:
-        sys.stderr.write("".join(f"{each}\n" for each in str(error).split("; ")))
-        return _BAD_OPTIONS
+        return say_bad_options(error)
     try:
         result = asyncio.run(measure(settings))
-    except grpc.aio.AioRpcError as error:
-        sys.stderr.write(f"{settings.target}: {error.code().name}: {error.details()}\n")
-        return 1
-    except (RuntimeError, ValueError) as error:
-        sys.stderr.write(f"{settings.target}: {error}\n")
-        return 1
+    except (grpc.aio.AioRpcError, RuntimeError, ValueError) as error:
+        return say_failure(settings.target, error)
     report = _describe(settings, options, result)
     if options.save_detailed:
         report |= {"began_monotonic": result.began} | detailed(result.run)
@@ -215,49 +166,18 @@ def _settings(options: argparse.Namespace) -> Settings:
         problems.append(f"--max-concurrency: {options.max_concurrency} is below 0")
     if options.duration < 0.0:
         problems.append(f"--duration: {options.duration} is below 0")
-    if options.connections < 1:
-        problems.append(f"--connections: {options.connections} is below 1")
-    if options.num_warmups < 0:
-        problems.append(f"--num-warmups: {options.num_warmups} is below 0")
-    if options.protocol is WireProtocol.OIP and not options.model:
-        problems.append("--model: the Open Inference Protocol has no model by default")
     if not options.requests and not options.duration:
         options.requests = _DEFAULT_REQUESTS
     if options.duration and not options.max_concurrency and options.rate == math.inf and not options.trace:
         problems.append("--duration: without --request-rate or --max-concurrency everything is sent at once")
     if options.trace:
         options.arrivals = "trace"
-    try:
-        load = read_options(options)
-    except ValueError as error:
-        raise ValueError("; ".join([str(error), *problems])) from None
-    if problems:
-        raise ValueError("; ".join(problems))
-    return Settings(
-        target=options.target,
-        protocol=options.protocol,
-        load=load,
-        connections=options.connections,
-        is_streamed=not options.unary,
+    return Settings.read(
+        options,
+        problems,
         max_concurrency=options.max_concurrency or None,
         seconds=options.duration or None,
-        warmups=options.num_warmups,
     )
-
-
-def add_server(parser: argparse.ArgumentParser) -> None:
-    """Options that say who is asked."""
-    parser.add_argument("--target", default=DEFAULT_TARGET, help="host:port of the server")
-    parser.add_argument(
-        "--protocol",
-        type=WireProtocol,
-        choices=list(WireProtocol),
-        default=WireProtocol.ONWARD,
-        help="onward.v1, or the Open Inference Protocol (version 2) with a text model",
-    )
-    parser.add_argument("--connections", type=int, default=1, help="connections that requests take turns on")
-    parser.add_argument("--unary", action="store_true", help="ask for whole answers, of servers that stream none")
-    parser.add_argument("--num-warmups", type=int, default=1, help="requests before, in no report")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -28,38 +28,31 @@ import grpc
 
 from loadtest import machine
 from loadtest.arrivals import Arrivals, Pattern
-from loadtest.bench import add_server, new_driver, warm_up
 from loadtest.capacity_report import draw_picture, render
-from loadtest.clients import Client, WireProtocol, connect
+from loadtest.clients import Client
+from loadtest.command import AskSettings, add_server, new_driver, say_bad_options, say_failure
 from loadtest.figures import Run, Wanted, summarise
-from loadtest.options import LoadOptions, add_options, read_options
+from loadtest.options import LoadOptions, add_options
 from loadtest.records import Outcome
 from loadtest.serving import serving
 
 NAME = "capacity"
 LOADS = (0.5, 0.8, 1.2)
-_BAD_OPTIONS = 2
 # Streams of prompts: 0 is the benchmark's, 1 the warm-up's.
 _CLOSED_STREAM = 2
 _FIRST_OPEN_STREAM = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(AskSettings):
     """What to do; `users` of the closed loop is None where the server is to say how many it runs at once."""
 
-    target: str
-    protocol: WireProtocol
-    load: LoadOptions
     pattern: Pattern = Pattern.POISSON
     burstiness: float = 1.0
     loads: tuple[float, ...] = LOADS
     seconds: float = 60.0
     closed_seconds: float = 30.0
     users: int | None = None
-    connections: int = 1
-    is_streamed: bool = True
-    warmups: int = 1
 
 
 async def measure(settings: Settings) -> dict[str, Any]:
@@ -71,19 +64,11 @@ async def measure(settings: Settings) -> dict[str, Any]:
         ValueError: when model and options do not go together.
     """
     load = settings.load
-    async with connect(
-        settings.protocol,
-        settings.target,
-        load.model,
-        load.sampling,
-        load.access,
-        connections=settings.connections,
-        is_streamed=settings.is_streamed,
-    ) as client:
+    async with settings.connect() as client:
         users = settings.users or client.facts.max_batch_size
         if not users:
             raise ValueError("--users: this protocol does not tell how many requests run at once")
-        await warm_up(client, load, settings.warmups)
+        await settings.warm_up(client)
         _tell(f"closed loop, {users} users, {settings.closed_seconds:g} s")
         closed = await new_driver(client, load, _CLOSED_STREAM).closed_loop(users, seconds=settings.closed_seconds)
         capacity = capacity_of(closed, users)
@@ -165,20 +150,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         settings = _settings(options)
     except ValueError as error:
-        sys.stderr.write("".join(f"{each}\n" for each in str(error).split("; ")))
-        return _BAD_OPTIONS
+        return say_bad_options(error)
     try:
         with ExitStack() as stack:
             if options.models:
                 server = stack.enter_context(serving(Path(options.models), "--no-metrics", "--log-level", "warning"))
                 settings = replace(settings, target=server.target)
             report = asyncio.run(measure(settings))
-    except grpc.aio.AioRpcError as error:
-        sys.stderr.write(f"{settings.target}: {error.code().name}: {error.details()}\n")
-        return 1
-    except (RuntimeError, ValueError) as error:
-        sys.stderr.write(f"{settings.target}: {error}\n")
-        return 1
+    except (grpc.aio.AioRpcError, RuntimeError, ValueError) as error:
+        return say_failure(settings.target, error)
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     line = json.dumps(report, allow_nan=False)
@@ -193,11 +173,9 @@ def main(arguments: Sequence[str]) -> int:
 def _settings(options: argparse.Namespace) -> Settings:
     problems = [
         f"--{name.replace('_', '-')}: {getattr(options, name)} is not above 0"
-        for name in ("seconds", "closed_seconds", "connections")
+        for name in ("seconds", "closed_seconds")
         if not getattr(options, name) > 0
     ]
-    if options.protocol is WireProtocol.OIP and not options.model:
-        problems.append("--model: the Open Inference Protocol has no model by default")
     pattern = Pattern(options.arrivals)
     if pattern is Pattern.TRACE:
         problems.append("--arrivals: a trace says itself when requests come, so no load can be asked of it")
@@ -207,25 +185,15 @@ def _settings(options: argparse.Namespace) -> Settings:
         loads = ()
     if not loads or any(not (math.isfinite(each) and each > 0.0) for each in loads):
         problems.append(f"--loads: {options.loads!r} is not a list of shares above 0, as in 0.5,0.8,1.2")
-    try:
-        load = read_options(options)
-    except ValueError as error:
-        raise ValueError("; ".join([str(error), *problems])) from None
-    if problems:
-        raise ValueError("; ".join(problems))
-    return Settings(
-        target=options.target,
-        protocol=options.protocol,
-        load=load,
+    return Settings.read(
+        options,
+        problems,
         pattern=pattern,
         burstiness=options.burstiness,
         loads=loads,
         seconds=options.seconds,
         closed_seconds=options.closed_seconds,
         users=options.users or None,
-        connections=options.connections,
-        is_streamed=not options.unary,
-        warmups=options.num_warmups,
     )
 
 

@@ -45,7 +45,7 @@ def describe(report: Mapping[str, Any]) -> str:
         f"{report['seconds']:g} s each), shares of that, whatever became of the requests before. Every offered request "
         "finished, or was refused, failed or was cancelled; none is missing unless the table says so. Latencies count "
         "from when a request was due. Throughput is over the time until the last stream ended. Measured "
-        f"{report['date'][:10]}{client}."
+        f"by `python -m loadtest capacity`, {report['date'][:10]}{client}."
     )
 
 

@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loadtest.child import run_module
 from loadtest.probe import Answer, Probe, probing
 from loadtest.serving import Server, serving
 from model.config import Architecture, ModelConfig
@@ -47,7 +48,6 @@ _QUIET = ("--log-level", "warning")
 # Every product by the same provider, on whatever machine; and no prompt before the first that is asked for, or a fresh
 # process would already have taken what the longest takes.
 _PLAIN = ("--prefill-provider", "cpu", "--no-calibrate")
-_MAX_SAID = 500
 _KV_USAGE = re.compile(r"^onward_kv_cache_usage_ratio\{[^}]*\} (\S+)$", re.MULTILINE)
 # Tokens of a prompt whose answer is not waited for, and how often its server's metrics are asked for.
 _NUM_HELD, _MOST_SCRAPES = 16, 20
@@ -219,7 +219,7 @@ class _Study:
         drawn, report = self._build / "locust-lengths", self._build / "locust.json"
         drawn.write_text("\n".join(map(str, lengths)), encoding="utf-8")
         report.unlink(missing_ok=True)
-        _run(
+        run_module(
             "locust", "--locustfile", str(_LOCUSTFILE), "--host", server.target, "--headless", "--users", "1",
             "--loglevel", "WARNING", "--num-prompts", str(count), "--prompt-tokens", f"file:{drawn}",
             "--max-tokens", "1", "--seed", str(settings.seed), "--report", str(report), "--report-detailed",
@@ -366,17 +366,10 @@ def _make_artefact(folder: Path, recipe: str, overrides: Sequence[str], say: Say
     checkpoint, artefact = folder / "checkpoint", folder / "models" / "model"
     changes = [part for override in overrides for part in ("--set", override)]
     say(f"making {recipe}")
-    _run("model", "init", recipe, "--out", str(checkpoint), "--seed", "0", *changes)
-    _run("export", str(checkpoint), "--out", str(artefact), "--device", "cpu", "--precision", "fp32")
+    run_module("model", "init", recipe, "--out", str(checkpoint), "--seed", "0", *changes)
+    run_module("export", str(checkpoint), "--out", str(artefact), "--device", "cpu", "--precision", "fp32")
     manifest = json.loads((artefact / "manifest.json").read_text(encoding="utf-8"))
     return ModelConfig.from_dict(manifest["config"])
-
-
-def _run(module: str, *arguments: str) -> None:
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 (our own program)
-    if done.returncode != 0:
-        raise RuntimeError(f"{module} exited with {done.returncode}: {done.stderr.strip()[-_MAX_SAID:]}")
 
 
 @contextmanager

@@ -191,6 +191,9 @@ def test_bench_refuses_what_does_not_fit_by_its_name(
         (("--loads", "0.5,x"), "--loads: '0.5,x'"),
         (("--seconds", "0"), "--seconds: 0.0 is not above 0"),
         (("--arrivals", "trace"), "--arrivals: a trace says itself"),
+        (("--connections", "0"), "--connections: 0 is below 1"),
+        (("--num-warmups", "-1"), "--num-warmups: -1 is below 0"),
+        (("--protocol", "oip", "--seconds", "0"), "--model: the Open Inference Protocol has no model by default"),
     ],
 )
 def test_capacity_refuses_what_does_not_fit_by_its_name(

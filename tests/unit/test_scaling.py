@@ -537,7 +537,8 @@ def test_a_capacity_curve_is_shown_where_one_was_given(results: dict[str, Any], 
     assert "".join(f"<td>{cell}</td>" for cell in cells) in page
     assert "<li>at 1.2: 150 of RESOURCE_EXHAUSTED (full)</li>" in page
     assert "12.50 requests/s with 8 users" in page
-    assert "Measured 2026-01-02; the client ran on a processor, 2 processors." in page
+    assert "Measured by <code>python -m loadtest capacity</code>, 2026-01-02; " in page
+    assert "; the client ran on a processor, 2 processors." in page
     assert all(each.startswith("capacity") for each in re.findall(r'\bid="([^"]+)"', page) if each != "results")
     document = report.write_document(given, tmp_path).read_text()
     assert f"]({report.CAPACITY}.svg)" in document
