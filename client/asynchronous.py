@@ -47,9 +47,8 @@ class AsyncClient:
         timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
         retries: RetryPolicy = DEFAULT_RETRIES,
     ) -> None:
-        connection = Connection(connection) if isinstance(connection, str) else connection
-        self._defaults = CallDefaults(connection, timeout_seconds, retries)
-        self._channel = connection.aio_channel(*retries.channel_options)
+        self._defaults = CallDefaults.of(connection, timeout_seconds, retries)
+        self._channel = self._defaults.aio_channel()
         self._generation: GenerationServiceAsyncStub = GenerationServiceStub(self._channel)
         self._models: ModelServiceAsyncStub = ModelServiceStub(self._channel)
 
@@ -193,7 +192,6 @@ class AsyncStream(StreamTries, AsyncIterator[Chunk]):
     ) -> None:
         super().__init__(request, tries)
         self._method = method
-        self._request = request
         self._call: grpc.aio.UnaryStreamCall[pb.GenerateStreamRequest, pb.GenerateStreamResponse] | None = None
 
     async def __aenter__(self) -> Self:

@@ -47,9 +47,8 @@ class Client:
         timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
         retries: RetryPolicy = DEFAULT_RETRIES,
     ) -> None:
-        connection = Connection(connection) if isinstance(connection, str) else connection
-        self._defaults = CallDefaults(connection, timeout_seconds, retries)
-        self._channel = connection.channel(*retries.channel_options)
+        self._defaults = CallDefaults.of(connection, timeout_seconds, retries)
+        self._channel = self._defaults.channel()
         self._generation = GenerationServiceStub(self._channel)
         self._models = ModelServiceStub(self._channel)
 
@@ -193,7 +192,6 @@ class Stream(StreamTries, Iterator[Chunk]):
     ) -> None:
         super().__init__(request, tries)
         self._method = method
-        self._request = request
         self._call: _Cancellable | None = None
         self._events: Iterator[pb.GenerateStreamResponse] = iter(())
 

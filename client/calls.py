@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
+import grpc
+import grpc.aio
 from google.protobuf.message import Message
 
 from client.answers import StreamFacts
@@ -11,6 +14,7 @@ from client.connection import Connection, Metadata
 from client.errors import CallError
 from client.requests import CallOptions, carry_deadline, request_id
 from client.retries import Attempts, RetryPolicy
+from proto.onward.v1 import generation_pb2 as pb
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
@@ -28,6 +32,19 @@ class CallDefaults:
     connection: Connection
     timeout_seconds: float | None
     retries: RetryPolicy
+
+    @classmethod
+    def of(cls, connection: Connection | str, timeout_seconds: float | None, retries: RetryPolicy) -> Self:
+        """The defaults of a client, to whom an address alone is a connection in the clear and without a key."""
+        return cls(Connection(connection) if isinstance(connection, str) else connection, timeout_seconds, retries)
+
+    def channel(self) -> grpc.Channel:
+        """A channel for blocking calls. The caller closes it."""
+        return self.connection.channel(*self.retries.channel_options)
+
+    def aio_channel(self) -> grpc.aio.Channel:
+        """The same for the running event loop."""
+        return self.connection.aio_channel(*self.retries.channel_options)
 
     def begin(self, options: CallOptions, *, is_repeatable: bool = True) -> Tries:
         """The tries of a call that begins now.
@@ -66,8 +83,9 @@ class StreamTries(StreamFacts):
         tries: how often.
     """
 
-    def __init__(self, request: Message, tries: Tries) -> None:
+    def __init__(self, request: pb.GenerateStreamRequest, tries: Tries) -> None:
         super().__init__(request_id(request))
+        self._request = request
         self._tries = tries
 
     def _was_closed(self) -> bool:
