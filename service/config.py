@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from service.engine.types import PrefillProvider
 from service.errors import StartupError
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 class LogLevel(StrEnum):
@@ -175,25 +177,14 @@ def _objectives(text: str) -> tuple[float, ...]:
     return tuple(values)
 
 
-def _metrics_compat(text: str) -> MetricsCompat:
-    try:
-        return MetricsCompat(text.lower())
-    except ValueError:
-        raise ValueError(f"must be one of {', '.join(MetricsCompat)}") from None
+def _choice(kind: type[_Choice]) -> Callable[[str], _Choice]:
+    def parse(text: str) -> _Choice:
+        try:
+            return kind(text.lower())
+        except ValueError:
+            raise ValueError(f"must be one of {', '.join(kind)}") from None
 
-
-def _log_level(text: str) -> LogLevel:
-    try:
-        return LogLevel(text.lower())
-    except ValueError:
-        raise ValueError(f"must be one of {', '.join(LogLevel)}") from None
-
-
-def _telemetry(text: str) -> Telemetry:
-    try:
-        return Telemetry(text.lower())
-    except ValueError:
-        raise ValueError(f"must be one of {', '.join(Telemetry)}") from None
+    return parse
 
 
 def _otlp_endpoint(text: str) -> str:
@@ -216,20 +207,6 @@ def _address(text: str) -> str:
     if not is_good:
         raise ValueError("must be a host and a port, as in 127.0.0.1:8002")
     return text
-
-
-def _admission(text: str) -> Admission:
-    try:
-        return Admission(text.lower())
-    except ValueError:
-        raise ValueError(f"must be one of {', '.join(Admission)}") from None
-
-
-def _prefill_provider(text: str) -> PrefillProvider:
-    try:
-        return PrefillProvider(text.lower())
-    except ValueError:
-        raise ValueError(f"must be one of {', '.join(PrefillProvider)}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +243,7 @@ class ServeConfig:
     metrics: Annotated[bool, Option("serve Prometheus metrics over HTTP", _boolean)] = True
     metrics_port: Annotated[int, Option("port for metrics; 0 lets the system choose", _integer(0, 65535))] = 8002
     metrics_compat: Annotated[
-        MetricsCompat, Option("show metrics under another server's names too: none or vllm", _metrics_compat)
+        MetricsCompat, Option("show metrics under another server's names too: none or vllm", _choice(MetricsCompat))
     ] = MetricsCompat.NONE
     slo_time_to_first_token: Annotated[
         tuple[float, ...], Option("objectives for the first token in seconds, as in 0.2,1: exact shares", _objectives)
@@ -283,7 +260,7 @@ class ServeConfig:
         Option(
             "deadline: refuse at once what is predicted to miss its deadline, and let early deadlines go first; "
             "off: first come, first served, and a deadline only cancels",
-            _admission,
+            _choice(Admission),
         ),
     ] = Admission.DEADLINE
     prefill_chunk: Annotated[int, Option("prompt tokens computed per step", _integer(1, 65536))] = 128
@@ -292,7 +269,7 @@ class ServeConfig:
         Option(
             "what computes prompts: cpu; openvino, which needs the extra `openvino`, an Intel processor and artefacts "
             "with a prefill graph, and loses in chunks below 512; or auto, openvino where it computes in bf16 on AMX",
-            _prefill_provider,
+            _choice(PrefillProvider),
         ),
     ] = PrefillProvider.AUTO
     kv_memory: Annotated[
@@ -329,7 +306,7 @@ class ServeConfig:
     calibrate: Annotated[
         bool,
         Option(
-            "before serving, run steps of a few sizes for up to 2 s per model, to predict times from the start",
+            "before serving, run steps of a few sizes for up to 0.5 s per model, to predict times from the start",
             _boolean,
         ),
     ] = True
@@ -363,7 +340,7 @@ class ServeConfig:
     ] = None
     api_keys: Annotated[Path | None, Option("TOML file of the API keys; calls need one then", _file)] = None
     reflection: Annotated[bool, Option("let clients ask for the wire contract", _boolean)] = True
-    log_level: Annotated[LogLevel, Option("least severe message logged", _log_level)] = LogLevel.INFO
+    log_level: Annotated[LogLevel, Option("least severe message logged", _choice(LogLevel))] = LogLevel.INFO
     # 80 s of steps that take 10 ms, 8 s of a small model's that take 1 ms; with as many requests below 6 MB per model.
     recorder_steps: Annotated[
         int, Option("last steps and requests that the flight recorder keeps, per model; 0: none", _integer(0, 1 << 20))
@@ -373,7 +350,7 @@ class ServeConfig:
         Option(
             "what OpenTelemetry exports (extra `otel`): off, traces, or all, which is traces and metrics; default: all "
             "with --otel-endpoint, else off",
-            _telemetry,
+            _choice(Telemetry),
         ),
     ] = None
     otel_endpoint: Annotated[
