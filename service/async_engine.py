@@ -15,27 +15,26 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
 
-from service.admission import PATIENCE_SECONDS, DeadlineAdmission, Prediction
+from service.admission import PATIENCE_SECONDS
 from service.allowance import shortfall
 from service.costing import Cost, CostModel
 from service.engine.failure import report_failure
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, StepStats, TokenEvent
 from service.engine_thread import EngineThread, Result, StepEngine
 from service.errors import EngineFailed, InvalidRequest, NotServing, RequestCancelled, RequestError
-from service.forecast import Estimate, Forecaster, Quote
+from service.forecast import Estimate, Forecaster
 from service.lane import Lane, LaneLimits
 from service.metrics import Metrics, ModelMetrics, RequestRecord
-from service.recorder import FlightLog, FlightRecorder, RecordedRequest
+from service.recorder import FlightLog, FlightRecorder
 from service.sharing import CoreSharing, Rival
-from service.tracing import NoTracer, RequestTrace, Tracer
+from service.stream import Stream
+from service.tracing import NoTracer, Tracer
 
-# A client far behind gets many tokens in a message, but not so many that no message holds them.
-_MAX_EVENTS_TAKEN = 128
 # Steps that tell how long the event loop lets an answer wait.
 _NUM_HANDED = 64
 # For a step to end, so that a refusal need not be wrong for want of what is cached.
@@ -44,90 +43,10 @@ _MAX_LOOK_UP_SECONDS = 0.1
 _MAX_FAILURES = 3
 
 
-@dataclass(slots=True, eq=False)
-class _Tokens:
-    """One output's tokens so far: how many were told, when the first was, and when the last."""
-
-    first_time: float
-    last_time: float
-    count: int = 1
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """One request between admission and its last event. `request` is None until it is handed to the engine.
-
-    `quote` is what `forecaster` knew of its future then, `cost` what became of it, where it came to a token;
-    `prediction` is what `admission` went by, where it has a deadline.
-    """
-
-    request_id: str
-    model: str
-    lane: Lane
-    trace: RequestTrace
-    request: GenerationRequest | None = None
-    events: list[TokenEvent] = field(default_factory=list)
-    waiter: asyncio.Future[None] | None = None
-    admission: DeadlineAdmission | None = None
-    prediction: Prediction | None = None
-    forecaster: Forecaster | None = None
-    quote: Quote | None = None
-    cost: Cost | None = None
-    tokens: dict[int, _Tokens] = field(default_factory=dict)
-    reasons: dict[int, FinishReason] = field(default_factory=dict)
-
-    @property
-    def last_reason(self) -> FinishReason | None:
-        """Why its last output ended; None while none has."""
-        return next(reversed(self.reasons.values()), None)
-
-    @property
-    def tells_as_it_happens(self) -> bool:
-        """Whether a token is told when it is chosen: those of beam search come all at once, when that is over."""
-        return self.request is not None and self.request.beam_search is None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens told, over all outputs."""
-        return sum(tokens.count for tokens in self.tokens.values())
-
-    @property
-    def num_longest_tokens(self) -> int:
-        """Tokens of the output that has most."""
-        return max((tokens.count for tokens in self.tokens.values()), default=0)
-
-    @property
-    def seconds_per_token(self) -> float | None:
-        """Mean time of the tokens after each output's first; None where there are none, or time tells nothing."""
-        outputs = self.tokens.values()
-        count = sum(tokens.count - 1 for tokens in outputs)
-        if not count or not self.tells_as_it_happens:
-            return None
-        return sum(tokens.last_time - tokens.first_time for tokens in outputs) / count
-
-    def push(self, event: TokenEvent) -> None:
-        self.events.append(event)
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-    async def take(self) -> tuple[TokenEvent, ...]:
-        """The oldest events that wait, at least one; for one consumer."""
-        if not self.events:
-            # One future a wait: an `asyncio.Event` makes that, and keeps a queue of its own besides, for every token.
-            self.waiter = asyncio.get_running_loop().create_future()
-            await self.waiter
-        events = tuple(self.events[:_MAX_EVENTS_TAKEN])
-        del self.events[:_MAX_EVENTS_TAKEN]
-        if self.events:
-            # Beams end with a great many tokens at once: others must not wait until all of them are text.
-            await asyncio.sleep(0)
-        return events
-
-
 class Admission:
     """A place in the server: taken before any work is done for a request, kept until the engine is done with it."""
 
-    def __init__(self, engine: AsyncEngine, stream: _Stream) -> None:
+    def __init__(self, engine: AsyncEngine, stream: Stream) -> None:
         self._engine = engine
         self._stream = stream
 
@@ -223,7 +142,7 @@ class AsyncEngine:
         self._lanes = {name: self._make_lane(name, costs[name]) for name in engines}
         self._failing = failing
         self._failures: dict[str, int] = {}
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}
         self._refuse: Callable[[], RequestError] | None = partial(NotServing, "the server is starting")
         self._idle = asyncio.Event()
         self._idle.set()
@@ -262,7 +181,7 @@ class AsyncEngine:
         except RequestError as error:
             self.refused(model, error, request_id)
             raise
-        stream = self._streams[request_id] = _Stream(request_id, model, lane, trace)
+        stream = self._streams[request_id] = Stream(request_id, model, lane, trace)
         self._idle.clear()
         return Admission(self, stream)
 
@@ -363,7 +282,7 @@ class AsyncEngine:
     def flight_log(self) -> FlightLog:
         """What the recorder remembers, and the requests that the engines have."""
         streams = self._streams.values()
-        return self._recorder.take((each.model, found) for each in streams if (found := _open_request(each)))
+        return self._recorder.take((each.model, found) for each in streams if (found := each.recorded()))
 
     def drain(self) -> None:
         """Refuses new requests from now on; those admitted go on."""
@@ -490,7 +409,7 @@ class AsyncEngine:
             if stream is None:
                 continue
             if event.token_id is not None:
-                _time_token(metrics, stream, event, now)
+                stream.token_told(metrics, event, now)
             elif event.prompt_logprobs and event.is_terminal and stream.request is not None:
                 metrics.prompt_done(stream.request.num_prompt_tokens, event.num_cached_tokens)
             if event.finish_reason is not None:
@@ -523,7 +442,7 @@ class AsyncEngine:
             raise NotServing("the server is starting")
         return self._ended
 
-    def _submit(self, stream: _Stream, request: GenerationRequest, cached_tokens: int) -> None:
+    def _submit(self, stream: Stream, request: GenerationRequest, cached_tokens: int) -> None:
         if (request.request_id, request.model) != (stream.request_id, stream.model) or stream.request is not None:
             raise ValueError(f"admission {stream.request_id} does not fit request {request.request_id}")
         if stream.request_id not in self._streams:
@@ -538,7 +457,7 @@ class AsyncEngine:
         stream.request = request
         self._thread.submit(stream.model, request)
 
-    async def _cached_tokens(self, stream: _Stream, request: GenerationRequest) -> int:
+    async def _cached_tokens(self, stream: Stream, request: GenerationRequest) -> int:
         lane = stream.lane
         if request.deadline is None or lane.admission is None or not lane.forecaster.costs.may_be_cached(request):
             return 0
@@ -561,7 +480,7 @@ class AsyncEngine:
         return deadline - shortfall(deadline - request.arrival_time) - max(self._handing_seconds)
 
     def _judge(
-        self, stream: _Stream, request: GenerationRequest, deadline: float, cached_tokens: int
+        self, stream: Stream, request: GenerationRequest, deadline: float, cached_tokens: int
     ) -> GenerationRequest:
         """A request with the moments at which it must have begun or ended to be answered before its deadline."""
         answer_by = self._answer_by(request, deadline)
@@ -575,14 +494,14 @@ class AsyncEngine:
             )
         return request
 
-    def _end_output(self, stream: _Stream, index: int, reason: FinishReason, now: float) -> None:
+    def _end_output(self, stream: Stream, index: int, reason: FinishReason, now: float) -> None:
         """Notes why an output ended, and for those to come how long it was."""
         stream.reasons[index] = reason
         tokens = stream.tokens.get(index)
         if tokens is not None and stream.request is not None and stream.forecaster is not None:
             stream.forecaster.output_ended(stream.request, now, tokens.count, reason)
 
-    def _leave(self, stream: _Stream, error: BaseException | None) -> None:
+    def _leave(self, stream: Stream, error: BaseException | None) -> None:
         """The consumer is gone. A place in use stays taken until the engine says that the request is over."""
         if stream.request is None:
             self._release(stream, None)
@@ -590,14 +509,14 @@ class AsyncEngine:
         elif self._streams.get(stream.request_id) is stream:
             self._thread.abort(stream.model, stream.request_id)
 
-    def _fail(self, stream: _Stream, error: RequestError, now: float) -> None:
+    def _fail(self, stream: Stream, error: RequestError, now: float) -> None:
         arrival = stream.request.arrival_time if stream.request else now
         timings = RequestTimings(arrival_time=arrival, scheduled_time=None, first_token_time=None, finished_time=now)
         event = TokenEvent(request_id=stream.request_id, error=error, timings=timings)
         stream.push(event)
         self._finish(stream, event)
 
-    def _finish(self, stream: _Stream, event: TokenEvent) -> None:
+    def _finish(self, stream: Stream, event: TokenEvent) -> None:
         """A request got its last event: gives its place back, then counts it by how its last output ended."""
         timings = event.timings
         service_seconds = None
@@ -624,7 +543,7 @@ class AsyncEngine:
         reasons = [reason for _, reason in sorted(stream.reasons.items())]
         stream.trace.ended(record, event.num_cached_tokens, reasons)
 
-    def _settle(self, stream: _Stream, event: TokenEvent) -> Cost | None:
+    def _settle(self, stream: Stream, event: TokenEvent) -> Cost | None:
         """What a request that is over has cost, if that can be told."""
         if stream.request is None or stream.forecaster is None or stream.quote is None:
             return None
@@ -635,7 +554,7 @@ class AsyncEngine:
             report_failure(f"what request {stream.request_id} cost could not be counted", cause)
             return None
 
-    def _release(self, stream: _Stream, service_seconds: float | None) -> None:
+    def _release(self, stream: Stream, service_seconds: float | None) -> None:
         if self._streams.get(stream.request_id) is not stream:
             return
         del self._streams[stream.request_id]
@@ -650,38 +569,6 @@ class AsyncEngine:
 def _finish_waiting(gone: asyncio.Future[None]) -> None:
     if not gone.done():
         gone.set_result(None)
-
-
-def _time_token(metrics: ModelMetrics, stream: _Stream, event: TokenEvent, now: float) -> None:
-    tokens = stream.tokens.get(event.output_index)
-    if tokens is not None:
-        if stream.tells_as_it_happens:
-            metrics.next_token(now - tokens.last_time)
-        tokens.count += 1
-        tokens.last_time = now
-        return
-    if not stream.tokens and stream.request is not None:
-        metrics.prompt_done(stream.request.num_prompt_tokens, event.num_cached_tokens)
-        metrics.first_token(now - stream.request.arrival_time)
-    stream.tokens[event.output_index] = _Tokens(now, now)
-
-
-def _open_request(stream: _Stream) -> RecordedRequest | None:
-    """A request that is not over as the recorder shows it; None while it is not the engine's."""
-    request = stream.request
-    if request is None:
-        return None
-    return RecordedRequest(
-        request_id=stream.request_id,
-        outcome=None,
-        arrival_time=request.arrival_time,
-        scheduled_time=None,
-        first_token_time=min((tokens.first_time for tokens in stream.tokens.values()), default=None),
-        finished_time=None,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_cached_tokens=None,
-        num_generated_tokens=stream.num_tokens,
-    )
 
 
 def _outcome(error: BaseException | None) -> str:

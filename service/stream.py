@@ -1,0 +1,133 @@
+"""One request between admission and its last event: what was told of it so far and when, and what waits to be taken.
+
+All of it belongs to the event loop. Knows what is noted of a request, and nothing of when that begins and ends: places,
+hand-over and the end are `service.async_engine`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from service.admission import DeadlineAdmission, Prediction
+from service.costing import Cost
+from service.engine.types import FinishReason, GenerationRequest, TokenEvent
+from service.forecast import Forecaster, Quote
+from service.lane import Lane
+from service.metrics import ModelMetrics
+from service.recorder import RecordedRequest
+from service.tracing import RequestTrace
+
+# A client far behind gets many tokens in a message, but not so many that no message holds them.
+_MAX_EVENTS_TAKEN = 128
+
+
+@dataclass(slots=True, eq=False)
+class Tokens:
+    """One output's tokens so far: how many were told, when the first was, and when the last."""
+
+    first_time: float
+    last_time: float
+    count: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One request between admission and its last event. `request` is None until it is handed to the engine.
+
+    `quote` is what `forecaster` knew of its future then, `cost` what became of it, where it came to a token;
+    `prediction` is what `admission` went by, where it has a deadline.
+    """
+
+    request_id: str
+    model: str
+    lane: Lane
+    trace: RequestTrace
+    request: GenerationRequest | None = None
+    events: list[TokenEvent] = field(default_factory=list)
+    waiter: asyncio.Future[None] | None = None
+    admission: DeadlineAdmission | None = None
+    prediction: Prediction | None = None
+    forecaster: Forecaster | None = None
+    quote: Quote | None = None
+    cost: Cost | None = None
+    tokens: dict[int, Tokens] = field(default_factory=dict)
+    reasons: dict[int, FinishReason] = field(default_factory=dict)
+
+    @property
+    def last_reason(self) -> FinishReason | None:
+        """Why its last output ended; None while none has."""
+        return next(reversed(self.reasons.values()), None)
+
+    @property
+    def tells_as_it_happens(self) -> bool:
+        """Whether a token is told when it is chosen: those of beam search come all at once, when that is over."""
+        return self.request is not None and self.request.beam_search is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens told, over all outputs."""
+        return sum(tokens.count for tokens in self.tokens.values())
+
+    @property
+    def num_longest_tokens(self) -> int:
+        """Tokens of the output that has most."""
+        return max((tokens.count for tokens in self.tokens.values()), default=0)
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Mean time of the tokens after each output's first; None where there are none, or time tells nothing."""
+        outputs = self.tokens.values()
+        count = sum(tokens.count - 1 for tokens in outputs)
+        if not count or not self.tells_as_it_happens:
+            return None
+        return sum(tokens.last_time - tokens.first_time for tokens in outputs) / count
+
+    def token_told(self, metrics: ModelMetrics, event: TokenEvent, now: float) -> None:
+        """Counts an event's token of its output, and the time since the one before or, of the first, since arrival."""
+        tokens = self.tokens.get(event.output_index)
+        if tokens is not None:
+            if self.tells_as_it_happens:
+                metrics.next_token(now - tokens.last_time)
+            tokens.count += 1
+            tokens.last_time = now
+            return
+        if not self.tokens and self.request is not None:
+            metrics.prompt_done(self.request.num_prompt_tokens, event.num_cached_tokens)
+            metrics.first_token(now - self.request.arrival_time)
+        self.tokens[event.output_index] = Tokens(now, now)
+
+    def push(self, event: TokenEvent) -> None:
+        """Adds an event, and wakes whoever waits for one."""
+        self.events.append(event)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def take(self) -> tuple[TokenEvent, ...]:
+        """The oldest events that wait, at least one; for one consumer."""
+        if not self.events:
+            # One future a wait: an `asyncio.Event` makes that, and keeps a queue of its own besides, for every token.
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        events = tuple(self.events[:_MAX_EVENTS_TAKEN])
+        del self.events[:_MAX_EVENTS_TAKEN]
+        if self.events:
+            # Beams end with a great many tokens at once: others must not wait until all of them are text.
+            await asyncio.sleep(0)
+        return events
+
+    def recorded(self) -> RecordedRequest | None:
+        """The request, which is not over, as the recorder shows it; None while it is not the engine's."""
+        if self.request is None:
+            return None
+        return RecordedRequest(
+            request_id=self.request_id,
+            outcome=None,
+            arrival_time=self.request.arrival_time,
+            scheduled_time=None,
+            first_token_time=min((tokens.first_time for tokens in self.tokens.values()), default=None),
+            finished_time=None,
+            num_prompt_tokens=self.request.num_prompt_tokens,
+            num_cached_tokens=None,
+            num_generated_tokens=self.num_tokens,
+        )
