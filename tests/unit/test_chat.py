@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model import chat as chats
+from model import chat_sandbox
 from model.chat import Chat, ChatSettings, ChatTemplateError, ConversationError, Message
 from model.tokenizer import CONTROL_MARK, Tokenizer
 
@@ -315,7 +316,7 @@ def test_template_features_of_hugging_face_are_there() -> None:
 )
 def test_template_out_of_bounds_is_stopped(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # However busy the machine is, it is not the clock that stops these.
-    monkeypatch.setattr(chats, "MAX_SECONDS", 60.0)
+    monkeypatch.setattr(chat_sandbox, "MAX_SECONDS", 60.0)
     chat = make(template)
     with pytest.raises(ConversationError, match=said):
         chat.encode([Message("user", "a" * 1000)])
@@ -323,7 +324,7 @@ def test_template_out_of_bounds_is_stopped(template: str, said: str, monkeypatch
 
 def test_template_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     # So little that it is over before any other bound is met, however fast the machine.
-    monkeypatch.setattr(chats, "MAX_SECONDS", 0.001)
+    monkeypatch.setattr(chat_sandbox, "MAX_SECONDS", 0.001)
     with pytest.raises(ConversationError, match=r"more than 0\.001 seconds"):
         make("{% for i in range(9999) %}{{ messages[0].content | replace('a', 'b') | length }}{% endfor %}").encode(
             [Message("user", "a" * 100_000)]
