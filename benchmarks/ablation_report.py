@@ -8,7 +8,6 @@ Colours are Okabe and Ito's, told apart by all common kinds of colour vision; li
 
 from __future__ import annotations
 
-import io
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+
+from benchmarks.picture import drawing
 
 RESULTS = "ablation.json"
 DOCUMENT = "model.md"
@@ -102,8 +101,6 @@ _COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73")
 _STYLES = ("-", "--", "-.", ":")
 # A model that knows the answers has a loss of nearly nothing, and a logarithm without end.
 _LEAST_LOSS_SHOWN = 1e-3
-# Text stays text: it can be searched and read out. The salt makes the file a function of the results.
-_SVG_SETTINGS: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "ablation", "font.size": 10.0}
 
 
 def load(folder: Path) -> Results:
@@ -190,8 +187,7 @@ def draw(results: Results, section: Section) -> bytes:
     panels = _measured_panels(results, section)
     columns = min(3, max(1, len(panels)))
     rows = max(1, -(-len(panels) // columns))
-    with mpl.rc_context(_SVG_SETTINGS):
-        figure = Figure(figsize=(3.6 * columns if columns > 1 else 6.4, 3.2 * rows + 0.2), layout="constrained")
+    with drawing("ablation", 3.6 * columns if columns > 1 else 6.4, 3.2 * rows + 0.2, font_size=10.0) as (figure, svg):
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for number, axes in enumerate(grid.flat):
             if number >= len(panels):
@@ -209,9 +205,7 @@ def draw(results: Results, section: Section) -> bytes:
             if number + columns >= len(panels):
                 axes.set_xlabel("step")
                 axes.tick_params(labelbottom=True)
-        stream = io.BytesIO()
-        figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
-    return stream.getvalue()
+    return svg.getvalue().encode()
 
 
 def _draw_panel(axes: Axes, results: Results, panel: Panel) -> None:

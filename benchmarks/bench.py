@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 from benchmarks import bench_report, hf_folder
 from benchmarks.bench_child import Child, SystemFailed, running
 from benchmarks.bench_systems import OURS, SYSTEMS, InstallError, SystemSpec, python_of
-from benchmarks.scenario import digest, machine, make_checkpoint
+from benchmarks.scenario import command_line, digest, machine, make_checkpoint
 from model.config import ModelConfig
 from model.presets import resolve
 
@@ -526,8 +526,9 @@ def main() -> int:
     bench.run(entries, journal.record)
     rows = rows_of(entries, settings, weights, reference_agreement(weights))
     said = {"rows": rows, "ratios": ratios_of(rows)}
-    facts = {"settings": asdict(settings), "machine": machine(), "limits": best_limits(entries)}
-    bench_report.write(said | facts, DOCS if options.docs else BUILD)
+    taken = {"command": command_line("bench"), "limits": best_limits(entries)}
+    facts = {"settings": asdict(settings), "machine": machine()}
+    bench_report.write(said | facts | taken, DOCS if options.docs else BUILD)
     for row in rows:
         if row["value"] is None:
             place = f"{row['metric']} {row['batch']} x {row['prompt']}"

@@ -14,17 +14,15 @@ The GEMM rate is that of the precision, or the nearest faster one measured.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import matplotlib.patches
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
+from benchmarks.picture import drawing
 from model import cost
 from model.config import ModelConfig, Positions
 
@@ -106,9 +104,7 @@ def draw(rows: Sequence[Row]) -> str:
     lines = list(dict.fromkeys(_line(row) for row in rows))
     bars = list(dict.fromkeys((row["system"], row["precision"]) for row in rows if row["value"]))
     systems = list(dict.fromkeys(row["system"] for row in rows))
-    stream = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 8}):
-        figure = Figure(figsize=(9.0, 2.4 * max(1, len(lines)) + 0.6), layout="constrained")
+    with drawing("bench", 9.0, 2.4 * max(1, len(lines)) + 0.6) as (figure, svg):
         sizes = [sorted({(row["batch"], row["prompt"]) for row in rows if _line(row) == line}) for line in lines]
         grid = figure.subplots(max(1, len(lines)), max(map(len, sizes), default=1), squeeze=False)
         for axes in grid.flat:
@@ -123,13 +119,11 @@ def draw(rows: Sequence[Row]) -> str:
                 _draw_panel(axes, here, bars, systems)
             grid[number][0].set_ylabel("tokens/s")
         handles = [
-            matplotlib.patches.Patch(label=f"{system} {precision}", **_style(system, precision, systems))
-            for system, precision in bars
+            Patch(label=f"{system} {precision}", **_style(system, precision, systems)) for system, precision in bars
         ]
         if handles:
             figure.legend(handles=handles, loc="outside lower center", ncols=4)
-        figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
-    return stream.getvalue()
+    return svg.getvalue()
 
 
 def _line(row: Row) -> tuple[str, str]:
@@ -171,6 +165,8 @@ def _facts(results: Mapping[str, Any]) -> list[str]:
         "Each system ran alone in its round; in brackets the share of the machine's limit (roofline).",
         f"† marks figures during which other processes took more than {NOISY:.0%} of the machine.",
     ]
+    if "command" in results:
+        facts.append(f"Measured by `{results['command']}`.")
     if settings["is_quick"]:
         facts.append("**A quick run, to see that everything works: its figures say nothing.**")
     if limits is not None:

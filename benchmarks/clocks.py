@@ -21,9 +21,7 @@ The last line on stdout is one JSON object; report and picture go to `build/benc
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import io
 import os
 import random
 import statistics
@@ -32,19 +30,19 @@ import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
-import matplotlib as mpl
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact, version
+from benchmarks.bench_onward import artefact
+from benchmarks.picture import drawing
 from benchmarks.prometheus import Prometheus, scraping
 from benchmarks.scenario import draw, milliseconds, percentile
+from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import served
 from model.artifact import load
 from model.config import ModelConfig
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
     from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NAME = "clocks"
-DOCS = Path("docs")
 SHARES = (0.5, 0.9, 0.99)
 MOST_BUCKETS_APART = 1
 MOST_SCRAPE_SECONDS = 0.1
@@ -71,7 +68,7 @@ _TAIL = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(ScenarioSettings):
     """What is measured. Lengths of prompts and outputs are drawn evenly between their bounds."""
 
     model: str = "stdlib"
@@ -85,8 +82,6 @@ class Settings:
     new_least: int = 16
     new_most: int = 96
     scrape_seconds: float = 0.25
-    threads: int = 1
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +147,7 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
         until = _settle(prometheus)
         histograms = {name: read(prometheus, metric, since, until) for name, metric in HISTOGRAMS.items()}
         scrapes = _scrapes(prometheus, since, until)
-    facts = {"scenario": NAME, "version": version(), "settings": asdict(settings), "machine": scenario.machine()}
-    return facts | judge(streams, histograms, scrapes)
+    return scenario.facts(NAME, settings) | judge(streams, histograms, scrapes)
 
 
 async def ask(target: str, settings: Settings, config: ModelConfig, source: random.Random) -> list[Stream]:
@@ -343,9 +337,7 @@ def _verdict(holds: bool) -> str:  # noqa: FBT001
 
 def draw_picture(results: Mapping[str, Any]) -> str:
     """The distributions on the client's clock as lines, the histograms at their boundaries as points, as SVG."""
-    stream = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": NAME, "font.size": 8}):
-        figure = Figure(figsize=(9.0, 2.6), layout="constrained")
+    with drawing(NAME, 9.0, 2.6) as (figure, svg):
         for axes, (name, curves) in zip(figure.subplots(1, len(HISTOGRAMS)), results["curves"].items(), strict=True):
             axes.plot(*_milliseconds(curves["client"]), color="#0072B2", linewidth=1.0, label="client")
             axes.plot(*_milliseconds(curves["prometheus"]), "o", color="#D55E00", markersize=3, label="Prometheus")
@@ -358,8 +350,7 @@ def draw_picture(results: Mapping[str, Any]) -> str:
             axes.set_xlabel("ms")
         figure.axes[0].set_ylabel("share at or below")
         figure.axes[0].legend(loc="lower right", frameon=False)
-        figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
-    return stream.getvalue()
+    return svg.getvalue()
 
 
 def _milliseconds(curve: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -375,33 +366,16 @@ def main() -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
+    parser = new_parser(NAME, __doc__, quick="a tenth of the requests")
+    parser.add_argument("--requests", type=at_least(1))
+    parser.add_argument("--slots", type=at_least(1), help="requests that run at once")
+    parser.add_argument("--in-flight", type=at_least(1), help="requests that run or wait")
     # One processor stays for the client, or its clock would tell of its own waiting.
-    defaults = Settings(threads=max(1, (os.cpu_count() or 1) - 1))
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=defaults.model, help="a preset")
-    parser.add_argument("--precision", default=defaults.precision, help="fp32, bf16, int8, int4")
-    parser.add_argument("--requests", type=int, default=defaults.requests)
-    parser.add_argument("--slots", type=int, default=defaults.slots, help="requests that run at once")
-    parser.add_argument("--in-flight", type=int, default=defaults.in_flight, help="requests that run or wait")
-    parser.add_argument("--threads", type=int, default=defaults.threads)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the requests: to see that it works")
-    parser.add_argument("--docs", action="store_true", help="write the report into docs/ and not into build/bench")
-    options = parser.parse_args(arguments)
-    for name in ("requests", "slots", "in_flight", "threads"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    settings = replace(
-        defaults,
-        model=options.model,
-        precision=options.precision,
-        requests=max(1, options.requests // 10) if options.quick else options.requests,
-        slots=options.slots,
-        in_flight=options.in_flight,
-        threads=options.threads,
-        seed=options.seed,
-    )
-    return settings, DOCS if options.docs else scenario.BUILD
+    return read_settings(parser, arguments, Settings(threads=max(1, (os.cpu_count() or 1) - 1)), _shorten)
+
+
+def _shorten(settings: Settings) -> Settings:
+    return replace(settings, requests=max(1, settings.requests // 10))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ streams over the mean steps of both. The last line on stdout is one JSON object;
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -30,7 +29,7 @@ import time
 import urllib.request
 from asyncio import Event
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +37,9 @@ import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact, version
+from benchmarks.bench_onward import artefact
 from benchmarks.scenario import Answer, draw, milliseconds, percentile
+from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import served
 from model.artifact import load
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NAME = "company"
-DOCS = Path("docs")
 STREAMS, PROMPTS = "streams", "prompts"
 WEIGHTS: Mapping[str, float | None] = {"alone": None, "even": 1.0, "favoured": 3.0}
 """By way, what the streams' model weighs beside one; None where that is not asked."""
@@ -57,11 +56,10 @@ _RUNS = "onward_engine_run_seconds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(ScenarioSettings):
     """What is measured; lengths in tokens, of `seconds` after a lead that does not count."""
 
     model: str = "llama-110m"
-    precision: str = "int8"
     streams: int = 4
     stream_prompt: int = 64
     prompt: int = 1024
@@ -70,8 +68,6 @@ class Settings:
     seconds: float = 20.0
     repeats: int = 3
     ways: tuple[str, ...] = tuple(WEIGHTS)
-    threads: int = 1
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +113,7 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
                 url = f"http://{server.metrics}/metrics"
                 taken = _take(server.target, url, settings, vocab_size, source, has_prompts=weight is not None)
                 rounds[way].append(asyncio.run(taken))
-    facts = {"scenario": NAME, "version": version(), "settings": asdict(settings), "machine": scenario.machine()}
-    return facts | judge(rounds)
+    return scenario.facts(NAME, settings) | judge(rounds)
 
 
 def judge(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
@@ -249,36 +244,17 @@ def main() -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
-    defaults = Settings(threads=os.cpu_count() or 1)
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=defaults.model, help="a preset")
-    parser.add_argument("--precision", default=defaults.precision, help="fp32, bf16, int8, int4")
-    parser.add_argument("--streams", type=int, default=defaults.streams)
-    parser.add_argument("--prompt", type=int, default=defaults.prompt, help="tokens of the other model's prompts")
-    parser.add_argument("--in-flight", type=int, default=defaults.in_flight, help="prompts at once")
-    parser.add_argument("--seconds", type=float, default=defaults.seconds, help="length of a round")
-    parser.add_argument("--repeats", type=int, default=defaults.repeats)
-    parser.add_argument("--threads", type=int, default=defaults.threads)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--quick", action="store_true", help="one short repeat: to see that it works")
-    parser.add_argument("--docs", action="store_true", help="write the report into docs/ and not into build/bench")
-    options = parser.parse_args(arguments)
-    for name in ("streams", "prompt", "in_flight", "seconds", "repeats", "threads"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    settings = replace(
-        defaults,
-        model=options.model,
-        precision=options.precision,
-        streams=options.streams,
-        prompt=options.prompt,
-        in_flight=options.in_flight,
-        seconds=min(5.0, options.seconds) if options.quick else options.seconds,
-        repeats=1 if options.quick else options.repeats,
-        threads=options.threads,
-        seed=options.seed,
-    )
-    return settings, DOCS if options.docs else scenario.BUILD
+    parser = new_parser(NAME, __doc__, quick="one short repeat")
+    parser.add_argument("--streams", type=at_least(1))
+    parser.add_argument("--prompt", type=at_least(1), help="tokens of the other model's prompts")
+    parser.add_argument("--in-flight", type=at_least(1), help="prompts at once")
+    parser.add_argument("--seconds", type=at_least(1.0), help="length of a round")
+    parser.add_argument("--repeats", type=at_least(1))
+    return read_settings(parser, arguments, Settings(threads=os.cpu_count() or 1), _shorten)
+
+
+def _shorten(settings: Settings) -> Settings:
+    return replace(settings, seconds=min(5.0, settings.seconds), repeats=1)
 
 
 if __name__ == "__main__":

@@ -12,50 +12,53 @@ line on stdout is one JSON object; the report goes to `build/bench`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
 import shutil
-import subprocess
 import sys
 import time
-from asyncio import Event
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
 from benchmarks import scenario
-from benchmarks.bench_onward import version
-from benchmarks.scenario import Answer, draw, milliseconds, percentile
+from benchmarks.amid_streams import (
+    Span,
+    describe,
+    pause,
+    running,
+    table,
+    timed,
+    waits_overlapping,
+    waits_within,
+)
+from benchmarks.scenario import Answer, draw, milliseconds
+from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import serving
+from loadtest.child import run_module
 from model.artifact import load
 from model.config import ModelConfig
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 NAME = "explaining"
-DOCS = Path("docs")
-_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(ScenarioSettings):
     """What is measured: `lead` tokens of each stream do not count, `window` tokens are what "before" is made of."""
 
     model: str = "llama-110m"
-    precision: str = "int8"
     streams: int = 4
     stream_prompt: int = 64
     length: int = 64
     calls: int = 5
     lead: int = 16
     window: int = 128
-    threads: int = 1
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Timeline:
     """Streams from their start on, and when each call for attention began and ended."""
 
     streams: tuple[Answer, ...]
-    calls: tuple[tuple[float, float], ...]
+    calls: tuple[Span, ...]
 
 
 def measure(settings: Settings, build: Path) -> dict[str, Any]:
@@ -78,8 +81,8 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
     flags = ["--threads", str(settings.threads), "--max-batch-size", str(settings.streams), *scenario.QUIET]
     with serving(models / "with", *flags) as target:
         timeline = asyncio.run(_follow(target, settings, config))
-    facts = {"scenario": NAME, "version": version(), "settings": asdict(settings), "machine": scenario.machine()}
-    return facts | {"export": {"without": without, "with": explained}} | judge(timeline, settings.lead)
+    made = {"export": {"without": without, "with": explained}}
+    return scenario.facts(NAME, settings) | made | judge(timeline, settings.lead)
 
 
 def judge(timeline: Timeline, lead: int) -> dict[str, Any]:
@@ -93,11 +96,10 @@ def judge(timeline: Timeline, lead: int) -> dict[str, Any]:
     since = max(stream.arrivals[lead] for stream in timeline.streams)
     gaps = [gap for stream in timeline.streams for gap in stream.gaps if gap[0] >= since]
     first, *later = timeline.calls
-    before = [end - start for start, end in gaps if end <= first[0]]
     return {
-        "before": _describe(before),
-        "first_call": _describe(_overlapping(gaps, [first])),
-        "next_calls": _describe(_overlapping(gaps, later)) if later else None,
+        "before": describe(waits_within(gaps, since, first[0])),
+        "first_call": describe(waits_overlapping(gaps, [first])),
+        "next_calls": describe(waits_overlapping(gaps, later)) if later else None,
         "call_seconds": [end - begin for begin, end in timeline.calls],
     }
 
@@ -106,8 +108,8 @@ def render(results: Mapping[str, Any]) -> str:
     """The document, in Markdown."""
     settings, seconds = results["settings"], results["call_seconds"]
     without, explained = results["export"]["without"], results["export"]["with"]
-    rows = [(name, results[key]) for name, key in (("before", "before"), ("first call", "first_call"))]
-    rows += [("next calls", results["next_calls"])] if results["next_calls"] else []
+    rows = {"before": results["before"], "first call": results["first_call"]}
+    rows |= {"next calls": results["next_calls"]} if results["next_calls"] else {}
     lines = [
         "# Explain amid running streams",
         "",
@@ -115,12 +117,7 @@ def render(results: Mapping[str, Any]) -> str:
         f"{settings['length']} tokens, {settings['calls']} calls, {settings['threads']} threads, on "
         f"{results['machine']['processor']}.",
         "",
-        "| wait between tokens | p50 | p99 | largest |",
-        "|---|---:|---:|---:|",
-        *(
-            f"| {name} | {' | '.join(milliseconds(each[key]) for key in ('p50', 'p99', 'max'))} |"
-            for name, each in rows
-        ),
+        *table(rows),
         "",
         f"The calls took {', '.join(map(milliseconds, seconds))}. The graph adds "
         f"{explained['num_bytes'] - without['num_bytes']:,} bytes to an artefact of {without['num_bytes']:,}. "
@@ -131,32 +128,14 @@ def render(results: Mapping[str, Any]) -> str:
 
 
 def _export(checkpoint: Path, out: Path, precision: str, *flags: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "export", str(checkpoint), "--out", str(out), "--precision", precision, *flags]
     began = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"export exited with {done.returncode}: {done.stderr.strip()[-500:]}")
+    run_module("export", str(checkpoint), "--out", str(out), "--precision", precision, *flags)
     return {"seconds": time.monotonic() - began, "num_bytes": sum(path.stat().st_size for path in out.iterdir())}
-
-
-def _overlapping(gaps: Sequence[tuple[float, float]], calls: Sequence[tuple[float, float]]) -> list[float]:
-    return [end - start for start, end in gaps if any(start < over and end > begin for begin, over in calls)]
-
-
-def _describe(waits: Sequence[float]) -> dict[str, float]:
-    return {
-        "p50": percentile(waits, 0.5),
-        "p99": percentile(waits, 0.99),
-        "max": max(waits),
-        "count": len(waits),
-    }
 
 
 async def _follow(target: str, settings: Settings, config: ModelConfig) -> Timeline:
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
-    stop, ready = Event(), [Event() for _ in range(settings.streams)]
-    wanted = settings.lead + settings.window
-    prompts = [draw(source, config.vocab_size, settings.stream_prompt) for _ in ready]
+    prompts = [draw(source, config.vocab_size, settings.stream_prompt) for _ in range(settings.streams)]
     half = settings.length // 2
     request = pb.ExplainRequest(
         token_ids=pb.TokenIds(ids=draw(source, config.vocab_size, half)),
@@ -164,27 +143,15 @@ async def _follow(target: str, settings: Settings, config: ModelConfig) -> Timel
         layers=[config.num_layers - 1],
     )
 
-    def teller(event: Event) -> Any:
-        return lambda answer: event.set() if len(answer.arrivals) >= wanted else None
-
     calls = []
     async with grpc.aio.insecure_channel(target) as channel:
         stub = GenerationServiceStub(channel)
-        room = config.context - settings.stream_prompt
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(scenario.follow(stub, prompt, room, seen=teller(event), stop=stop))
-                for prompt, event in zip(prompts, ready, strict=True)
-            ]
-            for event in ready:
-                await event.wait()
+        room, begun = config.context - settings.stream_prompt, settings.lead + settings.window
+        async with running(stub, [[prompt] for prompt in prompts], room, begun=begun) as streams:
             for _ in range(settings.calls):
-                began = time.perf_counter()
-                await stub.Explain(request)
-                calls.append((began, time.perf_counter()))
-                await asyncio.sleep(_PAUSE_SECONDS * source.uniform(0.8, 1.2))
-            stop.set()
-    return Timeline(tuple(task.result() for task in tasks), tuple(calls))
+                calls.append(await timed(lambda: stub.Explain(request)))
+                await pause(source)
+    return Timeline(tuple(streams), tuple(calls))
 
 
 def main() -> int:
@@ -194,32 +161,15 @@ def main() -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
-    defaults = Settings(threads=os.cpu_count() or 1)
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=defaults.model, help="a preset of a decoder-only model")
-    parser.add_argument("--precision", default=defaults.precision, help="fp32, int8, int4")
-    parser.add_argument("--streams", type=int, default=defaults.streams)
-    parser.add_argument("--length", type=int, default=defaults.length, help="tokens whose attention is asked for")
-    parser.add_argument("--calls", type=int, default=defaults.calls)
-    parser.add_argument("--threads", type=int, default=defaults.threads)
-    parser.add_argument("--quick", action="store_true", help="two calls: to see that it works")
-    parser.add_argument("--docs", action="store_true", help="write the report into docs/ and not into build/bench")
-    options = parser.parse_args(arguments)
-    for name in ("streams", "calls", "threads"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    if options.length < 2:
-        parser.error("--length must be at least 2")
-    settings = replace(
-        defaults,
-        model=options.model,
-        precision=options.precision,
-        streams=options.streams,
-        length=options.length,
-        calls=2 if options.quick else options.calls,
-        threads=options.threads,
-    )
-    return settings, DOCS if options.docs else scenario.BUILD
+    parser = new_parser(NAME, __doc__, quick="two calls", model="a preset of a decoder-only model")
+    parser.add_argument("--streams", type=at_least(1))
+    parser.add_argument("--length", type=at_least(2), help="tokens whose attention is asked for")
+    parser.add_argument("--calls", type=at_least(1))
+    return read_settings(parser, arguments, Settings(threads=os.cpu_count() or 1), _shorten)
+
+
+def _shorten(settings: Settings) -> Settings:
+    return replace(settings, calls=2)
 
 
 if __name__ == "__main__":

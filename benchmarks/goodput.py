@@ -18,9 +18,7 @@ over all rounds. The last line on stdout is one JSON object; report and picture 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import io
 import math
 import os
 import random
@@ -30,17 +28,17 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
-import matplotlib as mpl
-from matplotlib.figure import Figure
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact, version
+from benchmarks.bench_onward import artefact
+from benchmarks.picture import drawing
 from benchmarks.scenario import draw, milliseconds, percentile
+from benchmarks.scenario_options import ScenarioSettings, above, at_least, new_parser, read_settings
 from benchmarks.serving import serving
 from model.artifact import load
 from proto.onward.v1 import generation_pb2 as pb
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
     from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NAME = "goodput"
-DOCS = Path("docs")
 WAYS = ("off", "deadline")
 LIMIT = 1.5
 """How many times as many answers in time there must be."""
@@ -60,11 +57,10 @@ _SHORTEST, _LONGEST_SHARE = 4, 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(ScenarioSettings):
     """What is measured; lengths in tokens, of which `spread` is the standard deviation of the logarithm."""
 
     model: str = "llama-110m"
-    precision: str = "int8"
     batch: int = 8
     prompt: int = 64
     answer: int = 32
@@ -75,8 +71,6 @@ class Settings:
     lead: float = 10.0
     seconds: float = 40.0
     rounds: int = 3
-    threads: int = 1
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +119,7 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
             source.shuffle(ways)
             for way in ways:
                 rounds[way].append(asyncio.run(_offer(targets[way], settings, asked)))
-    facts = {"scenario": NAME, "version": version(), "settings": asdict(settings), "machine": scenario.machine()}
-    return facts | judge(settings, capacities, rounds)
+    return scenario.facts(NAME, settings) | judge(settings, capacities, rounds)
 
 
 def schedule(settings: Settings, rate: float, source: random.Random, vocab_size: int, context: int) -> list[Asked]:
@@ -296,10 +289,8 @@ def _times(ratio: float | None) -> str:
 
 def draw_picture(results: Mapping[str, Any]) -> str:
     """What became of the requests of each server, per second, as SVG."""
-    stream = io.StringIO()
     colours = {IN_TIME: "#0072B2", REFUSED: "#CCCCCC", LATE: "#D55E00", FAILED: "#000000"}
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": NAME, "font.size": 8}):
-        figure = Figure(figsize=(7.0, 1.8), layout="constrained")
+    with drawing(NAME, 7.0, 1.8) as (figure, svg):
         axes = figure.subplots()
         names = [f"--admission={way}" for way in results["ways"]]
         left = [0.0] * len(names)
@@ -314,8 +305,7 @@ def draw_picture(results: Mapping[str, Any]) -> str:
         axes.invert_yaxis()
         axes.set_xlabel("requests a second")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-        figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
-    return stream.getvalue()
+    return svg.getvalue()
 
 
 def main() -> int:
@@ -325,45 +315,19 @@ def main() -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
-    defaults = Settings(threads=os.cpu_count() or 1)
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=defaults.model, help="a preset")
-    parser.add_argument("--precision", default=defaults.precision, help="fp32, bf16, int8, int4")
-    parser.add_argument("--batch", type=int, default=defaults.batch, help="sequences that run at once")
-    parser.add_argument("--prompt", type=int, default=defaults.prompt, help="median tokens of a prompt")
-    parser.add_argument("--answer", type=int, default=defaults.answer, help="median tokens of an answer")
-    parser.add_argument("--load", type=float, default=defaults.load, help="offered, as a multiple of the capacity")
-    parser.add_argument("--timeout", type=float, default=defaults.timeout, help="seconds until the deadline")
-    parser.add_argument("--seconds", type=float, default=defaults.seconds, help="of each round that count")
-    parser.add_argument("--rounds", type=int, default=defaults.rounds)
-    parser.add_argument("--threads", type=int, default=defaults.threads)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--quick", action="store_true", help="one short round: to see that it works")
-    parser.add_argument("--docs", action="store_true", help="write the report into docs/ and not into build/bench")
-    options = parser.parse_args(arguments)
-    for name in ("batch", "prompt", "answer", "rounds", "threads"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    for name in ("load", "timeout", "seconds"):
-        if not 0 < getattr(options, name) < math.inf:
-            parser.error(f"--{name} must be finite and above 0")
-    settings = replace(
-        defaults,
-        model=options.model,
-        precision=options.precision,
-        batch=options.batch,
-        prompt=options.prompt,
-        answer=options.answer,
-        load=options.load,
-        timeout=options.timeout,
-        seconds=options.seconds,
-        rounds=options.rounds,
-        threads=options.threads,
-        seed=options.seed,
-    )
-    if options.quick:
-        settings = replace(settings, capacity_seconds=5.0, lead=3.0, seconds=min(8.0, settings.seconds), rounds=1)
-    return settings, DOCS if options.docs else scenario.BUILD
+    parser = new_parser(NAME, __doc__, quick="one short round")
+    parser.add_argument("--batch", type=at_least(1), help="sequences that run at once")
+    parser.add_argument("--prompt", type=at_least(1), help="median tokens of a prompt")
+    parser.add_argument("--answer", type=at_least(1), help="median tokens of an answer")
+    parser.add_argument("--load", type=above(0.0), help="offered, as a multiple of the capacity")
+    parser.add_argument("--timeout", type=above(0.0), help="seconds until the deadline")
+    parser.add_argument("--seconds", type=above(0.0), help="of each round that count")
+    parser.add_argument("--rounds", type=at_least(1))
+    return read_settings(parser, arguments, Settings(threads=os.cpu_count() or 1), _shorten)
+
+
+def _shorten(settings: Settings) -> Settings:
+    return replace(settings, capacity_seconds=5.0, lead=3.0, seconds=min(8.0, settings.seconds), rounds=1)
 
 
 if __name__ == "__main__":

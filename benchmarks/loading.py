@@ -13,28 +13,39 @@ to `build/bench`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import threading
 import time
-from asyncio import Event
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact, version
-from benchmarks.scenario import Answer, draw, milliseconds, percentile
+from benchmarks.amid_streams import (
+    PAUSE_SECONDS,
+    Span,
+    describe,
+    pause,
+    running,
+    table,
+    timed,
+    waits_overlapping,
+    waits_within,
+)
+from benchmarks.bench_onward import artefact
+from benchmarks.scenario import Answer, draw, milliseconds
+from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import serving
+from loadtest.child import run_module
 from model.artifact import load
 from proto.onward.v1 import model_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
@@ -45,28 +56,22 @@ from service.library import prove, trial_settings
 from service.loading import build_engines, load_model
 
 NAME = "loading"
-DOCS = Path("docs")
 SECOND = "second"
 STAGES = ("nothing", "read and check", "sessions and K/V", "proof")
 _TICK_SECONDS = 0.001
 _QUIET_SECONDS = 1.0
-_PAUSE_SECONDS = 0.5
-_MAX_SAID = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(ScenarioSettings):
     """What is measured: `lead` tokens of each stream do not count, `window` tokens are what "before" is made of."""
 
     model: str = "llama-110m"
-    precision: str = "int8"
     streams: int = 4
     stream_prompt: int = 64
     repeats: int = 5
     lead: int = 16
     window: int = 128
-    threads: int = 1
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class Timeline:
 
     streams: tuple[Answer, ...]
     began: float
-    changes: Mapping[str, Sequence[tuple[float, float]]]
+    changes: Mapping[str, Sequence[Span]]
 
 
 def measure(settings: Settings, build: Path) -> dict[str, Any]:
@@ -93,28 +98,28 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
         # All that is in the folder would have been served from the start.
         (folder.parent / SECOND).symlink_to(folder.name, target_is_directory=True)
         timeline = asyncio.run(_follow(target, folder, settings))
-    facts = {"scenario": NAME, "version": version(), "settings": asdict(settings), "machine": scenario.machine()}
     told = {"num_bytes": num_bytes, "stages": _stages(alone), "trial_seconds": statistics.median(trials)}
-    return facts | told | judge(timeline, settings.lead)
+    return scenario.facts(NAME, settings) | told | judge(timeline, settings.lead)
 
 
 def judge(timeline: Timeline, lead: int) -> dict[str, Any]:
     """What came out of the streams."""
     gaps = [gap for stream in timeline.streams for gap in stream.gaps[lead:]]
     first = min(begin for calls in timeline.changes.values() for begin, _ in calls)
-    before = [end - start for start, end in gaps if start >= timeline.began and end <= first]
-    changes = {}
-    for name, calls in timeline.changes.items():
-        waits = [end - start for start, end in gaps if any(start < over and end > begin for begin, over in calls)]
-        changes[name] = {**_describe(waits), "seconds": statistics.median(over - begin for begin, over in calls)}
-    return {"before": _describe(before), "changes": changes}
+    changes = {
+        name: {
+            **describe(waits_overlapping(gaps, calls)),
+            "seconds": statistics.median(over - begin for begin, over in calls),
+        }
+        for name, calls in timeline.changes.items()
+    }
+    return {"before": describe(waits_within(gaps, timeline.began, first)), "changes": changes}
 
 
 def render(results: Mapping[str, Any]) -> str:
     """The document, in Markdown."""
     settings, changes, stages = results["settings"], results["changes"], results["stages"]
-    rows = [("before", results["before"], "")]
-    rows += [(name, each, f"{each['seconds']:.2f} s") for name, each in changes.items()]
+    took = {name: f"{each['seconds']:.2f} s" for name, each in changes.items()}
     lines = [
         "# Loading amid running streams",
         "",
@@ -122,12 +127,7 @@ def render(results: Mapping[str, Any]) -> str:
         f"{settings['streams']} streams on one, the other loaded, reloaded and unloaded {settings['repeats']} times; "
         f"{settings['threads']} threads, on {results['machine']['processor']}.",
         "",
-        "| wait between tokens | p50 | p99 | largest | the call took |",
-        "|---|---:|---:|---:|---:|",
-        *(
-            f"| {name} | {' | '.join(milliseconds(each[key]) for key in ('p50', 'p99', 'max'))} | {took} |"
-            for name, each, took in rows
-        ),
+        *table({"before": results["before"], **changes}, "the call took", took),
         "",
         "By itself, stage by stage; silent is the longest time in which a task on the event loop, or a thread, was not "
         f"run, in the worst of {settings['repeats']}.",
@@ -225,40 +225,15 @@ def _time_trial(folder: Path, settings: Settings) -> float:
 
 def _ask_child(module: str, *arguments: str) -> Any:
     """The JSON object on the last line that a module of ours prints."""
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{module} exited with {done.returncode}: {done.stderr.strip()[-_MAX_SAID:]}")
-    return json.loads(done.stdout.strip().rpartition("\n")[2])
-
-
-def _describe(waits: Sequence[float]) -> dict[str, float]:
-    return {
-        "p50": percentile(waits, 0.5),
-        "p99": percentile(waits, 0.99),
-        "max": max(waits),
-        "count": len(waits),
-    }
+    return json.loads(run_module(module, *arguments).strip().rpartition("\n")[2])
 
 
 async def _follow(target: str, folder: Path, settings: Settings) -> Timeline:
     config = load(folder).config
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
-    stop, ready = Event(), [Event() for _ in range(settings.streams)]
-    streams: list[Answer] = []
+    prompts = (draw(source, config.vocab_size, settings.stream_prompt) for _ in itertools.count())
     room = config.context - settings.stream_prompt
-
-    async def stream(stub: Any, event: Event) -> None:
-        """One after the other, as none is endless."""
-
-        def seen(answer: Answer) -> None:
-            if len(answer.arrivals) >= settings.lead:
-                event.set()
-
-        while not stop.is_set():
-            prompt = draw(source, config.vocab_size, settings.stream_prompt)
-            streams.append(await scenario.follow(stub, prompt, room, model=folder.name, seen=seen, stop=stop))
-
-    changes: dict[str, list[tuple[float, float]]] = {"load": [], "reload": [], "unload": []}
+    changes: dict[str, list[Span]] = {"load": [], "reload": [], "unload": []}
     async with grpc.aio.insecure_channel(target) as channel:
         generation, library = GenerationServiceStub(channel), ModelServiceStub(channel)
         calls: Mapping[str, Callable[[], Any]] = {
@@ -266,20 +241,15 @@ async def _follow(target: str, folder: Path, settings: Settings) -> Timeline:
             "reload": lambda: library.ReloadModel(pb.ReloadModelRequest(model=SECOND)),
             "unload": lambda: library.UnloadModel(pb.UnloadModelRequest(model=SECOND)),
         }
-        async with asyncio.TaskGroup() as group:
-            for event in ready:
-                group.create_task(stream(generation, event))
-            for event in ready:
-                await event.wait()
+        # One answer after the other, as none is endless.
+        own = [prompts] * settings.streams
+        async with running(generation, own, room, begun=settings.lead, model=folder.name) as streams:
             began = time.perf_counter()
-            await asyncio.sleep(_PAUSE_SECONDS * max(1, settings.window // 32))
+            await asyncio.sleep(PAUSE_SECONDS * max(1, settings.window // 32))
             for _ in range(settings.repeats):
                 for name, call in calls.items():
-                    start = time.perf_counter()
-                    await call()
-                    changes[name].append((start, time.perf_counter()))
-                    await asyncio.sleep(_PAUSE_SECONDS * source.uniform(0.8, 1.2))
-            stop.set()
+                    changes[name].append(await timed(call))
+                    await pause(source)
     return Timeline(tuple(streams), began, changes)
 
 
@@ -295,28 +265,14 @@ def main() -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
-    defaults = Settings(threads=os.cpu_count() or 1)
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=defaults.model, help="a preset of a decoder-only model")
-    parser.add_argument("--precision", default=defaults.precision, help="fp32, int8, int4")
-    parser.add_argument("--streams", type=int, default=defaults.streams)
-    parser.add_argument("--repeats", type=int, default=defaults.repeats)
-    parser.add_argument("--threads", type=int, default=defaults.threads)
-    parser.add_argument("--quick", action="store_true", help="one repeat: to see that it works")
-    parser.add_argument("--docs", action="store_true", help="write the report into docs/ and not into build/bench")
-    options = parser.parse_args(arguments)
-    for name in ("streams", "repeats", "threads"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    settings = replace(
-        defaults,
-        model=options.model,
-        precision=options.precision,
-        streams=options.streams,
-        repeats=1 if options.quick else options.repeats,
-        threads=options.threads,
-    )
-    return settings, DOCS if options.docs else scenario.BUILD
+    parser = new_parser(NAME, __doc__, quick="one repeat", model="a preset of a decoder-only model")
+    parser.add_argument("--streams", type=at_least(1))
+    parser.add_argument("--repeats", type=at_least(1))
+    return read_settings(parser, arguments, Settings(threads=os.cpu_count() or 1), _shorten)
+
+
+def _shorten(settings: Settings) -> Settings:
+    return replace(settings, repeats=1)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,7 @@ last line on stdout is one JSON object; report and picture go to `build/bench`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import io
 import os
 import random
 import statistics
@@ -39,12 +37,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
-import matplotlib as mpl
-from matplotlib.figure import Figure
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact, version
+from benchmarks.bench_onward import artefact
+from benchmarks.picture import drawing
 from benchmarks.scenario import draw, milliseconds, percentile
+from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import serving
 from model.artifact import MANIFEST, load
 from model.config import ModelConfig
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
     from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NAME = "prediction"
-DOCS = Path("docs")
 MODELS = Path("build/models")
 WITHIN = 0.2
 SHARE = 0.9
@@ -68,14 +65,13 @@ _PREFIX_CHUNKS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(ScenarioSettings):
     """What is measured. `shared` is the share of requests whose prompt begins as others do, or whose source is theirs.
 
     `batch` is how many rows the server has, fewer than are `in_flight` under load, so that there is a queue.
     """
 
     models: tuple[str, ...] = ("llama-110m",)
-    precision: str = "int8"
     requests: int = 300
     warm_seconds: float = 60.0
     load_seconds: float = 30.0
@@ -83,8 +79,6 @@ class Settings:
     batch: int = 8
     shared: float = 0.4
     chunk: int = 128
-    threads: int = 1
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +144,9 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
         )
         name, folder = _find(model, settings, build)
         subjects[name] = _measure_one(folder, settings)
-    facts = {"scenario": NAME, "version": version(), "settings": asdict(settings), "machine": scenario.machine()}
     verdicts = [found["holds"] for found in subjects.values() if found["holds"] is not None]
     passed = bool(verdicts) and all(verdicts)
-    return facts | {"within": WITHIN, "share": SHARE, "models": subjects, "passed": passed}
+    return scenario.facts(NAME, settings) | {"within": WITHIN, "share": SHARE, "models": subjects, "passed": passed}
 
 
 def _find(model: str, settings: Settings, build: Path) -> tuple[str, Path]:
@@ -349,10 +342,8 @@ def _verdict_line(model: str, found: Mapping[str, Any]) -> str:
 
 def draw_picture(results: Mapping[str, Any]) -> str:
     """Every request sent by itself as a point, predicted against measured, as SVG."""
-    stream = io.StringIO()
     models = results["models"]
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": NAME, "font.size": 8}):
-        figure = Figure(figsize=(3.2 * len(models), 3.0), layout="constrained")
+    with drawing(NAME, 3.2 * len(models), 3.0) as (figure, svg):
         for axes, (model, found) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
             measured = [each["measured"] for each in found["requests"]]
             predicted = [each["predicted"] for each in found["requests"]]
@@ -370,8 +361,7 @@ def draw_picture(results: Mapping[str, Any]) -> str:
             axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=model)
             axes.set_xlabel("seconds measured")
             axes.set_ylabel("seconds predicted")
-        figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
-    return stream.getvalue()
+    return svg.getvalue()
 
 
 def main() -> int:
@@ -386,37 +376,36 @@ def _default_models() -> tuple[str, ...]:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
+    parser = new_parser(NAME, __doc__, quick="few requests, little warmth", model="")
+    parser.add_argument(
+        "--model",
+        action="append",
+        dest="models",
+        metavar="MODEL",
+        help="a preset or an artefact's folder; may be given several times",
+    )
+    parser.add_argument("--requests", type=at_least(1))
+    parser.add_argument(
+        "--warm", type=at_least(0.0), dest="warm_seconds", metavar="WARM", help="seconds of warm running"
+    )
+    parser.add_argument("--load", type=at_least(0.1), dest="load_seconds", metavar="LOAD", help="seconds under load")
+    parser.add_argument("--in-flight", type=at_least(1), help="requests at a time under load")
     # One processor stays for the client: a graph's thread that has to wait for it waits for a whole turn of the
     # system's scheduler, which is longer than many a request of a small model, and nothing that a server foretells.
     threads = max(1, (os.cpu_count() or 1) - 1)
-    defaults = Settings(threads=threads, chunk=scenario.default_prefill_chunk())
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", action="append", help="a preset or an artefact's folder; may be given several times")
-    parser.add_argument("--precision", default=defaults.precision, help="of presets: fp32, bf16, int8, int4")
-    parser.add_argument("--requests", type=int, default=defaults.requests)
-    parser.add_argument("--warm", type=float, default=defaults.warm_seconds, help="seconds of warm running")
-    parser.add_argument("--load", type=float, default=defaults.load_seconds, help="seconds under load")
-    parser.add_argument("--in-flight", type=int, default=defaults.in_flight, help="requests at a time under load")
-    parser.add_argument("--threads", type=int, default=defaults.threads)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--quick", action="store_true", help="few requests, little warmth: to see that it works")
-    parser.add_argument("--docs", action="store_true", help="write the report into docs/ and not into build/bench")
-    options = parser.parse_args(arguments)
-    for name, least in (("requests", 1), ("warm", 0), ("load", 0.1), ("in_flight", 1), ("threads", 1)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
-    settings = replace(
-        defaults,
-        models=tuple(options.model or _default_models()),
-        precision=options.precision,
-        requests=min(30, options.requests) if options.quick else options.requests,
-        warm_seconds=min(3.0, options.warm) if options.quick else options.warm,
-        load_seconds=min(3.0, options.load) if options.quick else options.load,
-        in_flight=options.in_flight,
-        threads=options.threads,
-        seed=options.seed,
+    defaults = Settings(models=_default_models(), threads=threads, chunk=scenario.default_prefill_chunk())
+    settings, folder = read_settings(parser, arguments, defaults, _shorten)
+    # What an option is given several times for is a list.
+    return replace(settings, models=tuple(settings.models)), folder
+
+
+def _shorten(settings: Settings) -> Settings:
+    return replace(
+        settings,
+        requests=min(30, settings.requests),
+        warm_seconds=min(3.0, settings.warm_seconds),
+        load_seconds=min(3.0, settings.load_seconds),
     )
-    return settings, DOCS if options.docs else scenario.BUILD
 
 
 if __name__ == "__main__":

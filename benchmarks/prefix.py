@@ -18,22 +18,22 @@ one without a prefix cache says 0 and breaks the promise. The last line on stdou
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact, version
+from benchmarks.bench_onward import artefact
 from benchmarks.scenario import Answer, draw, milliseconds, percentile
+from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import serving
 from model.artifact import load
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
@@ -42,26 +42,22 @@ if TYPE_CHECKING:
     from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NAME = "prefix"
-DOCS = Path("docs")
 WAYS = ("sequential", "concurrent", "unshared")
 LIMIT = 0.25
 """Share of the first request's time that the others may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(ScenarioSettings):
     """What is measured; lengths in tokens, a suffix's is drawn from its range."""
 
     model: str = "llama-110m"
-    precision: str = "int8"
     prefix: int = 512
     suffix_least: int = 16
     suffix_most: int = 64
     requests: int = 50
     in_flight: int = 8
     repeats: int = 5
-    threads: int = 1
-    seed: int = 0
 
 
 Series = Sequence[tuple[float, int]]
@@ -91,8 +87,7 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
                 asked = prompts(settings, vocab_size, source, is_shared=way != "unshared")
                 in_flight = 1 if way == "sequential" else settings.in_flight
                 series[way].append(asyncio.run(_ask(target, asked, in_flight)))
-    facts = {"scenario": NAME, "version": version(), "settings": asdict(settings), "machine": scenario.machine()}
-    return facts | judge(series)
+    return scenario.facts(NAME, settings) | judge(series)
 
 
 def prompts(settings: Settings, vocab_size: int, source: random.Random, *, is_shared: bool) -> list[list[int]]:
@@ -180,34 +175,16 @@ def main() -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
-    defaults = Settings(threads=os.cpu_count() or 1)
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=defaults.model, help="a preset")
-    parser.add_argument("--precision", default=defaults.precision, help="fp32, bf16, int8, int4")
-    parser.add_argument("--prefix", type=int, default=defaults.prefix, help="tokens that are shared")
-    parser.add_argument("--requests", type=int, default=defaults.requests)
-    parser.add_argument("--in-flight", type=int, default=defaults.in_flight)
-    parser.add_argument("--repeats", type=int, default=defaults.repeats)
-    parser.add_argument("--threads", type=int, default=defaults.threads)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--quick", action="store_true", help="one repeat of few requests: to see that it works")
-    parser.add_argument("--docs", action="store_true", help="write the report into docs/ and not into build/bench")
-    options = parser.parse_args(arguments)
-    for name, least in (("prefix", 1), ("requests", 2), ("in_flight", 1), ("repeats", 1), ("threads", 1)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
-    settings = replace(
-        defaults,
-        model=options.model,
-        precision=options.precision,
-        prefix=options.prefix,
-        requests=min(8, options.requests) if options.quick else options.requests,
-        in_flight=options.in_flight,
-        repeats=1 if options.quick else options.repeats,
-        threads=options.threads,
-        seed=options.seed,
-    )
-    return settings, DOCS if options.docs else scenario.BUILD
+    parser = new_parser(NAME, __doc__, quick="one repeat of few requests")
+    parser.add_argument("--prefix", type=at_least(1), help="tokens that are shared")
+    parser.add_argument("--requests", type=at_least(2))
+    parser.add_argument("--in-flight", type=at_least(1))
+    parser.add_argument("--repeats", type=at_least(1))
+    return read_settings(parser, arguments, Settings(threads=os.cpu_count() or 1), _shorten)
+
+
+def _shorten(settings: Settings) -> Settings:
+    return replace(settings, requests=min(8, settings.requests), repeats=1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the scenarios share: a model with random weights behind a server of its own, streams with a clock, results.
 
-A scenario is a situation with a promise: `benchmarks.interference`, `benchmarks.prefix`, `benchmarks.prediction`,
-`benchmarks.translation`, `benchmarks.goodput`, `benchmarks.company`. Throughput beside peers is `benchmarks.bench`.
+A scenario is a situation with a promise, such as `benchmarks.interference` or `benchmarks.prefix`; its command line is
+`benchmarks.scenario_options`. Throughput beside peers is `benchmarks.bench`.
 Times are seconds on this process's clock, the client's.
 """
 
@@ -11,26 +11,28 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import platform
 import random
+import shlex
 import shutil
-import subprocess
 import sys
 import time
 from asyncio import Event
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.bench_onward import export
+from benchmarks.bench_onward import export, version
 from benchmarks.peers.protocol import Options
+from loadtest.child import run_module
+from loadtest.machine import describe
 from model.config import ModelConfig
 from proto.onward.v1 import generation_pb2 as pb
 from service.config import ServeConfig
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 BUILD = Path("build/bench")
@@ -127,10 +129,7 @@ def make_checkpoint(source: str, folder: Path) -> None:
     """
     if (folder / "run.json").exists():
         return
-    command = [sys.executable, "-m", "model", "init", source, "--out", str(folder), "--seed", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"model init: {done.stderr.strip()}")
+    run_module("model", "init", source, "--out", str(folder), "--seed", "0")
 
 
 def digest(config: ModelConfig) -> str:
@@ -154,12 +153,17 @@ def make_artefact(source: str, precision: str, *, build: Path, max_batch: int, t
 
 def machine() -> dict[str, Any]:
     """What the figures were taken on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {"processor": names[0] if names else platform.processor(), "cores": os.cpu_count()}
+    return describe()
+
+
+def facts(name: str, settings: DataclassInstance) -> dict[str, Any]:
+    """What the results of every scenario begin with: which it is, of which version, with which settings, and where."""
+    return {"scenario": name, "version": version(), "settings": asdict(settings), "machine": machine()}
+
+
+def command_line(name: str) -> str:
+    """The command that runs this process, a module of `benchmarks`, as people would give it again."""
+    return shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
 
 
 def tell(
@@ -172,7 +176,8 @@ def tell(
 ) -> int:
     """Measures a scenario, writes its results, document and picture into a folder, and prints the results as JSON.
 
-    What is `untold` is for the picture alone. Returns the exit status: 1, and why on stderr, if it cannot be measured.
+    The document ends with the command that gave it; what is `untold` is for the picture alone. Returns the exit status:
+    1, and why on stderr, if it cannot be measured.
     """
     try:
         results = measure()
@@ -182,7 +187,8 @@ def tell(
     told = {key: value for key, value in results.items() if key not in untold}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    (folder / f"{name}.md").write_text(render(results), encoding="utf-8")
+    document = f"{render(results)}\nMeasured by `{command_line(name)}`.\n"
+    (folder / f"{name}.md").write_text(document, encoding="utf-8")
     if draw_picture is not None:
         (folder / f"{name}.svg").write_text(draw_picture(results), encoding="utf-8")
     print(json.dumps(told, allow_nan=False))

@@ -8,13 +8,25 @@ import math
 import random
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import company, explaining, goodput, host, interference, prediction, prefix, scenario, translation
+from benchmarks import (
+    clocks,
+    company,
+    explaining,
+    goodput,
+    host,
+    interference,
+    loading,
+    prediction,
+    prefix,
+    scenario,
+    translation,
+)
 from benchmarks.bench_onward import MODEL, Onward
 from benchmarks.bench_systems import InstallError
 from benchmarks.goodput import IN_TIME, LATE, REFUSED, Answered
@@ -23,6 +35,7 @@ from benchmarks.peers.ctranslate2_translator import Batching, CTranslate2Transla
 from benchmarks.peers.protocol import Options
 from benchmarks.prediction import Seen
 from benchmarks.scenario import Answer, percentile
+from benchmarks.scenario_options import DOCS
 from benchmarks.translation import OFFLINE, OURS, PEER, Contender, Translation
 from tests.artifacts import tiny_artifact, tiny_config
 
@@ -39,6 +52,49 @@ def test_a_percentile_is_a_value_that_was_seen() -> None:
     values = [float(value) for value in range(100, 0, -1)]
     assert [percentile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
     assert percentile([3.0], 0.01) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "expected"),
+    [
+        (clocks, ["--requests", "7", "--slots", "2", "--in-flight", "3"], {"requests": 7, "slots": 2, "in_flight": 3}),
+        (
+            company,
+            ["--streams", "2", "--prompt", "9", "--in-flight", "3", "--seconds", "4", "--repeats", "5"],
+            {"streams": 2, "prompt": 9, "in_flight": 3, "seconds": 4.0, "repeats": 5},
+        ),
+        (explaining, ["--streams", "2", "--length", "9", "--calls", "3"], {"streams": 2, "length": 9, "calls": 3}),
+        (
+            goodput,
+            ["--batch", "2", "--prompt", "9", "--answer", "3", "--load", "2", "--timeout", "4", "--seconds", "5"],
+            {"batch": 2, "prompt": 9, "answer": 3, "load": 2.0, "timeout": 4.0, "seconds": 5.0},
+        ),
+        (
+            interference,
+            ["--streams", "2", "--prompt", "9", "--repeats", "3", "--chunk", "16"],
+            {"streams": 2, "long_prompt": 9, "repeats": 3, "chunk": 16},
+        ),
+        (loading, ["--streams", "2", "--repeats", "3"], {"streams": 2, "repeats": 3}),
+        (
+            prefix,
+            ["--prefix", "9", "--requests", "7", "--in-flight", "3", "--repeats", "5"],
+            {"prefix": 9, "requests": 7, "in_flight": 3, "repeats": 5},
+        ),
+    ],
+)
+def test_a_scenarios_options_set_its_settings_and_what_is_quick_is_less(
+    module: Any, given: list[str], expected: dict[str, float]
+) -> None:
+    common = ["--model", "law", "--precision", "fp32", "--threads", "3", "--seed", "4"]
+    settings, folder = module._parse([*given, *common])
+    assert settings == module.Settings(model="law", precision="fp32", threads=3, seed=4, **expected)
+    assert folder == scenario.BUILD
+    quick, folder = module._parse(["--quick", "--docs"])
+    whole, _ = module._parse([])
+    assert folder == DOCS
+    shortened = {name for name in asdict(whole) if getattr(quick, name) != getattr(whole, name)}
+    assert shortened
+    assert all(getattr(quick, name) < getattr(whole, name) for name in shortened)
 
 
 # What a long prompt does to others.
@@ -330,7 +386,7 @@ def test_models_to_predict_are_presets_or_artefacts_and_quick_means_few(monkeypa
     assert settings.models == ("one", "two")
     assert settings.requests <= 30
     assert settings.warm_seconds <= 3
-    assert folder == prediction.DOCS
+    assert folder == DOCS
     monkeypatch.setattr(prediction, "MODELS", tiny_artifact("decoder-only").parent)
     settings, folder = prediction._parse([])
     assert settings.models == ("llama-110m", str(tiny_artifact("decoder-only")))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
 import json
 import math
 import sys
@@ -19,10 +18,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
 
+from benchmarks.picture import drawing
 from loadtest.arrivals import Arrivals, Pattern
 from loadtest.clients import WireProtocol, connect
 from loadtest.drive import Driver
@@ -98,9 +96,7 @@ def _wait(record: Record) -> float:
 
 def draw_picture(seen: Seen) -> str:
     """Every request at the time it was due, and the percentiles of both clients, as SVG."""
-    stream = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "omission", "font.size": 8}):
-        figure = Figure(figsize=(7.0, 2.6), layout="constrained")
+    with drawing("omission", 7.0, 2.6) as (figure, svg):
         left, right = figure.subplots(1, 2)
         begin, length = seen.stall
         left.axvspan(begin, begin + length, color=_GREY, alpha=0.15, linewidth=0)
@@ -118,8 +114,7 @@ def draw_picture(seen: Seen) -> str:
         right.set_xlabel("percentile")
         right.set_xlim(50.0, 100.5)
         right.set_ylabel("latency, ms")
-        figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
-    return stream.getvalue()
+    return svg.getvalue()
 
 
 def main(arguments: list[str]) -> int:
