@@ -55,7 +55,7 @@ scenarios: $(STAMP) ## each situation with its promise: long prompts, prefixes, 
 scaling: $(STAMP) ## measure the quadratic law of attention, fit it, report it (SCALING="--quick")
 	$(BIN)/python -m loadtest scaling $(SCALING)
 
-faults: $(STAMP) ## a hundred thousand fuzzed requests, two hundred killed clients (half an hour)
+faults: $(STAMP) ## a hundred thousand fuzzed requests, two hundred killed clients (ten minutes and more)
 	$(BIN)/python -m pytest tests/faults --fuzz 100000 --kills 200 --timeout 3600
 
 soak: $(STAMP) ## ten minutes of load with cancels, then the same with a leak that must be found
