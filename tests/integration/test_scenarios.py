@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks import (
+    amid_streams,
     clocks,
     company,
     explaining,
@@ -605,3 +606,22 @@ def test_waits_amid_explain_are_told_by_the_calls_that_they_overlap() -> None:
     text = explaining.render(found | {"settings": settings, "machine": {"processor": "p"}, "export": sizes})
     assert "| first call | 4500.0 ms | 4500.0 ms | 4500.0 ms |" in text
     assert "adds 1,500 bytes to an artefact of 1,000. Exporting took 1.0 s without it, and then 3.5 s with it." in text
+
+
+def test_explain_is_measured_amid_streams_of_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(checkpoint: Path, out: Path, precision: str, *flags: str) -> dict[str, float]:
+        # So long that no stream ends before the calls do, however quick its steps.
+        artefact = tiny_artifact("decoder-only", explain_graph="--explain-graph" in flags, context=8192)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.symlink_to(artefact, target_is_directory=True)
+        return {"seconds": 1.0, "num_bytes": 1000}
+
+    monkeypatch.setattr(scenario, "make_checkpoint", lambda *_: None)
+    monkeypatch.setattr(explaining, "_export", export)
+    monkeypatch.setattr(amid_streams, "PAUSE_SECONDS", 0.02)
+    settings = explaining.Settings(precision="fp32", streams=2, stream_prompt=4, length=8, calls=2, lead=2, window=4)
+    results = explaining.measure(settings, tmp_path)
+    assert all(results[when]["count"] >= 1 for when in ("before", "first_call", "next_calls"))
+    assert len(results["call_seconds"]) == 2
+    assert "| next calls |" in explaining.render(results)
+    json.dumps(results, allow_nan=False)
