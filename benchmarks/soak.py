@@ -56,6 +56,8 @@ _FILL_SECONDS = 600.0
 _NUM_SPECIAL = 4
 _NUM_BATCHES = 12
 _SETTLE_SECONDS = 30.0
+_NUM_LOOKS = 5
+_LOOK_SECONDS = 0.1
 _HELD = ("onward_num_requests_running", "onward_num_requests_waiting", "onward_kv_cache_usage_ratio")
 _GOOD_ENDS = {"OK": "answered", "CANCELLED": "cancelled"}
 _DOCUMENT = Path("docs/soak.json")
@@ -245,9 +247,13 @@ class Watched:
         until = time.monotonic() + _SETTLE_SECONDS
         while (held := self.held()) and time.monotonic() < until:
             time.sleep(0.1)
-        samples = Samples()
-        samples.take(self.process.pid, 0.0)
-        return Still(held, samples.descriptors[0], samples.threads[0], self.num_tasks())
+        samples, tasks = Samples(), []
+        for _ in range(_NUM_LOOKS):
+            # What ends just now, as the asking above does, is nothing that is kept.
+            time.sleep(_LOOK_SECONDS)
+            samples.take(self.process.pid, 0.0)
+            tasks.append(self.num_tasks())
+        return Still(held, min(samples.descriptors), min(samples.threads), min(tasks))
 
 
 @dataclass(frozen=True, slots=True)

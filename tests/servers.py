@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,11 @@ class Running:
         assert self.metric("num_requests_waiting", model_name=model) == 0
         return self.ended(model)
 
+    async def until_idle(self, model: str = MODEL) -> dict[str, int]:
+        """How requests ended, when nobody holds a place any more."""
+        await eventually(lambda: self.app._engine.num_streams == 0)
+        return self.ended(model)
+
 
 @asynccontextmanager
 async def running(
@@ -274,6 +279,22 @@ async def status_of(call: Any) -> grpc.aio.AioRpcError:
     except grpc.aio.AioRpcError as error:
         return error
     raise AssertionError("the call succeeded")
+
+
+async def expire(ask: Callable[[float], Any], is_known: Callable[[], bool]) -> None:
+    """Asks with a deadline that passes, as often as it takes until the server knows of one that did.
+
+    Where the machine is busy a short one passes before the call is there: each has twice the time of the one before.
+    """
+    timeout = 0.05
+    while not is_known():
+        error = await status_of(ask(timeout))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        # The server hears of it a moment after its caller.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await eventually(is_known)
+        timeout *= 2
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

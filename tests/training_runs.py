@@ -157,7 +157,7 @@ def assert_same_bits(first: Path, second: Path) -> None:
             assert checkpoint.load(first / folder).config == checkpoint.load(second / folder).config
 
 
-def write_recipe(folder: Path) -> Path:
+def write_recipe(folder: Path, steps: int = 60) -> Path:
     """A text file and a recipe for it: small steps, and many of them."""
     text = folder / "text.txt"
     text.write_text("".join(f"{n} and {n * n % 97} make {n + n * n % 97}.\n" for n in range(1500)), encoding="utf-8")
@@ -174,7 +174,7 @@ def write_recipe(folder: Path) -> Path:
             "dropout": 0.1,
         },
         "train": {
-            "steps": 60,
+            "steps": steps,
             "batch_tokens": 128,
             "log_every": 1,
             "evaluate_every": 25,

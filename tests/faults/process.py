@@ -35,7 +35,7 @@ DECODER, TRANSLATOR = "decoder-only", "encoder-decoder"
 MODELS = (DECODER, TRANSLATOR)
 LONG = "long"
 """A decoder-only model with room for so many tokens that its streams last for seconds; see `put_long_artefact`."""
-LONG_TOKENS = 8_000
+LONG_TOKENS = 30_000
 SLOTS = 8
 _LISTENING = re.compile(r"listening on [\d.]+:(\d+); .*metrics on (\S+)")
 _STOP_SECONDS = 60.0

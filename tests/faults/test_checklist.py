@@ -142,13 +142,18 @@ async def test_request_that_can_never_fit_the_kv_budget_is_resource_exhausted_an
 
 @pytest.mark.parametrize("is_scarce", [True, False])
 async def test_kv_full_for_now_lets_a_request_wait_and_then_serves_it(is_scarce: bool) -> None:
-    runner, model = FakeRunner(SLOTS), served_model()
+    gate, model = Gate(), served_model()
+    runner = FakeRunner(SLOTS, before_run=gate)
     budget = KVBudget(num_bytes=CONTEXT) if is_scarce else None
     async with running([model], {MODEL: engine_for(model, runner, kv_budget=budget)}) as server:
-        request = generate_request(max_tokens=CONTEXT - len(PROMPT), ignore_eos=True)
-        answers = await asyncio.gather(*(server.generation.Generate(request) for _ in range(SLOTS)))
+        # All of them are there before the first goes on.
+        with gate.closed():
+            calls = [
+                await read_accepted(server.stream(max_tokens=CONTEXT - len(PROMPT), ignore_eos=True))
+                for _ in range(SLOTS)
+            ]
         wanted = expected_tokens(PROMPT, CONTEXT - len(PROMPT))
-        assert [list(answer.outputs[0].token_ids) for answer in answers] == [wanted] * SLOTS
+        assert [tokens_of(await read(call)) for call in calls] == [wanted] * SLOTS
     # There is a slot for each, and memory for one at a time where it is scarce.
     most = max(batch.num_rows for batch in runner.batches)
     assert most == 1 if is_scarce else most > 1

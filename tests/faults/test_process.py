@@ -35,16 +35,15 @@ from tests.faults.process import (
 )
 
 NUM_STREAMS = 32
-SHORT_TOKENS = 80
 
 
 @pytest.mark.parametrize(
-    ("grace", "kinds"),
-    [("60", (DECODER, TRANSLATOR)), ("4", (DECODER, LONG)), ("0", (LONG, LONG))],
+    ("grace", "kinds", "short_tokens"),
+    [("60", (DECODER, TRANSLATOR), 80), ("4", (DECODER, LONG), 8), ("0", (LONG, LONG), 0)],
     ids=["all in time", "half of them", "nobody"],
 )
 def test_sigterm_with_streams_in_flight_lets_them_finish_within_the_grace_and_exits_0(
-    tmp_path: Path, grace: str, kinds: tuple[str, str]
+    tmp_path: Path, grace: str, kinds: tuple[str, str], short_tokens: int
 ) -> None:
     if LONG in kinds:
         put_long_artefact(tmp_path)
@@ -54,7 +53,7 @@ def test_sigterm_with_streams_in_flight_lets_them_finish_within_the_grace_and_ex
         begun = threading.Semaphore(0)
 
         def read(model: str) -> None:
-            wanted = LONG_TOKENS if model == LONG else SHORT_TOKENS
+            wanted = LONG_TOKENS if model == LONG else short_tokens
             call = stub.GenerateStream(streamed(greedy(model, max_tokens=wanted)))
             num_tokens, is_whole = 0, False
             try:

@@ -135,6 +135,11 @@ def num_requests(server: ServerProcess) -> float:
     return server.metrics().get(("requests_total", DECODER), 0.0)
 
 
+def num_broken(envoy: Envoy) -> int:
+    """Connections to servers that broke with a call on them."""
+    return envoy.counters()["cluster.onward.upstream_cx_destroy_remote_with_active_rq"]
+
+
 def begin(load: Load, servers: Sequence[ServerProcess]) -> None:
     """Both servers have streams in the middle, and callers besides."""
 
@@ -153,8 +158,11 @@ def test_server_sigkill_under_load_fails_only_what_it_had_begun_and_it_returns_b
         whole, short = tokens_of(other, LONG), tokens_of(other, SHORT)
         with Load(envoy.target) as load:
             begin(load, [victim, other])
+            broken_before = num_broken(envoy)
             victim.process.kill()
             victim.process.wait(SECONDS)
+            # Until Envoy has found its connections broken, it may send a call on one of them.
+            until(lambda: num_broken(envoy) > broken_before, "Envoy still has its connections", SECONDS)
             killed = time.monotonic()
             load.until_answers(100)
             envoy.wait_healthy([other.target])

@@ -178,9 +178,10 @@ async def test_trace_of_nobody_and_of_somebody_else_fails_with_a_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ["--out", str(tmp_path / "t.json")]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    assert await asyncio.to_thread(main, ["trace", "--metrics-target", f"127.0.0.1:{port}", *out]) == 1
+    with socket.socket() as nobody:  # who does not listen
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        assert await asyncio.to_thread(main, ["trace", "--metrics-target", f"127.0.0.1:{port}", *out]) == 1
     assert f"no trace from 127.0.0.1:{port}" in capsys.readouterr().err
     async with running(**ON) as server:
         # The port for calls, which speaks HTTP/2.

@@ -298,6 +298,7 @@ async def test_deadline_ends_a_call_and_frees_its_place(kind: str, whose: str) -
         running(runner=FakeRunner(SLOTS, before_run=gate)) as server,
         asking(kind, target(server), timeout_seconds=default) as asker,
     ):
+        await asker.call("tokenize", "ab", timeout_seconds=60)  # So that the deadlines pass there and not on the way.
         with gate.closed():
             with pytest.raises(DeadlineExceeded):
                 await asker.call("generate", "ab", **own)
@@ -424,19 +425,21 @@ async def test_what_finds_nobody_is_tried_again_unless_it_changes_something(kind
 
 
 async def test_server_that_comes_later_is_found(kind: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     policy = RetryPolicy(max_attempts=1000, initial_backoff_seconds=0.1, max_backoff_seconds=0.1)
-    async with asking(kind, f"127.0.0.1:{port}", retries=policy) as asker:
-        with pytest.raises(Unavailable):
-            async with asking(kind, f"127.0.0.1:{port}", retries=NO_RETRIES) as hasty:
-                await hasty.call("generate", "ab")
-        waiting = asyncio.create_task(asker.call("generate", "ab"))
-        await asyncio.sleep(0.3)
-        assert not waiting.done()
-        async with refusing(port=port):
-            assert (await waiting).text == "done"
+    with socket.socket() as place:
+        # Nobody listens there, and nobody else can take it until the server does, which shares it.
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+        async with asking(kind, f"127.0.0.1:{port}", retries=policy) as asker:
+            with pytest.raises(Unavailable):
+                async with asking(kind, f"127.0.0.1:{port}", retries=NO_RETRIES) as hasty:
+                    await hasty.call("generate", "ab")
+            waiting = asyncio.create_task(asker.call("generate", "ab"))
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+            async with refusing(port=port):
+                assert (await waiting).text == "done"
 
 
 async def test_channel_reconnects_no_later_than_the_client_tries_again(

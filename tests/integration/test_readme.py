@@ -13,7 +13,7 @@ import pytest
 from benchmarks.serving import serving
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_SECONDS = 110
+TIMEOUT_SECONDS = 500
 
 
 def readme_commands() -> list[str]:

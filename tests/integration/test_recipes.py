@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "docs" / "recipes"
 FETCH = "docs/recipes/fetch-libreoffice-help"
 CATALOG = ROOT / "tests" / "data" / "libreoffice-help-de.po"
-TIMEOUT_SECONDS = 110
+TIMEOUT_SECONDS = 500
 # 2,000 pairs, a minute fraction of the steps and a model to go with them.
 SMALL = {"steps": 40, "vocab_size": 1000, "d_model": 64, "d_ff": 128, "evaluate_every": 20, "checkpoint_every": 20}
 

@@ -26,7 +26,7 @@ from model.presets import resolve
 from service.engine.batch import ScheduledBatch
 from tests.artifacts import tiny_artifact, tiny_config
 from tests.fakes import NUM_SPECIAL, VOCAB_SIZE, FakeRunner
-from tests.servers import running
+from tests.servers import running, served_model
 
 LAW = resolve("law").model
 PROMPT = [NUM_SPECIAL + index % (VOCAB_SIZE - NUM_SPECIAL) for index in range(16)]
@@ -48,17 +48,18 @@ async def test_the_probe_tells_prefill_from_decoding_and_the_server_from_the_cli
     async with running(runner=delaying(0.08, 0.02), trust=True) as server:
         with probing(f"{server.endpoint.host}:{server.endpoint.port}") as probe:
             at_once = await asyncio.to_thread(probe.ask, PROMPT, 4)
-            streamed = await asyncio.to_thread(probe.stream, list(reversed(PROMPT)), 4)
-    for answer in (at_once, streamed):
-        assert len(answer.token_ids) == 4
+            streamed = await asyncio.to_thread(probe.stream, list(reversed(PROMPT)), 16)
+    for answer, count in ((at_once, 4), (streamed, 16)):
+        assert len(answer.token_ids) == count
         assert answer.cached_tokens == 0
         # Sixteen tokens are two chunks of this server's.
         assert 0.08 <= answer.prefill <= answer.first_token
         assert answer.per_token >= 0.02
-        assert answer.per_token == pytest.approx(answer.decode / 3)
+        assert answer.per_token == pytest.approx(answer.decode / (count - 1))
         assert answer.prefill + answer.decode <= answer.total
     assert at_once.first_token == at_once.total
-    assert streamed.first_token + 0.06 <= streamed.total
+    # Fifteen steps later, and the news of the first may come late by ten of them.
+    assert streamed.first_token + 0.1 <= streamed.total
 
 
 async def test_the_probe_tells_what_was_at_hand_and_the_study_will_not_have_it() -> None:
@@ -74,10 +75,10 @@ async def test_the_probe_tells_what_was_at_hand_and_the_study_will_not_have_it()
 
 async def test_a_request_that_is_held_is_running_and_then_cancelled() -> None:
     def hold(probe: Probe, seen: list[float]) -> None:
-        with probe.holding(PROMPT, 40):
+        with probe.holding(PROMPT, 4000):
             seen.append(server.metric("num_requests_running", model_name="fake"))
 
-    async with running(runner=delaying(0.0, 0.02), trust=True) as server:
+    async with running([served_model(context=8192)], runner=delaying(0.0, 0.02), trust=True) as server:
         with probing(f"{server.endpoint.host}:{server.endpoint.port}") as probe:
             seen: list[float] = []
             await asyncio.to_thread(hold, probe, seen)

@@ -173,7 +173,7 @@ async def test_a_model_that_does_not_pass_is_alone_with_that() -> None:
 
 
 async def test_an_estimate_tells_by_how_much_other_models_lengthen_a_request() -> None:
-    models = [served_model("quick"), served_model("slow")]
+    models = [served_model("quick"), served_model("slow", context=4096)]
     seconds = {"quick": 0.003, "slow": 0.02}
     engines = {
         model.name: engine_for(model, FakeRunner(SLOTS, before_run=partial(_take, seconds[model.name])))
@@ -186,10 +186,10 @@ async def test_an_estimate_tells_by_how_much_other_models_lengthen_a_request() -
         alone = await server.generation.Estimate(pb.EstimateRequest(request=quick))
         assert alone.sharing_factor == 1.0
         await server.generation.Generate(generate_request(model="slow", max_tokens=4, ignore_eos=True))
-        call = await read_accepted(server.stream(model="slow", max_tokens=55, ignore_eos=True))
+        call = await read_accepted(server.stream(model="slow", max_tokens=2000, ignore_eos=True))
         await call.read()
         beside = await server.generation.Estimate(pb.EstimateRequest(request=quick))
-        # It has a second of work left: while ours runs it takes three times as long as we do.
+        # It has a minute of work left: while ours runs it takes three times as long as we do.
         assert beside.sharing_factor == pytest.approx(4.0)
         assert beside.finish_seconds == pytest.approx(4 * alone.finish_seconds)
         assert beside.finish_seconds == pytest.approx(beside.queue_seconds + beside.cost.predicted_seconds)

@@ -254,18 +254,26 @@ async def test_stopping_withdraws_health_refuses_new_requests_and_lets_those_in_
 
 
 async def test_idle_server_that_stops_refuses_for_the_length_of_the_pause_before_it_is_gone() -> None:
-    held = running(drain_pause_seconds=0.5)
-    server = await held.__aenter__()
-    async with grpc.aio.insecure_channel(f"{server.endpoint.host}:{server.endpoint.port}") as channel:
-        generate = type(server.generation)(channel)
-        await generate.Generate(generate_request(max_tokens=1))
+    async with running(drain_pause_seconds=0.5) as server:
+        await server.generation.Generate(generate_request(max_tokens=1))
         began = time.monotonic()
-        stopping = asyncio.create_task(held.__aexit__(None, None, None))
-        await asyncio.sleep(0.1)
-        error = await status_of(generate.Generate(generate_request()))
-        await stopping
-    assert "draining" in str(error.details())
     assert time.monotonic() - began >= 0.5
+    # A pause that nobody can be late for, which a second signal ends.
+    model = served_model()
+    app = App(replace(CONFIG, drain_pause_seconds=3600.0), [model], {MODEL: engine_for(model)})
+    ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+    process = asyncio.create_task(run(app, ready.set_result))
+    endpoint = (await ready).endpoint
+    async with grpc.aio.insecure_channel(f"{endpoint.host}:{endpoint.port}") as channel:
+        generate = GenerationServiceStub(channel)
+        await generate.Generate(generate_request(max_tokens=1))
+        os.kill(os.getpid(), signal.SIGTERM)
+        await eventually(lambda: app.models.state(MODEL) is ModelState.DRAINING)
+        error = await status_of(generate.Generate(generate_request()))
+        assert not process.done()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await process == 0
+    assert "draining" in str(error.details())
 
 
 async def test_stream_that_outlives_the_grace_is_told_that_the_server_stops(
@@ -277,7 +285,8 @@ async def test_stream_that_outlives_the_grace_is_told_that_the_server_stops(
         generate = type(server.generation)(channel)
         calls = [await read_accepted(generate.GenerateStream(stream_request(max_tokens=60_000))) for _ in range(2)]
         stopping = asyncio.create_task(held.__aexit__(None, None, None))
-        errors = [await status_of(call) for call in calls]
+        # Both are read all the while: one that was not would look as if it had stopped reading.
+        errors = await asyncio.gather(*map(status_of, calls))
         await stopping
     handled = {"grpc_method": "GenerateStream", "grpc_code": "UNAVAILABLE"}
     assert server.metric("grpc_server_handled_total", **handled) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -177,7 +178,8 @@ async def test_leaving_a_stream_of_several_outputs_ends_them_all() -> None:
     def endless(_: GenerationRequest) -> Steps:
         return [[token(5, 0), token(5, 1)] for _ in range(100_000)]
 
-    async with telling(ScriptedEngine(endless)) as server:
+    # Steps that take no time would leave the loop none to hear of it.
+    async with telling(ScriptedEngine(endless, before_step=lambda: time.sleep(0.002))) as server:
         call = await read_accepted(server.stream(sampling=pb.SamplingParams(n=2)))
         await call.read()
         call.cancel()

@@ -259,7 +259,9 @@ async def test_a_keys_calls_at_once_are_bounded_and_a_cancelled_one_frees_its_pl
             error = await status_of(server.generation.Generate(generate_request("ab"), metadata=bearer()))
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             held.cancel()
-        await server.until_ended(1)
+            cancelled = {"grpc_method": "GenerateStream", "grpc_code": "CANCELLED"}
+            await eventually(lambda: server.metric("grpc_server_handled_total", **cancelled) == 1)
+        assert await server.until_ended(1) == {"cancelled": 1}
         await server.generation.Generate(generate_request("ab", max_tokens=1), metadata=bearer())
 
 

@@ -35,6 +35,7 @@ from tests.servers import (
     MODEL,
     SLOTS,
     eventually,
+    expire,
     generate_request,
     read,
     read_accepted,
@@ -213,12 +214,12 @@ async def test_call_ends_with_its_handler_and_its_request_with_the_engines_word(
             call_of_client.cancel()
             cancelled = {"grpc_method": "GenerateStream", "grpc_code": "CANCELLED"}
             await eventually(lambda: server.metric("grpc_server_handled_total", **cancelled) == 1)
-            between = time.time_ns()
             assert not kept.spans
+            await asyncio.sleep(0.05)
         await server.until_ended(1)
     call, parts = await kept.call()
-    assert times(call)[1] <= between
-    assert between <= times(list(parts.values())[-1])[1] <= time.time_ns()
+    # By the one clock that they share: the engine was held after the handler had ended.
+    assert times(list(parts.values())[-1])[1] - times(call)[1] >= 50_000_000
 
 
 async def test_request_that_ends_in_the_queue_has_waited_and_done_no_more(kept: Kept) -> None:
@@ -241,15 +242,24 @@ async def test_request_that_ends_in_the_queue_has_waited_and_done_no_more(kept: 
 
 
 async def test_deadline_that_passes_is_an_error_of_the_call(kept: Kept) -> None:
-    async with running([served_model(context=100_000)], tracer=kept.tracer) as server:
-        error = await status_of(server.generation.Generate(generate_request(max_tokens=60_000), timeout=0.1))
-        await server.until_ended(1)
-    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    call, parts = await kept.call()
+    # A step takes a moment, or the loop would have none to hear of it.
+    runner = FakeRunner(SLOTS, before_run=lambda _: time.sleep(0.002))
+
+    def late() -> list[ReadableSpan]:
+        """Those of calls that had a token by then: on a busy machine a short deadline may pass before the first."""
+        code = "rpc.response.status_code"
+        calls = [span for span in kept.spans if (span.attributes or {}).get(code) == "DEADLINE_EXCEEDED"]
+        return [call for call in calls if "decode" in [part.name for part in kept.below(call)]]
+
+    async with running([served_model(context=100_000)], runner=runner, tracer=kept.tracer) as server:
+        await expire(
+            lambda timeout: server.generation.Generate(generate_request(max_tokens=60_000), timeout=timeout),
+            lambda: bool(late()),
+        )
+    call = late()[0]
     assert call.attributes is not None
-    assert call.attributes["rpc.response.status_code"] == call.attributes["error.type"] == "DEADLINE_EXCEEDED"
+    assert call.attributes["error.type"] == "DEADLINE_EXCEEDED"
     assert call.status.status_code is StatusCode.ERROR
-    assert "decode" in parts
 
 
 async def test_failed_step_is_an_error_with_the_id_that_the_log_has(kept: Kept) -> None:
@@ -483,6 +493,8 @@ async def test_collector_receives_spans_and_metrics_before_the_server_is_gone(
     by_environment: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+    # A busy machine may take longer than the second that the server has for it.
+    monkeypatch.setattr("service.app._CLOSING_SECONDS", 60.0)
     with collector() as (taken, endpoint):
         if by_environment:
             monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
@@ -507,7 +519,8 @@ async def test_collector_receives_spans_and_metrics_before_the_server_is_gone(
     assert names >= {"gen_ai.server.request.duration", "gen_ai.server.time_to_first_token"}
 
 
-async def test_traces_alone_send_no_metrics() -> None:
+async def test_traces_alone_send_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.app._CLOSING_SECONDS", 60.0)
     with collector() as (taken, endpoint):
         async with running(tracer=open_tracer(Telemetry.TRACES, endpoint)) as server:
             await server.generation.Generate(generate_request(max_tokens=2))

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
 from loadtest.records import Outcome, Record
 from tests.load.fake_server import Plan
 
@@ -20,6 +18,14 @@ TOLERANCE = 0.05
 """Of a median."""
 DELAYS: dict[str, Any] = {"ttft": (0.2, 0.4), "itl": (0.1, 0.2)}
 """The known ones, long enough for 5 % of them to outlast a busy machine."""
+NUM_RUNS = 5
+"""As often a busy machine is given another chance."""
+LATE_SECONDS = 0.003
+"""A quiet machine wakes a sleeper within one or two milliseconds."""
+
+
+class Disagreement(AssertionError):
+    """Medians are further apart than they may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +90,36 @@ def hold_to_plan(both: Sequence[Pair]) -> None:
         _agree(measured)
 
 
+def lateness(both: Sequence[Pair]) -> float:
+    """By how many seconds the server was late for its plan, on average and by its own clock: the machine's doing."""
+    plan = Plan(**DELAYS)
+    late = []
+    for pair in both:
+        ttft, itl = plan.delays(pair.record.number)
+        late += [at - pair.done["arrived"] - ttft - number * itl for number, at in enumerate(pair.done["sent"])]
+    return statistics.mean(late)
+
+
+def holds(both: Sequence[Pair], num_left: int) -> bool:
+    """Whether `hold` and `hold_to_plan` are content; if not, they raise, unless the machine was too busy to tell.
+
+    Only medians that differ can be put down to that, only where the server itself was late, and only while there are
+    runs left to look again.
+    """
+    try:
+        hold(both)
+        hold_to_plan(both)
+    except Disagreement:
+        if not num_left or lateness(both) < LATE_SECONDS:
+            raise
+        return False
+    return True
+
+
 def _agree(measured: Sequence[tuple[float, float]]) -> None:
     seen, known = zip(*measured, strict=True)
-    assert statistics.median(seen) == pytest.approx(statistics.median(known), rel=TOLERANCE)
+    ratio = statistics.median(seen) / statistics.median(known)
     # And one by one, not only as a heap.
-    assert statistics.median(one / two for one, two in measured) == pytest.approx(1.0, abs=TOLERANCE)
+    by_one = statistics.median(one / two for one, two in measured)
+    if max(abs(ratio - 1), abs(by_one - 1)) > TOLERANCE:
+        raise Disagreement(f"medians are {ratio:.3f} of what they should be, one by one {by_one:.3f}")

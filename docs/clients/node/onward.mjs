@@ -89,7 +89,8 @@ async function retrying(deadline, attempt) {
       // A random part of it, so that those who were refused together do not come again together.
       const pause = (told ?? 0) + Math.random() * longest;
       if (!helps || number === MAX_ATTEMPTS || Date.now() + pause >= deadline) throw error;
-      await sleep(pause);
+      // In whole milliseconds, of which its clock may already have lost a part.
+      await sleep(Math.ceil(pause) + 1);
     }
   }
 }
