@@ -129,7 +129,8 @@ async def test_request_that_cannot_be_over_in_time_any_more_leaves_the_queue_bef
             """As much as is left of its time but for the way, and for half a second in which it may begin."""
             assert one.deadline is not None
             on_the_way = shortfall(one.deadline - one.arrival_time)
-            return Forecast(0.0, one.deadline - time.monotonic() - on_the_way - 0.5, 0.0)
+            needed = one.deadline - time.monotonic() - on_the_way - 0.5
+            return Forecast(queue_seconds=0.0, prefill_seconds=needed, decode_seconds=0.0)
 
         foretell(server, monkeypatch, forecast)
         with gate.closed():
@@ -211,7 +212,7 @@ async def test_who_takes_what_there_is_gets_nothing_without_an_error_where_it_ne
 
 async def test_who_takes_what_there_is_and_leaves_is_cancelled_as_ever() -> None:
     def endless(_: GenerationRequest) -> Steps:
-        return [[token(5, 0)] for _ in range(100_000)]
+        return [[token(5, 0)] for _ in range(20_000)]
 
     engine = ScriptedEngine(endless, before_step=lambda: time.sleep(0.002))
     async with running(engines={MODEL: engine}, trust=True) as server:
