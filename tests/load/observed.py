@@ -17,15 +17,20 @@ from tests.load.fake_server import Plan
 TOLERANCE = 0.05
 """Of a median."""
 DELAYS: dict[str, Any] = {"ttft": (0.2, 0.4), "itl": (0.1, 0.2)}
-"""The known ones, long enough for 5 % of them to outlast a busy machine."""
-NUM_RUNS = 5
-"""As often a busy machine is given another chance."""
+"""The known ones, long enough for 5 % of them to outlast what a machine adds."""
+SCALES = (1, 4, 12)
+"""Where the machine is too busy for that they are so many times as long in the next run."""
 LATE_SECONDS = 0.003
 """A quiet machine wakes a sleeper within one or two milliseconds."""
 
 
 class Disagreement(AssertionError):
     """Medians are further apart than they may be."""
+
+
+def delays(scale: int) -> dict[str, Any]:
+    """The known ones, so many times as long."""
+    return {name: (scale * least, scale * most) for name, (least, most) in DELAYS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +79,8 @@ def hold(both: Sequence[Pair]) -> None:
         _agree(measured)
 
 
-def hold_to_plan(both: Sequence[Pair]) -> None:
+def hold_to_plan(both: Sequence[Pair], plan: Plan) -> None:
     """The server was never quicker than planned, and what was measured is what was planned, within 5 %."""
-    plan = Plan(**DELAYS)
     first, gaps, whole = [], [], []
     for pair in both:
         ttft, itl = plan.delays(pair.record.number)
@@ -90,9 +94,8 @@ def hold_to_plan(both: Sequence[Pair]) -> None:
         _agree(measured)
 
 
-def lateness(both: Sequence[Pair]) -> float:
+def lateness(both: Sequence[Pair], plan: Plan) -> float:
     """By how many seconds the server was late for its plan, on average and by its own clock: the machine's doing."""
-    plan = Plan(**DELAYS)
     late = []
     for pair in both:
         ttft, itl = plan.delays(pair.record.number)
@@ -100,17 +103,18 @@ def lateness(both: Sequence[Pair]) -> float:
     return statistics.mean(late)
 
 
-def holds(both: Sequence[Pair], num_left: int) -> bool:
+def holds(both: Sequence[Pair], scale: int) -> bool:
     """Whether `hold` and `hold_to_plan` are content; if not, they raise, unless the machine was too busy to tell.
 
-    Only medians that differ can be put down to that, only where the server itself was late, and only while there are
-    runs left to look again.
+    Only medians that differ can be put down to that, only where the server itself was late, and only while there is a
+    larger scale to look again.
     """
+    plan = Plan(**delays(scale))
     try:
         hold(both)
-        hold_to_plan(both)
+        hold_to_plan(both, plan)
     except Disagreement:
-        if not num_left or lateness(both) < LATE_SECONDS:
+        if scale == SCALES[-1] or lateness(both, plan) < LATE_SECONDS:
             raise
         return False
     return True

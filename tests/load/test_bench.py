@@ -32,8 +32,8 @@ from loadtest.records import INCOMPLETE, Outcome
 from loadtest.serving import Server
 from loadtest.wire import Sampling
 from tests.load.fake_server import ROOT, fake_server, read_log
-from tests.load.observed import DELAYS, NUM_RUNS, holds, pairs
-from tests.load.omission import HALF, observe
+from tests.load.observed import SCALES, delays, holds, pairs
+from tests.load.omission import HALF, SERVICE_SECONDS, observe
 from tests.unit.test_load_figures import record
 
 ENDED = tuple(Outcome)
@@ -66,16 +66,16 @@ def server() -> Iterator[str]:
 
 
 async def test_known_delays_come_out_within_five_percent(tmp_path: Path) -> None:
-    for num_left in reversed(range(NUM_RUNS)):
-        log = tmp_path / f"log{num_left}"
-        with fake_server(**DELAYS, log=str(log)) as target:
+    for scale in SCALES:
+        log = tmp_path / f"log{scale}"
+        with fake_server(**delays(scale), log=str(log)) as target:
             result = await measured(
                 target, "--request-rate", "14", "--num-prompts", "28", "--max-tokens", "5", connections=2, warmups=1
             )
         done = read_log(log)
         both = pairs(result.run.records, result.began, done)
         assert len(both) == 28
-        if holds(both, num_left):
+        if holds(both, scale):
             break
     report = summarise(result.run)
     firsts = [pair.record.first_token_seconds or 0.0 for pair in both]
@@ -242,9 +242,13 @@ def test_ctrl_c_ends_the_sending_and_the_report_comes_all_the_same(tmp_path: Pat
 
 
 async def test_a_stalled_server_is_seen_by_an_open_loop_and_missed_by_a_closed_one() -> None:
-    seen = await observe(seconds=3.0, stall_at=1.0, stall_seconds=1.0)
+    for stall in (1.0, 5.0):
+        seen = await observe(seconds=3 * stall, stall_at=stall, stall_seconds=stall)
+        # A standstill must be much longer than an answer, which on a busy machine may itself take long.
+        if statistics.median(wait for _, wait in seen.closed) < 2 * SERVICE_SECONDS:
+            break
     # Of the requests due in the first half of the standstill each waited at least for its second half.
-    assert seen.open_slow >= HALF * seen.rate * 1.0 - 1
+    assert seen.open_slow >= HALF * seen.rate * stall - 1
     # The one user was waiting for an answer all the while, and asked nothing else.
     assert seen.closed_slow <= 2
     assert seen.closed_asked > 10
@@ -303,14 +307,18 @@ def test_capacity_is_counted_between_the_first_round_s_end_and_the_last_round_s_
 def test_every_request_of_the_capacity_curve_is_accounted_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = tmp_path / "log"
-    with fake_server(ttft=(0.04, 0.04), itl=(0.02, 0.02), slots=3, queue=4, log=str(log)) as target:
-        code = capacity.main(
-            [
-                "--target", target, "--max-tokens", "3", "--prompt-tokens", "8", "--loads", "0.5,2.5",
-                "--seconds", "1.2", "--closed-seconds", "0.8", "--out", str(tmp_path / "out"),
-            ]
-        )  # fmt: skip
+    # On a busy machine less than a second may be too little for two rounds, and is then refused.
+    for closed_seconds in ("0.8", "10"):
+        log = tmp_path / f"log{closed_seconds}"
+        with fake_server(ttft=(0.04, 0.04), itl=(0.02, 0.02), slots=3, queue=4, log=str(log)) as target:
+            code = capacity.main(
+                [
+                    "--target", target, "--max-tokens", "3", "--prompt-tokens", "8", "--loads", "0.5,2.5",
+                    "--seconds", "1.2", "--closed-seconds", closed_seconds, "--out", str(tmp_path / "out"),
+                ]
+            )  # fmt: skip
+        if code == 0:
+            break
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert code == 0
     assert report["users"] == 3
