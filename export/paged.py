@@ -386,6 +386,9 @@ def _candidates(logits: Tensor, num_candidates: int | str) -> dict[str, Tensor]:
     values, ids = torch.topk(logits, int(num_candidates), dim=-1)
     highest = values[:, :1]
     normalizer = (logits - highest).exp().sum(-1).log() + highest[:, 0]
+    # Minus infinity would not show in the sum, and whoever sees the highest logits alone must hear of it.
+    is_finite = logits.amin(-1) > float("-inf")
+    normalizer = torch.where(is_finite, normalizer, float("nan"))
     return {"logits": logits, "candidate_ids": ids, "candidate_logits": values, "log_normalizer": normalizer}
 
 

@@ -98,6 +98,11 @@ class KVPrecision(StrEnum):
         """The ONNX and NumPy name of what a buffer holds."""
         return _KV_DTYPES[self]
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of each number in it; NumPy knows no bfloat16 to ask for its own."""
+        return _KV_ITEMSIZES[self]
+
 
 _KV_DTYPES = {
     KVPrecision.FP32: "float32",
@@ -105,6 +110,7 @@ _KV_DTYPES = {
     KVPrecision.FP16: "float16",
     KVPrecision.BF16: "bfloat16",
 }
+_KV_ITEMSIZES = {KVPrecision.FP32: 4, KVPrecision.INT8: 1, KVPrecision.FP16: 2, KVPrecision.BF16: 2}
 
 
 class KVLayout(StrEnum):
@@ -374,7 +380,7 @@ def paged_decoder_signature(
 
     `logits_indices` picks packed tokens whose logits are wanted. `candidate_ids` are those of the highest, in falling
     order and among equals the lowest first, `candidate_logits` what they have, and `log_normalizer` the logarithm of
-    the sum of all exponentials, so that few numbers need to leave a device.
+    the sum of all exponentials, or not finite where a logit is not, so that few numbers need to leave a device.
     """
     cache = ("num_blocks", block_size, config.num_kv_heads, config.head_dim)
     num_candidates = min(MAX_CANDIDATES, config.vocab_size)

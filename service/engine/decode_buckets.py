@@ -5,23 +5,23 @@ power of two with rows of nobody: their token is written nowhere, and what they 
 operator must know of lengths on the host is said for a whole class of them, between one power of two and the next. On a
 CPU nothing is recorded and everything else is the same.
 
+All inputs of a run go to the device in one copy.
+
 Knows the inputs of a decoder graph over blocks by name (`model.artifact.paged_decoder_signature`), and neither rows nor
 whose tokens they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from model.config import ModelConfig
 from service.engine.blocks import SCRATCH
-from service.engine.session import Array, Binding, DeviceTensor, GraphSession
-
-Float32 = npt.NDArray[np.float32]
+from service.engine.device_logits import DeviceLogits
+from service.engine.session import Array, Bindable, Binding, DevicePack, DeviceTensor, GraphSession
 
 _SHORTEST = 512
 """Up to here rows are of one class: the operator gains nothing by dividing the work on so few keys."""
@@ -29,10 +29,9 @@ _SHORTEST = 512
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """A run of so many rows and lengths: what it reads and writes, and by which number a device remembers it."""
+    """A run of so many rows and lengths: what it reads, and by which number a device remembers it."""
 
-    inputs: Mapping[str, DeviceTensor]
-    logits: DeviceTensor
+    inputs: DevicePack
     binding: Binding
     number: int
 
@@ -45,7 +44,8 @@ class DecodeBuckets:
         session: the decoder graph.
         caches: its K/V by input name.
         block_size: tokens in a block.
-        device: where inputs and outputs lie, "cpu" or "cuda".
+        logits: where results go; it has room for as many rows as the next power of two.
+        device: where inputs lie, "cpu" or "cuda".
     """
 
     def __init__(
@@ -54,12 +54,14 @@ class DecodeBuckets:
         session: GraphSession,
         caches: Mapping[str, Array | DeviceTensor],
         block_size: int,
+        logits: DeviceLogits,
         device: str,
     ) -> None:
         self._config = config
         self._session = session
         self._caches = caches
         self._block_size = block_size
+        self._logits = logits
         self._device = device
         self._buckets: dict[tuple[int, int], _Bucket] = {}
 
@@ -68,52 +70,54 @@ class DecodeBuckets:
         """How many runs there have been of sizes of their own; each keeps its memory."""
         return len(self._buckets)
 
-    def run(self, inputs: Mapping[str, Array]) -> Float32:
-        """Computes one token for each row.
+    def run(self, inputs: Mapping[str, Array]) -> None:
+        """Computes one token for each row; rows of nobody come behind them.
 
         Args:
             inputs: what the graph would be given for these rows alone, caches aside.
-
-        Returns:
-            `[rows, V]`, a copy.
 
         Raises:
             GraphError: when the run fails; the rows' K/V are in doubt then.
         """
         num_rows = len(inputs["past_seqlens"])
-        key = _round_up(num_rows, 1), _round_up(int(inputs["past_seqlens"].max()) + 1, _SHORTEST)
+        key = round_up(num_rows, 1), round_up(int(inputs["past_seqlens"].max()) + 1, _SHORTEST)
         if key not in self._buckets:
             self._buckets[key] = self._make(*key)
         bucket = self._buckets[key]
-        for name, tensor in bucket.inputs.items():
-            if name in _FILLING:
-                tensor.write(_fill(inputs[name], tensor.shape, _FILLING[name]))
+        for name, filling in _FILLING.items():
+            if name in bucket.inputs.arrays:
+                array = bucket.inputs.arrays[name]
+                array.fill(filling)
+                array[tuple(map(slice, inputs[name].shape))] = inputs[name]
+        bucket.inputs.write()
         bucket.binding.run(bucket.number)
-        logits: Float32 = bucket.logits.read()[:num_rows]
-        return logits
 
     def _make(self, num_rows: int, length: int) -> _Bucket:
-        config, device = self._config, self._device
-        inputs = {
-            "input_ids": DeviceTensor([num_rows], "int64", device),
-            "position_ids": DeviceTensor([num_rows], "int64", device),
-            "cumulative_sequence_length": _constant(np.arange(num_rows + 1, dtype=np.int32), device),
-            "past_seqlens": DeviceTensor([num_rows], "int32", device),
-            "block_table": DeviceTensor([num_rows, -(-length // self._block_size)], "int32", device),
-            "slot_mapping": DeviceTensor([num_rows], "int32", device),
-            "attention_metadata": _bounds(length, 0 if length == _SHORTEST else length // 2 + 1),
-            "logits_indices": _constant(np.arange(num_rows), device),
+        config = self._config
+        # What is the same in every run is sent with the rest all the same: it is one copy either way.
+        specs: dict[str, tuple[tuple[int, ...], str]] = {
+            "input_ids": ((num_rows,), "int64"),
+            "position_ids": ((num_rows,), "int64"),
+            "cumulative_sequence_length": ((num_rows + 1,), "int32"),
+            "past_seqlens": ((num_rows,), "int32"),
+            "block_table": ((num_rows, -(-length // self._block_size)), "int32"),
+            "slot_mapping": ((num_rows,), "int32"),
+            "logits_indices": ((num_rows,), "int64"),
+            "source_past_seqlens": ((num_rows,), "int32"),
+            "source_block_table": ((num_rows, -(-config.source_context // self._block_size)), "int32"),
         }
-        if config.is_encoder_decoder:
-            longest = config.source_context
-            inputs["source_past_seqlens"] = DeviceTensor([num_rows], "int32", device)
-            inputs["source_block_table"] = DeviceTensor([num_rows, -(-longest // self._block_size)], "int32", device)
-            inputs["source_attention_metadata"] = _bounds(longest, 0)
-        inputs = {name: tensor for name, tensor in inputs.items() if name in self._session.input_names}
-        logits = DeviceTensor([num_rows, config.vocab_size], "float32", device)
+        names = self._session.input_names
+        pack = DevicePack({name: spec for name, spec in specs.items() if name in names}, self._device)
+        pack.arrays["cumulative_sequence_length"][:] = np.arange(num_rows + 1)
+        pack.arrays["logits_indices"][:] = np.arange(num_rows)
+        bounds: dict[str, Array] = {
+            "attention_metadata": _bounds(length, 0 if length == _SHORTEST else length // 2 + 1),
+            "source_attention_metadata": _bounds(config.source_context, 0),
+        }
+        inputs: dict[str, Bindable] = {**pack.views, **{name: bounds[name] for name in names if name in bounds}}
         outputs = {name.replace("_cache_", "_cache_out_"): cache for name, cache in self._caches.items()}
-        binding = self._session.bind({**inputs, **self._caches}, {"logits": logits, **outputs})
-        return _Bucket(inputs, logits, binding, len(self._buckets) + 1)
+        binding = self._session.bind({**inputs, **self._caches}, {**self._logits.outputs(num_rows), **outputs})
+        return _Bucket(pack, binding, len(self._buckets) + 1)
 
 
 # What rows of nobody are given; inputs that are not here are the same in every run.
@@ -128,23 +132,11 @@ _FILLING = {
 }
 
 
-def _fill(values: Array, shape: Sequence[int], filling: int) -> Array:
-    filled = np.full(shape, filling, values.dtype)
-    filled[tuple(slice(size) for size in values.shape)] = values
-    return filled
-
-
-def _constant(values: Array, device: str) -> DeviceTensor:
-    tensor = DeviceTensor(values.shape, values.dtype.name, device)
-    tensor.write(values)
-    return tensor
-
-
-def _bounds(most: int, least: int) -> DeviceTensor:
+def _bounds(most: int, least: int) -> Array:
     """One query in each row, at most so many keys, and so many at least in some row; on the host."""
-    return _constant(np.array([1, most, least], np.int32), "cpu")
+    return np.array([1, most, least], np.int32)
 
 
-def _round_up(number: int, least: int) -> int:
+def round_up(number: int, least: int) -> int:
     """The next power of two, `least` at the least."""
     return max(least, 1 << (number - 1).bit_length())

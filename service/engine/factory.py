@@ -7,11 +7,13 @@ import logging
 import time
 from pathlib import Path
 
-from model.artifact import DECODER, ENCODER, PREFILL, KVLayout, Manifest
+from model.artifact import DECODER, ENCODER, MOVE, PREFILL, KVLayout, Manifest
+from model.artifact import Device as BuiltFor
+from service.engine.device_blocks import DeviceBlocks
 from service.engine.engine import Engine, LastRun
 from service.engine.intake import ModelShape
 from service.engine.kv_cache import SlotKV
-from service.engine.kv_memory import check_memory, num_row_blocks, plan_kv_memory
+from service.engine.kv_memory import check_device_memory, check_memory, plan_kv_memory, step_bytes
 from service.engine.memory import resident_bytes
 from service.engine.paged_kv import HostBlocks, PagedKV
 from service.engine.paged_runner import PagedRunner
@@ -19,12 +21,15 @@ from service.engine.prefill_provider import openvino_for
 from service.engine.runner import OrtRunner, Runner
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
-from service.engine.session import GraphSession, SessionOptions
+from service.engine.session import Cuda, GraphSession, SessionOptions, cuda_free_bytes
 from service.engine.text import Decode
-from service.engine.types import PrefillProvider
+from service.engine.top_logits import TopLogits
+from service.engine.types import Device, PrefillProvider
 from service.errors import StartupError
 
 _LOGGER = logging.getLogger(__name__)
+
+_CUDA = "cuda"
 
 
 def build_engine(
@@ -35,6 +40,7 @@ def build_engine(
     options: SessionOptions,
     last_run: LastRun,
     prefill: PrefillProvider = PrefillProvider.CPU,
+    device: Device = Device.AUTO,
 ) -> Engine:
     """Loads an artefact's graphs and reserves its K/V.
 
@@ -48,17 +54,20 @@ def build_engine(
         options: threads.
         last_run: shared by the engines that one thread will step.
         prefill: what computes prompts, as `choose_prefill_provider` says.
+        device: where all is to be computed; `AUTO` is the one that the artefact was exported for.
 
     Raises:
-        StartupError: when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
+        StartupError: when the artefact is for another device, or that is not to be had; when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
     """
+    _check_device(folder, manifest, device)
     runner: Runner
+    top = TopLogits()
     if manifest.kv_cache.layout is KVLayout.PAGED:
-        runner = build_paged_runner(folder, manifest, limits, options)
+        runner = build_paged_runner(folder, manifest, limits, options, top)
     else:
         runner = build_runner(folder, manifest, limits, options, prefill)
     budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
-    return Engine(Scheduler(limits, model_shape(manifest), decode, budget), runner, Sampler(), last_run)
+    return Engine(Scheduler(limits, model_shape(manifest), decode, budget), runner, Sampler(top), last_run)
 
 
 def build_runner(
@@ -93,8 +102,17 @@ def build_runner(
         raise StartupError([f"{folder}: {sizes}: {error}"]) from error
 
 
-def build_paged_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions) -> PagedRunner:
+def build_paged_runner(
+    folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions, top: TopLogits | None = None
+) -> PagedRunner:
     """An artefact's graphs over blocks and the blocks they work on.
+
+    Args:
+        folder: the artefact.
+        manifest: its manifest.
+        limits: as for `build_engine`.
+        options: as for `build_engine`.
+        top: where graphs are for a device, what is told of rows that stay there; see `PagedRunner`.
 
     Raises:
         StartupError: as `build_runner`; when prompts are cut so that what is kept of them would lie across blocks, too.
@@ -104,21 +122,55 @@ def build_paged_runner(folder: Path, manifest: Manifest, limits: EngineLimits, o
     if chunk % size and size % chunk:
         problem = f"prefill_chunk is {chunk}, must divide the blocks of {size} tokens or be a multiple of them"
         raise StartupError([f"{folder}: {problem}"])
-    decoder = GraphSession(folder, manifest.graphs[DECODER], options)
-    encoder = GraphSession(folder, manifest.graphs[ENCODER], options) if config.is_encoder_decoder else None
+    on_device = manifest.device is BuiltFor.CUDA
+    sessions = _load_on_device(folder, manifest, limits, options) if on_device else _load(folder, manifest, options)
     try:
         budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
-        check_memory(manifest, budget, limits.max_batch_size, limits.max_prefill_tokens)
-        # Golden cases fill rows that no request would be given at once; blocks that nobody fills cost nothing here.
-        num_blocks = max(
-            budget.num_bytes // (size * budget.token_bytes), limits.max_batch_size * num_row_blocks(manifest)
+        num_blocks = budget.num_bytes // (size * budget.token_bytes)
+        dtype = manifest.kv_cache.precision.dtype
+        memory: HostBlocks | DeviceBlocks
+        if on_device:
+            free_bytes = cuda_free_bytes()
+            check_device_memory(manifest, budget, limits.max_batch_size, limits.max_prefill_tokens, free_bytes)
+            memory = DeviceBlocks(config, num_blocks, size, dtype, _CUDA, sessions[MOVE])
+        else:
+            check_memory(manifest, budget, limits.max_batch_size, limits.max_prefill_tokens)
+            memory = HostBlocks(config, num_blocks, size, dtype)
+        return PagedRunner(
+            config,
+            PagedKV(memory, limits.max_batch_size),
+            memory,
+            sessions[DECODER],
+            sessions.get(ENCODER),
+            limits.max_prefill_tokens,
+            _CUDA if on_device else None,
+            top,
         )
-        memory = HostBlocks(config, num_blocks, size, manifest.kv_cache.precision.dtype)
-        kv = PagedKV(memory, limits.max_batch_size)
-        return PagedRunner(config, kv, memory, decoder, encoder, limits.max_prefill_tokens)
     except (MemoryError, StartupError) as error:
         sizes = f"max_batch_size {limits.max_batch_size}, prefill_chunk {limits.prefill_chunk}"
         raise StartupError([f"{folder}: {sizes}: {error}"]) from error
+
+
+def _load(folder: Path, manifest: Manifest, options: SessionOptions) -> dict[str, GraphSession]:
+    """The graphs that compute over blocks on the processor; what blocks are copied by is not needed there."""
+    return {name: GraphSession(folder, graph, options) for name, graph in manifest.graphs.items() if name != MOVE}
+
+
+def _load_on_device(
+    folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions
+) -> dict[str, GraphSession]:
+    """All graphs, on the first CUDA device; the decoder's runs that have a number are recorded."""
+    max_bytes = step_bytes(manifest, limits.max_batch_size, limits.max_prefill_tokens)
+    return {
+        name: GraphSession(folder, graph, options, cuda=Cuda(records=name == DECODER, max_bytes=max_bytes))
+        for name, graph in manifest.graphs.items()
+    }
+
+
+def _check_device(folder: Path, manifest: Manifest, device: Device) -> None:
+    """Refuses an artefact that is not for the device on which it is to be computed."""
+    if device not in (Device.AUTO, Device(manifest.device)):
+        raise StartupError([f"{folder}: device is {device}, the artefact is for {manifest.device}"])
 
 
 def _load_prefill_graph(folder: Path, manifest: Manifest, options: SessionOptions) -> GraphSession:

@@ -11,12 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.artifact import KVLayout, Manifest
+from model.artifact import MAX_CANDIDATES, Device, KVLayout, Manifest
 from service.engine.kv_ledger import KVBudget
 from service.engine.memory import memory_limit
 from service.errors import StartupError
 
 _FLOAT_BYTES = np.dtype(np.float32).itemsize
+# An id and a logit.
+_CANDIDATE_BYTES = 12
+# What matrix products and attention ask for besides, in a step; and what CUDA's libraries load as they are first used.
+_WORKSPACE_BYTES = 128 << 20
+_LIBRARY_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +29,8 @@ class MemoryNeeds:
     """What a model wants of memory, in bytes.
 
     `whole` is its K/V with all rows at full length, `least` with one: below that, not every request could run.
-    `besides` is taken whatever K/V may take: logits, and the K/V of prompts in passing.
+    `besides` is taken whatever K/V may take: logits, and the K/V of prompts in passing; of a device's memory also
+    weights, and what steps have in hand.
     """
 
     whole: int
@@ -41,13 +47,57 @@ def memory_needs(manifest: Manifest, num_slots: int, max_prefill_tokens: int) ->
         max_prefill_tokens: rows of logits that may be wanted besides, where prompts are computed in chunks.
     """
     budget = plan_kv_memory(manifest, num_slots, None)
+    least = _row(manifest, budget)
+    if manifest.device is Device.CUDA:
+        besides = weight_bytes(manifest) + device_overhead_bytes(manifest, num_slots, max_prefill_tokens)
+        return MemoryNeeds(whole=budget.num_bytes, least=least, besides=besides)
     num_chunked = 0 if manifest.config.is_encoder_decoder else max_prefill_tokens
     logits = (num_slots + num_chunked) * manifest.config.vocab_size * _FLOAT_BYTES
     return MemoryNeeds(
         whole=budget.num_bytes,
-        least=_row(manifest, budget),
+        least=least,
         besides=logits + num_chunked * budget.token_bytes,
     )
+
+
+def weight_bytes(manifest: Manifest) -> int:
+    """What the weights of an artefact's graphs take, wherever they are loaded."""
+    return sum(entry.num_bytes for name, entry in manifest.files.items() if name.endswith((".onnx", ".onnx.data")))
+
+
+def step_bytes(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> int:
+    """What a step on a device has in hand at most, between its inputs and its outputs.
+
+    An estimate, and a generous one: all that one layer computes for all tokens at once, twice, and all that is made of
+    logits. It is the limit that ONNX Runtime's arena is given.
+
+    Args:
+        manifest: the artefact's.
+        num_slots: rows that decode beside prompts.
+        max_prefill_tokens: tokens of prompts in a step.
+    """
+    config, itemsize = manifest.config, manifest.kv_cache.precision.itemsize
+    num_tokens = num_slots + max_prefill_tokens
+    layer = (8 * config.d_model + 4 * config.d_ff) * itemsize
+    # Rounded, in float32, less the highest, their exponentials, and what the highest are sought in.
+    logit = itemsize + 5 * _FLOAT_BYTES
+    num_bytes = num_tokens * (2 * layer + config.vocab_size * logit)
+    if config.is_encoder_decoder:
+        source = config.source_context
+        scores = config.num_heads * source * (itemsize + _FLOAT_BYTES)
+        num_bytes += num_slots * source * (2 * layer + scores)
+    return num_bytes + _WORKSPACE_BYTES
+
+
+def device_overhead_bytes(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> int:
+    """What a model takes of a device's memory besides weights and K/V that may be given out."""
+    budget = _paged_budget(manifest)
+    scratch = budget.page_tokens * budget.token_bytes
+    # The next power of two is twice as much at most; an encoder has an arena of its own.
+    results = 2 * num_slots * (manifest.config.vocab_size * _FLOAT_BYTES + MAX_CANDIDATES * _CANDIDATE_BYTES)
+    num_arenas = 2 if manifest.config.is_encoder_decoder else 1
+    steps = num_arenas * step_bytes(manifest, num_slots, max_prefill_tokens)
+    return scratch + results + steps + _LIBRARY_BYTES
 
 
 def plan_kv_memory(manifest: Manifest, num_slots: int, kv_memory_bytes: int | None) -> KVBudget:
@@ -91,10 +141,34 @@ def check_memory(manifest: Manifest, budget: KVBudget, num_slots: int, max_prefi
         raise StartupError([f"{num_logits} rows of logits need {needed} bytes, there are {rest} besides K/V"])
 
 
+def check_device_memory(
+    manifest: Manifest, budget: KVBudget, num_slots: int, max_prefill_tokens: int, free_bytes: int
+) -> None:
+    """Refuses limits that a device cannot keep.
+
+    Args:
+        manifest: the artefact's.
+        budget: as for `check_memory`.
+        num_slots: rows, each with its logits.
+        max_prefill_tokens: tokens of prompts in a step.
+        free_bytes: of the device's memory, now that the weights are there.
+
+    Raises:
+        StartupError: with the numbers.
+    """
+    if budget.num_bytes < (least := _row(manifest, budget)):
+        given = f"kv_memory is {budget.num_bytes} bytes"
+        raise StartupError([f"{given}, must be at least {least}, for one sequence of full length"])
+    besides = device_overhead_bytes(manifest, num_slots, max_prefill_tokens)
+    if budget.num_bytes + besides > free_bytes:
+        needed = f"K/V need {budget.num_bytes} bytes and steps {besides}"
+        raise StartupError([f"{needed}, the device has {free_bytes} left beside the weights"])
+
+
 def _slot_budget(manifest: Manifest) -> KVBudget:
     """What a row of slots takes. A head's positions lie one after the other, and memory is given by the page."""
     config = manifest.config
-    itemsize = np.dtype(manifest.kv_cache.precision.dtype).itemsize
+    itemsize = manifest.kv_cache.precision.itemsize
     return KVBudget(
         num_bytes=0,
         token_bytes=config.kv_bytes_per_token * itemsize // _FLOAT_BYTES,
@@ -107,7 +181,7 @@ def _slot_budget(manifest: Manifest) -> KVBudget:
 def _paged_budget(manifest: Manifest) -> KVBudget:
     """What a row of blocks takes: sources come from the same pool."""
     kv = manifest.kv_cache
-    token_bytes = manifest.config.kv_bytes_per_token * np.dtype(kv.precision.dtype).itemsize // _FLOAT_BYTES
+    token_bytes = manifest.config.kv_bytes_per_token * kv.precision.itemsize // _FLOAT_BYTES
     return KVBudget(
         num_bytes=0,
         token_bytes=token_bytes,

@@ -279,6 +279,11 @@ class LogitsRules:
             isinstance(transform, ForcedToken) and not transform.is_idle(self._tokens) for transform in self._transforms
         )
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to be changed in the next token's logits."""
+        return all(transform.is_idle(self._tokens) for transform in self._transforms)
+
     def add(self, token_id: int) -> None:
         """Counts a generated token."""
         self._tokens.add(token_id)

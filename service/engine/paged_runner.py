@@ -20,10 +20,12 @@ import numpy.typing as npt
 from model.config import ModelConfig, Positions
 from service.engine.batch import EncodeGroup, ScheduledBatch
 from service.engine.blocks import SCRATCH
-from service.engine.decode_buckets import DecodeBuckets
+from service.engine.decode_buckets import DecodeBuckets, round_up
 from service.engine.device_blocks import DeviceBlocks
+from service.engine.device_logits import DeviceLogits
 from service.engine.paged_kv import HostBlocks, PagedKV
-from service.engine.session import Array, Binding, DeviceTensor, GraphSession
+from service.engine.session import Array, Bindable, Binding, DeviceTensor, GraphSession, host_array
+from service.engine.top_logits import TopLogits, are_decided, needs_by_slot
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -44,6 +46,11 @@ class _Piece:
     def stop(self) -> int:
         return self.start + len(self.token_ids)
 
+    
+    def is_scored(self) -> bool:
+        """Whether its logits are wanted for more than the slot's next token."""
+        return self.logits_rows != range(self.slot, self.slot + 1)
+
 
 class PagedRunner:
     """Runs the graphs over blocks of one artefact.
@@ -54,8 +61,12 @@ class PagedRunner:
         memory: its blocks.
         decoder: the decoder graph (`model.artifact.paged_decoder_signature`).
         encoder: the encoder graph of an encoder-decoder, None for a decoder-only model.
-        max_prefill_tokens: how many tokens of prompts a batch has at most.
-        device: given, "cpu" or "cuda", steps without prompts run in sizes that a device can record.
+        max_prefill_tokens: how many tokens of prompts a batch has at most. Room for the logits of all of them is
+            reserved on this host; for "cuda" in memory that cannot be lent to anybody else.
+        device: given, "cpu" or "cuda", steps without prompts run in sizes that a device can record, and logits stay
+            there until they are wanted.
+        top: given, is told what is singled out of rows where that decides all that is drawn from them, and the device
+            has them; `run` leaves their logits undefined.
     """
 
     def __init__(
@@ -67,21 +78,29 @@ class PagedRunner:
         encoder: GraphSession | None,
         max_prefill_tokens: int = 0,
         device: str | None = None,
+        top: TopLogits | None = None,
     ) -> None:
         self.kv = kv
         self.memory = memory
         self._config = config
-        num_logits = kv.num_slots + max_prefill_tokens
-        self._logits = np.zeros((num_logits, config.vocab_size), np.float32)
+        self._top = TopLogits() if top is None else top
+        self._takes_highest = top is not None
+        shape = (kv.num_slots + max_prefill_tokens, config.vocab_size)
+        self._logits: Float32 = host_array(shape, "float32", device or "cpu")
         # In the order of packed tokens, from where they go to their rows.
-        self._packed_logits = np.zeros((num_logits, config.vocab_size), np.float32)
+        self._packed_logits = np.zeros(shape, np.float32)
         names = [f"{part}_cache_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
         caches: dict[str, Array | DeviceTensor] = dict(zip(names, memory.caches, strict=True))
         self._decoder = _bind_caches(caches, decoder)
+        # An output once tied stays tied: runs that leave theirs on a device have a binding of their own.
+        self._decoder_on_device = _bind_caches(caches, decoder)
         self._encoder = None if encoder is None else _bind_caches(caches, encoder)
-        self._buckets = None
+        self._on_device: DeviceLogits |        self._buckets: DecodeBuckets | None = None
         if device is not None:
-            self._buckets = DecodeBuckets(config, decoder, caches, memory.block_size, device)
+            self._on_device = DeviceLogits(round_up(kv.num_slots, 1), config.vocab_size, device)
+            self._buckets = DecodeBuckets(config, decoder, caches, memory.block_size, self._on_device, device)
+        # How many of the highest logits each slot needs, in the step that runs; None where all is to be fetched.
+        self._needs: dict[int, int | None] | None = None
 
     @property
     def num_buckets(self) -> int:
@@ -89,13 +108,17 @@ class PagedRunner:
         return 0 if self._buckets is None else self._buckets.num_buckets
 
     def run(self, batch: ScheduledBatch) -> Float32:
-        """Runs one step; see `Runner.run`."""
+        """Runs one step; see `Runner.run`. Rows that `top` knows are undefined, too."""
+        self._top.clear()
+        # Who asks for nothing in particular, as golden cases do, is given everything.
+        is_told = batch.samples or batch.scores or batch.beams
+        needs = needs_by_slot(batch) if is_told and self._takes_highest else None
         for operation in batch.kv_operations:
             self.kv.apply(operation)
         for group in batch.encodes:
             self._encode(group)
         for wave in _waves(self._pieces(batch)):
-            self._run(wave)
+            self._run(wave, needs)
         return self._logits
 
     def _pieces(self, batch: ScheduledBatch) -> Iterator[_Piece]:
@@ -131,8 +154,8 @@ class PagedRunner:
         self.memory.flush()
         self._encoder.run()
 
-    def _run(self, pieces: Sequence[_Piece]) -> None:
-        """Computes pieces of different rows together."""
+    def _run(self, pieces: Sequence[_Piece], needs: Mapping[int, int | None] | None) -> None:
+        """Computes pieces of different rows together; `needs` is what slots need of their logits, None: all of them."""
         for piece in pieces:
             self.kv.reserve(piece.slot, piece.start, piece.stop)
         counts = [len(piece.token_ids) for piece in pieces]
@@ -158,16 +181,55 @@ class PagedRunner:
             inputs["source_block_table"] = _tables(pieces, self.kv.source_table, lengths)
             inputs["source_attention_metadata"] = _bounds(counts, lengths)
         self.memory.flush()
+        rows = [row for piece in pieces for row in piece.logits_rows]
+        if self._on_device is None or len(rows) > self._on_device.max_rows:
+            logits = self._packed_logits[: len(rows)]
+            _rerun(self._decoder, inputs, {"logits": logits})
+            self._logits[rows] = logits
+            self._whole(pieces)
+            return
         if self._buckets is not None and max(counts) == 1:
-            logits = self._buckets.run(inputs)
+            self._buckets.run(inputs)
         else:
-            logits = self._packed_logits[: len(inputs["logits_indices"])]
-            self._decoder.bind_inputs(inputs)
-            self._decoder.bind_outputs({"logits": logits})
-            self._decoder.run()
-        self._logits[[row for piece in pieces for row in piece.logits_rows]] = logits
+            _rerun(self._decoder_on_device, inputs, self._on_device.outputs(len(rows)))
+        if needs is None or not self._fetch_highest(pieces, needs, self._on_device):
+            self._fetch(rows, self._on_device)
+            self._whole(pieces)
+
+    def _fetch_highest(
+        self, pieces: Sequence[_Piece], needs: Mapping[int, int | None], found: DeviceLogits
+    ) -> bool:
+        """Fetches what is singled out of rows that somebody wants, if that is all that they need; whether it is."""
+        if any(piece.is_scored for piece in pieces):
+            return False
+        wanted = [row for row, piece in enumerate(pieces) if piece.slot in needs]
+        slots = [pieces[row].slot for row in wanted]
+        needed = [needs[slot] or found.num_candidates + 1 for slot in slots]
+        if not wanted:
+            return True
+        if max(needed) > found.num_candidates:
+            return False
+        token_ids, values, normalizers = (part[wanted] for part in found.read_highest(len(pieces)))
+        if not are_decided(needed, values, normalizers, self._config.vocab_size):
+            return False
+        self._top.put(slots, token_ids, values)
+        return True
+
+    def _fetch(self, rows: list[int], found: DeviceLogits) -> None:
+        """Fetches whole rows to their places."""
+        if rows == list(range(len(rows))):
+            found.read(self._logits[: len(rows)])
+            return
+        logits = self._packed_logits[: len(rows)]
+        found.read(logits)
+        self._logits[rows] = logits
+
+    def _whole(self, pieces: Sequence[_Piece]) -> None:
+        """The logits of pieces are in their rows: those after the last token belong to the slot, too."""
         for piece in pieces:
-            self._logits[piece.slot] = self._logits[piece.logits_rows[-1]]
+            self._top.discard(piece.slot)
+            if piece.is_scored:
+                self._logits[piece.slot] = self._logits[piece.logits_rows[-1]]
 
 
 def _waves(pieces: Iterator[_Piece]) -> list[list[_Piece]]:
@@ -194,6 +256,13 @@ def _tables(pieces: Sequence[_Piece], find: Callable[[int, int], Sequence[int]],
 def _bounds(num_queries: Sequence[int], num_keys: Sequence[int]) -> Int32:
     """The most queries a row has, the most keys, and as many at least as some row has keys."""
     return np.array([max(num_queries), max(num_keys), max(num_keys)], np.int32)
+
+
+def _rerun(binding: Binding, inputs: Mapping[str, Bindable], outputs: Mapping[str, Bindable]) -> None:
+    """Runs with other tokens than the last time, in its own sizes."""
+    binding.bind_inputs(inputs)
+    binding.bind_outputs(outputs)
+    binding.run()
 
 
 def _bind_caches(caches: Mapping[str, Array | DeviceTensor], session: GraphSession) -> Binding:

@@ -25,15 +25,14 @@ import numpy.typing as npt
 
 from service.engine.batch import BeamRow, SampleRow, ScoreRow
 from service.engine.logits import LogitsRules
+from service.engine.top_logits import MIN_TEMPERATURE, TopLogits
 from service.engine.types import SamplingParams, TokenLogprobs
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
-# Below this sampling is greedy, as in vLLM: float32 could not hold the scaled logits. From the other on all tokens are
-# equally likely, and it is finite in float32, so that what is masked stays masked.
-_MIN_TEMPERATURE = 1e-5
+# From here on all tokens are equally likely, and it is finite in float32, so that what is masked stays masked.
 _MAX_TEMPERATURE = 1e30
 _BLOCK = 256
 _FOLDS = 32
@@ -108,21 +107,33 @@ class Candidates:
 
 
 class Sampler:
-    """Chooses the next token of every row that wants one."""
+    """Chooses the next token of every row that wants one.
 
-    def __init__(self) -> None:
+    Args:
+        top: rows of which the runner gives the highest logits alone, as they decide all that is drawn from them.
+    """
+
+    def __init__(self, top: TopLogits | None = None) -> None:
         self._draws = Draws()
+        self._top = TopLogits() if top is None else top
 
     def sample(self, logits: Float32, samples: Sequence[SampleRow]) -> tuple[SampledToken | None, ...]:
         """One result for each of `samples`, in their order.
 
         Args:
-            logits: `[slots, V] float32`, indexed by slot; other rows are not looked at.
+            logits: `[slots, V] float32`, indexed by slot; other rows are not looked at, nor those that `top` knows.
             samples: which rows, and how.
 
         Returns:
             Tokens; None for a row whose logits are not all finite.
         """
+        if not self._top:
+            return self._sample_whole(logits, samples)
+        rest = self._sample_whole(logits, [sample for sample in samples if sample.slot not in self._top])
+        others = iter(rest)
+        return tuple(self._sample_top(each) if each.slot in self._top else next(others) for each in samples)
+
+    def _sample_whole(self, logits: Float32, samples: Sequence[SampleRow]) -> tuple[SampledToken | None, ...]:
         if not samples:
             return ()
         rows = _select(logits, [sample.slot for sample in samples])
@@ -168,14 +179,23 @@ class Sampler:
         if sample.rules is not None and (chosen_from := sample.rules.apply(row)) is not row:
             argmax = int(chosen_from.argmax())
             highest = chosen_from[argmax]
-        if sample.params.temperature < _MIN_TEMPERATURE:
-            token_id = argmax
-        else:
-            candidates = truncate(chosen_from, sample.params, highest)
-            index = _invert(candidates.weights, self._draws.uniform(sample.seed, sample.output_index, sample.position))
-            token_id = index if candidates.token_ids is None else int(candidates.token_ids[index])
+        is_greedy = sample.params.temperature < MIN_TEMPERATURE
+        token_id = argmax if is_greedy else self._draw(chosen_from, sample, highest)
         logprobs = None if sample.logprobs is None else compute_logprobs(row, token_id, sample.logprobs)
         return SampledToken(token_id, logprobs)
+
+    def _sample_top(self, sample: SampleRow) -> SampledToken:
+        """A token of a row that is known by its highest logits, which are all that can be chosen."""
+        if sample.params.temperature < MIN_TEMPERATURE:
+            return SampledToken(self._top.best(sample.slot), None)
+        row = self._top.row(sample.slot)
+        return SampledToken(int(row.token_ids[self._draw(row.values, sample, row.highest)]), None)
+
+    def _draw(self, row: Float32, sample: SampleRow, highest: np.float32) -> int:
+        """A place in a row, drawn from what its request leaves of it."""
+        candidates = truncate(row, sample.params, highest)
+        index = _invert(candidates.weights, self._draws.uniform(sample.seed, sample.output_index, sample.position))
+        return index if candidates.token_ids is None else int(candidates.token_ids[index])
 
 
 def _score_row(logits: Float32, score: ScoreRow) -> tuple[TokenLogprobs, ...] | None:

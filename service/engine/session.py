@@ -6,10 +6,14 @@ caller writes inputs through its own arrays and finds outputs in them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import io
 import json
+import math
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +24,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from model.artifact import GraphSpec, TensorSpec
+from service.engine.cuda import EXTRA, CudaError, CudaRuntime, cuda_runtime, find_problem
 from service.errors import OnwardError, StartupError
 
 Array = npt.NDArray[Any]
@@ -44,6 +49,9 @@ _ELEMENT_TYPES: Mapping[str, Any] = {
     "int64": np.int64,
     "int32": np.int32,
 }
+_ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
+# What addresses of tensors behind each other are multiples of: cache lines and all that kernels read at once.
+_ALIGNMENT = 256
 # Everything below "error" is advice about graph optimisation.
 _LOG_ERRORS = 3
 
@@ -85,9 +93,14 @@ class OpenVino:
 
 @dataclass(frozen=True, slots=True)
 class Cuda:
-    """The first CUDA device; `records` says whether runs that have a number are recorded and repeated."""
+    """The first CUDA device.
+
+    `records` says whether runs that have a number are recorded and repeated. `max_bytes` is how much of the device's
+    memory what lives within runs may take, weights and K/V aside; None sets no limit.
+    """
 
     records: bool
+    max_bytes: int | None = None
 
 
 class GraphSession:
@@ -149,8 +162,11 @@ class DeviceTensor:
 
     Args:
         shape: of all of them.
-        dtype: "float32", "float16", "bfloat16", "int64" or "int32".
-        device: "cpu" or "cuda", the first of its kind.
+        dtype: "float32", "float16", "bfloat16", "int64", "int32" or "uint8".
+        device: "cpu" or "cuda", the first of its kind. On the CPU they are zeros at first, elsewhere anything.
+
+    Attributes:
+        address: where the first of them is.
 
     Raises:
         StartupError: when there is no such device or not so much memory.
@@ -158,25 +174,126 @@ class DeviceTensor:
 
     def __init__(self, shape: Sequence[int], dtype: str, device: str) -> None:
         self.shape = tuple(shape)
+        self.dtype = dtype
+        self.device = device
+        self.num_bytes = math.prod(shape) * _ITEM_BYTES[dtype]
+        self._runtime: CudaRuntime | None = None
+        if device == "cpu":
+            self._bytes = np.zeros(self.num_bytes, np.uint8)
+            self.address: int = self._bytes.ctypes.data
+            return
         try:
-            self.value: Any = ort.OrtValue.ortvalue_from_shape_and_type(list(shape), _ELEMENT_TYPES[dtype], device, 0)
-        except Exception as error:
+            self._runtime = _cuda_runtime()
+            self.address = self._runtime.allocate(self.num_bytes)
+        except CudaError as error:
             raise StartupError([f"{dtype}{list(shape)} on {device}: {error}"]) from error
+        # A process that ends gives everything back by itself, and the library may be gone by then.
+        weakref.finalize(self, self._runtime.free, self.address).atexit = False
 
     def read(self) -> Array:
-        """A copy of the numbers, on this host."""
-        copied: Array = self.value.numpy().copy()
-        return copied
+        """A copy of the numbers, on this host; not of bfloat16, which NumPy has no type for."""
+        values = np.empty(self.shape, self.dtype)
+        self.read_into(values)
+        return values
+
+    def read_into(self, values: Array) -> None:
+        """Copies the first numbers to a C-contiguous array of this host, as many as it has room for."""
+        _check_fits(values, self.num_bytes)
+        if self._runtime is None:
+            values.reshape(-1).view(np.uint8)[:] = self._bytes[: values.nbytes]
+        else:
+            self._runtime.read(self.address, values)
 
     def write(self, values: Array) -> None:
-        """Copies numbers of this shape and type there."""
+        """Copies numbers of this shape and type there, from a C-contiguous array of this host."""
         if values.shape != self.shape:
             raise ValueError(f"values have shape {list(values.shape)}, the tensor has {list(self.shape)}")
-        self.value.update_inplace(values)
+        _check_fits(values, self.num_bytes)
+        if self._runtime is None:
+            self._bytes[: values.nbytes] = values.reshape(-1).view(np.uint8)
+        else:
+            self._runtime.write(self.address, values)
 
 
-Bindable = Array | DeviceTensor
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    """A tensor that lies in the memory of another, `offset` bytes from its beginning."""
+
+    owner: DeviceTensor
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def device(self) -> str:
+        """Where it is."""
+        return self.owner.device
+
+    @property
+    def address(self) -> int:
+        """Where its first number is."""
+        return self.owner.address + self.offset
+
+
+class DevicePack:
+    """Small tensors behind each other in one piece of a device's memory, so that one copy moves all of them.
+
+    Args:
+        specs: shapes and dtypes by name.
+        device: as for `DeviceTensor`.
+
+    Attributes:
+        arrays: this host's side, by name: what `write` sends, and where `read` puts what it finds.
+        views: the device's side, by name.
+    """
+
+    def __init__(self, specs: Mapping[str, tuple[tuple[int, ...], str]], device: str) -> None:
+        offsets, num_bytes = {}, 0
+        for name, (shape, dtype) in specs.items():
+            offsets[name] = num_bytes
+            num_bytes += -(-math.prod(shape) * _ITEM_BYTES[dtype] // _ALIGNMENT) * _ALIGNMENT
+        self._tensor = DeviceTensor([num_bytes], "uint8", device)
+        self._host = host_array([num_bytes], "uint8", device)
+        self.views = {
+            name: DeviceView(self._tensor, offsets[name], shape, dtype) for name, (shape, dtype) in specs.items()
+        }
+        self.arrays: dict[str, Array] = {
+            name: self._host[offsets[name] :][: math.prod(shape) * _ITEM_BYTES[dtype]].view(dtype).reshape(shape)
+            for name, (shape, dtype) in specs.items()
+        }
+
+    def write(self) -> None:
+        """Sends all that is in `arrays`."""
+        self._tensor.write(self._host)
+
+    def read(self) -> None:
+        """Fetches all there is to `arrays`."""
+        self._tensor.read_into(self._host)
+
+
+Bindable = Array | DeviceTensor | DeviceView
 """What a graph can be tied to: memory of this host, or of a device."""
+
+
+def host_array(shape: Sequence[int], dtype: str, device: str) -> Array:
+    """An array of this host in memory that a device reaches without a detour.
+
+    Raises:
+        StartupError: when there is not so much of it.
+    """
+    if device == "cpu":
+        return np.zeros(shape, dtype)
+    try:
+        pinned = _cuda_runtime().pinned(math.prod(shape) * _ITEM_BYTES[dtype])
+    except CudaError as error:
+        raise StartupError([f"{dtype}{list(shape)} for {device}: {error}"]) from error
+    array: Array = pinned.view(dtype).reshape(shape)
+    return array
+
+
+def _check_fits(values: Array, num_bytes: int) -> None:
+    if not values.flags.c_contiguous or values.nbytes > num_bytes:
+        raise ValueError(f"{values.nbytes} bytes are to be copied at once, of a tensor of {num_bytes}")
 
 
 class Binding:
@@ -193,25 +310,33 @@ class Binding:
         self._binding = session.io_binding()
         # ONNX Runtime sees addresses: these keep the memory behind them alive.
         self._values: dict[str, tuple[Bindable, Any]] = {}
+        self._shared: dict[int, Any] = {}
         self.bind_inputs(inputs)
         # What is read and written in place is one tensor under two names.
-        shared = {id(array): value for array, value in self._values.values()}
-        for name, array in outputs.items():
-            value = shared[id(array)] if id(array) in shared else self._wrap(name, array)
-            self._binding.bind_ortvalue_output(name, value)
+        self._shared = {id(array): value for array, value in self._values.values()}
+        self.bind_outputs(outputs)
+        self._shared = {}
 
     def bind_inputs(self, inputs: Mapping[str, Bindable]) -> None:
         """Ties inputs to other arrays, of other shapes if need be."""
         for name, array in inputs.items():
-            self._binding.bind_ortvalue_input(name, self._wrap(name, array))
+            if isinstance(array, DeviceTensor | DeviceView):
+                self._values[name] = (array, None)
+                self._binding.bind_input(name, *_placed(array))
+            else:
+                self._binding.bind_ortvalue_input(name, self._wrap(name, array))
 
     def bind_outputs(self, outputs: Mapping[str, Bindable]) -> None:
         """Ties outputs to other arrays, of the shapes that they will have."""
         for name, array in outputs.items():
-            self._binding.bind_ortvalue_output(name, self._wrap(name, array))
+            if isinstance(array, DeviceTensor | DeviceView):
+                self._values[name] = (array, None)
+                self._binding.bind_output(name, *_placed(array))
+            else:
+                self._binding.bind_ortvalue_output(name, self._wrap(name, array))
 
     def run(self, number: int | None = None) -> None:
-        """Runs the graph.
+        """Runs the graph; what it writes is there when this returns.
 
         Args:
             number: by which a device that records runs knows this one, with these shapes and places; None, or a
@@ -225,15 +350,19 @@ class Binding:
         except Exception as error:
             raise GraphError(str(error)) from error
 
-    def _wrap(self, name: str, array: Bindable) -> Any:
-        if isinstance(array, DeviceTensor):
-            self._values[name] = (array, array.value)
-            return array.value
+    def _wrap(self, name: str, array: Array) -> Any:
         if not array.flags.c_contiguous:
             raise ValueError(f"{name} is not contiguous: binding it would copy")
-        value = ort.OrtValue.ortvalue_from_numpy(array)
+        value = self._shared.get(id(array))
+        if value is None:
+            value = ort.OrtValue.ortvalue_from_numpy(array)
         self._values[name] = (array, value)
         return value
+
+
+def _placed(tensor: DeviceTensor | DeviceView) -> tuple[str, int, Any, list[int], int]:
+    """Device, its number, type of the numbers, shape and address, as ONNX Runtime asks for them."""
+    return tensor.device, 0, _ELEMENT_TYPES[tensor.dtype], list(tensor.shape), tensor.address
 
 
 def has_openvino_package() -> bool:
@@ -307,21 +436,62 @@ def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any
         raise StartupError([f"{path}: {error}"]) from error
 
 
+def find_cuda_problem() -> str | None:
+    """Why no graph can run on a CUDA device here, in words for an operator; None where one can be tried."""
+    if _CUDA not in ort.get_available_providers():
+        return f"this onnxruntime has no {_CUDA}: install the extra `{EXTRA}` in the place of `cpu`"
+    # CUDA and cuDNN from their wheels, where these are installed; what it cannot find it prints, and is told below.
+    with contextlib.redirect_stdout(io.StringIO()):
+        ort.preload_dlls()
+    return find_problem(Path(ort.__file__).parent / "capi", _cuda_runtime)
+
+
+def cuda_free_bytes() -> int:
+    """Bytes of the first CUDA device that nobody has taken.
+
+    Raises:
+        StartupError: when there is no such device.
+    """
+    if problem := find_cuda_problem():
+        raise StartupError([problem])
+    try:
+        return _cuda_runtime().free_bytes()
+    except CudaError as error:
+        raise StartupError([str(error)]) from error
+
+
+def _cuda_runtime() -> CudaRuntime:
+    return cuda_runtime(ort.cuda_version)
+
+
+def cuda_provider_options(cuda: Cuda) -> dict[str, str]:
+    """What ONNX Runtime's CUDA provider is told."""
+    # Exactly what is asked for: by powers of two it would take up to twice as much, which K/V could have.
+    options = {"device_id": "0", "arena_extend_strategy": "kSameAsRequested"}
+    options["enable_cuda_graph"] = str(int(cuda.records))
+    if cuda.max_bytes is not None:
+        options["gpu_mem_limit"] = str(cuda.max_bytes)
+    return options
+
+
 def _load_on_cuda(path: Path, options: SessionOptions, cuda: Cuda) -> Any:
     """A session on the CUDA provider; where that does not work, an error and not the CPU provider in its place."""
-    if _CUDA not in ort.get_available_providers():
-        raise StartupError([f"{path}: this onnxruntime has no {_CUDA}: install the extra 'gpu', which brings one"])
+    if problem := find_cuda_problem():
+        raise StartupError([f"{path}: {problem}"])
     ort.disable_telemetry_events()
-    # CUDA and cuDNN from their wheels, where these are installed.
-    ort.preload_dlls()
     settings = ort.SessionOptions()
     settings.log_severity_level = _LOG_ERRORS
     settings.use_per_session_threads = not _SHARING.is_set()
     if settings.use_per_session_threads:
         settings.intra_op_num_threads = options.intra_op_threads
-    provider = {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": str(int(cuda.records))}
+    # What the processor has to do is over in no time: nothing is gained by waiting for it awake.
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Weights stay for good: they are no business of the arena, nor of its limit.
+    settings.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
     try:
-        session = ort.InferenceSession(str(path), settings, providers=[(_CUDA, provider)])
+        session = ort.InferenceSession(
+            str(path), settings, providers=[(_CUDA, cuda_provider_options(cuda))], enable_fallback=0
+        )
     except Exception as error:
         raise StartupError([f"{path}: {error}"]) from error
     if _CUDA not in session.get_providers():

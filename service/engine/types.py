@@ -19,6 +19,14 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
 
 
+class Device(StrEnum):
+    """What computes: the processor, the first CUDA device, or whichever of them artefacts and machine allow."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class PrefillProvider(StrEnum):
     """What computes prompts: ONNX Runtime's CPU provider, OpenVINO's, or whichever is faster on this machine."""
 

@@ -1,0 +1,175 @@
+"""CUDA's runtime library: the memory of the first device, and why there is none.
+
+ONNX Runtime computes on the device; what its graphs read and write between runs lies in memory that is taken here, so
+that every byte of it is known. Copies are done when a call returns. The only file that speaks to the library; knows
+neither graphs nor ONNX Runtime, which says where its own libraries are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import weakref
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from service.errors import OnwardError
+
+Bytes = npt.NDArray[np.uint8]
+
+EXTRA = "gpu"
+"""What brings ONNX Runtime for CUDA, CUDA's libraries and cuDNN, but no driver."""
+
+_PROVIDER_LIBRARIES = ("libonnxruntime_providers_shared.so", "libonnxruntime_providers_cuda.so")
+_DRIVER = "libcuda.so.1"
+_TO_DEVICE, _TO_HOST = 1, 2
+
+
+class CudaError(OnwardError):
+    """The library refused; its own words are the message."""
+
+
+class CudaRuntime:
+    """The first device, through CUDA's runtime library.
+
+    Args:
+        library: `libcudart`, loaded.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        library.cudaGetErrorString.restype = ctypes.c_char_p
+
+    def count_devices(self) -> int:
+        """How many devices there are.
+
+        Raises:
+            CudaError: when there are none, or no driver that could tell.
+        """
+        count = ctypes.c_int()
+        self._call("cudaGetDeviceCount", ctypes.byref(count))
+        return count.value
+
+    def free_bytes(self) -> int:
+        """Bytes of the device's memory that nobody has taken.
+
+        Raises:
+            CudaError: when the device does not answer.
+        """
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
+    def allocate(self, num_bytes: int) -> int:
+        """The address of so many bytes on the device.
+
+        Raises:
+            CudaError: when there are not so many.
+        """
+        address = ctypes.c_void_p()
+        self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        return address.value or 0
+
+    def free(self, address: int) -> None:
+        """Gives back what `allocate` gave."""
+        self._call("cudaFree", ctypes.c_void_p(address))
+
+    def write(self, address: int, values: npt.NDArray[Any]) -> None:
+        """Copies a C-contiguous array to the device."""
+        self._copy(address, values.ctypes.data, values.nbytes, _TO_DEVICE)
+
+    def read(self, address: int, values: npt.NDArray[Any]) -> None:
+        """Fills a C-contiguous array from the device."""
+        self._copy(values.ctypes.data, address, values.nbytes, _TO_HOST)
+
+    def pinned(self, num_bytes: int) -> Bytes:
+        """Memory of this host that the device reaches without a detour, `[num_bytes]`; freed with its last view.
+
+        Raises:
+            CudaError: when there is not so much.
+        """
+        return np.asarray(_Pinned(self, num_bytes))
+
+    def allocate_pinned(self, num_bytes: int) -> int:
+        """The address of so many bytes of such memory; see `pinned`."""
+        address = ctypes.c_void_p()
+        self._call("cudaMallocHost", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        return address.value or 0
+
+    def free_pinned(self, address: int) -> None:
+        """Gives back what `allocate_pinned` gave."""
+        self._call("cudaFreeHost", ctypes.c_void_p(address))
+
+    def _copy(self, target: int, source: int, num_bytes: int, kind: int) -> None:
+        size = ctypes.c_size_t(num_bytes)
+        self._call("cudaMemcpy", ctypes.c_void_p(target), ctypes.c_void_p(source), size, ctypes.c_int(kind))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if code := getattr(self._library, name)(*arguments):
+            raise CudaError(f"{name}: {self._library.cudaGetErrorString(code).decode()}")
+
+
+class _Pinned:
+    """What NumPy makes an array of that keeps the memory until it is gone itself."""
+
+    def __init__(self, runtime: CudaRuntime, num_bytes: int) -> None:
+        # NumPy takes no address of nothing.
+        size = max(num_bytes, 1)
+        address = runtime.allocate_pinned(size)
+        self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        weakref.finalize(self, runtime.free_pinned, address).atexit = False
+
+
+@cache
+def cuda_runtime(version: str) -> CudaRuntime:
+    """CUDA's runtime library of so many a version, as "13.0".
+
+    Raises:
+        CudaError: when it cannot be loaded.
+    """
+    name = f"libcudart.so.{version.partition('.')[0]}"
+    try:
+        return CudaRuntime(ctypes.CDLL(name))
+    except OSError as error:
+        raise CudaError(_describe(str(error))) from error
+
+
+def find_problem(
+    folder: Path, runtime: Callable[[], CudaRuntime], load: Callable[[Path], None] | None = None
+) -> str | None:
+    """Why ONNX Runtime cannot compute on a CUDA device here, naming the library that is missing; None if it can.
+
+    Args:
+        folder: where ONNX Runtime's own libraries are.
+        runtime: gives CUDA's.
+        load: loads a library or raises OSError; the system's loader unless given.
+    """
+    try:
+        for name in _PROVIDER_LIBRARIES:
+            (load or _load)(folder / name)
+        runtime().count_devices()
+    except OSError as error:
+        return _describe(str(error))
+    except CudaError as error:
+        return str(error)
+    return None
+
+
+def _load(path: Path) -> None:
+    # The provider finds the names of the library before it among all that the process has.
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def _describe(complaint: str) -> str:
+    """The loader's complaint, and what is to be done about it."""
+    missing = re.match(r"(\S+): cannot open shared object file", complaint)
+    if missing is None:
+        return complaint
+    if missing[1] == _DRIVER:
+        return f"{_DRIVER} is missing: NVIDIA's driver brings it, and `docker run --gpus all` hands it to a container"
+    return f"{missing[1]} is missing: the extra `{EXTRA}` brings CUDA's libraries and cuDNN"
