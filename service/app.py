@@ -25,11 +25,12 @@ from service.async_engine import AsyncEngine
 from service.config import Admission, MetricsCompat, ServeConfig
 from service.costing import CostModel
 from service.debug import from_loop, with_debug
+from service.devices import artefact_folder
 from service.engine import calibration
 from service.engine.attention import load_attention_graph
 from service.engine.engine import LastRun
 from service.engine.session import share_threads
-from service.engine.types import PrefillProvider
+from service.engine.types import Device, PrefillProvider
 from service.engine_thread import StepEngine
 from service.errors import EngineFailed, RequestError
 from service.explainer import Explainer
@@ -38,7 +39,7 @@ from service.generator import Generator
 from service.kv_pool import KVPool
 from service.lane import LaneLimits
 from service.library import Library
-from service.loading import build_engines, load_models, share_memory
+from service.loading import build_engines, load_models, settle_device, share_memory
 from service.metrics import Metrics, Objectives
 from service.models import Models, ModelState, Parity, ServedModel
 from service.recorder import FlightLog, FlightRecorder
@@ -109,9 +110,11 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
         )
     # It may refuse to start, and models take long to load.
     tracer = open_tracer(config.telemetry, config.otel_endpoint)
-    models = load_models(config.models, config.prefill_provider)
-    # Shared threads go on spinning when OpenVINO's want the cores.
-    if config.spin and all(model.prefill_provider is PrefillProvider.CPU for model in models):
+    config = settle_device(config)
+    models = load_models(config.models, config.prefill_provider, config.device)
+    # Shared threads go on spinning when OpenVINO's want the cores; a GPU's graphs want none.
+    is_on_cpu = config.device is not Device.CUDA
+    if config.spin and is_on_cpu and all(model.prefill_provider is PrefillProvider.CPU for model in models):
         share_threads(config.threads or 0)
     last_run = LastRun()
     pool = share_memory(models, config)
@@ -119,7 +122,8 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
     for model in models:
         part = pool.parts[model.name]
         _LOGGER.info("%s has %d bytes (%.1f MiB) for keys and values", model.name, part, part / (1 << 20))
-        _LOGGER.info("%s has its prompts computed by the provider %s", model.name, model.prefill_provider)
+        if is_on_cpu:
+            _LOGGER.info("%s has its prompts computed by the provider %s", model.name, model.prefill_provider)
     for name, part in pool.kept.items():
         _LOGGER.warning(
             "%d bytes (%.1f MiB) for keys and values are kept for %s, which is not served", part, part / (1 << 20), name
@@ -220,7 +224,9 @@ class App:
         self._explainer = Explainer(
             self._generator,
             self._models,
-            lambda model: load_attention_graph(config.models / model.name, model.manifest),
+            lambda model: load_attention_graph(
+                artefact_folder(config.models / model.name, config.device), model.manifest
+            ),
             self._prompts,
             config.limits.max_explain_tokens,
             config.max_message_bytes,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
-from service.engine.types import PrefillProvider
+from service.engine.types import Device, PrefillProvider
 from service.errors import StartupError
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -264,6 +264,14 @@ class ServeConfig:
         ),
     ] = Admission.DEADLINE
     prefill_chunk: Annotated[int, Option("prompt tokens computed per step", _integer(1, 65536))] = 128
+    device: Annotated[
+        Device,
+        Option(
+            "what computes: cpu; cuda, which needs the extra `gpu` and models exported for it; or auto, cuda where all "
+            "models are exported for it and it works",
+            _choice(Device),
+        ),
+    ] = Device.AUTO
     prefill_provider: Annotated[
         PrefillProvider,
         Option(
@@ -275,7 +283,8 @@ class ServeConfig:
     kv_memory: Annotated[
         int | None,
         Option(
-            "bytes of keys and values of all models together, as in 2GiB; default: all their sequences at full length",
+            "bytes of keys and values of all models together, as in 2GiB; default: all their sequences at full length, "
+            "or on a GPU what it has left",
             _num_bytes,
         ),
     ] = None

@@ -164,8 +164,8 @@ class KVPool:
             each = ", ".join(f"{model} {num_bytes}" for model, num_bytes in sorted(self.parts.items()))
             raise StartupError(
                 [
-                    f"all models need {needed} bytes, there are {self._memory}: {besides} for logits, the rest for K/V "
-                    f"({each}); --kv-memory and --max-batch-size bound them"
+                    f"all models need {needed} bytes, there are {self._memory}: {besides} besides K/V, the rest for "
+                    f"those ({each}); --kv-memory and --max-batch-size bound them"
                 ]
             )
 

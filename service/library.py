@@ -35,10 +35,11 @@ from model.golden import tolerance_of
 from service.async_engine import AsyncEngine
 from service.config import ServeConfig
 from service.costing import CostModel
+from service.devices import artefact_folder
 from service.engine import calibration
 from service.engine.engine import Engine, LastRun
 from service.engine.kv_memory import MemoryNeeds
-from service.engine.types import StepStats
+from service.engine.types import Device, StepStats
 from service.errors import ModelUnfit, RequestError, StartupError, UnknownModel
 from service.kv_pool import KVPool, Part
 from service.loading import build_engines, load_model, model_names, needs_of
@@ -225,25 +226,30 @@ class Library:
             # Compared with what is there, not joined: a name is never a path.
             if name not in served:
                 raise UnknownModel(name, served)
-            folder = self._config.models / name
+            folder = artefact_folder(self._config.models / name, self._config.device)
             try:
                 manifest = read_manifest(folder)
             except ArtifactError:
                 # Which names whatever else is wrong with it, too.
-                manifest = load_model(folder, self._config.prefill_provider).manifest
+                manifest = self._load(name).manifest
             return needs_of(manifest, self._config)
 
     def _prepare(self, name: str, kv_memory: int) -> tuple[ServedModel, Engine, Parity, Sequence[StepStats]]:
         """Everything that takes time, and the steps that the engine was calibrated by. On a thread of its own."""
         with _told_without_paths(self._config.models, name):
-            folder = self._config.models / name
-            if sum(path.stat().st_size for path in folder.iterdir()) >= TRIAL_BYTES:
+            folder = artefact_folder(self._config.models / name, self._config.device)
+            is_large = sum(path.stat().st_size for path in folder.iterdir()) >= TRIAL_BYTES
+            # A device has no room for a model twice, nor for the K/V of another try.
+            if is_large and self._config.device is not Device.CUDA:
                 self._try_out(name, kv_memory)
-            model = load_model(folder, self._config.prefill_provider)
+            model = self._load(name)
             kv = {name: kv_memory}
             engine = build_engines(self._config.models, [model], self._config, self._last_run, kv)[name]
             parity = prove(model, engine)
             return model, engine, parity, self._calibrate(name, engine) if parity.passed else ()
+
+    def _load(self, name: str) -> ServedModel:
+        return load_model(self._config.models / name, self._config.prefill_provider, self._config.device)
 
     def _calibrate(self, name: str, engine: Engine) -> Sequence[StepStats]:
         """Steps to learn from, while nobody is served: beside streams they would take longer, and so would those."""
@@ -296,6 +302,7 @@ def trial_settings(config: ServeConfig, name: str, kv_memory: int | None = None)
         "max_batch_size": config.max_batch_size,
         "prefill_chunk": config.prefill_chunk,
         "prefill_provider": str(config.prefill_provider),
+        "device": str(config.device),
         "kv_memory": kv_memory,
         "threads": config.threads,
     }

@@ -12,18 +12,20 @@ from typing import TypeVar
 
 from model import golden
 from model.artifact import CHAT, GOLDEN, TARGET_TOKENIZER, TOKENIZER, ArtifactError, Manifest, load
+from model.artifact import Device as BuiltFor
 from model.chat import Chat, ChatSettings
 from model.tokenizer import Tokenizer, TokenizerError
 from service.admission import PATIENCE_SECONDS
 from service.config import Admission, ServeConfig
+from service.devices import artefact_folder, choose_device
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.kv_memory import MemoryNeeds, memory_needs
 from service.engine.memory import memory_limit
 from service.engine.prefill_provider import choose_prefill_provider
 from service.engine.scheduler import EngineLimits
-from service.engine.session import SessionOptions
-from service.engine.types import PrefillProvider
+from service.engine.session import SessionOptions, cuda_free_bytes
+from service.engine.types import Device, PrefillProvider
 from service.errors import StartupError
 from service.kv_pool import KVPool
 from service.models import ServedModel
@@ -32,12 +34,15 @@ _Item = TypeVar("_Item")
 _Loaded = TypeVar("_Loaded")
 
 
-def load_models(folder: Path, prefill: PrefillProvider = PrefillProvider.CPU) -> tuple[ServedModel, ...]:
+def load_models(
+    folder: Path, prefill: PrefillProvider = PrefillProvider.CPU, device: Device = Device.AUTO
+) -> tuple[ServedModel, ...]:
     """Reads and checks every artefact below `folder`; a subfolder's name is its model's.
 
     Args:
         folder: of the artefacts.
         prefill: what is wanted to compute prompts.
+        device: what computes, as `settle_device` says; `AUTO` leaves that to each artefact.
 
     Raises:
         StartupError: listing all that is wrong with any of them.
@@ -45,7 +50,16 @@ def load_models(folder: Path, prefill: PrefillProvider = PrefillProvider.CPU) ->
     subfolders = _subfolders(folder)
     if not subfolders:
         raise StartupError([f"{folder} has no subfolder, and so no model to serve"])
-    return _load_all(subfolders, lambda subfolder: load_model(subfolder, prefill))
+    return _load_all(subfolders, lambda subfolder: load_model(subfolder, prefill, device))
+
+
+def settle_device(config: ServeConfig) -> ServeConfig:
+    """The configuration with the device that the server computes on, in the place of a wish.
+
+    Raises:
+        StartupError: when a model is not exported for it, or it does not work.
+    """
+    return dataclasses.replace(config, device=choose_device(config.device, _subfolders(config.models)))
 
 
 def model_names(folder: Path) -> tuple[str, ...]:
@@ -68,8 +82,21 @@ def share_memory(models: Iterable[ServedModel], config: ServeConfig) -> KVPool:
     Raises:
         StartupError: when it is not enough for all of them, with the numbers.
     """
+    models = tuple(models)
     needs = {model.name: needs_of(model.manifest, config) for model in models}
-    return KVPool(config.kv_memory, dict(config.kv_shares), memory_limit(), needs)
+    shares = dict(config.kv_shares)
+    if not any(model.manifest.device is BuiltFor.CUDA for model in models):
+        return KVPool(config.kv_memory, shares, memory_limit(), needs)
+    free_bytes = cuda_free_bytes()
+    besides = sum(need.besides for need in needs.values())
+    room = free_bytes - besides
+    if room <= 0:
+        raise StartupError([f"weights and steps need {besides} bytes of the device's memory, there are {free_bytes}"])
+    num_bytes = config.kv_memory
+    # A device has all of it taken at once: what it has left is a better default than a refusal.
+    if num_bytes is None and sum(need.whole for need in needs.values()) > room:
+        num_bytes = room
+    return KVPool(num_bytes, shares, free_bytes, needs)
 
 
 def build_engines(
@@ -104,26 +131,34 @@ def build_engines(
 
     def build(model: ServedModel) -> tuple[str, Engine]:
         return model.name, build_engine(
-            folder / model.name,
+            artefact_folder(folder / model.name, config.device),
             model.manifest,
             model.output_tokenizer.decode,
             dataclasses.replace(limits, kv_memory_bytes=parts[model.name]),
             options,
             shared,
             model.prefill_provider,
+            config.device,
         )
 
     return dict(_load_all(models, build))
 
 
-def load_model(folder: Path, prefill: PrefillProvider) -> ServedModel:
-    """Reads and checks one artefact; its folder's name is the model's.
+def load_model(folder: Path, prefill: PrefillProvider, device: Device = Device.AUTO) -> ServedModel:
+    """Reads and checks one artefact; the name of the model's folder is the model's.
+
+    Args:
+        folder: the model's (`service.devices`).
+        prefill: what is wanted to compute its prompts.
+        device: what computes it; `AUTO` is whatever its artefact is for.
 
     Raises:
         StartupError: listing all that is wrong with it.
     """
+    name, folder = folder.name, artefact_folder(folder, device)
+    devices = tuple(BuiltFor) if device is Device.AUTO else (BuiltFor(device),)
     try:
-        manifest = load(folder)
+        manifest = load(folder, devices)
     except ArtifactError as error:
         raise StartupError([f"{folder}: {problem}" for problem in error.problems]) from error
     problems: list[str] = []
@@ -144,7 +179,7 @@ def load_model(folder: Path, prefill: PrefillProvider) -> ServedModel:
     if problems or prompt is None or output is None:
         raise StartupError(problems)
     return ServedModel(
-        name=folder.name,
+        name=name,
         manifest=manifest,
         prompt_tokenizer=prompt,
         output_tokenizer=output,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from service.config import ServeConfig
-from service.engine.types import PrefillProvider
+from service.engine.types import Device, PrefillProvider
 from service.errors import StartupError
 from service.library import prove
 from service.loading import build_engines, load_model
@@ -32,13 +32,14 @@ def main(argv: Sequence[str]) -> int:
     config = ServeConfig(
         models=Path(settings.pop("folder")),
         prefill_provider=PrefillProvider(settings.pop("prefill_provider")),
+        device=Device(settings.pop("device")),
         spin=False,
         **settings,
     )
     problems: list[str] = []
     seconds = 0.0
     try:
-        model = load_model(config.models / name, config.prefill_provider)
+        model = load_model(config.models / name, config.prefill_provider, config.device)
         began = time.monotonic()
         engine = build_engines(config.models, [model], config)[name]
         seconds = time.monotonic() - began

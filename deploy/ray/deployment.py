@@ -18,7 +18,7 @@ from deploy.ray.handlers import METHODS, Handlers
 from service.app import App
 from service.config import ServeConfig, parse_command_line
 from service.engine.engine import LastRun
-from service.loading import build_engines, load_models, share_memory
+from service.loading import build_engines, load_models, settle_device, share_memory
 
 
 class Replica:
@@ -29,7 +29,8 @@ class Replica:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         config = parse_command_line(["serve", *flags])
         assert isinstance(config, ServeConfig)  # noqa: S101 (the verb says so)
-        models, last_run = load_models(config.models, config.prefill_provider), LastRun()
+        config = settle_device(config)
+        models, last_run = load_models(config.models, config.prefill_provider, config.device), LastRun()
         pool = share_memory(models, config)
         engines = build_engines(config.models, models, config, last_run, pool.parts)
         self._app = App(config, models, engines, last_run=last_run, pool=pool, make_server=self._take)

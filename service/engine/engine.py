@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from model.golden import CaseResult, GoldenCase, Tolerance, compare
-from service.engine.batch import ScheduledBatch
+from service.engine.batch import KVFree, KVRetain, ScheduledBatch
 from service.engine.calibration import calibrate, rounds
 from service.engine.failure import report_failure
 from service.engine.plan import Pieces
@@ -161,8 +161,12 @@ class Engine:
         if self.has_work:
             raise RuntimeError("golden cases can only be replayed on an idle engine")
         self._last_run.ended = None
-        pieces, num_slots = self._scheduler.pieces, self._scheduler.limits.max_batch_size
+        pieces, max_rows = self._scheduler.pieces, self._scheduler.limits.max_batch_size
+        # Rows of golden cases are admitted by nobody: as many at once as there is memory for, whatever their lengths.
+        num_slots = min(max_rows, self._scheduler.num_whole_rows)
         try:
+            empty = ScheduledBatch(kv_operations=(KVRetain(frozenset()), *map(KVFree, range(max_rows))))
+            self._runner.run(empty)
             answers = replay_all(self._runner, cases, pieces, num_slots)
             return tuple(compare(case, logits, tolerance) for case, logits in zip(cases, answers, strict=True))
         finally:

@@ -57,7 +57,8 @@ def build_engine(
         device: where all is to be computed; `AUTO` is the one that the artefact was exported for.
 
     Raises:
-        StartupError: when the artefact is for another device, or that is not to be had; when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
+        StartupError: when the artefact is for another device, or that is not to be had; when a graph cannot be loaded
+            or is not the manifest's; when the memory cannot be reserved.
     """
     _check_device(folder, manifest, device)
     runner: Runner

@@ -19,9 +19,10 @@ from service.errors import StartupError
 _FLOAT_BYTES = np.dtype(np.float32).itemsize
 # An id and a logit.
 _CANDIDATE_BYTES = 12
-# What matrix products and attention ask for besides, in a step; and what CUDA's libraries load as they are first used.
+# What matrix products and attention ask for besides, in a step.
 _WORKSPACE_BYTES = 128 << 20
-_LIBRARY_BYTES = 512 << 20
+# What CUDA's libraries load when graphs are, and what is lost as a device hands out memory in large pieces.
+_LIBRARY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,8 @@ def memory_needs(manifest: Manifest, num_slots: int, max_prefill_tokens: int) ->
     budget = plan_kv_memory(manifest, num_slots, None)
     least = _row(manifest, budget)
     if manifest.device is Device.CUDA:
-        besides = weight_bytes(manifest) + device_overhead_bytes(manifest, num_slots, max_prefill_tokens)
+        overhead = device_overhead_bytes(manifest, num_slots, max_prefill_tokens)
+        besides = weight_bytes(manifest) + overhead + _LIBRARY_BYTES
         return MemoryNeeds(whole=budget.num_bytes, least=least, besides=besides)
     num_chunked = 0 if manifest.config.is_encoder_decoder else max_prefill_tokens
     logits = (num_slots + num_chunked) * manifest.config.vocab_size * _FLOAT_BYTES
@@ -97,7 +99,7 @@ def device_overhead_bytes(manifest: Manifest, num_slots: int, max_prefill_tokens
     results = 2 * num_slots * (manifest.config.vocab_size * _FLOAT_BYTES + MAX_CANDIDATES * _CANDIDATE_BYTES)
     num_arenas = 2 if manifest.config.is_encoder_decoder else 1
     steps = num_arenas * step_bytes(manifest, num_slots, max_prefill_tokens)
-    return scratch + results + steps + _LIBRARY_BYTES
+    return scratch + results + steps
 
 
 def plan_kv_memory(manifest: Manifest, num_slots: int, kv_memory_bytes: int | None) -> KVBudget:
@@ -105,12 +107,6 @@ def plan_kv_memory(manifest: Manifest, num_slots: int, kv_memory_bytes: int | No
     budget = _paged_budget(manifest) if manifest.kv_cache.layout is KVLayout.PAGED else _slot_budget(manifest)
     whole = num_slots * _row(manifest, budget)
     return dataclasses.replace(budget, num_bytes=whole if kv_memory_bytes is None else kv_memory_bytes)
-
-
-def num_row_blocks(manifest: Manifest) -> int:
-    """Blocks of one sequence of full length and its source, for an artefact whose K/V are paged."""
-    budget = _paged_budget(manifest)
-    return _row(manifest, budget) // (budget.page_tokens * budget.token_bytes)
 
 
 def check_memory(manifest: Manifest, budget: KVBudget, num_slots: int, max_prefill_tokens: int) -> None:

@@ -112,6 +112,7 @@ class Scheduler:
         kv_budget: KVBudget | None = None,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
+        self._context, self._source_context = model.context, model.source_context or 0
         self._limits = limits
         self._intake = Intake(model, decode, draw_seed, limits.patience_seconds)
         self.pieces = Pieces(
@@ -177,6 +178,12 @@ class Scheduler:
     def kv_memory_bytes(self) -> int:
         """What K/V may take."""
         return self._budget.num_bytes
+
+    @property
+    def num_whole_rows(self) -> int:
+        """How many sequences of full length K/V may hold at once, 1 at least."""
+        row = self._budget.row_bytes(self._context, self._source_context)
+        return max(1, self._budget.num_bytes // row)
 
     def limit_kv(self, num_bytes: int) -> None:
         """Keeps K/V within so many bytes of `kv_memory_bytes` from now on; what does not fit into them waits.

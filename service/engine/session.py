@@ -205,9 +205,10 @@ class DeviceTensor:
             self._runtime.read(self.address, values)
 
     def write(self, values: Array) -> None:
-        """Copies numbers of this shape and type there, from a C-contiguous array of this host."""
+        """Copies numbers of this shape and type there."""
         if values.shape != self.shape:
             raise ValueError(f"values have shape {list(values.shape)}, the tensor has {list(self.shape)}")
+        values = np.ascontiguousarray(values)
         _check_fits(values, self.num_bytes)
         if self._runtime is None:
             self._bytes[: values.nbytes] = values.reshape(-1).view(np.uint8)
@@ -248,7 +249,8 @@ class DevicePack:
     """
 
     def __init__(self, specs: Mapping[str, tuple[tuple[int, ...], str]], device: str) -> None:
-        offsets, num_bytes = {}, 0
+        offsets: dict[str, int] = {}
+        num_bytes = 0
         for name, (shape, dtype) in specs.items():
             offsets[name] = num_bytes
             num_bytes += -(-math.prod(shape) * _ITEM_BYTES[dtype] // _ALIGNMENT) * _ALIGNMENT

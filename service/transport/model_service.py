@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from model.artifact import Device
 from model.config import Architecture
 from model.golden import CaseResult
 from proto.onward.v1 import model_pb2 as pb
@@ -74,7 +75,7 @@ class ModelServicer(ModelServiceServicer):
             parity=None if parity is None else _summary(parity),
             device=model.manifest.device,
             precision=model.manifest.precision,
-            prefill_provider=model.prefill_provider,
+            prefill_provider=_prompts_by(model),
             kv_memory_used_bytes=kv_used_bytes,
         )
 
@@ -119,6 +120,12 @@ def _architecture(model: ServedModel) -> pb.ModelArchitecture:
         norm=config.norm,
         activation=config.activation,
     )
+
+
+def _prompts_by(model: ServedModel) -> str:
+    """What computes a model's prompts: a device computes everything."""
+    manifest = model.manifest
+    return manifest.device if manifest.device is Device.CUDA else model.prefill_provider
 
 
 def _limits(model: ServedModel, config: ServeConfig, kv_bytes: int) -> pb.ModelLimits:

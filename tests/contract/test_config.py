@@ -21,7 +21,7 @@ from service.config import (
     parse,
     variable,
 )
-from service.engine.types import PrefillProvider
+from service.engine.types import Device, PrefillProvider
 from service.errors import StartupError
 
 SERVE = ("serve", "--models", "folder")
@@ -171,6 +171,14 @@ def test_prompts_go_to_whatever_provider_is_faster_unless_one_is_named() -> None
     with pytest.raises(StartupError) as refusal:
         serve("--prefill-provider", "gpu")
     assert refusal.value.problems == ("--prefill-provider is 'gpu', must be one of auto, cpu, openvino",)
+
+
+def test_the_device_is_whatever_models_and_machine_allow_unless_one_is_named() -> None:
+    assert serve().device is Device.AUTO
+    assert serve("--device", "CUDA").device is Device.CUDA
+    with pytest.raises(StartupError) as refusal:
+        serve("--device", "gpu")
+    assert refusal.value.problems == ("--device is 'gpu', must be one of auto, cpu, cuda",)
 
 
 def test_metrics_go_under_other_names_only_when_told() -> None:

@@ -25,13 +25,14 @@ from service.engine.device_blocks import DeviceBlocks
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_paged_runner, build_runner, model_shape
 from service.engine.kv_ledger import KVBudget
-from service.engine.kv_memory import num_row_blocks, plan_kv_memory
+from service.engine.kv_memory import plan_kv_memory
 from service.engine.paged_kv import HostBlocks, PagedKV
 from service.engine.paged_runner import PagedRunner
 from service.engine.runner import Runner
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.session import Cuda, GraphSession, SessionOptions
+from service.engine.top_logits import TopLogits
 from service.engine.types import (
     BeamSearchParams,
     GenerationRequest,
@@ -104,7 +105,9 @@ def sessions(variant: str) -> tuple[Manifest, GraphSession, GraphSession | None]
     return manifest, GraphSession(folder, manifest.graphs[DECODER], THREADS), encoder
 
 
-def paged_runner(variant: str, budget: KVBudget, device: str | None = None) -> PagedRunner:
+def paged_runner(
+    variant: str, budget: KVBudget, device: str | None = None, top: TopLogits | None = None
+) -> PagedRunner:| None = None) -> PagedRunner:
     """What the server would build, in a pool that has no more blocks than the budget pays for."""
     manifest, decoder, encoder = sessions(variant)
     size = manifest.kv_cache.block_size
@@ -113,7 +116,7 @@ def paged_runner(variant: str, budget: KVBudget, device: str | None = None) -> P
     if device is not None:
         memory = on_device(manifest, num_blocks, device, paged_folder(variant))
     kv = PagedKV(memory, LIMITS.max_batch_size)
-    return PagedRunner(manifest.config, kv, memory, decoder, encoder, LIMITS.max_prefill_tokens, device)
+    return PagedRunner(manifest.config, kv, memory, decoder, encoder, LIMITS.max_prefill_tokens, device, top)
 
 
 def on_device(manifest: Manifest, num_blocks: int, device: str, folder: Path) -> DeviceBlocks:
@@ -145,15 +148,21 @@ class Pair:
         family, _, _ = VARIANTS[variant]
         self.config = sessions(variant)[0].config
         budget = paged_budget(variant, num_rows)
-        runner = paged_runner(variant, budget, device)
-        self.kv = runner.kv
+        top = None if device is None else TopLogits()
+        runner = paged_runner(variant, budget, device, top)
+        self.kv, self.memory = runner.kv, runner.memory
+        self.num_whole_reads = count_whole_reads(runner)
         self.num_preemptions = 0
         self.num_copies = 0
         self._count_copies(runner)
         self.runners = Watched(slot_runner(family, variant)), Watched(runner)
         self.runners[1].after = lambda _: self.kv.check_invariants()
         # One budget for both, so that they preempt and forget alike.
-        self.engines = [self._engine(variant, each, budget) for each in self.runners]
+        samplers = Sampler(), Sampler(top)
+        self.engines = [
+            self._engine(variant, runner, budget, sampler)
+            for runner, sampler in zip(self.runners, samplers, strict=True)
+        ]
 
     def _count_copies(self, runner: PagedRunner) -> None:
         copy = runner.memory.copy
@@ -164,10 +173,10 @@ class Pair:
 
         runner.memory.copy = counted  # type: ignore[method-assign]
 
-    def _engine(self, variant: str, runner: Runner, budget: KVBudget) -> Engine:
+    def _engine(self, variant: str, runner: Runner, budget: KVBudget, sampler: Sampler) -> Engine:
         manifest = sessions(variant)[0]
         scheduler = Scheduler(LIMITS, model_shape(manifest), lambda ids: "".join(map(chr, ids)), budget)
-        return Engine(scheduler, runner, Sampler(), LastRun(), clock=lambda: 0.0)
+        return Engine(scheduler, runner, sampler, LastRun(), clock=lambda: 0.0)
 
     def run(self, arrivals: Sequence[tuple[int, GenerationRequest]]) -> list[TokenEvent]:
         """Requests join after so many steps each. All events of the paged engine, once they are seen to be the same."""
@@ -185,6 +194,22 @@ class Pair:
             for one, other in zip(mine.prompt_logprobs, theirs.prompt_logprobs, strict=True):
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         return blocks
+
+
+def count_whole_reads(runner: PagedRunner) -> Callable[[], int]:
+    """How often logits have been fetched from a device whole, from now on."""
+    found = runner._on_device
+    if found is None:
+        return lambda: 0
+    rows: list[int] = []
+    read = found.read
+
+    def counted(logits: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+        rows.append(len(logits))
+        read(logits)
+
+    found.read = counted  # type: ignore[method-assign]
+    return lambda: len(rows)
 
 
 def _said(event: TokenEvent) -> tuple[Any, ...]:
@@ -313,7 +338,7 @@ def test_paged_engine_gives_all_blocks_back(variant: str) -> None:
     engine.verify_golden((), golden.Tolerance(absolute=1.0))  # forgets what is kept
     engine.add_request(make_request(pair.config, "last", draw_prompt(pair.config, 3, 3), max_tokens=1))
     engine.step()
-    held = num_row_blocks(sessions(variant)[0]) * LIMITS.max_batch_size - pair.kv.num_free_blocks
+    held = pair.memory.num_blocks - pair.kv.num_free_blocks
     assert held <= 2, "its own and its source's"
     assert pair.runners[1].operations[KVFree]
 
@@ -375,6 +400,7 @@ def test_paged_engine_on_a_device_gives_the_tokens_of_slots(variant: str) -> Non
     pair.run([*((3, request) for request in shared), (0, make_request(config, "b", first, beam_search=search))])
     assert pair.num_copies > 10
     assert pair.num_preemptions or pair.runners[1].operations[KVCopy]
+    assert pair.num_whole_reads(), "beams need whole rows"
 
 
 def test_device_blocks_hold_what_host_blocks_hold_after_the_same_copies() -> None:
@@ -416,3 +442,97 @@ def test_graph_for_cuda_is_refused_where_there_is_none() -> None:
     folder = paged_folder("rotary-16")
     with pytest.raises(StartupError, match=r"decoder\.onnx: this onnxruntime has no CUDAExecutionProvider: install"):
         GraphSession(folder, artifact.load(folder).graphs[DECODER], THREADS, cuda=Cuda(records=True))
+
+
+# What of a step's logits leaves the device
+
+GREEDY = SamplingParams(temperature=0.0)
+TOP_K = SamplingParams(temperature=1.2, top_k=7, seed=5, n=2)
+PENALISED = SamplingParams(temperature=0.0, presence_penalty=0.5)
+NUCLEUS = SamplingParams(temperature=1.1, top_p=0.8, seed=3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_paged_engine_on_a_device_needs_no_whole_logits_for_greedy_and_top_k_tokens(variant: str) -> None:
+    """In steps with prompts in them too; and every token is what slots give."""
+    pair = Pair(variant, device="cpu")
+    config = pair.config
+    requests = [
+        make_request(config, f"r{i}", draw_prompt(config, length, i), max_tokens=6 + i, sampling=sampling)
+        for i, (length, sampling) in enumerate([(2, GREEDY), (40, TOP_K), (17, GREEDY), (33, TOP_K)])
+    ]
+    pair.run([(2, request) for request in requests])
+    assert pair.num_whole_reads() == 0
+    whole = [
+        make_request(config, "penalised", draw_prompt(config, 20, 1), sampling=PENALISED),
+        make_request(config, "nucleus", draw_prompt(config, 20, 2), sampling=NUCLEUS),
+        make_request(config, "logprobs", draw_prompt(config, 20, 3), logprobs=2),
+    ]
+    for number, request in enumerate(whole):
+        before = pair.num_whole_reads()
+        pair.run([(0, request), *((1, make_request(config, f"{number}-{i}", [5, 6, i + 3])) for i in range(2))])
+        assert pair.num_whole_reads() > before
+
+
+def test_a_requests_tokens_do_not_depend_on_what_its_company_needs_of_their_logits() -> None:
+    """By their highest logits alone and by whole rows: the same tokens, whoever makes it one or the other."""
+    variant = "rotary-16"
+    manifest, _, _ = sessions(variant)
+    config = manifest.config
+    budget = paged_budget(variant)
+
+    def run(company: Sequence[GenerationRequest], *, tells: bool) -> tuple[dict[tuple[str, int], list[int]], int]:
+        top = TopLogits() if tells else None
+        runner = paged_runner(variant, budget, "cpu", top)
+        num_whole_reads = count_whole_reads(runner)
+        scheduler = Scheduler(LIMITS, model_shape(manifest), str, budget)
+        engine = Engine(scheduler, runner, Sampler(top), LastRun(), clock=lambda: 0.0)
+        for request in (*asked, *company):
+            engine.add_request(request)
+        tokens: dict[tuple[str, int], list[int]] = {}
+        for output in drain(engine):
+            for event in output.events:
+                if event.token_id is not None:
+                    tokens.setdefault((event.request_id, event.output_index), []).append(event.token_id)
+        return tokens, num_whole_reads()
+
+    asked = [
+        make_request(config, "greedy", draw_prompt(config, 30, 4), max_tokens=25),
+        make_request(config, "top-k", draw_prompt(config, 9, 5), max_tokens=25, sampling=TOP_K),
+    ]
+    alone, num_reads = run((), tells=True)
+    assert num_reads == 0
+    assert alone.keys() == {("greedy", 0), ("top-k", 0), ("top-k", 1)}
+    assert {len(tokens) for tokens in alone.values()} == {25}
+    needy = [
+        make_request(config, f"c{number}", draw_prompt(config, 12, number), max_tokens=12, sampling=sampling)
+        for number, sampling in enumerate([NUCLEUS, PENALISED])
+    ]
+    modest = [make_request(config, "c2", draw_prompt(config, 12, 2), max_tokens=12)]
+    for company, tells, reads in ((needy, True, True), (modest, True, False), (needy, False, True), ((), False, True)):
+        tokens, num_reads = run(company, tells=tells)
+        assert {key: tokens[key] for key in alone} == alone
+        assert bool(num_reads) == reads
+
+
+def test_golden_cases_are_held_to_whole_logits_though_few_leave_the_device_otherwise() -> None:
+    variant = "rotary-16"
+    folder = paged_folder(variant)
+    manifest, _, _ = sessions(variant)
+    # Blocks for one sequence of full length, and a batch of eight: cases are replayed one row at a time.
+    budget = paged_budget(variant, 1)
+    top = TopLogits()
+    runner = paged_runner(variant, budget, "cpu", top)
+    scheduler = Scheduler(LIMITS, model_shape(manifest), str, budget)
+    engine = Engine(scheduler, runner, Sampler(top), LastRun(), clock=lambda: 0.0)
+    tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
+    cases = golden.load(folder / GOLDEN)
+    for number in range(2):
+        results = engine.verify_golden(cases, tolerance)
+        assert all(result.passed and result.max_abs_error < 2e-5 for result in results)
+        # A whole context of its own, where cases have left theirs; and then cases where requests have.
+        prompt = draw_prompt(manifest.config, 80, 1)
+        engine.add_request(make_request(manifest.config, f"r{number}", prompt, max_tokens=15))
+        outputs = drain(engine)
+        assert all(event.error is None for output in outputs for event in output.events)
+        runner.kv.check_invariants()

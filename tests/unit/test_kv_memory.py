@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 
 import pytest
 
-from model.artifact import Device, Manifest, Precision
+from model.artifact import Device, KVFormat, KVLayout, KVPrecision, Manifest, Precision
 from model.config import Architecture, ModelConfig
 from service.engine import kv_memory
-from service.engine.kv_memory import check_memory, plan_kv_memory
+from service.engine.kv_memory import (
+    check_device_memory,
+    check_memory,
+    device_overhead_bytes,
+    plan_kv_memory,
+    step_bytes,
+)
 from service.errors import StartupError
 
 NUM_SLOTS = 3
@@ -86,3 +93,43 @@ def test_kv_memory_beyond_the_machine_is_refused_with_the_logits_beside_it(monke
     monkeypatch.setattr(kv_memory, "memory_limit", lambda: budget.num_bytes - 1)
     with pytest.raises(StartupError, match=f"needs {budget.num_bytes} bytes, there are {budget.num_bytes - 1}"):
         check_memory(DECODER_ONLY, budget, NUM_SLOTS, 0)
+
+
+PAGED = KVFormat(KVPrecision.BF16, layout=KVLayout.PAGED, block_size=16)
+
+
+def on_cuda(one: Manifest) -> Manifest:
+    return dataclasses.replace(one, device=Device.CUDA, precision=Precision.BF16, kv_cache=PAGED)
+
+
+@FAMILIES
+def test_kv_memory_on_a_device_counts_in_blocks_of_two_bytes_each(one: Manifest) -> None:
+    budget = plan_kv_memory(on_cuda(one), NUM_SLOTS, None)
+    config = one.config
+    assert budget.token_bytes == config.kv_bytes_per_token // 2
+    num_blocks = -(-config.context // 16) + -(-config.source_context // 16)
+    assert budget.num_bytes == NUM_SLOTS * num_blocks * 16 * budget.token_bytes
+
+
+@FAMILIES
+def test_kv_memory_beyond_the_device_is_refused_with_what_steps_take_beside_it(one: Manifest) -> None:
+    one = on_cuda(one)
+    budget = plan_kv_memory(one, NUM_SLOTS, None)
+    besides = device_overhead_bytes(one, NUM_SLOTS, 64)
+    check_device_memory(one, budget, NUM_SLOTS, 64, budget.num_bytes + besides)
+    left = budget.num_bytes + besides - 1
+    told = f"K/V need {budget.num_bytes} bytes and steps {besides}, the device has {left} left"
+    with pytest.raises(StartupError, match=told):
+        check_device_memory(one, budget, NUM_SLOTS, 64, left)
+    least = plan_kv_memory(one, 1, None).num_bytes
+    with pytest.raises(StartupError, match=f"kv_memory is {least - 1} bytes, must be at least {least}"):
+        check_device_memory(one, plan_kv_memory(one, NUM_SLOTS, least - 1), NUM_SLOTS, 64, 1 << 40)
+
+
+@FAMILIES
+def test_what_a_step_has_in_hand_grows_with_its_tokens_and_holds_their_logits(one: Manifest) -> None:
+    one = on_cuda(one)
+    sizes = [step_bytes(one, 1, num_tokens) for num_tokens in (0, 512, 1024)]
+    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 512 * one.config.vocab_size * (2 + 4)
+    more_rows = device_overhead_bytes(one, 8, 0) - device_overhead_bytes(one, 4, 0)
+    assert more_rows > 4 * one.config.vocab_size * 4

@@ -143,7 +143,7 @@ def test_what_all_models_take_must_fit_into_memory_together() -> None:
     with pytest.raises(StartupError) as caught:
         KVPool(None, {}, 874, both)
     assert caught.value.problems == (
-        "all models need 875 bytes, there are 874: 75 for logits, the rest for K/V (a 300, b 500); "
+        "all models need 875 bytes, there are 874: 75 besides K/V, the rest for those (a 300, b 500); "
         "--kv-memory and --max-batch-size bound them",
     )
     assert KVPool(160, {}, 235, both).parts == {"a": 60, "b": 100}

@@ -1,0 +1,334 @@
+"""Serving on CUDA as far as no device is needed: what ONNX Runtime is told, what it is given, and how it is refused.
+
+ONNX Runtime's own session stands behind a double that takes down what it is told and computes on the CPU provider: by
+the stand-in's graphs, since those for CUDA have no kernels there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from export.__main__ import main
+from model import artifact, golden
+from model.artifact import BLOCK_SIZE, DECODER, ENCODER, GOLDEN, MOVE, Device, KVFormat, KVLayout, KVPrecision, Manifest
+from model.artifact import Precision
+from model.config import Architecture
+from service import loading
+from service.config import ServeConfig
+from service.engine import factory, session
+from service.engine.cuda import CudaRuntime
+from service.engine.engine import LastRun
+from service.engine.kv_memory import device_overhead_bytes, plan_kv_memory, step_bytes
+from service.engine.scheduler import EngineLimits
+from service.engine.session import Cuda, GraphSession, SessionOptions, cuda_provider_options
+from service.engine.types import Device as Wanted
+from service.engine.types import GenerationRequest, SamplingParams, StoppingParams
+from service.errors import StartupError
+from service.loading import load_model, settle_device
+from tests.artifacts import paged_artifact, tiny_artifact, tiny_checkpoint, tiny_config
+from tests.fakes import drain
+
+THREADS = SessionOptions(intra_op_threads=1, allow_spinning=False)
+DECODER_ONLY, ENCODER_DECODER = Architecture.DECODER_ONLY, Architecture.ENCODER_DECODER
+LIMITS = EngineLimits(max_batch_size=4, prefill_chunk=16, max_prefill_tokens=32)
+PROVIDER = "CUDAExecutionProvider"
+
+
+class HostLibrary:
+    """`libcudart` for a device that is this host: its memory, its copies, and so much of it free."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.taken: dict[int, Any] = {}
+        self.num_copies = 0
+
+        class Describe:
+            restype: Any = None
+
+            def __call__(self, code: int) -> bytes:
+                return b"out of memory"
+
+        self.cudaGetErrorString = Describe()
+
+    def cudaMemGetInfo(self, free: Any, total: Any) -> int:  # noqa: N802
+        free._obj.value, total._obj.value = self.num_bytes - sum(map(len, self.taken.values())), self.num_bytes
+        return 0
+
+    def cudaMalloc(self, address: Any, num_bytes: ctypes.c_size_t) -> int:  # noqa: N802
+        block = (ctypes.c_char * num_bytes.value)()
+        address._obj.value = ctypes.addressof(block)
+        self.taken[ctypes.addressof(block)] = block
+        return 0
+
+    def cudaFree(self, address: ctypes.c_void_p) -> int:  # noqa: N802
+        del self.taken[address.value or 0]
+        return 0
+
+    cudaMallocHost = cudaMalloc  # noqa: N815
+    cudaFreeHost = cudaFree  # noqa: N815
+
+    def cudaMemcpy(self, target: Any, source: Any, num_bytes: ctypes.c_size_t, kind: Any) -> int:  # noqa: N802
+        ctypes.memmove(target, source, num_bytes.value)
+        self.num_copies += 1
+        return 0
+
+
+@dataclasses.dataclass
+class Told:
+    """What sessions were told, by file, and by which numbers they were run."""
+
+    providers: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fallbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
+    numbers: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    bound: dict[str, set[str]] = dataclasses.field(default_factory=dict)
+
+
+class SessionDouble:
+    """An ONNX Runtime session that says it is on CUDA and computes on the CPU provider."""
+
+    told: Told
+
+    def __init__(self, path: str, settings: Any, providers: list[Any], enable_fallback: int = 1) -> None:
+        self.name = Path(path).name
+        self.told.providers[self.name] = providers
+        self.told.settings[self.name] = settings
+        self.told.fallbacks[self.name] = enable_fallback
+        self._session = _REAL_SESSION(path, settings, providers=["CPUExecutionProvider"])
+
+    def get_providers(self) -> list[str]:
+        return [PROVIDER, "CPUExecutionProvider"]
+
+    def io_binding(self) -> Any:
+        return BindingDouble(self._session.io_binding(), self.told.bound.setdefault(self.name, set()))
+
+    def run_with_iobinding(self, binding: BindingDouble, options: Any = None) -> None:
+        number = "none" if options is None else options.get_run_config_entry("gpu_graph_id")
+        self.told.numbers.append((self.name, number))
+        self._session.run_with_iobinding(binding.real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+class BindingDouble:
+    """Takes what is on the device for what it is here: memory of this host."""
+
+    def __init__(self, real: Any, on_device: set[str]) -> None:
+        self.real = real
+        self._on_device = on_device
+
+    def bind_input(self, name: str, device: str, *where: Any) -> None:
+        assert device == "cuda"
+        self._on_device.add(name)
+        self.real.bind_input(name, "cpu", *where)
+
+    def bind_output(self, name: str, device: str, *where: Any) -> None:
+        assert device == "cuda"
+        self._on_device.add(name)
+        self.real.bind_output(name, "cpu", *where)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+_REAL_SESSION = ort.InferenceSession
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
+    fake = HostLibrary(8 << 30)
+    runtime = CudaRuntime(fake)
+    monkeypatch.setattr(session, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(session, "find_cuda_problem", lambda: None)
+    return fake
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, library: HostLibrary) -> Iterator[Told]:
+    SessionDouble.told = Told()
+    monkeypatch.setattr(ort, "InferenceSession", SessionDouble)
+    yield SessionDouble.told
+
+
+def on_cuda(family: str) -> tuple[Path, Manifest]:
+    """The stand-in's artefact, its manifest saying that it is for CUDA."""
+    folder = paged_artifact(family)
+    return folder, dataclasses.replace(artifact.load(folder), device=Device.CUDA)
+
+
+# What ONNX Runtime is told
+
+
+def test_provider_options_cap_the_arena_exactly_and_record_only_when_told() -> None:
+    assert cuda_provider_options(Cuda(records=True, max_bytes=12_345)) == {
+        "device_id": "0",
+        "arena_extend_strategy": "kSameAsRequested",
+        "enable_cuda_graph": "1",
+        "gpu_mem_limit": "12345",
+    }
+    assert cuda_provider_options(Cuda(records=False)) == {
+        "device_id": "0",
+        "arena_extend_strategy": "kSameAsRequested",
+        "enable_cuda_graph": "0",
+    }
+
+
+@pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
+def test_factory_builds_an_engine_on_cuda_that_gives_the_tokens_of_slots(
+    family: str, told: Told, library: HostLibrary
+) -> None:
+    folder, manifest = on_cuda(family)
+    budget = plan_kv_memory(manifest, LIMITS.max_batch_size, None).num_bytes
+    limits = dataclasses.replace(LIMITS, kv_memory_bytes=budget)
+    engine = factory.build_engine(folder, manifest, lambda _: "", limits, THREADS, LastRun(), device=Wanted.CUDA)
+    names = {"decoder.onnx", "move.onnx", *(["encoder.onnx"] if family == ENCODER_DECODER else [])}
+    assert told.providers.keys() == names
+    cap = step_bytes(manifest, LIMITS.max_batch_size, LIMITS.max_prefill_tokens)
+    for name in names:
+        options = cuda_provider_options(Cuda(records=name == "decoder.onnx", max_bytes=cap))
+        assert told.providers[name] == [(PROVIDER, options)], "and no other provider to fall back on"
+        assert told.fallbacks[name] == 0
+        entry = told.settings[name].get_session_config_entry("session.use_device_allocator_for_initializers")
+        assert entry == "1"
+    # K/V take what the budget says and a block that is nobody's, whole from the start.
+    kv_bytes = budget + manifest.kv_cache.block_size * plan_kv_memory(manifest, 1, None).token_bytes
+    caches = [len(block) for block in library.taken.values() if len(block) * 2 * manifest.config.num_layers == kv_bytes]
+    assert len(caches) == 2 * manifest.config.num_layers
+
+    golden_cases = golden.load(folder / GOLDEN)
+    tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
+    assert all(result.passed for result in engine.verify_golden(golden_cases, tolerance))
+    theirs = factory.build_engine(
+        tiny_artifact(family), artifact.load(tiny_artifact(family)), lambda _: "", LIMITS, THREADS, LastRun()
+    )
+    told.numbers.clear()
+    assert answers(engine, manifest) == answers(theirs, manifest)
+    decoder_runs = [number for name, number in told.numbers if name == "decoder.onnx"]
+    # Steps of single tokens have a number by which they are recorded, the others none: they are run as they come.
+    assert set(decoder_runs) >= {"1", "2"} | ({"-1"} if family == DECODER_ONLY else set())
+    assert {number for name, number in told.numbers if name != "decoder.onnx"} <= {"none"}
+    caches_bound = {name for name in told.bound["decoder.onnx"] if "_cache_" in name}
+    assert len(caches_bound) == 4 * manifest.config.num_layers
+    assert "attention_metadata" not in told.bound["decoder.onnx"], "the operator reads it on the host"
+
+
+def answers(engine: Any, manifest: Manifest) -> list[tuple[Any, ...]]:
+    config = manifest.config
+    draw = np.random.default_rng(2)
+    limit = config.source_vocab_size if config.is_encoder_decoder else config.vocab_size
+    for number, sampling in enumerate(
+        [SamplingParams(temperature=0.0), SamplingParams(top_k=5, seed=1), SamplingParams(top_p=0.9, seed=2)] * 2
+    ):
+        engine.add_request(
+            GenerationRequest(
+                request_id=f"r{number}",
+                model="tiny",
+                prompt_token_ids=tuple(draw.integers(3, limit, 9 + 7 * number).tolist()),
+                sampling=sampling,
+                stopping=StoppingParams(max_tokens=6 + number, ignore_eos=True),
+            )
+        )
+    events = [event for output in drain(engine) for event in output.events]
+    assert all(event.error is None for event in events)
+    return [(event.request_id, event.token_id, event.finish_reason) for event in events]
+
+
+def test_a_decoding_step_takes_one_copy_in_and_one_out(told: Told, library: HostLibrary) -> None:
+    folder, manifest = on_cuda(DECODER_ONLY)
+    engine = factory.build_engine(folder, manifest, lambda _: "", LIMITS, THREADS, LastRun())
+    engine.add_request(
+        GenerationRequest(
+            request_id="r",
+            model="tiny",
+            prompt_token_ids=(5, 6),
+            sampling=SamplingParams(temperature=0.0),
+            stopping=StoppingParams(max_tokens=20, ignore_eos=True),
+        )
+    )
+    copies = []
+    while engine.has_work:
+        before = library.num_copies
+        engine.step()
+        copies.append(library.num_copies - before)
+    assert set(copies[2:]) == {2}
+
+
+def test_a_session_that_onnx_runtime_makes_on_another_provider_is_refused(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SessionDouble, "get_providers", lambda _: ["CPUExecutionProvider"])
+    folder, manifest = on_cuda(DECODER_ONLY)
+    with pytest.raises(StartupError, match=r"move\.onnx: CUDAExecutionProvider does not start"):
+        GraphSession(folder, manifest.graphs[MOVE], THREADS, cuda=Cuda(records=False))
+
+
+def test_factory_refuses_what_the_device_has_no_room_for(told: Told, library: HostLibrary) -> None:
+    folder, manifest = on_cuda(DECODER_ONLY)
+    needed = plan_kv_memory(manifest, LIMITS.max_batch_size, None).num_bytes
+    besides = device_overhead_bytes(manifest, LIMITS.max_batch_size, LIMITS.max_prefill_tokens)
+    library.num_bytes = needed + besides - 1
+    with pytest.raises(StartupError, match=f"K/V need {needed} bytes and steps {besides}, the device has"):
+        factory.build_engine(folder, manifest, lambda _: "", LIMITS, THREADS, LastRun())
+    assert not library.taken, "and has taken nothing"
+    library.num_bytes += 1
+    factory.build_engine(folder, manifest, lambda _: "", LIMITS, THREADS, LastRun())
+
+
+def test_factory_refuses_an_artefact_for_another_device() -> None:
+    folder = tiny_artifact(DECODER_ONLY)
+    with pytest.raises(StartupError, match="device is cuda, the artefact is for cpu"):
+        factory.build_engine(
+            folder, artifact.load(folder), lambda _: "", LIMITS, THREADS, LastRun(), device=Wanted.CUDA
+        )
+
+
+# From a checkpoint to a server that has no GPU
+
+
+@pytest.mark.parametrize(
+    ("family", "precision"), [(DECODER_ONLY, Precision.BF16), (ENCODER_DECODER, Precision.FP16)]
+)
+def test_a_cuda_artefact_is_written_checked_and_refused_where_there_is_no_device(
+    family: str, precision: Precision, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = tiny_checkpoint(tmp_path / "checkpoint", tiny_config(family, num_layers=1))
+    models = tmp_path / "models"
+    out = models / "tiny" / "cuda"
+    assert main([str(checkpoint), "--out", str(out), "--device", "cuda", "--precision", precision]) == 0
+    manifest = artifact.load(out, devices=[Device.CUDA])
+    assert (manifest.device, manifest.precision) == (Device.CUDA, precision)
+    assert manifest.kv_cache == KVFormat(KVPrecision(precision), layout=KVLayout.PAGED, block_size=BLOCK_SIZE)
+    assert set(manifest.graphs) == {DECODER, MOVE, *([ENCODER] if family == ENCODER_DECODER else [])}
+    # A server reads all of it but the graphs, and knows what it would take.
+    model = load_model(models / "tiny", loading.PrefillProvider.AUTO, Wanted.CUDA)
+    assert (model.name, model.manifest, model.prefill_provider) == ("tiny", manifest, loading.PrefillProvider.CPU)
+    assert model.golden_cases
+    config = ServeConfig(models=models)
+    needs = loading.needs_of(manifest, config)
+    assert needs.whole == 32 * needs.least
+    missing = f"this onnxruntime has no {PROVIDER}: install the extra `gpu` in the place of `cpu`"
+    with pytest.raises(StartupError) as caught:
+        settle_device(dataclasses.replace(config, device=Wanted.CUDA))
+    assert caught.value.problems == (f"device is cuda: {missing}",)
+    with pytest.raises(StartupError) as caught:
+        settle_device(config)
+    assert caught.value.problems == (f"device is auto: tiny is exported for cuda alone, and {missing}",)
+    # The same model for the processor beside it, and the server computes there, and says why.
+    assert main([str(checkpoint), "--out", str(models / "tiny" / "cpu")]) == 0
+    with caplog.at_level(logging.WARNING, "service.devices"):
+        settled = settle_device(config)
+    assert settled.device is Wanted.CPU
+    assert caplog.messages == [f"computing on the CPU, as CUDA does not work: {missing}"]
+    assert load_model(models / "tiny", loading.PrefillProvider.CPU, settled.device).manifest.device is Device.CPU
+    engine = loading.build_engines(models, loading.load_models(models, device=settled.device), settled)["tiny"]
+    assert engine.kv_memory_bytes == loading.needs_of(artifact.load(models / "tiny" / "cpu"), settled).whole
