@@ -1,7 +1,7 @@
 # The server's image: no compiler, no torch, no root.
 #
 #   docker build --build-arg EXTRA=cpu -t onward .          EXTRA=gpu (the default) brings CUDA's libraries
-#   docker run --rm -p 8001:8001 -p 8002:8002 -v ./build/models:/models:ro onward
+#   docker run --rm -p 8001:8001 -p 8002:8002 -v ./build/models:/models:ro onward       --gpus all hands it the GPU
 #
 # Everything that pip installs is named with its version and its hashes, for Python 3.11 and 3.12, in deploy/container;
 # deploy/container/pin.sh names it anew. The probe asks 127.0.0.1:8001 in the clear: where the server listens elsewhere or

@@ -121,6 +121,7 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
     engines = build_engines(config.models, models, config, last_run, pool.parts)
     for model in models:
         part = pool.parts[model.name]
+        _LOGGER.info("%s is computed on %s", model.name, config.device)
         _LOGGER.info("%s has %d bytes (%.1f MiB) for keys and values", model.name, part, part / (1 << 20))
         if is_on_cpu:
             _LOGGER.info("%s has its prompts computed by the provider %s", model.name, model.prefill_provider)

@@ -31,7 +31,7 @@ def artefact_folder(folder: Path, device: Device) -> Path:
 def choose_device(
     wanted: Device, folders: Collection[Path], find_problem: Callable[[Path], str | None] | None = None
 ) -> Device:
-    """The device that a server computes on, and tells the log.
+    """The device that a server computes on; that it is not the one which models are exported for is told to the log.
 
     Args:
         wanted: `AUTO` is CUDA where all models are exported for it and it works, else the processor.
@@ -52,7 +52,7 @@ def choose_device(
     if wanted is Device.AUTO:
         return _pick(artefacts, lacking, find)
     if missing := lacking[BuiltFor(wanted)]:
-        problem = f"is not exported for it, `python -m export … --device {wanted}` does that"
+        problem = f"is not exported for it, export it with --device {wanted}"
         raise StartupError([f"device is {wanted}: {name} {problem}" for name in missing])
     if wanted is Device.CUDA and (obstacle := _obstacle(artefacts, find)) is not None:
         raise StartupError([f"device is {wanted}: {obstacle}"])
@@ -84,7 +84,6 @@ def _pick(
     if artefacts and not lacking[BuiltFor.CUDA]:
         problem = _obstacle(artefacts, find_problem)
         if problem is None:
-            _LOGGER.info("computing on CUDA")
             return Device.CUDA
         if not lacking[BuiltFor.CPU]:
             _LOGGER.warning("computing on the CPU, as CUDA does not work: %s", problem)
@@ -96,7 +95,6 @@ def _pick(
         others = ", ".join(lacking[BuiltFor.CUDA])
         problem = f"exported for cuda alone, and {others} for cpu alone: one server computes on one device"
         raise StartupError([f"device is auto: {name} is {problem}" for name in missing])
-    _LOGGER.info("computing on the CPU, which all models are exported for")
     return Device.CPU
 
 

@@ -11,7 +11,6 @@ import ctypes
 import re
 import weakref
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,6 @@ class _Pinned:
         weakref.finalize(self, runtime.free_pinned, address).atexit = False
 
 
-@cache
 def cuda_runtime(version: str) -> CudaRuntime:
     """CUDA's runtime library of so many a version, as "13.0".
 

@@ -86,7 +86,8 @@ def step_bytes(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> i
     num_bytes = num_tokens * (2 * layer + config.vocab_size * logit)
     if config.is_encoder_decoder:
         source = config.source_context
-        scores = config.num_heads * source * (itemsize + _FLOAT_BYTES)
+        # Of pairs of tokens, as products, as what is taken the exponential of, and as weights.
+        scores = 3 * config.num_heads * source * _FLOAT_BYTES
         num_bytes += num_slots * source * (2 * layer + scores)
     return num_bytes + _WORKSPACE_BYTES
 

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -442,9 +443,7 @@ def find_cuda_problem() -> str | None:
     """Why no graph can run on a CUDA device here, in words for an operator; None where one can be tried."""
     if _CUDA not in ort.get_available_providers():
         return f"this onnxruntime has no {_CUDA}: install the extra `{EXTRA}` in the place of `cpu`"
-    # CUDA and cuDNN from their wheels, where these are installed; what it cannot find it prints, and is told below.
-    with contextlib.redirect_stdout(io.StringIO()):
-        ort.preload_dlls()
+    _preload()
     return find_problem(Path(ort.__file__).parent / "capi", _cuda_runtime)
 
 
@@ -462,8 +461,17 @@ def cuda_free_bytes() -> int:
         raise StartupError([str(error)]) from error
 
 
+@cache
 def _cuda_runtime() -> CudaRuntime:
+    _preload()
     return cuda_runtime(ort.cuda_version)
+
+
+def _preload() -> None:
+    """Loads CUDA and cuDNN from their wheels, where these are installed: the loader does not look there."""
+    # What it cannot find it prints, which whoever needs it says better.
+    with contextlib.redirect_stdout(io.StringIO()):
+        ort.preload_dlls()
 
 
 def cuda_provider_options(cuda: Cuda) -> dict[str, str]:

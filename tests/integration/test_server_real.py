@@ -56,8 +56,10 @@ def serving(models: Path) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
-        (folder / family).symlink_to(tiny_artifact(family), target_is_directory=True)
+    # One as a model for one device, one as one of those that it has.
+    (folder / FAMILIES[1]).symlink_to(tiny_artifact(FAMILIES[1]), target_is_directory=True)
+    (folder / FAMILIES[0]).mkdir()
+    (folder / FAMILIES[0] / "cpu").symlink_to(tiny_artifact(FAMILIES[0]), target_is_directory=True)
     for name, family in ADDITIVE_MODELS.items():
         (folder / name).symlink_to(tiny_artifact(family, **ADDITIVE[family]), target_is_directory=True)
     return folder
@@ -203,9 +205,9 @@ def test_sigterm_lets_a_stream_end_and_exits_with_0(models: Path) -> None:
         assert served.process.wait() == 0
 
 
-def refused(models: Path) -> list[str]:
+def refused(models: Path, *flags: str) -> list[str]:
     """The problems with which a start is refused."""
-    ended = subprocess.run([*COMMAND, "--models", models], capture_output=True, text=True, check=False)
+    ended = subprocess.run([*COMMAND, "--models", models, *flags], capture_output=True, text=True, check=False)
     assert ended.returncode == 2, ended.stderr
     assert ended.stdout == ""
     return [line.removeprefix("onward: ") for line in ended.stderr.splitlines()]
@@ -236,6 +238,12 @@ def test_every_problem_of_every_artefact_stops_the_start(tmp_path: Path) -> None
     assert len(problems) == len(expected)
     for words in expected:
         assert any(f"{tmp_path}/{words}" in problem for problem in problems), words
+
+
+def test_a_device_that_models_are_not_exported_for_stops_the_start(models: Path) -> None:
+    wanted = "is not exported for it, export it with --device cuda"
+    names = sorted((*FAMILIES, *ADDITIVE_MODELS))
+    assert refused(models, "--device", "cuda") == [f"device is cuda: {name} {wanted}" for name in names]
 
 
 def test_folder_without_models_stops_the_start(tmp_path: Path) -> None:
