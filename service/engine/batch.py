@@ -191,7 +191,8 @@ class BeamRow:
 class ScheduledBatch:
     """One step. An empty batch is valid and runs nothing.
 
-    `kv_operations` are carried out one after the other, before anything is computed.
+    `kv_operations` are carried out one after the other, before anything is computed. `wants_all_logits` says that all
+    rows which are fed are looked at, and not those alone that are drawn from, scored or extended: golden cases do so.
     """
 
     kv_operations: tuple[KVOperation, ...] = ()
@@ -202,6 +203,7 @@ class ScheduledBatch:
     scores: tuple[ScoreRow, ...] = ()
     samples: tuple[SampleRow, ...] = ()
     beams: tuple[BeamRow, ...] = ()
+    wants_all_logits: bool = False
 
     @property
     def num_rows(self) -> int:

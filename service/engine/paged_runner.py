@@ -99,8 +99,6 @@ class PagedRunner:
         if device is not None:
             self._on_device = DeviceLogits(round_up(kv.num_slots, 1), config.vocab_size, device)
             self._buckets = DecodeBuckets(config, decoder, caches, memory.block_size, self._on_device, device)
-        # How many of the highest logits each slot needs, in the step that runs; None where all is to be fetched.
-        self._needs: dict[int, int | None] | None = None
 
     @property
     def num_buckets(self) -> int:
@@ -110,9 +108,7 @@ class PagedRunner:
     def run(self, batch: ScheduledBatch) -> Float32:
         """Runs one step; see `Runner.run`. Rows that `top` knows are undefined, too."""
         self._top.clear()
-        # Who asks for nothing in particular, as golden cases do, is given everything.
-        is_told = batch.samples or batch.scores or batch.beams
-        needs = needs_by_slot(batch) if is_told and self._takes_highest else None
+        needs = needs_by_slot(batch) if self._takes_highest and not batch.wants_all_logits else None
         for operation in batch.kv_operations:
             self.kv.apply(operation)
         for group in batch.encodes:

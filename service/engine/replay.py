@@ -119,6 +119,7 @@ class _Replay:
                 for feed in feeds
                 if feed.count > 1 and not self._is_short(feed)
             ),
+            wants_all_logits=True,
         )
 
     def _decode_row(self, row: int, *, is_padding: bool) -> DecodeRow:

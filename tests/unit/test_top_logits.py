@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engine.batch import BeamRow, SampleRow, ScheduledBatch
@@ -83,6 +83,7 @@ def test_highest_logits_give_the_tokens_of_the_whole_row(
         assert order[needed - 1] == order[NUM_KEPT - 1], "that could have been told"
 
 
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), top_k=st.integers(1, 63))
 def test_highest_logits_of_a_vocabulary_of_real_size_give_its_tokens(seed: int, top_k: int) -> None:
     """Rounded to sixteen bits, as a device leaves them, so that some are equal."""
