@@ -219,6 +219,11 @@ class PagedKV:
         """Where positions `[start, stop)` of a row lie in the pool: `block * block_size + offset`, `[stop - start]`."""
         return self._places(self._own[slot], start, stop)
 
+    def place(self, slot: int, position: int) -> int:
+        """Where one position of a row lies in the pool."""
+        block, offset = divmod(position, self._block_size)
+        return self._own[slot][block] * self._block_size + offset
+
     def table(self, slot: int, length: int) -> Sequence[int]:
         """The blocks under the first `length` tokens of a row."""
         return self._own[slot][: -(-length // self._block_size)]

@@ -95,7 +95,8 @@ class PagedRunner:
         # An output once tied stays tied: runs that leave theirs on a device have a binding of their own.
         self._decoder_on_device = _bind_caches(caches, decoder)
         self._encoder = None if encoder is None else _bind_caches(caches, encoder)
-        self._on_device: DeviceLogits |        self._buckets: DecodeBuckets | None = None
+        self._on_device: DeviceLogits | None = None
+        self._buckets: DecodeBuckets | None = None
         if device is not None:
             self._on_device = DeviceLogits(round_up(kv.num_slots, 1), config.vocab_size, device)
             self._buckets = DecodeBuckets(config, decoder, caches, memory.block_size, self._on_device, device)
@@ -154,43 +155,57 @@ class PagedRunner:
         """Computes pieces of different rows together; `needs` is what slots need of their logits, None: all of them."""
         for piece in pieces:
             self.kv.reserve(piece.slot, piece.start, piece.stop)
-        counts = [len(piece.token_ids) for piece in pieces]
-        ends = np.cumsum(counts, dtype=np.int64)
-        # Of each piece the last tokens whose logits are wanted, by their place among all that are packed.
-        wanted = [np.arange(end - len(piece.logits_rows), end) for piece, end in zip(pieces, ends, strict=True)]
-        places = [self.kv.places(piece.slot, piece.start, piece.stop) for piece in pieces]
-        inputs: dict[str, Array] = {
-            "input_ids": np.concatenate([np.array(piece.token_ids, np.int64) for piece in pieces]),
-            "cumulative_sequence_length": np.concatenate(([0], ends)).astype(np.int32),
-            "past_seqlens": np.array([piece.start for piece in pieces], np.int32),
-            "block_table": _tables(pieces, self.kv.table, [piece.stop for piece in pieces]),
-            "slot_mapping": np.concatenate(places),
-            "attention_metadata": _bounds(counts, [piece.stop for piece in pieces]),
-            "logits_indices": np.concatenate(wanted),
-        }
-        if self._config.positions is not Positions.ROTARY:
-            positions = [np.arange(piece.start, piece.stop, dtype=np.int64) for piece in pieces]
-            inputs["position_ids"] = np.concatenate(positions)
-        if self._config.is_encoder_decoder:
-            lengths = [piece.source_length for piece in pieces]
-            inputs["source_past_seqlens"] = np.subtract(lengths, counts, dtype=np.int32)
-            inputs["source_block_table"] = _tables(pieces, self.kv.source_table, lengths)
-            inputs["source_attention_metadata"] = _bounds(counts, lengths)
+        inputs = self._inputs(pieces)
         self.memory.flush()
         rows = [row for piece in pieces for row in piece.logits_rows]
         if self._on_device is None or len(rows) > self._on_device.max_rows:
             logits = self._packed_logits[: len(rows)]
             _rerun(self._decoder, inputs, {"logits": logits})
             self._logits[rows] = logits
-            self._whole(pieces)
+            self._note_whole(pieces)
             return
-        if self._buckets is not None and max(counts) == 1:
+        if self._buckets is not None and _are_single(pieces):
             self._buckets.run(inputs)
         else:
             _rerun(self._decoder_on_device, inputs, self._on_device.outputs(len(rows)))
         if needs is None or not self._fetch_highest(pieces, needs, self._on_device):
             self._fetch(rows, self._on_device)
-            self._whole(pieces)
+            self._note_whole(pieces)
+
+    def _inputs(self, pieces: Sequence[_Piece]) -> dict[str, Array]:
+        """What the graph is given for them, caches aside."""
+        counts, stops = [len(piece.token_ids) for piece in pieces], [piece.stop for piece in pieces]
+        past = np.array([piece.start for piece in pieces], np.int32)
+        if _are_single(pieces):
+            # The step that is hurried most: no array for each of its rows.
+            wanted = np.arange(len(pieces))
+            ends = wanted + 1
+            positions = past.astype(np.int64)
+            places = np.array([self.kv.place(piece.slot, piece.start) for piece in pieces], np.int32)
+        else:
+            ends = np.cumsum(counts, dtype=np.int64)
+            # Of each piece the last tokens whose logits are wanted, by their place among all that are packed.
+            spans = [np.arange(end - len(piece.logits_rows), end) for piece, end in zip(pieces, ends, strict=True)]
+            wanted = np.concatenate(spans)
+            positions = np.concatenate([np.arange(piece.start, piece.stop, dtype=np.int64) for piece in pieces])
+            places = np.concatenate([self.kv.places(piece.slot, piece.start, piece.stop) for piece in pieces])
+        inputs: dict[str, Array] = {
+            "input_ids": np.array([token_id for piece in pieces for token_id in piece.token_ids], np.int64),
+            "cumulative_sequence_length": np.concatenate(([0], ends)).astype(np.int32),
+            "past_seqlens": past,
+            "block_table": _tables(pieces, self.kv.table, stops),
+            "slot_mapping": places,
+            "attention_metadata": _bounds(counts, stops),
+            "logits_indices": wanted,
+        }
+        if self._config.positions is not Positions.ROTARY:
+            inputs["position_ids"] = positions
+        if self._config.is_encoder_decoder:
+            lengths = [piece.source_length for piece in pieces]
+            inputs["source_past_seqlens"] = np.subtract(lengths, counts, dtype=np.int32)
+            inputs["source_block_table"] = _tables(pieces, self.kv.source_table, lengths)
+            inputs["source_attention_metadata"] = _bounds(counts, lengths)
+        return inputs
 
     def _fetch_highest(
         self, pieces: Sequence[_Piece], needs: Mapping[int, int | None], found: DeviceLogits
@@ -220,7 +235,7 @@ class PagedRunner:
         found.read(logits)
         self._logits[rows] = logits
 
-    def _whole(self, pieces: Sequence[_Piece]) -> None:
+    def _note_whole(self, pieces: Sequence[_Piece]) -> None:
         """The logits of pieces are in their rows: those after the last token belong to the slot, too."""
         for piece in pieces:
             self._top.discard(piece.slot)
@@ -238,6 +253,11 @@ def _waves(pieces: Iterator[_Piece]) -> list[list[_Piece]]:
         waves[num_before[piece.slot]].append(piece)
         num_before[piece.slot] += 1
     return waves
+
+
+def _are_single(pieces: Sequence[_Piece]) -> bool:
+    """Whether each is one token: a step without prompts."""
+    return all(len(piece.token_ids) == 1 for piece in pieces)
 
 
 def _tables(pieces: Sequence[_Piece], find: Callable[[int, int], Sequence[int]], lengths: Sequence[int]) -> Int32:
