@@ -23,8 +23,10 @@ Bytes = npt.NDArray[np.uint8]
 
 EXTRA = "gpu"
 """What brings ONNX Runtime for CUDA, CUDA's libraries and cuDNN, but no driver."""
+PROVIDER_LIBRARY = "libonnxruntime_providers_cuda.so"
+"""ONNX Runtime's CUDA provider."""
 
-_PROVIDER_LIBRARIES = ("libonnxruntime_providers_shared.so", "libonnxruntime_providers_cuda.so")
+_BRIDGE = "libonnxruntime_providers_shared.so"
 _DRIVER = "libcuda.so.1"
 _TO_DEVICE, _TO_HOST = 1, 2
 
@@ -148,7 +150,7 @@ def find_problem(
         load: loads a library or raises OSError; the system's loader unless given.
     """
     try:
-        for name in _PROVIDER_LIBRARIES:
+        for name in (_BRIDGE, PROVIDER_LIBRARY):
             (load or _load)(folder / name)
         runtime().count_devices()
     except OSError as error:
@@ -159,8 +161,10 @@ def find_problem(
 
 
 def _load(path: Path) -> None:
-    # The provider finds the names of the library before it among all that the process has.
-    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    # Providers that are built into ONNX Runtime reach it by a bridge, whose names they find among all that the process
+    # has; others come without one.
+    if path.name != _BRIDGE or path.exists():
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def _describe(complaint: str) -> str:

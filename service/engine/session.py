@@ -25,7 +25,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from model.artifact import GraphSpec, TensorSpec
-from service.engine.cuda import EXTRA, CudaError, CudaRuntime, cuda_runtime, find_problem
+from service.engine.cuda import EXTRA, PROVIDER_LIBRARY, CudaError, CudaRuntime, cuda_runtime, find_problem
 from service.errors import OnwardError, StartupError
 
 Array = npt.NDArray[Any]
@@ -441,10 +441,12 @@ def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any
 
 def find_cuda_problem() -> str | None:
     """Why no graph can run on a CUDA device here, in words for an operator; None where one can be tried."""
-    if _CUDA not in ort.get_available_providers():
-        return f"this onnxruntime has no {_CUDA}: install the extra `{EXTRA}` in the place of `cpu`"
     _preload()
-    return find_problem(Path(ort.__file__).parent / "capi", _cuda_runtime)
+    folder = Path(ort.__file__).parent / "capi"
+    # It registers the provider once that can be loaded: what it names as available says nothing of why it is not.
+    if not (folder / PROVIDER_LIBRARY).exists():
+        return f"this onnxruntime has no {_CUDA}: install the extra `{EXTRA}` in the place of `cpu`"
+    return find_problem(folder, _cuda_runtime)
 
 
 def cuda_free_bytes() -> int:
