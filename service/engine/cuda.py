@@ -161,9 +161,10 @@ def find_problem(
 
 
 def _load(path: Path) -> None:
-    # Providers that are built into ONNX Runtime reach it by a bridge, whose names they find among all that the process
-    # has; others come without one.
-    if path.name != _BRIDGE or path.exists():
+    if path.name != _BRIDGE:
+        ctypes.CDLL(str(path))
+    elif path.exists():
+        # By which a provider that is built into ONNX Runtime reaches it: its names are for all that come after.
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
