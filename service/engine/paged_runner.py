@@ -46,7 +46,6 @@ class _Piece:
     def stop(self) -> int:
         return self.start + len(self.token_ids)
 
-    
     def is_scored(self) -> bool:
         """Whether its logits are wanted for more than the slot's next token."""
         return self.logits_rows != range(self.slot, self.slot + 1)
@@ -207,9 +206,7 @@ class PagedRunner:
             inputs["source_attention_metadata"] = _bounds(counts, lengths)
         return inputs
 
-    def _fetch_highest(
-        self, pieces: Sequence[_Piece], needs: Mapping[int, int | None], found: DeviceLogits
-    ) -> bool:
+    def _fetch_highest(self, pieces: Sequence[_Piece], needs: Mapping[int, int | None], found: DeviceLogits) -> bool:
         """Fetches what is singled out of rows that somebody wants, if that is all that they need; whether it is."""
         if any(piece.is_scored for piece in pieces):
             return False

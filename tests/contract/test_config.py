@@ -55,6 +55,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "max_queue_size": ("0", 0),
     "admission": ("Off", Admission.OFF),
     "prefill_chunk": ("16", 16),
+    "device": ("CUDA", Device.CUDA),
     "prefill_provider": ("OpenVINO", PrefillProvider.OPENVINO),
     "kv_memory": ("2GiB", 2 << 30),
     "kv_shares": ("stdlib=3,dates=0.5", (("stdlib", 3.0), ("dates", 0.5))),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
+import types
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ class SessionDouble:
         self.told.providers[self.name] = providers
         self.told.settings[self.name] = settings
         self.told.fallbacks[self.name] = enable_fallback
-        self._session = _REAL_SESSION(path, settings, providers=["CPUExecutionProvider"])
+        self._session = ort.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
 
     def get_providers(self) -> list[str]:
         return [PROVIDER, "CPUExecutionProvider"]
@@ -151,9 +152,6 @@ class BindingDouble:
         return getattr(self.real, name)
 
 
-_REAL_SESSION = ort.InferenceSession
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
     fake = HostLibrary(8 << 30)
@@ -166,7 +164,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, library: HostLibrary) -> Told:
     SessionDouble.told = Told()
-    monkeypatch.setattr(ort, "InferenceSession", SessionDouble)
+    # Where the server sees it, and not the exporter.
+    double = types.SimpleNamespace(**{**vars(ort), "InferenceSession": SessionDouble})
+    monkeypatch.setattr(session, "ort", double)
     return SessionDouble.told
 
 
@@ -224,8 +224,6 @@ def test_factory_builds_an_engine_on_cuda_that_gives_the_tokens_of_slots(
     # Steps of single tokens have a number by which they are recorded, the others none: they are run as they come.
     assert len({number for number in runs if number > 0}) >= 2
     assert {number for number in runs if number <= 0} == ({-1} if family == DECODER_ONLY else set())
-    assert {number for name, number in told.numbers if name != "decoder.onnx"} <= {"none"}
-| ({"-1"} if family == DECODER_ONLY else set())
     assert {number for name, number in told.numbers if name != "decoder.onnx"} <= {"none"}
     caches_bound = {name for name in told.bound["decoder.onnx"] if "_cache_" in name}
     assert len(caches_bound) == 4 * manifest.config.num_layers
@@ -308,9 +306,7 @@ def test_factory_refuses_an_artefact_for_another_device() -> None:
 # From a checkpoint to a server that has no GPU
 
 
-@pytest.mark.parametrize(
-    ("family", "precision"), [(DECODER_ONLY, Precision.BF16), (ENCODER_DECODER, Precision.FP16)]
-)
+@pytest.mark.parametrize(("family", "precision"), [(DECODER_ONLY, Precision.BF16), (ENCODER_DECODER, Precision.FP16)])
 def test_a_cuda_artefact_is_written_checked_and_refused_where_there_is_no_device(
     family: str, precision: Precision, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -107,7 +107,7 @@ def sessions(variant: str) -> tuple[Manifest, GraphSession, GraphSession | None]
 
 def paged_runner(
     variant: str, budget: KVBudget, device: str | None = None, top: TopLogits | None = None
-) -> PagedRunner:| None = None) -> PagedRunner:
+) -> PagedRunner:
     """What the server would build, in a pool that has no more blocks than the budget pays for."""
     manifest, decoder, encoder = sessions(variant)
     size = manifest.kv_cache.block_size

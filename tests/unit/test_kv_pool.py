@@ -151,7 +151,9 @@ def test_what_all_models_take_must_fit_into_memory_together() -> None:
 
 def test_a_model_that_memory_has_no_room_for_is_refused_and_takes_nothing() -> None:
     pool = KVPool(None, {}, 1_000, {"a": needs(600, besides=100)})
-    assert refusal(pool, "b", needs(300, besides=1)).startswith("all models need 1001 bytes, there are 1000: 101 for")
+    assert refusal(pool, "b", needs(300, besides=1)).startswith(
+        "all models need 1001 bytes, there are 1000: 101 besides"
+    )
     assert pool.parts == {"a": 600}
     # While it is reloaded a model has two engines: logits twice, K/V once.
     assert refusal(pool, "a", needs(600, besides=301)).startswith("all models need 1001 bytes")
