@@ -46,6 +46,7 @@ class _Piece:
     def stop(self) -> int:
         return self.start + len(self.token_ids)
 
+    @property
     def is_scored(self) -> bool:
         """Whether its logits are wanted for more than the slot's next token."""
         return self.logits_rows != range(self.slot, self.slot + 1)
@@ -217,10 +218,10 @@ class PagedRunner:
             return True
         if max(needed) > found.num_candidates:
             return False
-        token_ids, values, normalizers = (part[wanted] for part in found.read_highest(len(pieces)))
-        if not are_decided(needed, values, normalizers, self._config.vocab_size):
+        token_ids, values, normalizers = found.read_highest(len(pieces))
+        if not are_decided(needed, values[wanted], normalizers[wanted], self._config.vocab_size):
             return False
-        self._top.put(slots, token_ids, values)
+        self._top.put(slots, token_ids[wanted], values[wanted])
         return True
 
     def _fetch(self, rows: list[int], found: DeviceLogits) -> None:
