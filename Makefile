@@ -11,7 +11,7 @@ RAY := build/ray-venv
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check serve bench scenarios scaling faults soak ray image proto format serving-check client-check node-client clean
+.PHONY: help demo test check serve bench scenarios scaling faults soak ray gpu-check image proto format serving-check client-check node-client clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -66,6 +66,9 @@ ray: $(STAMP) ## install Ray Serve into an environment of its own (half a gigaby
 	@test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/python $(PIP_INSTALL) --editable '.[cpu,ray]'
 	$(BIN)/python -m pytest tests/faults/test_ray.py
+
+gpu-check: ## check and measure all that needs CUDA, in the present interpreter (GPU="--only parity", GPU="--device cpu")
+	$(PYTHON) -m benchmarks.gpu_check $(GPU)
 
 image: ## build the container image (EXTRA=gpu for CUDA)
 	docker build --build-arg EXTRA=$(or $(EXTRA),cpu) --build-arg REVISION=$$(git rev-parse --short HEAD) --tag onward:$(or $(EXTRA),cpu) .

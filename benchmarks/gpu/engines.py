@@ -1,0 +1,127 @@
+"""The engine that serves, over graphs on the device that is checked: the one place here that puts its parts together.
+
+As `service.engine.factory` does, but for the files of an artefact, which need not be whole here, and for the K/V's
+budget, which is said and not asked of the device.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.gpu.workshop import Graphs
+from model.artifact import DECODER, ENCODER, MOVE, Device, GraphSpec
+from model.golden import Tolerance
+from service.engine.device_blocks import DeviceBlocks
+from service.engine.engine import Engine, LastRun
+from service.engine.factory import model_shape
+from service.engine.kv_memory import plan_kv_memory
+from service.engine.paged_kv import PagedKV
+from service.engine.paged_runner import PagedRunner
+from service.engine.sampler import Sampler
+from service.engine.scheduler import EngineLimits, Scheduler
+from service.engine.session import Cuda, GraphSession, SessionOptions
+from service.engine.types import GenerationRequest, SamplingParams, StepStats, StoppingParams, TokenEvent
+
+OPTIONS = SessionOptions(intra_op_threads=1, allow_spinning=False)
+"""Of the host's threads, which have no part of a graph to compute on a device."""
+
+
+def load_session(graphs: Graphs, name: str, *, records: bool) -> GraphSession:
+    """One of the graphs on the device that it is for; `records` says whether numbered runs are captured there.
+
+    Raises:
+        StartupError: when the device is not to be had, or refuses the graph.
+    """
+    spec: GraphSpec = graphs.manifest.graphs[name]
+    cuda = Cuda(records=records) if graphs.manifest.device is Device.CUDA else None
+    return GraphSession(graphs.folder, spec, OPTIONS, cuda=cuda)
+
+
+def build_engine(graphs: Graphs, limits: EngineLimits) -> Engine:
+    """An engine as a server would have it, with its K/V on the device.
+
+    Raises:
+        StartupError: when the device is not to be had, refuses a graph, or has too little memory.
+    """
+    manifest, config = graphs.manifest, graphs.config
+    kv_format, device = manifest.kv_cache, str(manifest.device)
+    decoder = load_session(graphs, DECODER, records=True)
+    encoder = load_session(graphs, ENCODER, records=False) if config.is_encoder_decoder else None
+    budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
+    size = kv_format.block_size
+    num_blocks = budget.num_bytes // (size * budget.token_bytes)
+    move = load_session(graphs, MOVE, records=False)
+    memory = DeviceBlocks(config, num_blocks, size, kv_format.precision.dtype, device, move)
+    kv = PagedKV(memory, limits.max_batch_size)
+    runner = PagedRunner(config, kv, memory, decoder, encoder, limits.max_prefill_tokens, device)
+    scheduler = Scheduler(limits, model_shape(manifest), lambda _: "", budget)
+    return Engine(scheduler, runner, Sampler(), LastRun())
+
+
+def greedy(name: str, prompt: Sequence[int], max_tokens: int, *, priority: int = 0) -> GenerationRequest:
+    """A request for exactly so many most likely tokens, if the context holds them."""
+    return GenerationRequest(
+        request_id=name,
+        model="",
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(temperature=0.0),
+        stopping=StoppingParams(max_tokens=max_tokens, ignore_eos=True),
+        priority=priority,
+    )
+
+
+def draw_prompt(vocab_size: int, length: int, *seed: int) -> list[int]:
+    """Random tokens, none of which controls anything."""
+    tokens: list[int] = np.random.default_rng(seed).integers(3, vocab_size, length).tolist()
+    return tokens
+
+
+@dataclass(slots=True)
+class Answers:
+    """What an engine did: tokens by request, how many of each prompt were at hand, and every step's numbers."""
+
+    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    num_cached: dict[str, int] = field(default_factory=dict)
+    steps: list[StepStats] = field(default_factory=list)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Over all steps."""
+        return sum(step.num_preemptions for step in self.steps)
+
+
+def serve(engine: Engine, arrivals: Iterable[tuple[int, GenerationRequest]]) -> Answers:
+    """Runs requests to their ends, each of which joins so many steps after the one before.
+
+    Raises:
+        Exception: what a request failed with.
+    """
+    answers = Answers()
+    for delay, request in arrivals:
+        for _ in range(delay):
+            _step(engine, answers)
+        engine.add_request(request)
+    while engine.has_work:
+        _step(engine, answers)
+    return answers
+
+
+def forget(engine: Engine) -> None:
+    """Drops all that is kept of earlier prompts, so that the next request computes its own."""
+    engine.verify_golden((), Tolerance())
+
+
+def _step(engine: Engine, answers: Answers) -> tuple[TokenEvent, ...]:
+    output = engine.step()
+    answers.steps.append(output.stats)
+    for event in output.events:
+        if event.error is not None:
+            raise event.error
+        if event.token_id is not None:
+            answers.tokens[event.request_id].append(event.token_id)
+            answers.num_cached[event.request_id] = event.num_cached_tokens
+    return output.events

@@ -1,0 +1,89 @@
+"""Hugging Face transformers beside the engine: `generate` with a static cache, whose steps it compiles on a GPU itself.
+
+As its users would run it for speed. Its own weights are ours, under its names. Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import hf_folder
+from model.config import ModelConfig
+from model.transformer import Transformer
+
+
+class TransformersDecode:
+    """A Llama by transformers.
+
+    Args:
+        model: ours, decoder-only and of Llama's parts, in the precision to compute in; not needed afterwards.
+        device: where to run.
+
+    Raises:
+        benchmarks.hf_folder.UnknownFamily: when the model is no Llama.
+    """
+
+    def __init__(self, model: Transformer, device: str) -> None:
+        import transformers
+        from transformers import GenerationConfig
+
+        transformers.logging.set_verbosity_error()
+        weights = dict(model.named_parameters())
+        self._model = _build(model.config, next(iter(weights.values())).dtype, device)
+        tensors = rename(weights, model.config)
+        missing, unexpected = self._model.load_state_dict(tensors, strict=False)
+        tied = {"lm_head.weight"} if model.config.tie_embeddings else set()
+        if unexpected or set(missing) - tied:
+            raise ValueError(f"transformers has {missing} that we lack, and lacks {unexpected}")
+        self._model.eval()
+        # What a request leaves open is taken from here: nothing ends a sequence early.
+        self._model.generation_config = GenerationConfig(pad_token_id=0)
+        self.version = str(transformers.__version__)
+
+    @torch.inference_mode()
+    def generate(self, prompts: Tensor, new: int) -> list[list[int]]:
+        """Exactly so many greedy tokens after each of the prompts `[B, T]`."""
+        from transformers import GenerationConfig
+
+        config = GenerationConfig(
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            use_cache=True,
+            cache_implementation="static",
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        output = self._model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
+        tokens: list[list[int]] = output[:, prompts.shape[1] :].tolist()
+        return tokens
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Tensor) -> Tensor:
+        """A prompt `[1, T]` → the logits after it, `[V]`, keys and values kept as for what would follow."""
+        logits: Tensor = self._model(prompt, use_cache=True, logits_to_keep=1).logits
+        return logits[0, -1]
+
+
+def rename(weights: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Our tensors under Llama's names, with a head of its own where ours has one."""
+    tensors: dict[str, Any] = dict(hf_folder.rename(weights, replace(config, tie_embeddings=True)))
+    if not config.tie_embeddings:
+        tensors["lm_head.weight"] = weights["head.weight"]
+    return tensors
+
+
+def _build(config: ModelConfig, dtype: torch.dtype, device: str) -> Any:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    described = hf_folder.describe(replace(config, tie_embeddings=True))
+    for name in ("model_type", "architectures", "torch_dtype"):
+        described.pop(name)
+    described["tie_word_embeddings"] = config.tie_embeddings
+    theirs = LlamaConfig(**described)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")

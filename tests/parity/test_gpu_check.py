@@ -1,0 +1,441 @@
+"""The check of a GPU on no GPU: all its parts through graphs of standard operators, and what each of them would find.
+
+That every step works is seen by running it; that a check is one, by giving it what it must refuse.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import gpu_check
+from benchmarks.gpu import batches, captured, ceilings, needs, report, speed, translation
+from benchmarks.gpu.batches import Company
+from benchmarks.gpu.engines import Answers, draw_prompt, greedy
+from benchmarks.gpu.graph_steps import GraphSteps
+from benchmarks.gpu.hf_loops import TransformersDecode
+from benchmarks.gpu.oracle import Oracle
+from benchmarks.gpu.plan import LARGE, large_config, make_plan
+from benchmarks.gpu.results import RESULTS, Journal, Scribe, passed, read
+from benchmarks.gpu.roofline import Ceilings, Work, decode_work, prefill_work, weight_bytes
+from benchmarks.gpu.torch_loops import TorchDecode
+from benchmarks.gpu.workshop import Workshop, stirred
+from model import cost, reference
+from model.artifact import Device, Precision
+from model.golden import Tolerance
+from model.transformer import DecoderOnly, build
+from tests.artifacts import tiny_config
+
+PLAN = make_plan(Device.CPU, is_quick=True)
+EXACT = Tolerance(absolute=1e-4)
+FACTS = {"machine": "none", "device": "cpu", "is_quick": True, "versions": {}}
+SLOW_MACHINE = pytest.mark.timeout(600)
+CHECKED = [name for name in needs.MODULES if name != "translation"]
+
+
+def check(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
+    """The command, its exit status and the last line of what it prints."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        status = gpu_check.main([str(argument) for argument in arguments])
+    return status, json.loads(said.getvalue().splitlines()[-1]) if said.getvalue() else {}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], Path]:
+    """Every part but the translation, as `--device cpu` runs them."""
+    folder = tmp_path_factory.mktemp("gpu-check")
+    status, said = check("--device", "cpu", "--only", *CHECKED, "--out", folder)
+    return status, said, folder
+
+
+@pytest.fixture
+def scribe(tmp_path: Path) -> Scribe:
+    return Scribe("part", Journal(tmp_path / RESULTS), FACTS)
+
+
+# All of it
+
+
+@SLOW_MACHINE
+def test_every_part_runs_and_holds_on_standard_operators(results: tuple[int, dict[str, Any], Path]) -> None:
+    status, said, folder = results
+    parts = read(folder / RESULTS)
+    assert list(parts) == CHECKED
+    for name, part in parts.items():
+        assert (part["is_complete"], part["left_out"], part["is_quick"]) == (True, [], True), name
+        assert [claim for claim in part["claims"] if not claim["holds"]] == []
+    assert status == 0
+    assert said["passed"]
+    assert all(said["parts"].values())
+    for name, of_one_model in (("parity", 3), ("captured", 1), ("batches", 4)):
+        assert len(parts[name]["claims"]) == of_one_model * len(PLAN.proven), name
+    # What is only measured at full size is promised of nothing less.
+    assert parts["speed"]["claims"] == parts["law"]["claims"] == []
+
+
+@SLOW_MACHINE
+def test_batches_are_what_they_are_called_and_change_no_token(results: tuple[int, dict[str, Any], Path]) -> None:
+    found = read(results[2] / RESULTS)["batches"]["figures"]["batches"]
+    assert {(each["model"], each["kind"]) for each in found} == {
+        (model, kind) for model in PLAN.proven for kind in ("ragged", "mixed", "preempted", "shared")
+    }
+    for each in found:
+        assert each["happened"]
+        assert each["same"] == each["requests"] >= PLAN.rows
+        assert (each["preemptions"] > 0) == (each["kind"] == "preempted")
+        if each["kind"] == "shared":
+            assert each["cached_tokens"] >= (PLAN.rows - 1) * PLAN.block_size
+
+
+@SLOW_MACHINE
+def test_every_system_is_measured_in_every_size_beside_the_roofline(results: tuple[int, dict[str, Any], Path]) -> None:
+    parts = read(results[2] / RESULTS)
+    rows = parts["speed"]["figures"]["rows"]
+    decode = {(row["system"], row["size"]) for row in rows if row["metric"] == "decode"}
+    prefill = {(row["system"], row["size"]) for row in rows if row["metric"] == "prefill"}
+    assert decode == {(name, size) for name in ("onward", "onward-graph", *OTHERS) for size in PLAN.batches}
+    assert prefill == {(name, size) for name in ("onward", *OTHERS) for size in PLAN.prefill_lengths}
+    rates = parts["ceilings"]["figures"]
+    ceiling = Ceilings(max(rates["bytes_per_second"].values()), max(rates["flops_per_second"]["fp32"].values()))
+    config = PLAN.timed["tiny"]
+    for row in rows:
+        assert row["tokens_per_second"] == pytest.approx(row["size"] / row["seconds"])
+        assert row["share"] == pytest.approx(row["tokens_per_second"] / row["roofline"])
+        if row["metric"] == "prefill":
+            best = prefill_work(config, row["size"], 4).seconds(ceiling)
+        else:
+            best = decode_work(config, row["size"], PLAN.decode_prompt + PLAN.decode_new // 2, 4).seconds(ceiling)
+        assert row["roofline"] == pytest.approx(row["size"] / best)
+    ours = [row for row in rows if (row["system"], row["metric"]) == ("onward", "decode")]
+    assert all(row["host_seconds"] > 0 and row["graph_seconds"] > 0 for row in ours)
+    (fit,) = parts["law"]["figures"]["fits"]
+    assert [length for length, _ in fit["samples"]] == list(PLAN.law_lengths)
+
+
+OTHERS = ("torch-cuda-graph", "transformers")
+
+
+@SLOW_MACHINE
+def test_the_document_has_every_part_and_is_none_for_docs(
+    results: tuple[int, dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = results[2]
+    document = (folder / report.DOCUMENT).read_text(encoding="utf-8")
+    for word in ("onward-graph", "transformers", "torch-cuda-graph", "GB/s", "TFLOP/s", "preempted", "A quick run"):
+        assert word in document
+    assert "not run" not in document
+    monkeypatch.chdir(tmp_path)
+    assert check("--report", "--out", folder, "--docs")[0] == 2
+    assert not (tmp_path / "docs").exists()
+    status, said = check("--report", "--out", folder)
+    assert (status, said["passed"]) == (0, True)
+
+
+@SLOW_MACHINE
+def test_the_recipe_is_trained_and_served_with_the_translations_of_pytorch(tmp_path: Path) -> None:
+    status, said = check("--device", "cpu", "--only", "translation", "--out", tmp_path)
+    (part,) = read(tmp_path / RESULTS).values()
+    assert (status, said["passed"]) == (0, True), part["left_out"]
+    figures = part["figures"]
+    assert (figures["training"]["step"], figures["training"]["is_cut"]) == (3, False)
+    assert figures["served"]["same_as_pytorch"] == figures["num_pairs"] > 5
+    assert figures["served"]["bleu"] == figures["pytorch"]["bleu"]
+    assert "tok:13a" in figures["served"]["bleu_signature"]
+    assert "served, fp32" in (tmp_path / report.DOCUMENT).read_text(encoding="utf-8")
+
+
+# What does not work out
+
+
+def test_a_part_that_lacks_a_library_is_told_and_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+
+    def without_scipy(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == "scipy" else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_scipy)
+    status, said = check("--device", "cpu", "--only", "ceilings", "law", "--out", tmp_path)
+    assert status == 1
+    assert said["parts"] == {"ceilings": True, "law": False}
+    assert read(tmp_path / RESULTS)["law"]["left_out"] == [{"what": "law", "why": "needs scipy"}]
+    assert "**not run**: law, law: needs scipy" in (tmp_path / report.DOCUMENT).read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device_nothing_is_measured_in_its_place(tmp_path: Path) -> None:
+    status, said = check("--only", "ceilings", "captured", "--out", tmp_path)
+    assert (status, said["passed"]) == (1, False)
+    for part in read(tmp_path / RESULTS).values():
+        assert "a CUDA device that torch sees" in part["left_out"][0]["why"]
+        assert part["figures"] == {}
+
+
+def test_what_was_found_before_a_failure_is_kept_and_what_was_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = Journal(tmp_path / RESULTS)
+    Scribe("parity", earlier, FACTS).note("greedy", [])
+
+    def refuse(*_: Any) -> Callable[[], object]:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(ceilings, "_product", refuse)
+    status, _ = check("--device", "cpu", "--only", "ceilings", "--out", tmp_path)
+    parts = read(tmp_path / RESULTS)
+    assert status == 1
+    assert parts["ceilings"]["left_out"] == [{"what": "the rest", "why": "RuntimeError: out of memory"}]
+    assert parts["ceilings"]["figures"]["bytes_per_second"]["copy"] > 0
+    assert parts["parity"]["figures"] == {"greedy": []}
+
+
+def test_a_part_whose_time_is_up_is_left_out(tmp_path: Path) -> None:
+    status, _ = check("--device", "cpu", "--only", "ceilings", "--budget", "1e-9", "--out", tmp_path)
+    assert status == 1
+    assert read(tmp_path / RESULTS)["ceilings"]["left_out"] == [{"what": "ceilings", "why": "the time is up"}]
+
+
+def test_a_part_passes_when_it_has_ended_with_nothing_left_out_and_all_claims_kept(scribe: Scribe) -> None:
+    scribe.claim("one", "1", holds=True)
+    assert not scribe.passed
+    scribe.end()
+    assert scribe.passed
+    scribe.leave_out("something", "no time")
+    assert not scribe.passed
+    other = Scribe("other", Journal(scribe.journal_path), FACTS)
+    other.claim("two", "0", holds=False)
+    other.end()
+    parts = read(scribe.journal_path)
+    assert not any(map(passed, parts.values()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--budget", "0"], "--budget is 0, must be above 0"),
+        (["--artifacts", "/nowhere"], "--artifacts is /nowhere, which is not there"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main([*arguments, "--out", str(tmp_path)])
+    assert ended.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+# What each check would find
+
+
+def tiny_oracle() -> tuple[Oracle, list[int], list[int]]:
+    """An oracle, a prompt, and what it answers itself."""
+    model = stirred(build(tiny_config("decoder-only"), 3))
+    prompt = draw_prompt(288, 9, 1)
+    return Oracle(model), prompt, reference.greedy(model, prompt, max_tokens=12)
+
+
+def test_a_greedy_choice_that_is_not_float32s_is_wrong_unless_it_is_a_tie() -> None:
+    oracle, prompt, chosen = tiny_oracle()
+    right = oracle.judge(prompt, chosen, EXACT)
+    assert (right.num, right.num_alike, right.num_wrong, right.widest_gap) == (12, 12, 0, 0.0)
+    changed = [*chosen[:11], (chosen[11] + 1) % 288]
+    wrong = oracle.judge(prompt, changed, EXACT)
+    assert (wrong.num_alike, wrong.num_wrong) == (11, 1)
+    tied = oracle.judge(prompt, changed, Tolerance(absolute=wrong.widest_gap * 100))
+    assert (tied.num_alike, tied.num_wrong) == (11, 0)
+    both = right + wrong
+    assert (both.num, both.agreement, both.widest_gap) == (24, 23 / 24, wrong.widest_gap)
+
+
+def test_answers_may_part_at_a_tie_and_nowhere_else() -> None:
+    oracle, prompt, chosen = tiny_oracle()
+    other = [*chosen[:5], (chosen[5] + 1) % 288, *chosen[6:]]
+    assert oracle.is_tie(prompt, chosen, chosen, EXACT)
+    assert not oracle.is_tie(prompt, chosen, other, EXACT)
+    assert not oracle.is_tie(prompt, other, chosen, EXACT)
+    assert not oracle.is_tie(prompt, chosen, chosen[:-1], EXACT)
+    assert oracle.is_tie(prompt, chosen, other, Tolerance(absolute=100.0))
+
+
+def test_a_batch_that_changes_an_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle, prompt, chosen = tiny_oracle()
+    arrivals = [(0, greedy(f"r{number}", prompt, 12)) for number in range(3)]
+
+    def serve(_: object, asked: Sequence[tuple[int, Any]]) -> Answers:
+        answers = Answers()
+        for _, request in asked:
+            answers.tokens[request.request_id] = list(chosen)
+        if len(asked) > 1:
+            answers.tokens["r1"][3] ^= 1
+        return answers
+
+    monkeypatch.setattr(batches, "serve", serve)
+    monkeypatch.setattr(batches, "forget", lambda _: None)
+    found = batches.compare(None, Company("ragged", arrivals, lambda _: True), oracle, EXACT)  # type: ignore[arg-type]
+    assert (found["requests"], found["same"], found["ties"]) == (3, 2, 0)
+
+
+def test_a_single_bit_that_differs_and_what_is_no_number_are_found() -> None:
+    draw = np.random.default_rng(0)
+    first = [{"logits": draw.standard_normal((2, 8), np.float32)} for _ in range(4)]
+    second = [{"logits": step["logits"].copy()} for step in first]
+    assert captured.differing(first, second) == []
+    second[2]["logits"].view(np.int32)[1, 5] ^= 1
+    assert captured.differing(first, second) == [2]
+    first[0]["logits"][0, 0] = second[0]["logits"][0, 0] = np.nan
+    assert captured.differing(first, second) == [0, 2]
+
+
+@pytest.mark.parametrize("name", PLAN.proven)
+def test_steps_of_a_graph_by_itself_answer_as_pytorch_does(name: str, tmp_path: Path) -> None:
+    config = PLAN.proven[name]
+    workshop = Workshop(PLAN, tmp_path, None, lambda _: None)
+    graphs, model = workshop.graphs(name, config, Precision.FP32), workshop.model(name, config)
+    draw = np.random.default_rng(4)
+    sources = draw.integers(3, 288, (3, 20)) if config.is_encoder_decoder else None
+    fed = draw.integers(0, config.vocab_size, (3, 20))
+    steps = GraphSteps(graphs, 3, 20, sources)
+    found = []
+    for position in range(20):
+        steps.feed(fed[:, position].tolist(), position)
+        steps.run(1)
+        found.append(steps.read())
+    for row in range(3):
+        source = None if sources is None else sources[row].tolist()
+        logits = reference.logits(model, fed[row].tolist(), source).numpy()
+        np.testing.assert_allclose([step["logits"][row] for step in found], logits, atol=2e-5)
+        assert [step["candidate_ids"][row, 0] for step in found] == logits.argmax(-1).tolist()
+    with pytest.raises(ValueError, match=r"position is 20, must be in \[0, 20\)"):
+        steps.feed([0, 0, 0], 20)
+
+
+def test_models_are_taken_from_where_they_were_made_before_if_they_are_those_asked_for(tmp_path: Path) -> None:
+    from model import checkpoint
+    from model.tokenizer_training import one_word_per_id
+
+    config = PLAN.proven["tiny"]
+    model = stirred(build(config, 5))
+    texts = {"tokenizer.json": one_word_per_id(config.vocab_size, config.architecture).to_json()}
+    checkpoint.save(tmp_path / "tiny" / "checkpoint", model, config, texts, {})
+    said: list[str] = []
+    workshop = Workshop(PLAN, tmp_path / "graphs", tmp_path, said.append)
+    taken = workshop.model("tiny", config)
+    assert torch.equal(taken.embedding.tokens.weight, model.embedding.tokens.weight)
+    longer = workshop.model("tiny", replace(config, context=128))
+    assert longer.config.context == 128
+    assert any("has other sizes than are asked for" in text for text in said)
+
+
+# Who is compared with
+
+
+def llama(*, tied: bool) -> tuple[DecoderOnly, list[list[int]], list[list[int]]]:
+    """A model, prompts of one length, and what the reference makes of them."""
+    config = tiny_config("decoder-only", tie_embeddings=tied, num_heads=4, num_kv_heads=2)
+    model = stirred(build(config, 11))
+    assert isinstance(model, DecoderOnly)
+    prompts = [draw_prompt(288, 13, number) for number in range(3)]
+    return model, prompts, [reference.greedy(model, prompt, max_tokens=9) for prompt in prompts]
+
+
+def test_the_plain_torch_loop_writes_what_the_reference_writes() -> None:
+    model, prompts, expected = llama(tied=False)
+    loop = TorchDecode(model, 3, 32)
+    for _ in range(2):
+        loop.prefill(torch.tensor(prompts))
+        loop.capture()
+        written = [loop.tokens]
+        for _ in range(8):
+            loop.step()
+            written.append(loop.tokens)
+        assert [list(row) for row in zip(*written, strict=True)] == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_with_our_weights_writes_what_the_reference_writes(tied: bool) -> None:
+    model, prompts, expected = llama(tied=tied)
+    theirs = TransformersDecode(model, "cpu")
+    assert theirs.generate(torch.tensor(prompts), 9) == expected
+    logits = reference.logits(model, prompts[0])[-1]
+    torch.testing.assert_close(theirs.prefill(torch.tensor(prompts[:1])), logits, atol=1e-5, rtol=1e-5)
+
+
+# The arithmetic
+
+
+def test_the_large_model_reads_a_billion_weights_in_a_step() -> None:
+    config = large_config(4096)
+    table = 32000 * 2048
+    assert cost.num_parameters(config) == 1_100_048_384
+    assert weight_bytes(config, 2) == 2 * (1_100_048_384 - table)
+    assert weight_bytes(replace(config, tie_embeddings=True), 2) == weight_bytes(config, 2)
+
+
+def test_a_step_takes_as_long_as_the_slower_of_memory_and_products() -> None:
+    ceiling = Ceilings(bytes_per_second=4e12, flops_per_second=8e14)
+    assert Work(4e9, 8e11).seconds(ceiling) == 1e-3
+    assert Work(4e9, 8e12).seconds(ceiling) == 1e-2
+    config = large_config(4096)
+    one, many = (decode_work(config, batch, 1000, 2) for batch in (1, 100))
+    kv = 22 * 2 * 4 * 64 * 2 * 1000
+    assert many.num_bytes - one.num_bytes == 99 * kv
+    assert many.flops == pytest.approx(100 * one.flops)
+    # Two operations for each weight but the table that is looked up, and the pairs of a whole context.
+    assert one.flops == pytest.approx(2 * (1_100_048_384 - 32000 * 2048 - 45 * 2048) + 22 * 4 * 2048 * 1000)
+    prompt = prefill_work(config, 1000, 2)
+    layers = 1_100_048_384 - 2 * 32000 * 2048 - 45 * 2048
+    attention = 22 * 4 * 2048 * (1000 * 1001 // 2)
+    assert prompt.flops == pytest.approx(2 * 1000 * layers + 2 * 32000 * 2048 + attention)
+
+
+def rows_of_speed(**changes: float) -> list[dict[str, object]]:
+    values = {"share1": 0.7, "share4096": 0.5, "ours": 100.0, "theirs": 90.0} | changes
+    rows: list[dict[str, object]] = []
+    for batch in (1, 8, 32, 128):
+        for system, rate in (("onward", values["ours"]), ("transformers", values["theirs"])):
+            rows.append({"system": system, "metric": "decode", "size": batch, "tokens_per_second": rate * batch})
+    rows.append({"system": "onward", "metric": "prefill", "size": 4096, "tokens_per_second": 1.0})
+    for row in rows:
+        row["model"] = LARGE
+        row["share"] = values["share4096" if row["metric"] == "prefill" else "share1"]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_kept"),
+    [({}, 6), ({"share1": 0.59}, 5), ({"share4096": 0.39}, 5), ({"theirs": 101.0}, 2)],
+)
+def test_promises_of_speed_are_kept_or_not(changes: dict[str, float], num_kept: int, scribe: Scribe) -> None:
+    speed.judge(scribe, rows_of_speed(**changes), make_plan(Device.CUDA, is_quick=False))
+    claims = read(scribe.journal_path)["part"]["claims"]
+    assert (len(claims), sum(claim["holds"] for claim in claims)) == (6, num_kept)
+
+
+def test_what_was_not_measured_keeps_no_promise(scribe: Scribe) -> None:
+    rows = [row for row in rows_of_speed() if row["system"] != "transformers"]
+    speed.judge(scribe, rows, make_plan(Device.CUDA, is_quick=False))
+    claims = read(scribe.journal_path)["part"]["claims"]
+    assert [claim["found"] for claim in claims if not claim["holds"]] == ["not measured"] * 4
+
+
+def test_training_that_is_not_over_in_time_is_ended_and_goes_on_to_be_scored(scribe: Scribe, tmp_path: Path) -> None:
+    script = "trap 'exit 143' TERM; echo step 40 >&2; while :; do sleep 0.1; done"
+    found = translation.train(["/bin/sh", "-c", script], tmp_path / "log", 2.0, scribe)
+    assert found["is_cut"]
+    assert found["seconds"] >= 2.0
+    done = translation.train(["/bin/sh", "-c", """echo '{"bleu": 1}'"""], tmp_path / "log", 60.0, scribe)
+    assert (done["is_cut"], done["result"]) == (False, {"bleu": 1})
+    with pytest.raises(RuntimeError, match="training ended with 3: no such corpus"):
+        translation.train(["/bin/sh", "-c", "echo no such corpus >&2; exit 3"], tmp_path / "log", 60.0, scribe)
