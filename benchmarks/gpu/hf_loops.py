@@ -42,11 +42,16 @@ class TransformersDecode:
         self._model.eval()
         # What a request leaves open is taken from here: nothing ends a sequence early.
         self._model.generation_config = GenerationConfig(pad_token_id=0)
+        self._caches: dict[tuple[int, int], Any] = {}
         self.version = str(transformers.__version__)
 
     @torch.inference_mode()
-    def generate(self, prompts: Tensor, new: int) -> list[list[int]]:
-        """Exactly so many greedy tokens after each of the prompts `[B, T]`."""
+    def generate(self, prompts: Tensor, new: int, kept_capacity: int = 0) -> list[list[int]]:
+        """Exactly so many greedy tokens after each of the prompts `[B, T]`.
+
+        `kept_capacity` is how many tokens a cache has room for that is kept from call to call, so that a compiled step
+        finds it where it was; with 0 `generate` makes a new one, and need not wait for each token.
+        """
         from transformers import GenerationConfig
 
         config = GenerationConfig(
@@ -54,11 +59,13 @@ class TransformersDecode:
             min_new_tokens=new,
             do_sample=False,
             use_cache=True,
-            cache_implementation="static",
+            cache_implementation=None if kept_capacity else "static",
             pad_token_id=0,
             eos_token_id=None,
         )
-        output = self._model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
+        kept = {"past_key_values": self._cache(len(prompts), kept_capacity)} if kept_capacity else {}
+        mask = torch.ones_like(prompts)
+        output = self._model.generate(prompts, attention_mask=mask, generation_config=config, **kept)
         tokens: list[list[int]] = output[:, prompts.shape[1] :].tolist()
         return tokens
 
@@ -67,6 +74,16 @@ class TransformersDecode:
         """A prompt `[1, T]` → the logits after it, `[V]`, keys and values kept as for what would follow."""
         logits: Tensor = self._model(prompt, use_cache=True, logits_to_keep=1).logits
         return logits[0, -1]
+
+    def _cache(self, batch: int, capacity: int) -> Any:
+        """An empty one, of tensors that are where they were."""
+        from transformers import StaticCache
+
+        if (batch, capacity) not in self._caches:
+            self._caches[batch, capacity] = StaticCache(config=self._model.config, max_cache_len=capacity)
+        else:
+            self._caches[batch, capacity].reset()
+        return self._caches[batch, capacity]
 
 
 def rename(weights: dict[str, Any], config: ModelConfig) -> dict[str, Any]:

@@ -336,6 +336,8 @@ def test_models_are_taken_from_where_they_were_made_before_if_they_are_those_ask
     longer = workshop.model("tiny", replace(config, context=128))
     assert longer.config.context == 128
     assert any("has other sizes than are asked for" in text for text in said)
+    checkpoint.save(tmp_path / "trained" / "checkpoint", model, config, texts, {})
+    assert workshop.brought() == {"trained": config}
 
 
 # Who is compared with
@@ -367,7 +369,8 @@ def test_the_plain_torch_loop_writes_what_the_reference_writes() -> None:
 def test_transformers_with_our_weights_writes_what_the_reference_writes(tied: bool) -> None:
     model, prompts, expected = llama(tied=tied)
     theirs = TransformersDecode(model, "cpu")
-    assert theirs.generate(torch.tensor(prompts), 9) == expected
+    for kept_capacity in (0, 32, 32):
+        assert theirs.generate(torch.tensor(prompts), 9, kept_capacity) == expected
     logits = reference.logits(model, prompts[0])[-1]
     torch.testing.assert_close(theirs.prefill(torch.tensor(prompts[:1])), logits, atol=1e-5, rtol=1e-5)
 
