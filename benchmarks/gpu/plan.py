@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
 from benchmarks.gpu.places import RECIPE
 from model.artifact import BLOCK_SIZE, CUDA_PRECISIONS, MIN_BLOCK_SIZE, Device, Precision
 from model.config import Activation, Architecture, ModelConfig, Norm, Positions
