@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.engines import Answers, build_engine, draw_prompt, forget, greedy, serve
+from benchmarks.gpu.engines import Answers, make_engine, draw_prompt, forget, greedy, serve
 from benchmarks.gpu.oracle import Oracle
 from benchmarks.gpu.parity import limits
 from benchmarks.gpu.plan import Plan
@@ -52,7 +52,7 @@ def run(bench: Bench, scribe: Scribe) -> None:
         for precision in plan.precisions:
             graphs = bench.workshop.graphs(name, config, precision)
             tolerance = tolerance_of(precision, graphs.manifest.kv_cache.precision)
-            engine = build_engine(graphs, limits(plan))
+            engine = make_engine(graphs, limits(plan))
             for company in companies(config, plan):
                 found = compare(engine, company, oracle, tolerance)
                 scribe.add("batches", {"model": name, "precision": precision, "kind": company.name, **found})

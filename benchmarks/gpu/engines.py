@@ -1,7 +1,6 @@
-"""The engine that serves, over graphs on the device that is checked: the one place here that puts its parts together.
+"""The engine that serves, over graphs on the device that is checked, and what it is asked.
 
-As `service.engine.factory` does, but for the files of an artefact, which need not be whole here, and for the K/V's
-budget, which is said and not asked of the device.
+Made by the server's own factory, which computes on the device that graphs are for.
 """
 
 from __future__ import annotations
@@ -13,16 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.gpu.workshop import Graphs
-from model.artifact import DECODER, ENCODER, MOVE, Device, GraphSpec
+from model.artifact import Device, GraphSpec
 from model.golden import Tolerance
-from service.engine.device_blocks import DeviceBlocks
 from service.engine.engine import Engine, LastRun
-from service.engine.factory import model_shape
-from service.engine.kv_memory import plan_kv_memory
-from service.engine.paged_kv import PagedKV
-from service.engine.paged_runner import PagedRunner
-from service.engine.sampler import Sampler
-from service.engine.scheduler import EngineLimits, Scheduler
+from service.engine.factory import build_engine
+from service.engine.scheduler import EngineLimits
 from service.engine.session import Cuda, GraphSession, SessionOptions
 from service.engine.types import GenerationRequest, SamplingParams, StepStats, StoppingParams, TokenEvent
 
@@ -41,25 +35,13 @@ def load_session(graphs: Graphs, name: str, *, records: bool) -> GraphSession:
     return GraphSession(graphs.folder, spec, OPTIONS, cuda=cuda)
 
 
-def build_engine(graphs: Graphs, limits: EngineLimits) -> Engine:
-    """An engine as a server would have it, with its K/V on the device.
+def make_engine(graphs: Graphs, limits: EngineLimits) -> Engine:
+    """An engine as a server has it.
 
     Raises:
         StartupError: when the device is not to be had, refuses a graph, or has too little memory.
     """
-    manifest, config = graphs.manifest, graphs.config
-    kv_format, device = manifest.kv_cache, str(manifest.device)
-    decoder = load_session(graphs, DECODER, records=True)
-    encoder = load_session(graphs, ENCODER, records=False) if config.is_encoder_decoder else None
-    budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
-    size = kv_format.block_size
-    num_blocks = budget.num_bytes // (size * budget.token_bytes)
-    move = load_session(graphs, MOVE, records=False)
-    memory = DeviceBlocks(config, num_blocks, size, kv_format.precision.dtype, device, move)
-    kv = PagedKV(memory, limits.max_batch_size)
-    runner = PagedRunner(config, kv, memory, decoder, encoder, limits.max_prefill_tokens, device)
-    scheduler = Scheduler(limits, model_shape(manifest), lambda _: "", budget)
-    return Engine(scheduler, runner, Sampler(), LastRun())
+    return build_engine(graphs.folder, graphs.manifest, lambda _: "", limits, OPTIONS, LastRun())
 
 
 def greedy(name: str, prompt: Sequence[int], max_tokens: int, *, priority: int = 0) -> GenerationRequest:

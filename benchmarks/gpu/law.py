@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.engines import build_engine
+from benchmarks.gpu.engines import make_engine
 from benchmarks.gpu.results import Scribe
 from benchmarks.gpu.speed import engine_limits, prefill_seconds
 from loadtest.fit import Examination, examine
@@ -26,7 +26,7 @@ def run(bench: Bench, scribe: Scribe) -> None:
     plan = bench.plan
     for name, config in plan.timed.items():
         graphs = bench.workshop.graphs(name, config, plan.timed_precision)
-        engine = build_engine(graphs, engine_limits(graphs, plan, 1))
+        engine = make_engine(graphs, engine_limits(graphs, plan, 1))
         samples: list[tuple[float, float]] = []
         for length in plan.law_lengths:
             repeats = 1 if plan.is_quick else _SAMPLES

@@ -16,7 +16,7 @@ from operator import add
 import numpy as np
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.engines import build_engine, draw_prompt, greedy, serve
+from benchmarks.gpu.engines import make_engine, draw_prompt, greedy, serve
 from benchmarks.gpu.oracle import Choices, Oracle
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.results import Scribe
@@ -43,7 +43,7 @@ def run(bench: Bench, scribe: Scribe) -> None:
         for precision in plan.precisions:
             graphs = bench.workshop.graphs(name, config, precision)
             tolerance = tolerance_of(precision, graphs.manifest.kv_cache.precision)
-            engine = build_engine(graphs, limits(plan))
+            engine = make_engine(graphs, limits(plan))
             results = engine.verify_golden(cases, tolerance)
             choices = agree(engine, config, oracle, tolerance, plan)
             scribe.add("golden", {"model": name, "precision": precision, **describe(results, tolerance)})

@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.ceilings import DTYPES, ceilings_of
 from benchmarks.gpu.clock import synchronize, wall_seconds
-from benchmarks.gpu.engines import build_engine, draw_prompt, greedy
+from benchmarks.gpu.engines import make_engine, draw_prompt, greedy
 from benchmarks.gpu.graph_steps import GraphSteps
 from benchmarks.gpu.hf_loops import TransformersDecode
 from benchmarks.gpu.plan import LARGE, Plan
@@ -172,7 +172,7 @@ def _measure_ours(bench: Bench, table: _Table, name: str, config: ModelConfig) -
         for batch in plan.batches:
             table.add(GRAPH, DECODE, batch, graph_steps(graphs, plan, batch))
     with _released():
-        engine = build_engine(graphs, engine_limits(graphs, plan, max(plan.batches)))
+        engine = make_engine(graphs, engine_limits(graphs, plan, max(plan.batches)))
         for batch in plan.batches:
             table.add(OURS, DECODE, batch, engine_steps(engine, config, plan, batch))
         for length in plan.prefill_lengths:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.engines import build_engine, greedy, serve
+from benchmarks.gpu.engines import make_engine, greedy, serve
 from benchmarks.gpu.oracle import Oracle
 from benchmarks.gpu.parity import AGREEMENT, describe_choices
 from benchmarks.gpu.places import RECIPE, ROOT
@@ -198,7 +198,7 @@ def translate(
 ) -> list[Sequence[int]]:
     """What the engine writes, end tokens aside."""
     rows = min(_ROWS, len(sources))
-    engine = build_engine(
+    engine = make_engine(
         graphs, EngineLimits(max_batch_size=rows, prefill_chunk=plan.block_size, max_prefill_tokens=_ROWS * 16)
     )
     asked = enumerate(zip(sources, bounds, strict=True))
