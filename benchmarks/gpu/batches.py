@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.engines import Answers, make_engine, draw_prompt, forget, greedy, serve
+from benchmarks.gpu.engines import Answers, draw_prompt, forget, greedy, make_engine, serve
 from benchmarks.gpu.oracle import Oracle
 from benchmarks.gpu.parity import limits
 from benchmarks.gpu.plan import Plan
@@ -158,4 +158,3 @@ def _prompt(config: ModelConfig, length: int, seed: int) -> list[int]:
         else (config.context - _NEW - 1, config.vocab_size)
     )
     return draw_prompt(vocab_size, min(length, limit), seed)
-

@@ -27,7 +27,7 @@ def device_seconds(call: Callable[[], object], device: str) -> float:
     """By the device's own clock where it has one, between an event before the call's work and one after it."""
     if device != "cuda":
         return wall_seconds(call, device)
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     before.record()
     call()
     after.record()

@@ -81,7 +81,7 @@ class GraphSteps:
         if not 0 <= position < self._capacity:
             raise ValueError(f"position is {position}, must be in [0, {self._capacity})")
         blocks = self._table[:, position // self._size]
-        values = {
+        values: dict[str, Array] = {
             "input_ids": np.array(tokens, np.int64),
             "position_ids": np.full(self._num_rows, position, np.int64),
             "past_seqlens": np.full(self._num_rows, position, np.int32),

@@ -74,9 +74,7 @@ class Oracle:
             widest_gap=float(gaps.max() / (logits.std() or 1.0)),
         )
 
-    def is_tie(
-        self, prompt: Sequence[int], first: Sequence[int], second: Sequence[int], tolerance: Tolerance
-    ) -> bool:
+    def is_tie(self, prompt: Sequence[int], first: Sequence[int], second: Sequence[int], tolerance: Tolerance) -> bool:
         """Whether two answers part where the oracle sees a tie. What follows then is another text, and not judged."""
         parting = next(
             (index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None

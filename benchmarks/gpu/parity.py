@@ -16,7 +16,7 @@ from operator import add
 import numpy as np
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.engines import make_engine, draw_prompt, greedy, serve
+from benchmarks.gpu.engines import draw_prompt, greedy, make_engine, serve
 from benchmarks.gpu.oracle import Choices, Oracle
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.results import Scribe
@@ -55,9 +55,7 @@ def run(bench: Bench, scribe: Scribe) -> None:
 
 def limits(plan: Plan) -> EngineLimits:
     """Of engines whose answers are checked: chunks of one block, so that prompts have several."""
-    return EngineLimits(
-        max_batch_size=plan.rows, prefill_chunk=plan.block_size, max_prefill_tokens=2 * plan.block_size
-    )
+    return EngineLimits(max_batch_size=plan.rows, prefill_chunk=plan.block_size, max_prefill_tokens=2 * plan.block_size)
 
 
 def agree(engine: Engine, config: ModelConfig, oracle: Oracle, tolerance: Tolerance, plan: Plan) -> Choices:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from torch import Tensor
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.ceilings import DTYPES, ceilings_of
 from benchmarks.gpu.clock import synchronize, wall_seconds
-from benchmarks.gpu.engines import make_engine, draw_prompt, greedy
+from benchmarks.gpu.engines import draw_prompt, greedy, make_engine
 from benchmarks.gpu.graph_steps import GraphSteps
 from benchmarks.gpu.hf_loops import TransformersDecode
 from benchmarks.gpu.plan import LARGE, Plan
@@ -76,9 +77,9 @@ def run(bench: Bench, scribe: Scribe) -> None:
     limit = ceilings_of(bench)
     for name, config in plan.timed.items():
         table = _Table(scribe, name, config, plan, limit)
-        _measure_ours(bench, table, name, config)
-        _measure_torch(bench, table, name, config)
-        _measure_transformers(bench, table, name, config)
+        for measure in (_measure_graph, _measure_engine, _measure_torch, _measure_transformers):
+            with _released():
+                measure(bench, table, name, config)
     if not plan.is_quick:
         judge(scribe, scribe.figures["rows"], plan)
 
@@ -165,19 +166,20 @@ def engine_limits(graphs: Graphs, plan: Plan, num_rows: int) -> EngineLimits:
     )
 
 
-def _measure_ours(bench: Bench, table: _Table, name: str, config: ModelConfig) -> None:
+def _measure_graph(bench: Bench, table: _Table, name: str, config: ModelConfig) -> None:
+    graphs = bench.workshop.graphs(name, config, bench.plan.timed_precision)
+    for batch in bench.plan.batches:
+        table.add(GRAPH, DECODE, batch, graph_steps(graphs, bench.plan, batch))
+
+
+def _measure_engine(bench: Bench, table: _Table, name: str, config: ModelConfig) -> None:
     plan = bench.plan
     graphs = bench.workshop.graphs(name, config, plan.timed_precision)
-    with _released():
-        for batch in plan.batches:
-            table.add(GRAPH, DECODE, batch, graph_steps(graphs, plan, batch))
-    with _released():
-        engine = make_engine(graphs, engine_limits(graphs, plan, max(plan.batches)))
-        for batch in plan.batches:
-            table.add(OURS, DECODE, batch, engine_steps(engine, config, plan, batch))
-        for length in plan.prefill_lengths:
-            table.add(OURS, PREFILL, length, Measured(prefill_seconds(engine, config, length, plan.repeats)))
-        del engine
+    engine = make_engine(graphs, engine_limits(graphs, plan, max(plan.batches)))
+    for batch in plan.batches:
+        table.add(OURS, DECODE, batch, engine_steps(engine, config, plan, batch))
+    for length in plan.prefill_lengths:
+        table.add(OURS, PREFILL, length, Measured(prefill_seconds(engine, config, length, plan.repeats)))
 
 
 def graph_steps(graphs: Graphs, plan: Plan, batch: int) -> Measured:
@@ -251,51 +253,44 @@ def _checked_step(engine: Engine) -> StepStats:
 
 def _measure_torch(bench: Bench, table: _Table, name: str, config: ModelConfig) -> None:
     plan, device = bench.plan, bench.device
-    with _released():
-        model = bench.workshop.on_device(name, config, DTYPES[plan.timed_precision])
-        if not isinstance(model, DecoderOnly):
-            raise TypeError(f"{name} is no decoder-only model")
-        for batch in plan.batches:
-            capacity = -(-(plan.decode_prompt + plan.decode_new) // _MULTIPLE) * _MULTIPLE
-            loop = TorchDecode(model, batch, capacity)
-            prompts = _prompts(config, batch, plan.decode_prompt, device)
-            seconds = []
-            loop.prefill(prompts)
-            loop.capture()
-            for _ in range(plan.repeats):
-                loop.prefill(prompts)
-                steps = plan.decode_new - 1
-                seconds.append(wall_seconds(lambda loop=loop, steps=steps: _steps(loop, steps), device) / steps)
-            table.add(TORCH, DECODE, batch, Measured(seconds))
-            del loop
-        for length in plan.prefill_lengths:
-            loop = TorchDecode(model, 1, length)
-            prompt = _prompts(config, 1, length, device)
-            seconds = _repeated(lambda loop=loop, prompt=prompt: loop.prefill(prompt), device, plan.repeats)
-            table.add(TORCH, PREFILL, length, Measured(seconds))
-            del loop
-        del model
+    model = bench.workshop.on_device(name, config, DTYPES[plan.timed_precision])
+    if not isinstance(model, DecoderOnly):
+        raise TypeError(f"{name} is no decoder-only model")
+    for batch in plan.batches:
+        table.add(TORCH, DECODE, batch, Measured(torch_steps(model, plan, batch, device)))
+    for length in plan.prefill_lengths:
+        loop, prompt = TorchDecode(model, 1, length), _prompts(config, 1, length, device)
+        table.add(TORCH, PREFILL, length, Measured(_repeated(partial(loop.prefill, prompt), device, plan.repeats)))
+
+
+def torch_steps(model: DecoderOnly, plan: Plan, batch: int, device: str) -> list[float]:
+    """The mean step of each repeat."""
+    capacity = -(-(plan.decode_prompt + plan.decode_new) // _MULTIPLE) * _MULTIPLE
+    loop, prompts = TorchDecode(model, batch, capacity), _prompts(model.config, batch, plan.decode_prompt, device)
+    loop.prefill(prompts)
+    loop.capture()
+    seconds = []
+    for _ in range(plan.repeats):
+        loop.prefill(prompts)
+        seconds.append(wall_seconds(partial(_steps, loop, plan.decode_new - 1), device) / (plan.decode_new - 1))
+    return seconds
 
 
 def _measure_transformers(bench: Bench, table: _Table, name: str, config: ModelConfig) -> None:
     plan, device = bench.plan, bench.device
-    with _released():
-        model = bench.workshop.on_device(name, config, DTYPES[plan.timed_precision])
-        theirs = TransformersDecode(model, device)
-        del model
-        table.scribe.note("transformers", theirs.version)
-        for length in plan.prefill_lengths:
-            prompt = _prompts(config, 1, length, device)
-            seconds = _repeated(lambda prompt=prompt: theirs.prefill(prompt), device, plan.repeats)
-            table.add(TRANSFORMERS, PREFILL, length, Measured(seconds))
-        for batch in plan.batches:
-            if device == Device.CUDA and bench.seconds_left < _COMPILE_SECONDS:
-                what = f"{name} {DECODE} batch {batch}, {TRANSFORMERS}"
-                why = f"{bench.seconds_left:.0f} s left, compiling takes some {_COMPILE_SECONDS:g}"
-                table.scribe.leave_out(what, why)
-                continue
-            table.add(TRANSFORMERS, DECODE, batch, _generate(theirs, config, plan, batch, device))
-        del theirs
+    theirs = TransformersDecode(bench.workshop.on_device(name, config, DTYPES[plan.timed_precision]), device)
+    table.scribe.note("transformers", theirs.version)
+    for length in plan.prefill_lengths:
+        prompt = _prompts(config, 1, length, device)
+        seconds = _repeated(partial(theirs.prefill, prompt), device, plan.repeats)
+        table.add(TRANSFORMERS, PREFILL, length, Measured(seconds))
+    for batch in plan.batches:
+        if device == Device.CUDA and bench.seconds_left < _COMPILE_SECONDS:
+            what = f"{name} {DECODE} batch {batch}, {TRANSFORMERS}"
+            why = f"{bench.seconds_left:.0f} s left, compiling takes some {_COMPILE_SECONDS:g}"
+            table.scribe.leave_out(what, why)
+            continue
+        table.add(TRANSFORMERS, DECODE, batch, _generate(theirs, config, plan, batch, device))
 
 
 def _generate(theirs: TransformersDecode, config: ModelConfig, plan: Plan, batch: int, device: str) -> Measured:

@@ -62,7 +62,7 @@ class TorchDecode:
         if self._device.type != "cuda":
             return
         kept = self._tokens.clone(), self._position.clone()
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):

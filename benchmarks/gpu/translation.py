@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.engines import make_engine, greedy, serve
+from benchmarks.gpu.engines import greedy, make_engine, serve
 from benchmarks.gpu.oracle import Oracle
 from benchmarks.gpu.parity import AGREEMENT, describe_choices
 from benchmarks.gpu.places import RECIPE, ROOT

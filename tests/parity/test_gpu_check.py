@@ -30,12 +30,12 @@ from benchmarks.gpu.plan import LARGE, large_config, make_plan
 from benchmarks.gpu.results import RESULTS, Journal, Scribe, passed, read
 from benchmarks.gpu.roofline import Ceilings, Work, decode_work, prefill_work, weight_bytes
 from benchmarks.gpu.torch_loops import TorchDecode
-from benchmarks.gpu.workshop import Workshop, stirred
-from model import cost, reference
-from model.artifact import Device, Precision
+from benchmarks.gpu.workshop import Graphs, Workshop, stirred
+from model import artifact, cost, reference
+from model.artifact import Device
 from model.golden import Tolerance
 from model.transformer import DecoderOnly, build
-from tests.artifacts import tiny_config
+from tests.artifacts import paged_artifact, random_model, tiny_config
 
 PLAN = make_plan(Device.CPU, is_quick=True)
 EXACT = Tolerance(absolute=1e-4)
@@ -302,11 +302,11 @@ def test_a_single_bit_that_differs_and_what_is_no_number_are_found() -> None:
     assert captured.differing(first, second) == [0, 2]
 
 
-@pytest.mark.parametrize("name", PLAN.proven)
-def test_steps_of_a_graph_by_itself_answer_as_pytorch_does(name: str, tmp_path: Path) -> None:
-    config = PLAN.proven[name]
-    workshop = Workshop(PLAN, tmp_path, None, lambda _: None)
-    graphs, model = workshop.graphs(name, config, Precision.FP32), workshop.model(name, config)
+@pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])
+def test_steps_of_a_graph_by_itself_answer_as_pytorch_does(family: str) -> None:
+    folder = paged_artifact(family)
+    graphs, config = Graphs(family, folder, artifact.load(folder)), tiny_config(family)
+    model = random_model(config)
     draw = np.random.default_rng(4)
     sources = draw.integers(3, 288, (3, 20)) if config.is_encoder_decoder else None
     fed = draw.integers(0, config.vocab_size, (3, 20))
