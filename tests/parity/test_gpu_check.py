@@ -302,6 +302,7 @@ def test_a_single_bit_that_differs_and_what_is_no_number_are_found() -> None:
     assert captured.differing(first, second) == [0, 2]
 
 
+@SLOW_MACHINE
 @pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])
 def test_steps_of_a_graph_by_itself_answer_as_pytorch_does(family: str) -> None:
     folder = paged_artifact(family)
