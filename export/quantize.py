@@ -48,6 +48,8 @@ ROW_LIMIT = np.float32(127.0)
 """The largest magnitude of a rounded activation, and of a weight in int8."""
 ROW_ZERO = np.uint8(128)
 """The byte that stands for zero in a row."""
+POSITIVE_ROW_LIMIT = np.float32(255.0)
+"""The largest rounded activation of a row that a ReLU wrote, in which zero is the byte 0."""
 LEAST_PEAK = np.float32(1e-30)
 """What a row's largest magnitude counts as at least: a row of zeros stays one, and nothing divides by zero."""
 
@@ -167,17 +169,22 @@ class _Product:
 
 @dataclass(slots=True)
 class _Graph:
-    """A graph under rewriting: its nodes and weights as they were, and what replaces them."""
+    """A graph under rewriting: its nodes and weights as they were, and what replaces them.
+
+    No number in `positives` is below zero.
+    """
 
     nodes: Sequence[onnx.NodeProto]
     outputs: frozenset[str]
+    positives: frozenset[str]
     stored: dict[str, onnx.TensorProto]
     new_nodes: list[onnx.NodeProto] = field(default_factory=list)
 
     @classmethod
     def of(cls, graph: onnx.GraphProto) -> _Graph:
         outputs = frozenset(output.name for output in graph.output)
-        return cls(list(graph.node), outputs, {tensor.name: tensor for tensor in graph.initializer})
+        positives = frozenset(node.output[0] for node in graph.node if node.op_type == "Relu")
+        return cls(list(graph.node), outputs, positives, {tensor.name: tensor for tensor in graph.initializer})
 
     def product(self, node: onnx.NodeProto) -> _Product | None:
         """What a node multiplies, if it is activations with a stored matrix; None for any other node."""
@@ -226,6 +233,8 @@ class _Int8:
         scale = max(max |x|, tiny) / 127        [..., 1]
         bytes = round(x / scale) + 128          [..., K]
         y = scale · column scale · Σ (bytes - 128) · weight
+
+    Rows without a number below zero have all bytes for those above: scale = max x / 255, bytes = round(x / scale).
     """
 
     graph: _Graph
@@ -242,7 +251,7 @@ class _Int8:
             # The operator has room for one scale of rows only: theirs follow.
             self.graph.store("int8.one", np.float32(1)),
             self.graph.store(f"{product.name}_scale", column_scales),
-            self.graph.store("int8.row_zero", ROW_ZERO),
+            self._zero(product.rows),
         ]
         sums, output = f"{product.output}.column_scaled", product.output
         product_output = output if product.bias is None else f"{output}.unbiased"
@@ -260,22 +269,35 @@ class _Int8:
         flat = store("int8.flat", np.array([-1], np.int64))
         # Of no rows at all, which a head may be asked for, ONNX Runtime takes no maximum along a last axis called -1.
         last = store("int8.second_axis", np.array([1], np.int64)) if product.is_flat else flat
-        yield node("Abs", [x], "magnitudes")
-        yield node("ReduceMax", [f"{x}.magnitudes", last], "peaks", keepdims=1)
+        is_positive = x in self.graph.positives
+        if not is_positive:
+            yield node("Abs", [x], "magnitudes")
+        yield node("ReduceMax", [x if is_positive else f"{x}.magnitudes", last], "peaks", keepdims=1)
         yield node("Max", [f"{x}.peaks", store("int8.least_peak", LEAST_PEAK)], "positive_peaks")
-        yield node("Mul", [f"{x}.positive_peaks", store("int8.row_step", 1 / ROW_LIMIT)], "scales")
+        limit, name = (POSITIVE_ROW_LIMIT, "int8.positive_row_step") if is_positive else (ROW_LIMIT, "int8.row_step")
+        yield node("Mul", [f"{x}.positive_peaks", store(name, 1 / limit)], "scales")
         yield node("Reshape", [f"{x}.scales", flat], "flat_scales")
-        yield node("Shape", [f"{x}.flat_scales"], "num_rows")
-        yield node("ConstantOfShape", [f"{x}.num_rows"], "zeros", value=numpy_helper.from_array(np.array([ROW_ZERO])))
+        scales = [f"{x}.flat_scales"]
+        if not is_positive:
+            zeros = numpy_helper.from_array(np.array([ROW_ZERO]))
+            yield node("Shape", [f"{x}.flat_scales"], "num_rows")
+            yield node("ConstantOfShape", [f"{x}.num_rows"], "zeros", value=zeros)
+            scales.append(f"{x}.zeros")
         self.rounded[x] = f"{x}.bytes", f"{x}.scales"
         if product.is_flat:
-            yield node("QuantizeLinear", [x, f"{x}.flat_scales", f"{x}.zeros"], "bytes", axis=0)
+            yield node("QuantizeLinear", [x, *scales], "bytes", axis=0)
             return
         width = store(f"int8.rows_of_{len(product.weight)}", np.array([-1, len(product.weight)], np.int64))
         yield node("Reshape", [x, width], "rows")
-        yield node("QuantizeLinear", [f"{x}.rows", f"{x}.flat_scales", f"{x}.zeros"], "flat_bytes", axis=0)
+        yield node("QuantizeLinear", [f"{x}.rows", *scales], "flat_bytes", axis=0)
         yield node("Shape", [x], "shape")
         yield node("Reshape", [f"{x}.flat_bytes", f"{x}.shape"], "bytes")
+
+    def _zero(self, rows: str) -> str:
+        """The stored byte that stands for zero in these rows."""
+        if rows in self.graph.positives:
+            return self.graph.store("int8.positive_row_zero", np.uint8(0))
+        return self.graph.store("int8.row_zero", ROW_ZERO)
 
 
 @dataclass(slots=True)

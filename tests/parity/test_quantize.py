@@ -100,6 +100,29 @@ def test_int8_product_is_its_definition_to_the_bit(inner: int, outer: int, with_
     assert (np.abs(found - exact) <= 1.001 * room + 1e-6 * np.abs(exact)).all()
 
 
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_int8_product_behind_a_relu_has_all_bytes_for_numbers_above_zero(with_bias: bool, rank: int) -> None:
+    weight, x = _weight(97, 33), _rows(97, rank)
+    bias = RNG.standard_normal(33).astype(np.float32) if with_bias else None
+    model = _linear(weight, bias, rank)
+    product = next(node for node in model.graph.node if node.op_type in ("MatMul", "Gemm"))
+    product.input[0] = "rectified"
+    model.graph.node.insert(0, helper.make_node("Relu", ["x"], ["rectified"], name="layer/Relu"))
+    low = quantize(model, Precision.INT8)
+    assert "Abs" not in {node.op_type for node in low.graph.node}
+    columns, column_scales = quantize_columns(weight)
+    rectified = np.maximum(x, 0)
+    scales = np.maximum(rectified.max(axis=-1, keepdims=True), LEAST_PEAK) * (np.float32(1) / np.float32(255))
+    rounded = np.rint(rectified / scales).astype(np.int64)
+    assert rounded.max() == 255
+    expected = (rounded @ columns.astype(np.int64)).astype(np.float32) * column_scales * scales
+    np.testing.assert_array_equal(_run(low, x), expected if bias is None else expected + bias)
+    assert (_run(low, -np.abs(x)) == (0 if bias is None else bias)).all(), "a row of zeros stays one"
+    if rank == 2:
+        assert _run(low, x[:0]).shape == (0, 33)
+
+
 @pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize(("inner", "outer"), [(64, 96), (96, 33), (768, 257)])
 def test_a_rounded_row_knows_no_other_even_one_that_is_no_number(inner: int, outer: int, precision: Precision) -> None:
