@@ -56,6 +56,7 @@ class Row:
     system: str
     name: str
     precision: str
+    kv_precision: str
     value: float
     num_bytes: int
 
@@ -89,11 +90,12 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     _say(f"{measure.name} of {measure.data}")
     weights = (given.checkpoint / checkpoint.WEIGHTS).stat().st_size
-    rows = [_shown(Row("pytorch", str(given.checkpoint), "fp32", measure.of_checkpoint(), weights))]
+    rows = [_shown(Row("pytorch", str(given.checkpoint), "fp32", "fp32", measure.of_checkpoint(), weights))]
     for folder, manifest in artefacts:
         num_bytes = sum(entry.num_bytes for name, entry in manifest.files.items() if ".onnx" in name)
         value = measure.of_artefact(folder, manifest)
-        rows.append(_shown(Row("onward", str(folder), str(manifest.precision), value, num_bytes)))
+        precisions = str(manifest.precision), str(manifest.kv_cache.precision)
+        rows.append(_shown(Row("onward", str(folder), *precisions, value, num_bytes)))
     print(json.dumps({"measure": measure.name, "data": measure.data, "rows": [asdict(row) for row in rows]}))
     return 0
 
@@ -228,7 +230,8 @@ def _events(engine: Engine) -> Iterator[TokenEvent]:
 
 
 def _shown(row: Row) -> Row:
-    _say(f"{row.system:8} {row.precision:5} {row.value:.4f}  {row.num_bytes / 1e6:.2f} MB  {row.name}")
+    precision = f"{row.precision:5} over {row.kv_precision} K/V"
+    _say(f"{row.system:8} {precision} {row.value:.4f}  {row.num_bytes / 1e6:.2f} MB  {row.name}")
     return row
 
 

@@ -506,11 +506,14 @@ FAKES = {OURS: "tests.fake_peer", PEER: "tests.fake_peer"}
 
 
 def translate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path | InstallError = Path(sys.executable)
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    python: Path | InstallError = Path(sys.executable),
+    settings: translation.Settings = SETTINGS,
 ) -> dict[str, Any]:
     monkeypatch.setattr(Translation, "_make_checkpoint", lambda self: None)
     monkeypatch.setattr(translation, "reference_agreement", lambda *_: 0.75)
-    results = Translation(SETTINGS, tmp_path, python, FAKES).measure()
+    results = Translation(settings, tmp_path, python, FAKES).measure()
     json.dumps(results, allow_nan=False)
     return results
 
@@ -547,6 +550,24 @@ def test_a_system_that_answers_too_little_is_a_row_with_its_error(
     monkeypatch.setattr(translation, "_AGREEMENT_SOURCES", 3)
     results = translate(tmp_path, monkeypatch)
     assert all("asked for outputs of" in row["error"] for row in results["rows"])
+
+
+def test_what_only_ours_has_is_asked_of_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(SETTINGS, precisions=("int8", "int8-kv8"), batchings=("1 x 32",), rounds=1)
+    results = translate(tmp_path, monkeypatch, settings=settings)
+    found = [(row["system"], row["precision"], row["value"] is not None) for row in results["rows"]]
+    assert found == [(OURS, "int8", True), (OURS, "int8-kv8", True), (PEER, "int8", True)]
+    assert [each["precision"] for each in results["batchings"]] == ["int8"]
+    assert "| onward | int8-kv8 | continuous |" in translation.render(results)
+
+
+def test_keys_and_values_in_eight_bits_are_compared_with_the_peers_products_in_as_many() -> None:
+    rates = {(OURS, "fp32"): 9.0, (OURS, "int8"): 4.0, (OURS, "int8-kv8"): 12.0}
+    rates |= {(PEER, "fp32"): 3.0, (PEER, "int8"): 8.0}
+    rows = [{"system": system, "precision": name, "value": rate} for (system, name), rate in rates.items()]
+    assert translation.ratios(rows, {})["ratios"] == {"fp32": 3.0, "int8": 0.5, "int8-kv8": 1.5, "any": 1.5}
+    rows[-1]["value"] = None
+    assert translation.ratios(rows, {})["ratios"] == {"fp32": 3.0, "int8": None, "int8-kv8": None, "any": 4.0}
 
 
 def test_the_best_of_each_precision_is_chosen_without_what_sees_everything() -> None:
