@@ -60,8 +60,8 @@ def _export_parser() -> argparse.ArgumentParser:
         type=KVPrecision,
         choices=[KVPrecision.FP32, KVPrecision.INT8],
         default=KVPrecision.FP32,
-        help="what keys and values are stored in; int8 takes a quarter of the memory and decodes a bit faster, but a "
-        "prompt of 512 tokens takes 1.6 times as long; for decoder-only models (default: fp32)",
+        help="what keys and values are stored in, those of sources too; int8 takes a quarter of the memory and decodes "
+        "faster, but prompts of 512 tokens take a decoder-only model 1.6 times as long (default: fp32)",
     )
     parser.add_argument(
         "--kv-layout",

@@ -105,8 +105,8 @@ def export(
         device: the provider to build for.
         precision: the arithmetic of products with weights.
         on_stage: told what is being done, before it is done.
-        kv_cache: how the decoder's own K/V is stored and laid out; on CUDA it is in blocks whatever is said here, and
-            blocks are of `BLOCK_SIZE` tokens unless it says another size.
+        kv_cache: how K/V is stored and laid out; on CUDA it is in blocks whatever is said here, and blocks are of
+            `BLOCK_SIZE` tokens unless it says another size.
         prefill_graph: whether to write prompts' own graph besides, for servers with another provider for them.
         explain_graph: whether to write a graph that answers with attention weights besides, for `Explain`.
 
@@ -276,12 +276,14 @@ def _quantize(folder: Path, draft: Manifest, precision: Precision, on_stage: Cal
 
 
 def _quantize_kv(folder: Path, draft: Manifest, kv_precision: KVPrecision, on_stage: Callable[[str], None]) -> Manifest:
-    """Rewrites the float32 decoder in `folder` to keep its K/V in fewer bits; the draft of what it is then."""
-    path = folder / draft.graphs[DECODER].file
+    """Rewrites the float32 graphs in `folder` to keep K/V in fewer bits; the draft of what they are then."""
+    paths = {name: folder / draft.graphs[name].file for name in (DECODER, ENCODER) if name in draft.graphs}
     on_stage(f"calibrating {kv_precision} K/V")
-    scales, calibration = quantize_kv.calibrate(path, draft.config)
-    quantize_kv.quantize_kv_file(path, scales)
-    graphs = {**draft.graphs, DECODER: read_signature(path)}
+    scales, calibration = quantize_kv.calibrate(paths[DECODER], draft.config, paths.get(ENCODER))
+    quantize_kv.quantize_kv_file(paths[DECODER], scales)
+    if ENCODER in paths:
+        quantize_kv.quantize_sources_file(paths[ENCODER], scales)
+    graphs = {**draft.graphs, **{name: read_signature(path) for name, path in paths.items()}}
     return dataclasses.replace(draft, graphs=graphs, kv_cache=KVFormat(kv_precision, calibration))
 
 

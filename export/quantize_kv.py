@@ -1,22 +1,23 @@
-"""A decoder graph whose self-attention K/V is kept in eight bits: scales from what the model computes, then a rewrite.
+"""Graphs whose keys and values are kept in eight bits: scales from what the model computes, then a rewrite.
 
 Each channel of each head has one scale, fixed at export: 1/127 of the largest magnitude that calibration met there. A
 number beyond it saturates. Channels that rotary positions turn in pairs share the length of the pair, which no rotation
 changes, so that what was met at one position holds at every other.
 
 Calibration needs no data: half of its sequences are drawn evenly from the vocabulary, which shows what rare tokens do,
-half are sampled from the model itself, which are as close to what it will see as it knows.
+half are sampled from the model itself, which are as close to what it will see as it knows. An encoder-decoder has no
+way to sample sources, so all of them are drawn, of lengths far apart: a short source's keys and values are larger than
+a long one's, in which attention averages over more.
 
 `GroupQueryAttention` rounds what it appends and attends to what it rounded, so a token's K/V depends on its own row
-alone, as with float32. It rounds after rotating, and so does calibration look at rotated keys.
-
-Not for an encoder-decoder: most of what its steps read is the source's K/V, which the encoder graph writes in float32,
-and a checkpoint has no sources to calibrate with.
+alone, as with float32. It rounds after rotating, and so does calibration look at rotated keys. A source's K/V are
+rounded by the encoder graph, once, with the scales by which the decoder graph reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +29,14 @@ from onnx import TensorProto, helper, numpy_helper
 from model.config import AttentionScore, ModelConfig, Positions
 
 Float32 = npt.NDArray[np.float32]
+Int64 = npt.NDArray[np.int64]
 
 NUM_SEQUENCES = 4
 """Of either kind."""
 LENGTH = 256
 """Of a calibration sequence, or the context where that is shorter."""
+SOURCE_STEP = 4
+"""How many times as long as the next shorter a calibration source is; there are as many lengths as sequences."""
 
 LIMIT = np.float32(127.0)
 LEAST_PEAK = np.float32(1e-30)
@@ -40,94 +44,187 @@ LEAST_PEAK = np.float32(1e-30)
 
 _SEED = 20170612
 _OPERATOR = "GroupQueryAttention"
-# Where the operator takes its scales; positions, biases and sinks, which lie between, are not given.
-_SCALES_AT = 12
+_CROSS = "cross_"
+# Where the operator takes its sinks and its scales; positions and biases, which lie before, are not given.
+_SINKS_AT, _SCALES_AT = 11, 12
+# A score that leaves no weight beside any other, and nothing infinite.
+_NEVER = np.float32(-1e30)
 
 
 def unsupported(config: ModelConfig) -> list[str]:
     """Why a model's K/V cannot be kept in eight bits; empty when it can."""
-    problems = []
-    if config.is_encoder_decoder:
-        problems.append(f"int8 K/V is for decoder-only models, this one is {config.architecture}")
     if config.attention_score is not AttentionScore.DOT:
-        problems.append(f"int8 K/V is for dot-product attention, this model's score is {config.attention_score}")
-    return problems
+        return [f"int8 K/V is for dot-product attention, this model's score is {config.attention_score}"]
+    return []
 
 
-def calibrate(path: Path, config: ModelConfig) -> tuple[dict[str, Float32], str]:
+def calibrate(path: Path, config: ModelConfig, encoder: Path | None = None) -> tuple[dict[str, Float32], str]:
     """Scales of every layer's keys and values, and in words what they were taken from.
 
     Args:
         path: the decoder graph in float32.
-        config: of its model, decoder-only.
+        config: of its model.
+        encoder: the encoder graph in float32, of an encoder-decoder.
 
     Returns:
-        By name (`key_0`, `value_0`, …) `[Hkv, D]`: what one step of the eight bits is worth.
+        By name (`key_0`, `value_0`, …, and for a source's `cross_key_0`, …) `[Hkv, D]`: what one step of the eight bits
+        is worth.
     """
-    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = _open(path)
     rng = np.random.default_rng(_SEED)
     length = min(LENGTH, config.context)
     drawn = rng.integers(0, config.vocab_size, (NUM_SEQUENCES, length))
+    words = f"{NUM_SEQUENCES} sequences of {length} tokens drawn evenly and {NUM_SEQUENCES} sampled from the model"
     peaks: dict[str, Float32] = {}
+    sources: _Sources | None = None
+    if encoder is not None:
+        drawn[:, 0] = config.bos_id
+        lengths = _source_lengths(config)
+        sources = _Sources(lengths, {})
+        for row, tensors in enumerate(_encode(_open(encoder), config, lengths, rng)):
+            for name, values in tensors.items():
+                peaks[name] = np.maximum(peaks.get(name, LEAST_PEAK), np.abs(values).max(axis=(0, 2)))
+                sources.add(row, name, values[0])
+        words += f", sources of {', '.join(map(str, lengths))} tokens drawn evenly"
     for sampled in (False, True):
-        cache = _compute(session, config, drawn, rng if sampled else None)
+        cache = _compute(session, config, drawn, rng if sampled else None, sources)
         for name, values in cache.items():
             met = _magnitudes(values, config, is_key=name.startswith("key")).max(axis=(0, 2))
             peaks[name] = np.maximum(peaks.get(name, LEAST_PEAK), met)
-    words = f"{NUM_SEQUENCES} sequences of {length} tokens drawn evenly and {NUM_SEQUENCES} sampled from the model"
     return {name: values / LIMIT for name, values in peaks.items()}, words
 
 
 def quantize_kv_file(path: Path, scales: Mapping[str, Float32]) -> None:
-    """Rewrites an ONNX file and the external data beside it, which is the same name with `.data` added."""
-    model = quantize_kv(onnx.load(path), scales)
-    data = path.with_name(f"{path.name}.data")
-    data.unlink()  # it would be appended to
-    onnx.save(model, path, save_as_external_data=True, location=data.name)
-    onnx.checker.check_model(path, full_check=True)
+    """Rewrites a decoder's file and the external data beside it, which is the same name with `.data` added."""
+    _save(path, quantize_kv(onnx.load(path), scales))
+
+
+def quantize_sources_file(path: Path, scales: Mapping[str, Float32]) -> None:
+    """The same of an encoder's."""
+    _save(path, quantize_sources(onnx.load(path), scales))
 
 
 def quantize_kv(model: onnx.ModelProto, scales: Mapping[str, Float32]) -> onnx.ModelProto:
-    """The decoder with `past_*` and `present_*` in int8 and these scales; all else as it was.
+    """The decoder with its K/V buffers in int8 and these scales; all else as it was.
+
+    The decoder of an encoder-decoder gets sinks besides, of no weight. ONNX Runtime has two ways of attending to eight
+    bits: one that takes rows of different lengths one after the other, and a lone row's keys apart where there are
+    threads to spare, so that company would be felt; and one that takes all rows and heads at once and holds a row of
+    scores for each. For single tokens the latter is right, and sinks are what it alone has.
 
     Args:
         model: with its weights loaded; left as it is.
-        scales: `[Hkv, D]` by the name of a buffer without its `past_`.
+        scales: `[Hkv, D]` by the name of a buffer, without the `past_` of those that are the decoder's own.
     """
     quantized = onnx.ModelProto()
     quantized.CopyFrom(model)
     graph = quantized.graph
-    buffers = {f"{kind}_{name}" for kind in ("past", "present") for name in scales}
+    buffers = {buffer for name in scales for buffer in _buffers(name)}
     for value in (*graph.input, *graph.output):
         if value.name in buffers:
             value.type.tensor_type.elem_type = TensorProto.INT8
+    has_sources = any(name.startswith(_CROSS) for name in scales)
     for node in graph.node:
         if node.op_type != _OPERATOR:
             continue
-        pasts = [name.removeprefix("past_") for name in node.input[3:5]]
-        for name in pasts:
+        names = [name.removeprefix("past_") for name in node.input[3:5]]
+        for name in names:
             values = np.ascontiguousarray(scales[name][None, :, None, :])
             graph.initializer.append(numpy_helper.from_array(values, f"{name}_scale"))
-        node.input.extend([""] * (_SCALES_AT - len(node.input)) + [f"{name}_scale" for name in pasts])
+        node.input.extend([""] * (_SCALES_AT - len(node.input)) + [f"{name}_scale" for name in names])
+        if has_sources:
+            node.input[_SINKS_AT] = "no_sinks"
         for part in ("k", "v"):
             node.attribute.append(helper.make_attribute(f"{part}_quant_type", "PER_CHANNEL"))
         node.attribute.append(helper.make_attribute("kv_cache_bit_width", 8))
+    if has_sources:
+        graph.initializer.append(numpy_helper.from_array(np.full(_num_heads(graph), _NEVER), "no_sinks"))
     return quantized
+
+
+def quantize_sources(model: onnx.ModelProto, scales: Mapping[str, Float32]) -> onnx.ModelProto:
+    """The encoder with the K/V that it writes in int8, by these scales; all else as it was.
+
+    Args:
+        model: with its weights loaded; left as it is.
+        scales: as `quantize_kv` has them.
+    """
+    quantized = onnx.ModelProto()
+    quantized.CopyFrom(model)
+    graph = quantized.graph
+    written = {output.name: output for output in graph.output if output.name in scales}
+    for node in graph.node:
+        for names in (node.input, node.output):
+            for index, name in enumerate(names):
+                if name in written:
+                    names[index] = f"{name}.whole"
+    # In steps of one: by channels, the operator would go one number at a time.
+    graph.initializer.append(numpy_helper.from_array(np.array(1, np.float32), "int8_kv.step"))
+    graph.initializer.append(numpy_helper.from_array(np.array(0, np.int8), "int8_kv.zero"))
+    for name, output in written.items():
+        inverse = np.ascontiguousarray(1 / scales[name][None, :, None, :])
+        graph.initializer.append(numpy_helper.from_array(inverse, f"{name}.steps_in_one"))
+        graph.node.append(
+            helper.make_node("Mul", [f"{name}.whole", f"{name}.steps_in_one"], [f"{name}.steps"], name=f"{name}/Mul")
+        )
+        rounded = [f"{name}.steps", "int8_kv.step", "int8_kv.zero"]
+        graph.node.append(helper.make_node("QuantizeLinear", rounded, [name], name=f"{name}/QuantizeLinear"))
+        output.type.tensor_type.elem_type = TensorProto.INT8
+    return quantized
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Encoded sources, one for each row: their lengths, and their K/V `[rows, Hkv, longest, D]` by the decoder's input.
+
+    What lies behind a source is zeros.
+    """
+
+    lengths: list[int]
+    buffers: dict[str, Float32]
+
+    def add(self, row: int, name: str, values: Float32) -> None:
+        """Puts a source's K/V `[Hkv, length, D]` into a row."""
+        if name not in self.buffers:
+            num_heads, _, head_dim = values.shape
+            self.buffers[name] = np.zeros((len(self.lengths), num_heads, max(self.lengths), head_dim), np.float32)
+        self.buffers[name][row, :, : values.shape[1]] = values
+
+
+def _source_lengths(config: ModelConfig) -> list[int]:
+    longest = min(LENGTH, config.source_context)
+    return [max(1, longest // SOURCE_STEP**row) for row in range(NUM_SEQUENCES)]
+
+
+def _encode(
+    session: ort.InferenceSession, config: ModelConfig, lengths: list[int], rng: np.random.Generator
+) -> Iterator[dict[str, Float32]]:
+    """K/V of sources of each length, `[sources, Hkv, length, D]` by name: the shorter, the more, without padding."""
+    names = [output.name for output in session.get_outputs()]
+    for length in lengths:
+        count = NUM_SEQUENCES * max(lengths) // length
+        inputs = {
+            "source_ids": rng.integers(0, config.source_vocab_size, (count, length)),
+            "source_lengths": np.full(count, length, np.int32),
+        }
+        yield dict(zip(names, session.run(names, inputs), strict=True))
 
 
 def _compute(
     session: ort.InferenceSession,
     config: ModelConfig,
-    tokens: npt.NDArray[np.int64],
+    tokens: Int64,
     rng: np.random.Generator | None,
+    sources: _Sources | None,
 ) -> dict[str, Float32]:
-    """K/V of rows of tokens.
+    """The decoder's own K/V of rows of tokens.
 
     Args:
         session: the decoder in float32.
         config: of its model.
         tokens: `[rows, length]`.
         rng: given, each row's tokens but the first are the model's own, sampled.
+        sources: of an encoder-decoder, which takes single tokens.
 
     Returns:
         `[rows, Hkv, length, D]` by name.
@@ -136,23 +233,59 @@ def _compute(
     names = [f"{part}_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
     shape = (rows, config.num_kv_heads, length, config.head_dim)
     cache: dict[str, Float32] = {name: np.zeros(shape, np.float32) for name in names}
-    fed, start = tokens if rng is None else tokens[:, :1], 0
-    while start < length:
-        end = start + fed.shape[1]
+    count = length if rng is None and sources is None else 1
+    fed = tokens[:, :count]
+    for start in range(0, length, count):
+        end = start + count
         inputs: dict[str, npt.NDArray[np.generic]] = {
-            "input_ids": fed,
+            "input_ids": np.ascontiguousarray(fed),
             "seqlens_k": np.full(rows, end - 1, np.int32),
             "total_sequence_length": np.array(end, np.int32),
-            "logits_indices": np.arange(1, rows + 1) * fed.shape[1] - 1,
+            "logits_indices": np.arange(1, rows + 1) * count - 1,
         }
         if config.positions is not Positions.ROTARY:
             inputs["position_ids"] = np.tile(np.arange(start, end), (rows, 1))
-        inputs |= {f"past_{name}": values for name, values in cache.items()}
-        logits, *present = session.run(["logits", *(f"present_{name}" for name in names)], inputs)
-        cache, start = dict(zip(names, present, strict=True)), end
-        if rng is not None:  # the largest of logits with Gumbel noise is a sample
+        buffers = dict(cache)
+        if sources is not None:
+            inputs["source_lengths"] = np.array(sources.lengths, np.int32)
+            buffers |= sources.buffers
+        logits = _run_in_place(session, inputs, buffers)
+        if rng is None:
+            fed = tokens[:, end : end + count]
+        else:  # the largest of logits with Gumbel noise is a sample
             fed = (logits + rng.gumbel(size=logits.shape)).argmax(axis=-1)[:, None]
     return cache
+
+
+def _run_in_place(
+    session: ort.InferenceSession, inputs: Mapping[str, npt.NDArray[np.generic]], buffers: Mapping[str, Float32]
+) -> Float32:
+    """Runs the decoder with each buffer, named as scales are, as input and as the output that continues it."""
+    binding = session.io_binding()
+    binding.bind_output("logits")
+    for name, values in inputs.items():
+        binding.bind_cpu_input(name, values)
+    for name, array in buffers.items():
+        shared = ort.OrtValue.ortvalue_from_numpy(array)
+        given, continued = _buffers(name)
+        binding.bind_ortvalue_input(given, shared)
+        binding.bind_ortvalue_output(continued, shared)
+    session.run_with_iobinding(binding)
+    logits: Float32 = binding.get_outputs()[0].numpy()
+    return logits
+
+
+def _buffers(name: str) -> tuple[str, str]:
+    """The decoder's input for a buffer, and the output that continues it."""
+    if not name.startswith(_CROSS):
+        return f"past_{name}", f"present_{name}"
+    kind, part, layer = name.split("_")
+    return name, f"{kind}_{part}_out_{layer}"
+
+
+def _num_heads(graph: onnx.GraphProto) -> int:
+    node = next(node for node in graph.node if node.op_type == _OPERATOR)
+    return int(next(helper.get_attribute_value(entry) for entry in node.attribute if entry.name == "num_heads"))
 
 
 def _magnitudes(values: Float32, config: ModelConfig, *, is_key: bool) -> Float32:
@@ -161,3 +294,14 @@ def _magnitudes(values: Float32, config: ModelConfig, *, is_key: bool) -> Float3
         return np.abs(values)
     first, second = np.split(values, 2, axis=-1)
     return np.tile(np.hypot(first, second), 2)
+
+
+def _open(path: Path) -> ort.InferenceSession:
+    return ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+
+def _save(path: Path, model: onnx.ModelProto) -> None:
+    data = path.with_name(f"{path.name}.data")
+    data.unlink()  # it would be appended to
+    onnx.save(model, path, save_as_external_data=True, location=data.name)
+    onnx.checker.check_model(path, full_check=True)

@@ -82,10 +82,10 @@ class Precision(StrEnum):
 
 
 class KVPrecision(StrEnum):
-    """How a decoder's self-attention K/V is stored; what is computed from it stays float32.
+    """How a decoder's K/V is stored, its own and its source's; what is computed from it stays float32.
 
-    `int8` has one scale for each channel of each head, fixed at export (`export.quantize_kv`). In slots a source's K/V,
-    which an encoder-decoder keeps besides, is float32 always. `fp16` and `bf16` are a CUDA graph's own precision.
+    `int8` has one scale for each channel of each head, fixed at export (`export.quantize_kv`). `fp16` and `bf16` are a
+    CUDA graph's own precision.
     """
 
     FP32 = "fp32"
@@ -339,12 +339,14 @@ def decoder_signature(
         inputs.append(TensorSpec("source_lengths", "int32", ("batch",)))
         for layer in range(config.num_layers):
             for part in ("key", "value"):
-                inputs.append(TensorSpec(f"cross_{part}_{layer}", "float32", cross))
-                outputs.append(TensorSpec(f"cross_{part}_out_{layer}", "float32", cross))
+                inputs.append(TensorSpec(f"cross_{part}_{layer}", kv_precision.dtype, cross))
+                outputs.append(TensorSpec(f"cross_{part}_out_{layer}", kv_precision.dtype, cross))
     return tuple(inputs), tuple(outputs)
 
 
-def encoder_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+def encoder_signature(
+    config: ModelConfig, kv_precision: KVPrecision = KVPrecision.FP32
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Inputs and outputs that an encoder graph must have: right-padded sources in, every layer's cross K/V out."""
     cross = ("batch", config.num_kv_heads, "source", config.head_dim)
     inputs = (
@@ -352,7 +354,7 @@ def encoder_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tupl
         TensorSpec("source_lengths", "int32", ("batch",)),
     )
     outputs = tuple(
-        TensorSpec(f"cross_{part}_{layer}", "float32", cross)
+        TensorSpec(f"cross_{part}_{layer}", kv_precision.dtype, cross)
         for layer in range(config.num_layers)
         for part in ("key", "value")
     )
@@ -666,7 +668,7 @@ def _check_signatures(manifest: Manifest) -> list[str]:
     if config.is_encoder_decoder and is_paged:
         expected[ENCODER] = paged_encoder_signature(config, kv.precision, kv.block_size)
     elif config.is_encoder_decoder:
-        expected[ENCODER] = encoder_signature(config)
+        expected[ENCODER] = encoder_signature(config, kv.precision)
     elif PREFILL in manifest.graphs and not is_paged:
         expected[PREFILL] = prefill_signature(manifest.config)
     if EXPLAIN in manifest.graphs:

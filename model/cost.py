@@ -230,8 +230,8 @@ def request_cost(config: ModelConfig, shape: RequestShape, kv_token_bytes: int |
     Args:
         config: the model.
         shape: what is asked of it.
-        kv_token_bytes: bytes of the K/V of a decoder token; None is float32's. A source's are float32 always, and a
-            window keeps no less than its layer would without it.
+        kv_token_bytes: bytes of the K/V of a token, the decoder's or its source's; None is float32's. A window keeps no
+            less than its layer would without it.
     """
     work = request_work(shape)
     phases = (work.prefill, work.decode)
@@ -243,8 +243,7 @@ def request_cost(config: ModelConfig, shape: RequestShape, kv_token_bytes: int |
             pairs += num_layers * (phase.num_prefill_pairs + phase.num_decode_pairs)
             padded += num_layers * phase.num_padded_pairs
     token_bytes = config.kv_bytes_per_token if kv_token_bytes is None else kv_token_bytes
-    held = sum(phase.kv_token_steps for phase in phases) * token_bytes
-    held += sum(phase.kv_source_token_steps for phase in phases) * config.kv_bytes_per_token
+    held = sum(phase.kv_token_steps + phase.kv_source_token_steps for phase in phases) * token_bytes
     return RequestCost(
         attended_pairs=pairs,
         padded_pairs=padded,

@@ -36,7 +36,7 @@ class CostModel:
     Attributes:
         config: the model.
         pieces: how its engine cuts and pads.
-        kv_token_bytes: bytes of a decoder token's K/V as they are kept; None is float32's.
+        kv_token_bytes: bytes of a token's K/V as they are kept, the decoder's or its source's; None is float32's.
     """
 
     config: ModelConfig

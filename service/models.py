@@ -103,7 +103,7 @@ class ServedModel:
 
     @property
     def kv_token_bytes(self) -> int:
-        """What the keys and values of one decoder token take."""
+        """What the keys and values of one token take, the decoder's or its source's."""
         return plan_kv_memory(self.manifest, 1, None).token_bytes
 
     def encode_prompt(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ from model.config import ModelConfig
 from service.engine.batch import KVCopy, KVDrop, KVFree, KVOperation, KVRestore, KVRetain, KVSave
 from service.engine.pages import Pages
 
-Float32 = npt.NDArray[np.float32]
 Buffers = npt.NDArray[np.float32 | np.int8]
 
 
@@ -64,7 +63,7 @@ class SlotKV:
     Args:
         config: the model's sizes.
         num_slots: how many rows.
-        dtype: of what each row holds of its own, "float32" or "int8"; sources are float32.
+        dtype: of what rows hold, of their own and of their sources, "float32" or "int8".
 
     Raises:
         MemoryError: when there is not even so much address space.
@@ -76,9 +75,9 @@ class SlotKV:
         cross_row = (config.num_kv_heads, config.source_context, config.head_dim)
         num_cross = num_tensors if config.is_encoder_decoder else 0
         self._own_pages = Pages((num_tensors, num_slots, *row), dtype, is_sparse=True)
-        self._cross_pages = Pages((num_cross, num_slots, *cross_row), np.float32, is_sparse=True)
+        self._cross_pages = Pages((num_cross, num_slots, *cross_row), dtype, is_sparse=True)
         self._own: Buffers = self._own_pages.array
-        self._cross: Float32 = self._cross_pages.array
+        self._cross: Buffers = self._cross_pages.array
         self._kept: dict[int, _Kept] = {}
 
     @property
@@ -102,8 +101,8 @@ class SlotKV:
         return tuple(self._own)
 
     @property
-    def cross(self) -> tuple[Float32, ...]:
-        """For each layer K then V of the sources: `[slots, kv_heads, source_context, head_dim] float32`, live."""
+    def cross(self) -> tuple[Buffers, ...]:
+        """For each layer K then V of the sources: `[slots, kv_heads, source_context, head_dim]`, live."""
         return tuple(self._cross)
 
     def apply(self, operation: KVOperation) -> None:
@@ -139,12 +138,12 @@ class SlotKV:
         for index, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
             _write(self._own, slot, 0, computed[:, index, :, :length])
 
-    def write_cross(self, slots: Sequence[Sequence[int]], tensors: Sequence[Float32]) -> None:
+    def write_cross(self, slots: Sequence[Sequence[int]], tensors: Sequence[Buffers]) -> None:
         """Stores encoded sources, padding included: it is never attended to.
 
         Args:
             slots: which rows each source belongs to.
-            tensors: for each layer K then V, `[len(slots), kv_heads, source, head_dim] float32`.
+            tensors: for each layer K then V, `[len(slots), kv_heads, source, head_dim]`, of the rows' own dtype.
         """
         for buffer, tensor in zip(self._cross, tensors, strict=True):
             for source, rows in zip(tensor, slots, strict=True):

@@ -166,12 +166,14 @@ def _slot_budget(manifest: Manifest) -> KVBudget:
     """What a row of slots takes. A head's positions lie one after the other, and memory is given by the page."""
     config = manifest.config
     itemsize = manifest.kv_cache.precision.itemsize
+    token_bytes = config.kv_bytes_per_token * itemsize // _FLOAT_BYTES
+    page_tokens = max(1, mmap.PAGESIZE // (config.head_dim * itemsize))
     return KVBudget(
         num_bytes=0,
-        token_bytes=config.kv_bytes_per_token * itemsize // _FLOAT_BYTES,
-        source_token_bytes=config.kv_bytes_per_token,
-        page_tokens=max(1, mmap.PAGESIZE // (config.head_dim * itemsize)),
-        source_page_tokens=max(1, mmap.PAGESIZE // (config.head_dim * _FLOAT_BYTES)),
+        token_bytes=token_bytes,
+        source_token_bytes=token_bytes,
+        page_tokens=page_tokens,
+        source_page_tokens=page_tokens,
     )
 
 

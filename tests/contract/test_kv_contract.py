@@ -436,25 +436,40 @@ def test_slot_kv_memory_of_dropped_copies_goes_back_in_any_order() -> None:
 
 
 @FAMILIES
-def test_slot_kv_in_eight_bits_takes_a_quarter_for_what_is_its_own(config: ModelConfig) -> None:
+def test_slot_kv_in_eight_bits_takes_a_quarter(config: ModelConfig) -> None:
     cache, whole = SlotKV(config, NUM_SLOTS, "int8"), SlotKV(config, NUM_SLOTS)
-    assert {buffer.dtype for buffer in cache.own} == {np.dtype(np.int8)}
-    assert {buffer.dtype for buffer in cache.cross} <= {np.dtype(np.float32)}
-    own, cross = (sum(buffer.nbytes for buffer in buffers) for buffers in (whole.own, whole.cross))
-    assert cache.reserved_bytes == own // 4 + cross
+    assert {buffer.dtype for buffer in (*cache.own, *cache.cross)} == {np.dtype(np.int8)}
+    assert len(cache.cross) == len(whole.cross)
+    assert 4 * cache.reserved_bytes == whole.reserved_bytes
 
 
 @FAMILIES
 def test_slot_kv_in_eight_bits_keeps_and_restores_what_rows_hold(config: ModelConfig) -> None:
+    """A source that is encoded for two rows, copied to a third, and kept."""
     cache = SlotKV(config, NUM_SLOTS, "int8")
     for layer, buffer in enumerate(cache.own):
-        buffer[1] = np.arange(buffer[1].size, dtype=np.int64).reshape(buffer[1].shape) % 251 - 125 + layer % 2
+        buffer[1] = numbered(buffer[1].shape, layer % 2)
+    shape = (1, config.num_kv_heads, 4, config.head_dim)
+    source = [numbered(shape, layer) for layer in range(len(cache.cross))]
+    cache.write_cross([(1, 3)], source)
     wanted = [buffer[1, :, 2:5].copy() for buffer in cache.own]
-    cache.apply(KVSave(1, 7, num_tokens=5, num_source_tokens=0, start=2))
+    num_source = 4 if config.is_encoder_decoder else 0
+    cache.apply(KVCopy(1, 2, num_tokens=5, num_source_tokens=num_source))
+    cache.apply(KVSave(1, 7, num_tokens=5, num_source_tokens=num_source, start=2))
+    assert cache.stored_bytes == (3 + num_source) * config.kv_bytes_per_token // 4
     cache.apply(KVFree(1))
     cache.apply(KVRestore(7, 0))
-    for buffer, values in zip(cache.own, wanted, strict=True):
-        np.testing.assert_array_equal(buffer[0, :, 2:5], values)
+    for row in (0, 2):
+        for buffer, values in zip(cache.own, wanted, strict=True):
+            np.testing.assert_array_equal(buffer[row, :, 2:5], values)
+    for row in (0, 2, 3):
+        for buffer, (values,) in zip(cache.cross, source, strict=True):
+            np.testing.assert_array_equal(buffer[row, :, :4], values)
+
+
+def numbered(shape: tuple[int, ...], start: int) -> npt.NDArray[np.int8]:
+    """Bytes of all kinds."""
+    return (np.arange(start, start + np.prod(shape)).reshape(shape) % 251 - 125).astype(np.int8)
 
 
 class CountedBlocks(HostBlocks):

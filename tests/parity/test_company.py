@@ -26,7 +26,7 @@ import pytest
 from export.emit import emit
 from export.graphs import DecoderGraph, EncoderGraph
 from export.quantize import quantize_file
-from export.quantize_kv import calibrate, quantize_kv_file
+from export.quantize_kv import calibrate, quantize_kv_file, quantize_sources_file
 from model.artifact import DECODER, ENCODER, KVPrecision, Precision
 from model.config import AttentionScore, ModelConfig
 from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_config
@@ -128,10 +128,21 @@ def _session(
         else:
             emit(graph(random_model(config)), path)
         if kv_precision is KV_INT8:
-            quantize_kv_file(path, calibrate(path, config)[0])
+            _quantize_kv(path, config)
         if precision is not FP32:
             quantize_file(path, precision)
         return _open(path)
+
+
+def _quantize_kv(path: Path, config: ModelConfig) -> None:
+    """Rewrites one graph; calibration takes both where there are two."""
+    graphs = {DECODER: DecoderGraph, ENCODER: EncoderGraph} if config.is_encoder_decoder else {DECODER: DecoderGraph}
+    paths = {name: path.with_name(f"{name}.onnx") for name in graphs}
+    for name, graph in graphs.items():
+        if not paths[name].exists():
+            emit(graph(random_model(config)), paths[name])
+    scales, _ = calibrate(paths[DECODER], config, paths.get(ENCODER))
+    (quantize_kv_file if path == paths[DECODER] else quantize_sources_file)(path, scales)
 
 
 def _open(path: Path) -> ort.InferenceSession:
@@ -266,22 +277,26 @@ def test_prefill_has_the_same_bits_in_any_slot(shape: Shape | None, precision: P
     assert len(answers) == 1
 
 
-BY_KV_SHAPE = pytest.mark.parametrize(
-    ("shape", "precision"),
+KV_SHAPES: list[tuple[Shape, Precision]] = [
+    *((shape, FP32) for shape in (*SHAPES[:3], WINDOWED_SHAPE)),
+    *((shape, INT8) for shape in SHAPES[:3]),
+    (SHAPES[1], INT4),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "precision"),
     [
-        *((shape, FP32) for shape in (*SHAPES[:3], WINDOWED_SHAPE)),
-        *((shape, INT8) for shape in SHAPES[:3]),
-        (SHAPES[1], INT4),
+        *(("decoder-only", *each) for each in KV_SHAPES),
+        *(("encoder-decoder", shape, FP32) for shape in (SHAPES[0], *SHAPES[3:])),
+        ("encoder-decoder", SHAPES[3], INT8),
     ],
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
-
-
-@BY_KV_SHAPE
 def test_decoded_row_over_int8_kv_has_the_same_bits_alone_and_among_up_to_33(
-    shape: Shape, precision: Precision
+    family: str, shape: Shape, precision: Precision
 ) -> None:
-    decoder = _decoder("decoder-only", shape, precision, KV_INT8)
+    decoder = _decoder(family, shape, precision, KV_INT8)
     alone = [decoder.decode([row]) for row in range(NUM_ROWS)]
     rng = np.random.default_rng(3)
     companies = [*COMPANIES, *(rng.integers(0, NUM_ROWS, size).tolist() for size in (2, 7, 16, 17, 31, 32, 33))]
@@ -293,13 +308,15 @@ def test_decoded_row_over_int8_kv_has_the_same_bits_alone_and_among_up_to_33(
                 assert values[index].tobytes() == alone[row][1][name][0].tobytes(), f"{name} of row {row}"
     for row in range(NUM_ROWS):
         loud = {name: values[[row]] for name, values in decoder.buffers.items()}
-        for values in loud.values():
-            values[:, :, decoder.past[row] :] = 127
+        for name, values in loud.items():
+            values[:, :, (decoder.past if name.startswith("past") else decoder.source_lengths)[row] :] = 127
         again = decoder.run(decoder.tokens[[row], None], decoder.past[[row]], loud, CONTEXT, [row])
         assert again.tobytes() == alone[row][0].tobytes(), "what lies beyond a row's length is nobody's business"
 
 
-@BY_KV_SHAPE
+@pytest.mark.parametrize(
+    ("shape", "precision"), KV_SHAPES, ids=lambda value: value if isinstance(value, str) else _name(value)
+)
 def test_prefill_over_int8_kv_has_the_same_bits_in_any_slot_and_in_any_chunks(
     shape: Shape, precision: Precision
 ) -> None:
@@ -358,9 +375,13 @@ def _prefill_together(decoder: Decoder, ids: npt.NDArray[np.int64], lengths: npt
     ]
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], ADDITIVE_SHAPE], ids=_name)
-def test_cross_attention_leaves_the_source_as_it_is(shape: Shape | None) -> None:
-    decoder = _decoder("encoder-decoder", shape)
+@pytest.mark.parametrize(
+    ("shape", "kv_precision"),
+    [(SHAPES[0], KV_FP32), (ADDITIVE_SHAPE, KV_FP32), (SHAPES[0], KV_INT8)],
+    ids=lambda value: value if isinstance(value, str) else _name(value),
+)
+def test_cross_attention_leaves_the_source_as_it_is(shape: Shape | None, kv_precision: KVPrecision) -> None:
+    decoder = _decoder("encoder-decoder", shape, kv_precision=kv_precision)
     _, buffers = decoder.decode(range(NUM_ROWS))
     for name in (name for name in buffers if name.startswith("cross")):
         assert buffers[name].tobytes() == decoder.buffers[name].tobytes()
@@ -369,13 +390,21 @@ def test_cross_attention_leaves_the_source_as_it_is(shape: Shape | None) -> None
 
 
 @pytest.mark.parametrize(
-    ("shape", "precision"),
-    [*((shape, FP32) for shape in (*SHAPES, ADDITIVE_SHAPE)), *((shape, INT8) for shape in SHAPES), (SHAPES[3], INT4)],
+    ("shape", "precision", "kv_precision"),
+    [
+        *((shape, FP32, KV_FP32) for shape in (*SHAPES, ADDITIVE_SHAPE)),
+        *((shape, INT8, KV_FP32) for shape in SHAPES),
+        (SHAPES[3], INT4, KV_FP32),
+        (SHAPES[0], FP32, KV_INT8),
+        (SHAPES[3], INT8, KV_INT8),
+    ],
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
-def test_encoded_source_has_the_same_bits_alone_and_batched(shape: Shape | None, precision: Precision) -> None:
+def test_encoded_source_has_the_same_bits_alone_and_batched(
+    shape: Shape | None, precision: Precision, kv_precision: KVPrecision
+) -> None:
     config = _config("encoder-decoder", shape)
-    session = _session(config, EncoderGraph, precision)
+    session = _session(config, EncoderGraph, precision, kv_precision)
     rng = np.random.default_rng(2)
     for padded in (1, 16, 48, SOURCE_CONTEXT):
         ids = rng.integers(0, config.source_vocab_size, (NUM_ROWS, padded))
@@ -391,5 +420,5 @@ def test_encoded_source_has_the_same_bits_alone_and_batched(shape: Shape | None,
 
 def _encode(
     session: ort.InferenceSession, ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]
-) -> list[npt.NDArray[np.float32]]:
+) -> list[npt.NDArray[np.float32 | np.int8]]:
     return session.run(None, {"source_ids": ids, "source_lengths": lengths})

@@ -21,7 +21,7 @@ from benchmarks import graphs, quality
 from export.__main__ import main
 from export.exporter import ParityError, export
 from export.quantize import LEAST_PEAK, quantize, quantize_blocks, quantize_columns, quantize_file, unsupported
-from export.quantize_kv import calibrate, quantize_kv
+from export.quantize_kv import calibrate, quantize_kv, quantize_sources
 from export.quantize_kv import unsupported as kv_unsupported
 from export.verify import Verdict, replay, verify
 from model import artifact, checkpoint, evaluate, golden, reference
@@ -329,24 +329,33 @@ def test_export_command_says_its_precision_and_how_often_greedy_choices_agree(
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8])
-def test_export_over_int8_kv_is_proven_and_says_so(precision: Precision) -> None:
-    folder = tiny_artifact("decoder-only", precision, KVPrecision.INT8)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_over_int8_kv_is_proven_and_says_so(family: str, precision: Precision) -> None:
+    folder = tiny_artifact(family, precision, KVPrecision.INT8)
     manifest = artifact.load(folder)
     assert manifest.kv_cache.precision is KVPrecision.INT8
     assert "4 sequences of 96 tokens drawn evenly" in manifest.kv_cache.calibration
+    is_pair = family == "encoder-decoder"
+    assert ("sources of 64, 16, 4, 1 tokens drawn evenly" in manifest.kv_cache.calibration) == is_pair
     report = verify(folder, lambda _: None)
     assert (report.verdict, report.kv_precision) == (Verdict.PASSED, KVPrecision.INT8)
     assert report.max_abs_error > golden.TOLERANCES[Precision.FP32].absolute, "nothing was rounded"
     written = json.loads((folder / artifact.PARITY).read_text())
     tolerance = golden.tolerance_of(precision, KVPrecision.INT8)
     assert (written["kv_precision"], written["tolerance"]) == ("int8", dataclasses.asdict(tolerance))
-    before, after = (
-        onnx.load(each / "decoder.onnx").graph for each in (tiny_artifact("decoder-only", precision), folder)
-    )
+    before, after = (onnx.load(each / "decoder.onnx").graph for each in (tiny_artifact(family, precision), folder))
     assert Counter(node.op_type for node in after.node) == Counter(node.op_type for node in before.node)
     weights, kept = _stored(before), _stored(after)
     assert all(np.array_equal(kept.pop(name), values) for name, values in weights.items())
-    assert kept.keys() == {f"{part}_{layer}_scale" for part in ("key", "value") for layer in range(2)}
+    kinds = ("", "cross_") if is_pair else ("",)
+    names = {f"{kind}{part}_{layer}" for kind in kinds for part in ("key", "value") for layer in range(2)}
+    assert kept.keys() == {f"{name}_scale" for name in names} | ({"no_sinks"} if is_pair else set())
+    if is_pair:
+        before, after = (onnx.load(each / "encoder.onnx").graph for each in (tiny_artifact(family, precision), folder))
+        rounding = {"Mul": 4, "QuantizeLinear": 4}
+        assert Counter(node.op_type for node in after.node) - Counter(node.op_type for node in before.node) == rounding
+        weights, kept = _stored(before), _stored(after)
+        assert all(np.array_equal(kept[name], values) for name, values in weights.items())
 
 
 def test_int8_kv_is_what_is_kept_in_float32_divided_by_its_scales() -> None:
@@ -368,6 +377,30 @@ def test_int8_kv_is_what_is_kept_in_float32_divided_by_its_scales() -> None:
     assert (lengths <= 1.2 * 127 * halves[0]).all(), "a pair's length is what no position changes"
 
 
+def test_a_sources_int8_kv_is_what_is_kept_in_float32_divided_by_its_scales() -> None:
+    """To half a step, for sources that calibration never met, short ones and long ones."""
+    folder, config = tiny_artifact("encoder-decoder"), tiny_config("encoder-decoder")
+    scales, _ = calibrate(folder / "decoder.onnx", config, folder / "encoder.onnx")
+    whole = onnx.load(folder / "encoder.onnx")
+    before, after = (
+        ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        for model in (whole, quantize_sources(whole, scales))
+    )
+    names = [output.name for output in after.get_outputs()]
+    assert names == [output.name for output in before.get_outputs()]
+    assert set(names) == {name for name in scales if name.startswith("cross_")}
+    rng, loudest = np.random.default_rng(5), dict.fromkeys(names, 0.0)
+    for length in (1, 2, 7, 31, config.source_context):
+        ids = rng.integers(0, config.source_vocab_size, (8, length))
+        feeds = {"source_ids": ids, "source_lengths": np.full(8, length, np.int32)}
+        for name, exact, kept in zip(names, before.run(names, feeds), after.run(names, feeds), strict=True):
+            assert kept.dtype == np.int8
+            steps = exact / scales[name][None, :, None, :]
+            np.testing.assert_allclose(kept, np.clip(steps, -128, 127), rtol=0, atol=0.501)
+            loudest[name] = max(loudest[name], np.abs(steps).max())
+    assert all(100 < steps < 1.3 * 127 for steps in loudest.values()), "the eight bits are used, and hardly exceeded"
+
+
 def _present(
     model: onnx.ModelProto, ids: npt.NDArray[np.int64], num_layers: int, dtype: type[np.generic]
 ) -> dict[str, npt.NDArray[Any]]:
@@ -386,30 +419,31 @@ def _present(
     return dict(zip(names, session.run([f"present_{name}" for name in names], feeds), strict=True))
 
 
-def test_verify_fails_when_a_scale_of_kv_is_off(tmp_path: Path) -> None:
-    for name in ("value_0_scale", "value_1_scale", "key_0_scale"):
-        folder = Path(shutil.copytree(tiny_artifact("decoder-only", kv_precision=KVPrecision.INT8), tmp_path / name))
-        _spoil_scale(folder / "decoder.onnx", name, factor=1e-3)
+@pytest.mark.parametrize(
+    ("family", "graph", "names"),
+    [
+        ("decoder-only", DECODER, ("value_0_scale", "value_1_scale", "key_0_scale")),
+        ("encoder-decoder", DECODER, ("value_1_scale", "cross_value_0_scale", "cross_value_1_scale")),
+        ("encoder-decoder", ENCODER, ("cross_value_0.steps_in_one", "cross_value_1.steps_in_one")),
+    ],
+)
+def test_verify_fails_when_a_scale_of_kv_is_off(
+    family: str, graph: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in names:
+        folder = Path(shutil.copytree(tiny_artifact(family, kv_precision=KVPrecision.INT8), tmp_path / name))
+        _spoil_scale(folder / f"{graph}.onnx", name, factor=1e-3)
         rehash(folder)
         assert verify(folder, lambda _: None).verdict is Verdict.FAILED, name
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides", "problem"),
-    [
-        ("encoder-decoder", {}, "int8 K/V is for decoder-only models, this one is encoder-decoder"),
-        (
-            "decoder-only",
-            ADDITIVE["decoder-only"],
-            "int8 K/V is for dot-product attention, this model's score is additive",
-        ),
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_export_refuses_int8_kv_where_there_is_none_by_name(
-    family: str, overrides: dict[str, Any], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config(family, **overrides)
+    config = tiny_config(family, **ADDITIVE[family])
     source = tiny_checkpoint(tmp_path / "checkpoint", config)
+    problem = "int8 K/V is for dot-product attention, this model's score is additive"
     assert kv_unsupported(config) == [problem]
     assert main([str(source), "--out", str(tmp_path / "out"), "--kv-cache", "int8"]) == 2
     assert _last_line(capsys)["problems"] == [problem]

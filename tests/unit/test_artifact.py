@@ -122,18 +122,26 @@ def test_a_manifest_without_kv_cache_means_float32(decoder_folder: Path) -> None
     assert artifact.load(decoder_folder).kv_cache == KVFormat(KVPrecision.FP32)
 
 
-def test_kv_in_eight_bits_is_a_matter_of_the_decoders_signature(decoder_folder: Path) -> None:
-    rewrite(decoder_folder, lambda manifest: dataclasses.replace(manifest, kv_cache=KVFormat(KVPrecision.INT8, "none")))
-    problems = problems_of(decoder_folder)
-    assert any(problem.startswith("decoder inputs lacks past_key_0 int8[") for problem in problems)
-    assert any(problem.startswith("decoder outputs has unexpected present_value_0 float32[") for problem in problems)
+def test_kv_in_eight_bits_is_a_matter_of_signatures(folder: Path) -> None:
+    rewrite(folder, lambda manifest: dataclasses.replace(manifest, kv_cache=KVFormat(KVPrecision.INT8, "none")))
+    problems = problems_of(folder)
+    wanted = ["decoder inputs lacks past_key_0 int8[", "decoder outputs has unexpected present_value_0 float32["]
+    if artifact.read_manifest(folder).config.is_encoder_decoder:
+        wanted += ["decoder inputs lacks cross_value_0 int8[", "decoder outputs lacks cross_key_out_0 int8["]
+        wanted += ["encoder outputs lacks cross_key_0 int8["]
+    for start in wanted:
+        assert any(problem.startswith(start) for problem in problems), start
 
     def change(manifest: Manifest) -> Manifest:
-        signature = artifact.decoder_signature(manifest.config, KVPrecision.INT8)
-        return dataclasses.replace(manifest, graphs={artifact.DECODER: GraphSpec("decoder.onnx", *signature)})
+        config = manifest.config
+        graphs = {artifact.DECODER: GraphSpec("decoder.onnx", *artifact.decoder_signature(config, KVPrecision.INT8))}
+        if config.is_encoder_decoder:
+            signature = artifact.encoder_signature(config, KVPrecision.INT8)
+            graphs[artifact.ENCODER] = GraphSpec("encoder.onnx", *signature)
+        return dataclasses.replace(manifest, graphs=graphs)
 
-    rewrite(decoder_folder, change)
-    manifest = artifact.load(decoder_folder)
+    rewrite(folder, change)
+    manifest = artifact.load(folder)
     assert manifest.kv_cache == KVFormat(KVPrecision.INT8, "none")
     assert Manifest.from_json(manifest.to_json()) == manifest
 

@@ -76,6 +76,16 @@ def test_kv_memory_counts_a_row_in_whole_pages() -> None:
 
 
 @FAMILIES
+def test_kv_memory_in_eight_bits_has_four_times_the_tokens_in_a_page_and_sources_too(one: Manifest) -> None:
+    whole = plan_kv_memory(one, NUM_SLOTS, None)
+    eight = plan_kv_memory(dataclasses.replace(one, kv_cache=KVFormat(KVPrecision.INT8, "none")), NUM_SLOTS, None)
+    assert (eight.page_tokens, eight.source_page_tokens) == (4 * whole.page_tokens, 4 * whole.source_page_tokens)
+    assert (4 * eight.token_bytes, 4 * eight.source_token_bytes) == (whole.token_bytes, whole.source_token_bytes)
+    page = eight.source_page_tokens
+    assert eight.row_bytes(0, page + 1) == 2 * eight.row_bytes(0, 1) == whole.row_bytes(0, 2 * page) // 4
+
+
+@FAMILIES
 def test_kv_memory_without_room_for_one_sequence_is_refused(one: Manifest) -> None:
     least = plan_kv_memory(one, 1, None).num_bytes
     check_memory(one, plan_kv_memory(one, NUM_SLOTS, least), NUM_SLOTS, 0)

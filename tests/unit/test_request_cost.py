@@ -187,6 +187,7 @@ def test_cost_of_an_encoded_source_by_hand() -> None:
     assert found.attended_pairs - cached.attended_pairs == 3 * 9
     assert cached.padded_pairs == 0
     assert cached.kv_byte_steps == found.kv_byte_steps
+    assert cost.request_cost(config, shape, kv_token_bytes=1).kv_byte_steps == 1 + 2 * 2 + 3 * 3
 
 
 @pytest.mark.parametrize("config", [decoder_only(), encoder_decoder()])
