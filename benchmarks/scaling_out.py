@@ -1,16 +1,18 @@
 """What stands between callers and several servers costs, and what a routing key saves them.
 
     python -m benchmarks.scaling_out [--model llama-110m] [--precision int8] [--rounds 5] [--threads N]
-                                     [--quick] [--docs]
+                                     [--ray] [--quick] [--docs]
 
 First the transport, on two servers that have no model (`benchmarks.clock_server`), asked directly, half of the calls
-each, and through Envoy with the configuration of `deploy/envoy`. In every round, in random order:
+each, through Envoy with the configuration of `deploy/envoy`, and with `--ray` as replicas on Ray Serve with the ingress
+of `deploy/ray` (`make ray` installs it). In every round, in random order:
 
     call        unary calls one after the other: seconds from question to answer
     message     streams that send a message every few milliseconds: seconds from its server's clock to its reader's
-    throughput  streams that send as fast as they are read: messages a second, and Envoy's processor time for each
+    throughput  streams that send as fast as they are read: messages a second, and the processor time that what stands
+                between takes for each
 
-and besides, how long Envoy takes to start, its memory after all of that and how busy it is with nothing to do. Then
+and besides, how long that takes to start, its memory after all of this and how busy it is with nothing to do. Then
 what is kept of prompts, on real servers: requests whose prompts begin in a few ways, one after the other; the share of
 prompt tokens that need not be computed on one server alone, on two with `onward-routing-key` and on two without. The
 promise is that with the key it is at least 0.8 of the single server's.
@@ -29,8 +31,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +41,8 @@ import grpc.aio
 
 from benchmarks import scenario
 from benchmarks.bench_onward import artefact, version
-from benchmarks.envoy import Envoy, balancing
+from benchmarks.envoy import balancing
+from benchmarks.ray_serve import on_ray
 from benchmarks.scenario import draw, milliseconds, percentile
 from benchmarks.serving import serving, wait_ready
 from model.artifact import load
@@ -52,8 +55,9 @@ if TYPE_CHECKING:
 
 NAME = "scaling-out-cost"
 DOCS = Path("docs")
-DIRECT, ENVOY = "direct", "envoy"
+DIRECT, ENVOY, RAY = "direct", "envoy", "ray"
 WAYS = (DIRECT, ENVOY)
+"""Those that are always measured; Ray is too large for everybody's environment."""
 NUM_SERVERS = 2
 LIMIT = 0.8
 """Share of the single server's cached tokens that two with a routing key must reach."""
@@ -82,6 +86,22 @@ class Settings:
     suffix: int = 24
     threads: int = 1
     seed: int = 0
+    ray: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How servers are asked.
+
+    Args:
+        targets: where, "host:port" each.
+        between: process ids of what stands between callers and servers.
+        start_seconds: until it did, the servers' own start included with Ray.
+    """
+
+    targets: Sequence[str]
+    between: Callable[[], Sequence[int]]
+    start_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,30 +131,47 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
 def measure_transport(settings: Settings) -> dict[str, Any]:
     """Costs of asking in each way."""
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
-    rounds: dict[str, list[Round]] = {way: [] for way in WAYS}
     with ExitStack() as stack:
-        targets = [stack.enter_context(clock_server()) for _ in range(NUM_SERVERS)]
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        began = time.perf_counter()
-        envoy = stack.enter_context(balancing(targets, folder))
-        start_seconds = time.perf_counter() - began
-        ways = {DIRECT: targets, ENVOY: [envoy.target]}
-        for way in WAYS:
-            asyncio.run(_ask(ways[way], replace(settings, calls=20, paced_messages=5, full_messages=5), None))
+        ways = _ways(settings, stack)
+        rounds: dict[str, list[Round]] = {name: [] for name in ways}
+        for way in ways.values():
+            asyncio.run(_ask(way, replace(settings, calls=20, paced_messages=5, full_messages=5)))
         for number in range(settings.rounds):
             print(f"round {number + 1}/{settings.rounds}", file=sys.stderr, flush=True)
-            order = list(WAYS)
+            order = list(ways)
             source.shuffle(order)
-            for way in order:
-                rounds[way].append(asyncio.run(_ask(ways[way], settings, envoy if way == ENVOY else None)))
-        pss_bytes = proportional_bytes(envoy.pid)
-        before = cpu_seconds(envoy.pid)
-        time.sleep(settings.idle_seconds)
-        idle_share = (cpu_seconds(envoy.pid) - before) / settings.idle_seconds
-    num_messages = settings.full_streams * settings.full_messages
-    found = judge_transport(rounds, num_messages)
-    found["ways"][ENVOY] |= {"start_seconds": start_seconds, "pss_bytes": pss_bytes, "idle_cpu_share": idle_share}
+            for name in order:
+                rounds[name].append(asyncio.run(_ask(ways[name], settings)))
+        found = judge_transport(rounds, settings.full_streams * settings.full_messages)
+        for name, way in ways.items():
+            if pids := way.between():
+                found["ways"][name] |= {
+                    "start_seconds": way.start_seconds,
+                    "pss_bytes": sum(map(proportional_bytes, pids)),
+                    "idle_cpu_share": _idle_share(way, settings.idle_seconds),
+                }
     return found
+
+
+def _ways(settings: Settings, stack: ExitStack) -> dict[str, Way]:
+    targets = [stack.enter_context(clock_server()) for _ in range(NUM_SERVERS)]
+    ways = {DIRECT: Way(targets, tuple, 0.0)}
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    began = time.perf_counter()
+    envoy = stack.enter_context(balancing(targets, folder))
+    ways[ENVOY] = Way([envoy.target], lambda: [envoy.pid], time.perf_counter() - began)
+    if settings.ray:
+        began = time.perf_counter()
+        ray = stack.enter_context(on_ray("benchmarks.ray_clock", f"--replicas={NUM_SERVERS}"))
+        ways[RAY] = Way([ray.target], ray.others, time.perf_counter() - began)
+    return ways
+
+
+def _idle_share(way: Way, seconds: float) -> float:
+    """How much of a core what stands between takes while nobody asks."""
+    before = _cpu_seconds(way.between())
+    time.sleep(seconds)
+    return _since(before) / seconds
 
 
 def judge_transport(rounds: Mapping[str, Sequence[Round]], num_messages: int) -> dict[str, Any]:
@@ -162,9 +199,9 @@ def _describe(rounds: Sequence[Round], num_messages: int) -> dict[str, Any]:
     }
 
 
-async def _ask(targets: Sequence[str], settings: Settings, envoy: Envoy | None) -> Round:
+async def _ask(way: Way, settings: Settings) -> Round:
     """One round of everything over one connection to each of the targets."""
-    async with _connected(targets) as stubs:
+    async with _connected(way.targets) as stubs:
         calls = []
         for number in range(settings.calls):
             began = time.perf_counter()
@@ -174,12 +211,13 @@ async def _ask(targets: Sequence[str], settings: Settings, envoy: Envoy | None) 
         delays = await asyncio.gather(
             *(_follow(stubs[number % len(stubs)], paced) for number in range(settings.paced_streams))
         )
-        before = cpu_seconds(envoy.pid) if envoy else 0.0
+        pids = way.between()
+        before = _cpu_seconds(pids)
         began = time.perf_counter()
         full = _stream_request(settings.full_messages, 0.0)
         await asyncio.gather(*(_follow(stubs[number % len(stubs)], full) for number in range(settings.full_streams)))
         seconds = time.perf_counter() - began
-        spent = cpu_seconds(envoy.pid) - before if envoy else None
+        spent = _since(before) if pids else None
     rate = settings.full_streams * settings.full_messages / seconds
     return Round(calls, [delay for each in delays for delay in each], rate, spent)
 
@@ -226,6 +264,20 @@ def clock_server() -> Iterator[str]:
             process.terminate()
 
 
+def _cpu_seconds(pids: Sequence[int]) -> dict[int, float]:
+    """That of several processes, but for those that are gone."""
+    found = {}
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found[pid] = cpu_seconds(pid)
+    return found
+
+
+def _since(before: Mapping[int, float]) -> float:
+    """What they have had since, together."""
+    return sum(seconds - before[pid] for pid, seconds in _cpu_seconds(tuple(before)).items())
+
+
 def cpu_seconds(pid: int) -> float:
     """Processor time that a process has had, to a hundredth of a second."""
     # The second field is its name in brackets, which may have spaces.
@@ -236,8 +288,10 @@ def cpu_seconds(pid: int) -> float:
 
 def proportional_bytes(pid: int) -> int:
     """A process's memory, of what it shares with others its part."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-    (kibibytes,) = (int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    lines: list[str] = []
+    with suppress(FileNotFoundError, ProcessLookupError):  # it is gone
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    kibibytes = sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
     return kibibytes * 1024
 
 
@@ -260,6 +314,12 @@ def measure_shares(settings: Settings, build: Path) -> dict[str, float]:
             # New prompts each time, or these would find what those left.
             asked = prompts(settings, vocab_size, source)
             shares[name] = asyncio.run(_cached_share(envoy.target, asked, has_keys=has_keys))
+    if settings.ray:
+        words = ("--models", str(models), "--replicas", str(NUM_SERVERS), "--cores", "0.5", "--by-key", "--", *flags)
+        with on_ray("deploy.ray", *words) as ray:
+            for name, has_keys in (("ray_with_key", True), ("ray_without_key", False)):
+                asked = prompts(settings, vocab_size, source)
+                shares[name] = asyncio.run(_cached_share(ray.target, asked, has_keys=has_keys))
     return shares
 
 
@@ -294,7 +354,8 @@ async def _cached_share(target: str, asked: Sequence[Sequence[int]], *, has_keys
 def judge_shares(shares: Mapping[str, float]) -> dict[str, Any]:
     """Whether the key keeps enough of what one server has."""
     kept = {name: share / shares["single"] if shares["single"] else 0.0 for name, share in shares.items()}
-    return {"cached": dict(shares), "kept": kept, "limit": LIMIT, "passed": kept["with_key"] >= LIMIT}
+    passed = all(share >= LIMIT for name, share in kept.items() if name.endswith("with_key"))
+    return {"cached": dict(shares), "kept": kept, "limit": LIMIT, "passed": passed}
 
 
 def render(results: Mapping[str, Any]) -> str:
@@ -304,8 +365,9 @@ def render(results: Mapping[str, Any]) -> str:
         "# What scaling out costs",
         "",
         f"{NUM_SERVERS} servers without a model on {results['machine']['processor']}, {results['machine']['cores']} "
-        f"cores for servers, Envoy and client together; {settings['rounds']} rounds of {settings['calls']} calls, "
-        f"{settings['paced_streams']} streams at {milliseconds(settings['pace_seconds'])} a message, "
+        f"cores for servers, what stands before them and client together; {settings['rounds']} rounds of "
+        f"{settings['calls']} calls, {settings['paced_streams']} streams at "
+        f"{milliseconds(settings['pace_seconds'])} a message, "
         f"{settings['full_streams']} at full speed. Percentiles over all rounds, throughput the median of them.",
         "",
         "| asked | call, p50 | p99 | added | message, p50 | p99 | added | messages/s | of direct |",
@@ -318,13 +380,11 @@ def render(results: Mapping[str, Any]) -> str:
             f"{_fine(message['p50'])} | {_fine(message['p99'])} | {_fine(each['added_message_seconds'])} | "
             f"{each['messages_per_second']:,.0f} | {each['throughput_share']:.0%} |"
         )
-    envoy, cached, kept = results["ways"][ENVOY], results["cached"], results["kept"]
+    cached, kept = results["cached"], results["kept"]
     verdict = "holds" if results["passed"] else "does **not** hold"
     lines += [
         "",
-        f"Envoy takes {envoy['start_seconds']:.2f} s from its start until it finds both servers healthy, "
-        f"{envoy['pss_bytes'] / _MEGABYTE:.0f} MB after all of this, {_fine(envoy['cpu_seconds_per_message'])} of "
-        f"processor time a message, and {envoy['idle_cpu_share']:.1%} of a core with nothing to do but health checks.",
+        *(_cost(name, each) for name, each in results["ways"].items() if "start_seconds" in each),
         "",
         f"{settings['requests']} requests to {settings['model']} {settings['precision']}, one after the other; their "
         f"prompts begin in {settings['families']} ways with {settings['prefix']} tokens and end in "
@@ -335,11 +395,25 @@ def render(results: Mapping[str, Any]) -> str:
         f"| one server | {cached['single']:.1%} | |",
         f"| two, with `{ROUTING_KEY}` | {cached['with_key']:.1%} | {kept['with_key']:.0%} |",
         f"| two, without | {cached['without_key']:.1%} | {kept['without_key']:.0%} |",
+        *(
+            f"| two on Ray, {words} | {cached[name]:.1%} | {kept[name]:.0%} |"
+            for name, words in (("ray_with_key", f"with `{ROUTING_KEY}`"), ("ray_without_key", "without"))
+            if name in cached
+        ),
         "",
         f"The promise, {results['limit']:.0%} of one server's with the key, {verdict}.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _cost(way: str, found: Mapping[str, Any]) -> str:
+    return (
+        f"- {way}: {found['start_seconds']:.2f} s from its start until it has found both servers"
+        f"{' and started them' if way == RAY else ''}, {found['pss_bytes'] / _MEGABYTE:.0f} MB after all of this, "
+        f"{_fine(found['cpu_seconds_per_message'])} of processor time a message, and "
+        f"{found['idle_cpu_share']:.1%} of a core with nothing to do."
+    )
 
 
 def _fine(seconds: float) -> str:
@@ -362,6 +436,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
     parser.add_argument("--rounds", type=int, default=defaults.rounds)
     parser.add_argument("--threads", type=int, default=defaults.threads, help="of each server")
     parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--ray", action="store_true", help="measure Ray Serve besides; make ray installs it")
     parser.add_argument("--quick", action="store_true", help="one short round and few requests: to see that it works")
     parser.add_argument("--docs", action="store_true", help="write the report into docs/ and not into build/bench")
     options = parser.parse_args(arguments)
@@ -375,6 +450,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
         rounds=options.rounds,
         threads=options.threads,
         seed=options.seed,
+        ray=options.ray,
     )
     if options.quick:
         settings = replace(settings, rounds=1, calls=50, full_messages=100, idle_seconds=0.5, families=3, requests=9)

@@ -1,31 +1,45 @@
 """One replica: an app whose calls Ray takes. Needs Ray, and the address space of one of its workers.
 
-Ray's context hides a call's deadline: a request carries its own in `timeout_seconds`. Methods whose clients stream
-(`ModelStreamInfer`) are not offered.
+Ray's context hides a call's deadline: a request carries its own in `timeout_seconds`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
 from typing import Any
 
-from google.protobuf.message import Message
-from prometheus_client import disable_created_metrics
+from prometheus_client import CollectorRegistry, disable_created_metrics
 from ray import serve
+from ray.util import get_node_ip_address
 
-from deploy.ray.handlers import METHODS, Handlers
+from deploy.ray.demand import demands
+from deploy.ray.handlers import METHODS, Handlers, Refused
+from deploy.ray.targets import announced
 from service.app import App
 from service.config import ServeConfig, parse_command_line
 from service.engine.engine import LastRun
 from service.loading import build_engines, load_models, settle_device, share_memory
+from service.tracing import open_tracer
+
+_ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 (what an operator may have asked for)
 
 
 class Replica:
-    """The app of `python -m service serve` with the same flags, but that nobody listens."""
+    """The app of `python -m service serve` with the same flags, but that nobody listens for calls.
 
-    async def __init__(self, flags: Sequence[str]) -> None:  # type: ignore[misc]
-        """Loads the models and proves them; Ray sends calls once it is done."""
+    Args:
+        flags: those flags.
+        targets: folder where Prometheus finds the addresses of metrics.
+    """
+
+    async def __init__(self, flags: Sequence[str], targets: str) -> None:  # type: ignore[misc]
+        """Loads the models and proves them; Ray sends calls once it is done.
+
+        Raises:
+            RuntimeError: when a model does not pass its proof.
+        """
         disable_created_metrics()  # type: ignore[no-untyped-call]
         config = parse_command_line(["serve", *flags])
         assert isinstance(config, ServeConfig)  # noqa: S101 (the verb says so)
@@ -33,50 +47,102 @@ class Replica:
         models, last_run = load_models(config.models, config.prefill_provider, config.device), LastRun()
         pool = share_memory(models, config)
         engines = build_engines(config.models, models, config, last_run, pool.parts)
-        self._app = App(config, models, engines, last_run=last_run, pool=pool, make_server=self._take)
-        self._listening = self._app.listening()
-        await self._listening.__aenter__()
-        await self._app.verify_all()
+        self._registry, self._slots = CollectorRegistry(), config.max_batch_size
+        self._app = App(
+            config,
+            models,
+            engines,
+            self._registry,
+            last_run=last_run,
+            tracer=open_tracer(config.telemetry, config.otel_endpoint),
+            pool=pool,
+            make_server=self._take,
+        )
+        del engines
+        async with AsyncExitStack() as running:
+            endpoint = await running.enter_async_context(self._app.listening())
+            if endpoint.metrics_port is not None:
+                host = get_node_ip_address() if endpoint.host in _ANY_ADDRESS else endpoint.host
+                running.enter_context(announced(Path(targets), f"{host}:{endpoint.metrics_port}"))
+            await self._app.verify_all()
+            await self.check_health()
+            self._running = running.pop_all()
 
     def _take(self, *services: Any, **options: Any) -> Handlers:
         self._handlers = Handlers(*services, **options)
         return self._handlers
 
-    def check_health(self) -> None:
-        """Ray asks every few seconds, and replaces a replica that raises.
+    async def check_health(self) -> None:
+        """Ray asks every few seconds, and replaces a replica that raises thrice.
 
         Raises:
             RuntimeError: when a model does not answer.
         """
-        if not self._handlers.health():
-            raise RuntimeError("a model does not answer")
+        if not await self._handlers.is_serving():
+            raise RuntimeError("a model does not answer: it has not passed its proof, or its steps fail")
+
+    async def record_autoscaling_stats(self) -> Mapping[str, float]:
+        """What Ray asks for to know how many replicas it takes; see `deploy.ray.demand`."""
+        return demands(self._registry, self._app.models.names, self._slots)
 
     async def __del__(self) -> None:
-        """Drains; Ray waits for it."""
-        await self._listening.__aexit__(None, None, None)
+        """Drains; Ray waits for it, and sends no more calls by then."""
+        await self._running.aclose()
+
+
+class _Encoded:
+    """A message that is already what Ray makes of messages."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 (what a message has)
+        """Itself."""
+        return self._data
+
+
+# Calls that are refused return instead of raising: the context has been told the status, and Ray passes on what it has
+# of trailing metadata, which is where details of errors are, with what returns alone.
 
 
 def _unary(name: str) -> Callable[..., Any]:
-    async def call(self: Any, request: Message, grpc_context: Any) -> Message:
-        answer: Message = await self._handlers.call(name, request, grpc_context)
-        return answer
+    async def call(self: Any, request: bytes, grpc_context: Any) -> _Encoded:
+        try:
+            return _Encoded(await self._handlers.call(name, request, grpc_context))
+        except Refused:
+            return _Encoded(b"")
 
     return call
 
 
 def _stream(name: str) -> Callable[..., Any]:
-    async def call(self: Any, request: Message, grpc_context: Any) -> AsyncGenerator[Message, None]:
-        async with aclosing(self._handlers.stream(name, request, grpc_context)) as answers:
+    async def call(self: Any, request: bytes, grpc_context: Any) -> AsyncGenerator[_Encoded, None]:
+        async with aclosing(_encoded(self._handlers.stream(name, request, grpc_context))) as answers:
             async for answer in answers:
                 yield answer
 
     return call
 
 
-_CALLS = {
-    name: (_stream if method.server_streaming else _unary)(name)
-    for name, method in METHODS.items()
-    if not method.client_streaming
-}
+def _exchange(name: str) -> Callable[..., Any]:
+    async def call(self: Any, requests: AsyncIterator[bytes], grpc_context: Any) -> AsyncGenerator[_Encoded, None]:
+        async with aclosing(_encoded(self._handlers.exchange(name, requests, grpc_context))) as answers:
+            async for answer in answers:
+                yield answer
+
+    return call
+
+
+async def _encoded(answers: AsyncGenerator[bytes, None]) -> AsyncGenerator[_Encoded, None]:
+    async with aclosing(answers):
+        try:
+            async for answer in answers:
+                yield _Encoded(answer)
+        except Refused:
+            return
+
+
+_KINDS = {(False, False): _unary, (False, True): _stream, (True, True): _exchange}
+_CALLS = {name: _KINDS[method.client_streaming, method.server_streaming](name) for name, method in METHODS.items()}
 Onward = serve.deployment(type("Onward", (Replica,), _CALLS))
 """What Ray starts as often as it is told to."""

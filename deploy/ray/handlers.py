@@ -1,31 +1,66 @@
 """A server's methods without a server: called by their names, by whoever takes the calls. Knows nothing of Ray.
 
 Stands where `service.transport.server.GrpcServer` does, so that what a call goes through is the same: keys are asked
-for, errors become statuses, calls are counted and traced. What the caller's context must have is `CallContext`.
+for, garbage is refused, errors become statuses, calls are counted and traced. Messages come and go as they are on the
+wire. What the caller's context must have is `CallContext`.
+
+Not offered is what means one server and not all behind an address (`FOR_ONE`), which is refused, and `Watch` of
+`grpc.health.v1`, which nobody implements: a watcher would keep the replica it happened to reach from ever being idle.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import grpc
-from google.protobuf.message import Message
-from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.descriptor import MethodDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from proto.inference import open_inference_pb2
 from proto.inference.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from proto.onward.v1 import generation_pb2, model_pb2
 from proto.onward.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from proto.onward.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
+from service.access import Permission
+from service.transport.permissions import PERMISSIONS
 from service.transport.server import EVERYTHING, SERVICES
 
 _FILES = (generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
-METHODS = {
+_OURS = {
     method.name: method for file in _FILES for service in file.services_by_name.values() for method in service.methods
 }
-"""Every method of ours; no two have the same name, which a test of permissions relies on too."""
+_CHECK = health_pb2.DESCRIPTOR.services_by_name["Health"].methods_by_name["Check"]
+METHODS: Mapping[str, MethodDescriptor] = {**_OURS, _CHECK.name: _CHECK}
+"""Every method that is offered; no two have the same name, which a test of permissions relies on too."""
+FOR_ONE = frozenset(name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE)
+"""What changes or occupies a model of one replica, and nobody could say of which."""
+_FOR_ONE = "this is for one replica and not for all behind this address"
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_KINDS: Mapping[tuple[bool, bool], Callable[..., Any]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+def add_methods(servicer: Any, server: Any) -> None:
+    """Tells a gRPC server which methods there are, as generated code would, but that messages stay bytes.
+
+    Args:
+        servicer: has a method for each.
+        server: `grpc.Server` or alike.
+    """
+    services: dict[str, dict[str, Any]] = {}
+    for name, method in METHODS.items():
+        kind = _KINDS[method.client_streaming, method.server_streaming]
+        services.setdefault(method.containing_service.full_name, {})[name] = kind(getattr(servicer, name))
+    for service, handlers in services.items():
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
 
 
 class CallContext(Protocol):
@@ -53,7 +88,7 @@ class CallContext(Protocol):
 
 
 class Refused(Exception):
-    """A call that ends with another status than OK; the context has been told which."""
+    """A call that ends with another status than OK; the context has been told which, and of what in particular."""
 
 
 class Handlers:
@@ -74,18 +109,19 @@ class Handlers:
         has_reflection: bool = True,  # noqa: ARG002
     ) -> None:
         (self._interceptor,) = interceptors
+        self._health = health.aio.HealthServicer()
         registry = _Registry()
         add_GenerationServiceServicer_to_server(generation, registry)  # type: ignore[arg-type]
         add_ModelServiceServicer_to_server(models, registry)  # type: ignore[arg-type]
         add_GRPCInferenceServiceServicer_to_server(inference, registry)  # type: ignore[arg-type]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, registry)
         self._bare = registry.methods
         self._wrapped: dict[str, Any] = {}
-        self._health: dict[str, bool] = {}
-        self._is_withdrawn = False
 
     async def start(self, host: str, port: int) -> int:  # noqa: ARG002
         """Wraps the methods; nobody listens, and health is bad. Returns 0, which is no port."""
-        self._health = dict.fromkeys((EVERYTHING, *SERVICES), False)
+        for name in (EVERYTHING, *SERVICES):
+            await self.set_health(name, is_serving=False)
         for name, method in METHODS.items():
             path = f"/{method.containing_service.full_name}/{name}"
             bare = self._bare[path]
@@ -98,56 +134,54 @@ class Handlers:
         return 0
 
     async def set_health(self, name: str, *, is_serving: bool) -> None:
-        """Keeps it for whoever asks."""
-        self._health[name] = is_serving
+        """Tells whoever asks for the health of everything (""), a service or a model."""
+        await self._health.set(name, _SERVING if is_serving else _NOT_SERVING)
 
     async def withdraw(self) -> None:
         """All health is bad from now on."""
-        self._is_withdrawn = True
+        await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_seconds: float) -> None:
         """Nothing to stop: whoever takes the calls stops them."""
 
-    def health(self, name: str = EVERYTHING) -> bool | None:
-        """Whether everything, a service or a model serves; None if it is not known."""
-        serving = self._health.get(name)
-        return False if serving and self._is_withdrawn else serving
+    async def is_serving(self) -> bool:
+        """Whether everything serves."""
+        told = await self._health.Check(health_pb2.HealthCheckRequest(service=EVERYTHING), None)
+        return bool(told.status == _SERVING)
 
-    async def call(self, name: str, request: Message, context: CallContext) -> Message:
+    async def call(self, name: str, request: bytes, context: CallContext) -> bytes:
         """Answers a unary call.
 
         Raises:
             Refused: when it ends with another status than OK.
         """
-        inner = _Context(context)
-        data: bytes = await self._wrapped[name].unary_unary(request.SerializeToString(), inner)
-        return _answer(name, data)
+        inner, handler = _Context(context), self._wrapped[name]
+        if name in FOR_ONE:
+            await inner.abort(grpc.StatusCode.PERMISSION_DENIED, _FOR_ONE)
+        # Health has a codec for gRPC to use; ours parse and serialise themselves.
+        parse, serialize = handler.request_deserializer or bytes, handler.response_serializer or bytes
+        answer: bytes = serialize(await handler.unary_unary(parse(request), inner))
+        return answer
 
-    async def stream(self, name: str, request: Message, context: CallContext) -> AsyncGenerator[Message, None]:
+    async def stream(self, name: str, request: bytes, context: CallContext) -> AsyncGenerator[bytes, None]:
         """Answers a call with a stream; closing it cancels the call.
 
         Raises:
             Refused: when it ends with another status than OK.
         """
-        messages: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
-        inner = _Context(context, messages)
-        running = asyncio.ensure_future(self._wrapped[name].unary_stream(request.SerializeToString(), inner))
-        try:
-            while True:
-                coming = asyncio.ensure_future(messages.get())
-                await asyncio.wait((coming, running), return_when=asyncio.FIRST_COMPLETED)
-                if not coming.done():
-                    coming.cancel()
-                    break
-                yield _answer(name, coming.result())
-            await running
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+        inner = _Context(context)
+        async with aclosing(inner.written(self._wrapped[name].unary_stream(request, inner))) as answers:
+            async for answer in answers:
+                yield answer
 
-
-def _answer(name: str, data: bytes) -> Message:
-    return GetMessageClass(METHODS[name].output_type).FromString(data)
+    async def exchange(
+        self, name: str, requests: AsyncIterator[bytes], context: CallContext
+    ) -> AsyncGenerator[bytes, None]:
+        """Answers a stream with a stream, as `stream` does."""
+        inner = _Context(context)
+        async with aclosing(inner.written(self._wrapped[name].stream_stream(requests, inner))) as answers:
+            async for answer in answers:
+                yield answer
 
 
 class _Details:
@@ -175,9 +209,31 @@ class _Registry:
 class _Context:
     """The caller's context as our handlers and the interceptor want it."""
 
-    def __init__(self, outer: CallContext, messages: asyncio.Queue[bytes] | None = None) -> None:
+    def __init__(self, outer: CallContext) -> None:
         self._outer = outer
-        self._messages = messages
+        self._messages: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
+
+    async def written(self, handling: Awaitable[None]) -> AsyncGenerator[bytes, None]:
+        """What a handler writes, until it is done; closing this cancels it, and waits for it to clean up.
+
+        Raises:
+            Exception: whatever the handler raises.
+        """
+        running = asyncio.ensure_future(handling)
+        try:
+            while True:
+                coming = asyncio.ensure_future(self._messages.get())
+                try:
+                    await asyncio.wait((coming, running), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    coming.cancel()
+                if not coming.done():
+                    break
+                yield coming.result()
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     def time_remaining(self) -> None:
         """Whoever takes the calls hides their deadlines; a request may carry its own."""
@@ -192,7 +248,6 @@ class _Context:
 
     async def write(self, message: bytes) -> None:
         """Waits until the message before this one was taken."""
-        assert self._messages is not None  # noqa: S101 (a unary handler does not write)
         await self._messages.put(message)
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:

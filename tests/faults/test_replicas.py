@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
 
 import grpc
 import pytest
@@ -20,82 +16,21 @@ from benchmarks.envoy import Envoy, balancing
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.artifacts import tiny_artifact
-from tests.faults.process import DECODER, ServerProcess, greedy, serving, streamed, until
+from tests.faults.callers import (
+    LONG,
+    NUM_CALLERS,
+    NUM_STREAMS,
+    ROOT,
+    SECONDS,
+    SHORT,
+    TRITON_CLIENT,
+    Load,
+    last_json,
+    run,
+)
+from tests.faults.process import DECODER, ServerProcess, greedy, serving, until
 
-ROOT = Path(__file__).parents[2]
-TRITON_CLIENT = ROOT / "tests" / "integration" / "triton_client.py"
 CONTEXT = 2048
-NUM_STREAMS, NUM_CALLERS = 6, 4
-LONG, SHORT = greedy(DECODER, max_tokens=250), greedy(DECODER, max_tokens=8)
-SECONDS = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A call: when it began, its status' name or "incomplete", and the tokens that came."""
-
-    begun: float
-    code: str
-    tokens: tuple[int, ...]
-
-
-class Load:
-    """Callers who ask one thing after the other, some for streams and some for whole answers, while the block lasts."""
-
-    def __init__(self, target: str) -> None:
-        self.answers: list[Ended] = []
-        self.streams: list[Ended] = []
-        self._is_over = threading.Event()
-        self._channel = grpc.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)])
-        self._stub = GenerationServiceStub(self._channel)
-        self._streaming = [threading.Thread(target=self._stream) for _ in range(NUM_STREAMS)]
-        self._calling = [threading.Thread(target=self._call) for _ in range(NUM_CALLERS)]
-
-    def __enter__(self) -> Self:
-        """Streams first, and whole answers on top."""
-        for thread in self._streaming:
-            thread.start()
-        return self
-
-    def call(self) -> None:
-        """Lets the others ask for whole answers, and waits until they have some."""
-        for thread in self._calling:
-            thread.start()
-        self.until_answers(20)
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for thread in (*self._streaming, *self._calling):
-            if thread.ident is not None:
-                thread.join(SECONDS)
-        self._channel.close()
-
-    def until_answers(self, more: int) -> None:
-        """Waits for so many more answers."""
-        goal = len(self.answers) + more
-        until(lambda: len(self.answers) >= goal, "nobody is answered", SECONDS)
-
-    def _call(self) -> None:
-        while not self._is_over.is_set():
-            begun = time.monotonic()
-            try:
-                answer = self._stub.Generate(SHORT, timeout=SECONDS)
-            except grpc.RpcError as error:
-                self.answers.append(Ended(begun, error.code().name, ()))
-            else:
-                self.answers.append(Ended(begun, "OK", tuple(answer.outputs[0].token_ids)))
-
-    def _stream(self) -> None:
-        while not self._is_over.is_set():
-            begun, tokens, code = time.monotonic(), list[int](), "incomplete"
-            try:
-                for event in self._stub.GenerateStream(streamed(LONG), timeout=SECONDS):
-                    tokens += event.delta.token_ids
-                    if event.HasField("summary"):
-                        code = "OK"
-            except grpc.RpcError as error:
-                code = error.code().name
-            self.streams.append(Ended(begun, code, tuple(tokens)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,17 +154,6 @@ def envoy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Envoy]:
         for server in servers:
             server.settle()
             assert num_requests(server) > 0
-
-
-def run(*words: str) -> str:
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=100, cwd=ROOT)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout
-
-
-def last_json(out: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(out.strip().rpartition("\n")[2])
-    return found
 
 
 def test_tritonclient_works_unchanged_but_for_what_is_for_one_server(envoy: Envoy) -> None:

@@ -7,12 +7,16 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 from prometheus_client import CollectorRegistry
 
-from deploy.ray.handlers import METHODS, Handlers, Refused
+from deploy.ray.handlers import FOR_ONE, METHODS, Handlers, Refused, add_methods
+from proto.inference import open_inference_pb2 as oip
+from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
 from service.app import App
 from service.transport.permissions import PERMISSIONS
@@ -74,10 +78,22 @@ async def taking(
     model, registry = served_model(context=context), CollectorRegistry()
     app = App(CONFIG, [model], {MODEL: engine_for(model, runner)}, registry, make_server=make)
     async with app.listening():
-        assert made[0].health() is False
+        assert not await made[0].is_serving()
         await app.verify_all()
         yield made[0], registry
-    assert made[0].health() is False
+    assert not await made[0].is_serving()
+
+
+async def generated(handlers: Handlers, context: Context | None = None, **fields: Any) -> pb.GenerateResponse:
+    data = generate_request(**fields).SerializeToString()
+    return pb.GenerateResponse.FromString(await handlers.call("Generate", data, context or Context()))
+
+
+async def streamed(
+    handlers: Handlers, context: Context | None = None, **fields: Any
+) -> list[pb.GenerateStreamResponse]:
+    answers = handlers.stream("GenerateStream", stream_request(**fields).SerializeToString(), context or Context())
+    return [pb.GenerateStreamResponse.FromString(each) async for each in answers]
 
 
 def handled(registry: CollectorRegistry, method: str, code: str) -> float:
@@ -85,45 +101,123 @@ def handled(registry: CollectorRegistry, method: str, code: str) -> float:
     return registry.get_sample_value("onward_grpc_server_handled_total", labels) or 0.0
 
 
-async def test_every_method_is_there() -> None:
-    assert set(METHODS) == set(PERMISSIONS)
+async def test_every_method_is_there_and_health_besides() -> None:
+    assert set(METHODS) == {*PERMISSIONS, "Check"}
     async with taking() as (handlers, _):
-        assert (handlers.health(), handlers.health(MODEL), handlers.health("nobody")) == (True, True, None)
-        described: Any = await handlers.call("GetModel", model_pb2.GetModelRequest(), Context())
-        assert described.model == MODEL
+        data = await handlers.call("GetModel", model_pb2.GetModelRequest().SerializeToString(), Context())
+    assert model_pb2.GetModelResponse.FromString(data).model == MODEL
+
+
+async def test_a_server_is_told_every_method_with_bytes_on_both_sides() -> None:
+    server, found = Mock(), {}
+    add_methods(Mock(), server)
+    for call in server.add_generic_rpc_handlers.call_args_list:
+        (handlers,) = call.args[0]
+        for name, method in METHODS.items():
+            path = f"/{method.containing_service.full_name}/{name}"
+            if handler := handlers.service(Mock(method=path)):
+                found[name] = handler
+    assert set(found) == set(METHODS)
+    for name, handler in found.items():
+        assert (handler.request_deserializer, handler.response_serializer) == (None, None)
+        assert handler.request_streaming == METHODS[name].client_streaming
+        assert handler.response_streaming == METHODS[name].server_streaming
+
+
+@pytest.mark.parametrize(("name", "serves"), [("", True), (MODEL, True), ("onward.v1.GenerationService", True)])
+async def test_health_is_told(name: str, serves: bool) -> None:
+    async with taking() as (handlers, _):
+        assert await handlers.is_serving()
+        data = await handlers.call("Check", health_pb2.HealthCheckRequest(service=name).SerializeToString(), Context())
+    status = health_pb2.HealthCheckResponse.FromString(data).status
+    assert (status == health_pb2.HealthCheckResponse.SERVING) is serves
+
+
+async def test_nobodys_health_is_not_found() -> None:
+    context = Context()
+    async with taking() as (handlers, _):
+        with pytest.raises(Refused):
+            await handlers.call("Check", health_pb2.HealthCheckRequest(service="nobody").SerializeToString(), context)
+    assert context.code is grpc.StatusCode.NOT_FOUND
 
 
 async def test_answers_and_streams_are_those_of_a_server() -> None:
     async with taking() as (handlers, registry):
-        answer: Any = await handlers.call("Generate", generate_request(max_tokens=6), Context())
-        events: Any = [
-            each async for each in handlers.stream("GenerateStream", stream_request(max_tokens=6), Context())
-        ]
+        answer = await generated(handlers, max_tokens=6)
+        events = await streamed(handlers, max_tokens=6)
         assert handled(registry, "Generate", "OK") == handled(registry, "GenerateStream", "OK") == 1
     assert list(answer.outputs[0].token_ids) == tokens_of(events) == expected_tokens(PROMPT, 6)
     assert (kinds(events)[0], kinds(events)[-1]) == ("accepted", "summary")
 
 
+def infer_request(name: str) -> bytes:
+    request = oip.ModelInferRequest(model_name=MODEL, id=name)
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"ab")
+    request.parameters["max_tokens"].int64_param = 4
+    request.parameters["temperature"].double_param = 0
+    return request.SerializeToString()
+
+
+async def test_a_stream_of_requests_is_answered_while_more_may_come() -> None:
+    is_answered = asyncio.Event()
+
+    async def requests() -> AsyncIterator[bytes]:
+        for name in ("x", "y"):
+            yield infer_request(name)
+        await is_answered.wait()
+
+    seen: set[str] = set()
+    async with taking() as (handlers, registry):
+        async for data in handlers.exchange("ModelStreamInfer", requests(), Context()):
+            message = oip.ModelStreamInferResponse.FromString(data)
+            assert not message.error_message
+            seen.add(message.infer_response.id)
+            if len(seen) == 2:
+                is_answered.set()
+        assert handled(registry, "ModelStreamInfer", "OK") == 1
+    assert seen == {"x", "y"}
+
+
 async def test_refusals_tell_the_context_code_words_and_details() -> None:
     async with taking() as (handlers, _):
-        unary, streamed = Context(), Context()
+        unary, stream = Context(), Context()
         with pytest.raises(Refused):
-            await handlers.call("Generate", generate_request(max_tokens=0), unary)
+            await generated(handlers, unary, max_tokens=0)
         with pytest.raises(Refused):
-            [each async for each in handlers.stream("GenerateStream", stream_request(max_tokens=0), streamed)]
-    for context in (unary, streamed):
+            await streamed(handlers, stream, max_tokens=0)
+    for context in (unary, stream):
         assert context.code is grpc.StatusCode.INVALID_ARGUMENT
         assert context.details.startswith("stopping.max_tokens: ")
         assert [name for name, _ in context.trailing] == ["grpc-status-details-bin"]
 
 
+async def test_what_is_no_message_is_an_invalid_argument_and_counted() -> None:
+    context = Context()
+    async with taking() as (handlers, registry):
+        with pytest.raises(Refused):
+            await handlers.call("Generate", b"\xff\xff", context)
+        assert handled(registry, "Generate", "INVALID_ARGUMENT") == 1
+    assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("name", sorted(FOR_ONE))
+async def test_what_is_for_one_server_is_refused(name: str) -> None:
+    context = Context()
+    async with taking() as (handlers, _):
+        with pytest.raises(Refused):
+            await handlers.call(name, b"", context)
+        assert await handlers.is_serving()
+    assert context.code is grpc.StatusCode.PERMISSION_DENIED
+
+
 async def test_a_stream_that_is_closed_gives_its_place_back() -> None:
     async with taking(context=100_000) as (handlers, registry):
         for _ in range(3 * SLOTS):
-            answers = handlers.stream("GenerateStream", stream_request(max_tokens=60_000), Context())
+            request = stream_request(max_tokens=60_000).SerializeToString()
+            answers = handlers.stream("GenerateStream", request, Context())
             async with aclosing(answers):
-                async for event in answers:
-                    if event.HasField("delta"):
+                async for data in answers:
+                    if pb.GenerateStreamResponse.FromString(data).HasField("delta"):
                         break
         await eventually(lambda: handled(registry, "GenerateStream", "CANCELLED") == 3 * SLOTS)
         gauge = "onward_num_requests_running"
@@ -135,7 +229,7 @@ async def test_a_call_that_is_cancelled_gives_its_place_back() -> None:
     async with taking(FakeRunner(SLOTS, before_run=gate)) as (handlers, registry):
         gate.entered.clear()  # The golden cases have come through it.
         with gate.closed():
-            call = asyncio.ensure_future(handlers.call("Generate", generate_request(), Context()))
+            call = asyncio.ensure_future(generated(handlers))
             await gate.until_entered()
             call.cancel()
             with pytest.raises(asyncio.CancelledError):

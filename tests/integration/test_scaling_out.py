@@ -38,6 +38,12 @@ def test_the_promise_is_about_the_key_and_one_server(with_key: float, passed: bo
     assert found["kept"]["without_key"] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(("with_key", "passed"), [(0.48, True), (0.479, False)])
+def test_the_promise_holds_on_ray_too_where_that_is_measured(with_key: float, passed: bool) -> None:
+    shares = {"single": 0.6, "with_key": 0.6, "without_key": 0.1, "ray_with_key": with_key, "ray_without_key": 0.1}
+    assert scaling_out.judge_shares(shares)["passed"] is passed
+
+
 def test_prompts_begin_in_so_many_ways_and_all_end_differently() -> None:
     settings = Settings(families=4, requests=30, prefix=6, suffix=3)
     made = scaling_out.prompts(settings, 1000, random.Random(1))
