@@ -21,6 +21,20 @@ TRITON_CLIENT = ROOT / "tests" / "integration" / "triton_client.py"
 NUM_STREAMS, NUM_CALLERS = 6, 4
 LONG, SHORT = greedy(DECODER, max_tokens=250), greedy(DECODER, max_tokens=8)
 SECONDS = 60.0
+_RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{"service": "onward.v1.GenerationService", "method": "Generate"}],
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.05s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +47,21 @@ class Ended:
 
 
 class Load:
-    """Callers who ask one thing after the other, some for streams and some for whole answers, while the block lasts."""
+    """Callers who ask one thing after the other, some for streams and some for whole answers, while the block lasts.
 
-    def __init__(self, target: str) -> None:
+    Args:
+        target: whom they ask.
+        has_retries: whether gRPC asks again, for a whole answer, where nobody was found (UNAVAILABLE).
+    """
+
+    def __init__(self, target: str, *, has_retries: bool = False) -> None:
         self.answers: list[Ended] = []
         self.streams: list[Ended] = []
         self._is_over = threading.Event()
-        self._channel = grpc.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)])
+        options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
+        if has_retries:
+            options.append(("grpc.service_config", json.dumps(_RETRIES)))
+        self._channel = grpc.insecure_channel(target, options)
         self._stub = GenerationServiceStub(self._channel)
         self._streaming = [threading.Thread(target=self._stream) for _ in range(NUM_STREAMS)]
         self._calling = [threading.Thread(target=self._call) for _ in range(NUM_CALLERS)]

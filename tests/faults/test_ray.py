@@ -144,7 +144,8 @@ def direct(alone: ServerProcess) -> Iterator[grpc.Channel]:
         yield channel
 
 
-KILLED = {"UNAVAILABLE", "INTERNAL", "CANCELLED", "UNKNOWN"}
+LOST, BROKEN = {"UNAVAILABLE", "UNKNOWN"}, {"CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"}
+"""How whole answers end whose replica is killed, and streams."""
 
 
 def infer_request(model: str = DECODER, **fields: Any) -> oip.ModelInferRequest:
@@ -322,6 +323,14 @@ class TestByLoad:
         metadata = [("application", "nobody")]
         assert status_of(two.generation.Generate, SHORT, metadata=metadata).code().name == "NOT_FOUND"
 
+    def test_too_much_metadata_ends_a_connection_and_no_other(self, two: Replicas) -> None:
+        with grpc.insecure_channel(two.ray.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            generate = GenerationServiceStub(channel).Generate
+            assert generate(SHORT, metadata=[("x-padding", "x" * 12_000)], timeout=SECONDS).outputs
+            error = status_of(generate, SHORT, metadata=[("x-padding", "x" * 20_000)])
+        assert error.code().name == "UNAVAILABLE"
+        assert two.generation.Generate(SHORT, timeout=SECONDS).outputs
+
     # Deadlines.
 
     def test_a_deadline_cancels_and_is_known_where_the_request_tells_it(self, two: Replicas) -> None:
@@ -463,10 +472,11 @@ class TestByLoad:
     ) -> None:
         whole, short = tokens_of(two, LONG), tokens_of(two, SHORT)
         victim, other = two.ray.replicas()
-        with Load(two.ray.target) as load:
+        with Load(two.ray.target, has_retries=True) as load:
             until(two.are_busy, "the streams do not run on both", SECONDS)
             load.call()
             os.kill(victim, signal.SIGKILL)
+            until(lambda: victim not in two.ray.replicas(), "it is still there", SECONDS)
             killed = time.monotonic()
             load.until_answers(100)
             two.until_two(old=[victim])
@@ -479,7 +489,8 @@ class TestByLoad:
         broken = [stream for stream in load.streams if stream.code != "OK"]
         assert broken
         assert all(stream.begun < killed for stream in broken)
-        assert {call.code for call in (*lost, *broken)} <= KILLED
+        assert {call.code for call in lost} <= LOST
+        assert {stream.code for stream in broken} <= BROKEN
         for stream in broken:
             # Even all of them are not the whole answer while its summary is missing.
             assert stream.tokens == whole[: len(stream.tokens)]
