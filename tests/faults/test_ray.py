@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 import urllib.request
@@ -27,7 +26,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks import prometheus
+from benchmarks import prometheus, scaling_out, scenario
+from benchmarks.peers.protocol import Options
 from benchmarks.ray_serve import PYTHON, RayServe, on_ray
 from client import Client, IncompleteStream
 from client.errors import CallError
@@ -326,7 +326,7 @@ class TestByLoad:
     def test_too_much_metadata_ends_a_connection_and_no_other(self, two: Replicas) -> None:
         with grpc.insecure_channel(two.ray.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
             generate = GenerationServiceStub(channel).Generate
-            assert generate(SHORT, metadata=[("x-padding", "x" * 12_000)], timeout=SECONDS).outputs
+            assert generate(SHORT, metadata=[("x-padding", "x" * 4_000)], timeout=SECONDS).outputs
             error = status_of(generate, SHORT, metadata=[("x-padding", "x" * 20_000)])
         assert error.code().name == "UNAVAILABLE"
         assert two.generation.Generate(SHORT, timeout=SECONDS).outputs
@@ -646,25 +646,30 @@ def test_replicas_come_and_go_with_what_is_wanted(tmp_path: Path) -> None:
         some.generation.Generate(SHORT, timeout=SECONDS)
 
 
-def test_flags_that_are_no_good_or_mean_nothing_here_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "pem").touch()
-    pem = str(tmp_path / "pem")
-    for words, complaint in (
-        (("--models", str(tmp_path), "--", "--max-batch-size", "0"), "--max-batch-size is '0'"),
-        (
-            ("--models", str(tmp_path), "--", "--tls-certificate", pem, "--tls-key", pem),
-            "--tls-certificate has no effect here",
-        ),
-    ):
-        done = subprocess.run(
-            [PYTHON, "-m", "deploy.ray", *words], capture_output=True, text=True, check=False, timeout=100, cwd=ROOT
-        )
-        assert done.returncode == 2
-        assert complaint in done.stderr
-
-
 def test_every_variable_is_one_that_ray_reads() -> None:
     (constants,) = PYTHON.parents[1].glob("lib/*/site-packages/ray/serve/_private/constants.py")
     known = constants.read_text(encoding="utf-8")
     names = {name for name in environment(1, by_key=True) if name != "RAY_USAGE_STATS_ENABLED"}
     assert all(f'"{name}"' in known for name in names)
+
+
+def test_what_it_costs_is_measured_beside_the_direct_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "fp32" / "model"
+    place.parent.mkdir()
+    place.symlink_to(tiny_artifact(DECODER, context=512), target_is_directory=True)
+    options = Options(tmp_path, tmp_path, "fp32", threads=1, max_batch=4, context=0)
+    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: options)
+    settings = scaling_out.Settings(
+        precision="fp32", rounds=1, calls=10, paced_streams=2, paced_messages=5, pace_seconds=0.001,
+        full_streams=4, full_messages=50, idle_seconds=0.1, families=4, requests=16, prefix=128, suffix=4, ray=True,
+    )  # fmt: skip
+    results = scaling_out.measure(settings, tmp_path)
+    found = results["ways"][scaling_out.RAY]
+    assert 0 < found["call_seconds"]["p50"] <= found["call_seconds"]["p99"]
+    assert 0 < found["message_seconds"]["p50"] <= found["message_seconds"]["p99"]
+    assert found["pss_bytes"] > 50_000_000
+    # Every one but the first of a family finds its beginning.
+    assert results["cached"]["ray_with_key"] == results["cached"]["single"] == pytest.approx(12 * 128 / (16 * 132))
+    assert results["cached"]["ray_without_key"] < results["cached"]["ray_with_key"]
+    assert results["passed"]
+    assert "| ray |" in scaling_out.render(results)

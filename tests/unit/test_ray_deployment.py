@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from deploy.ray.__main__ import main
 from deploy.ray.demand import demands, needed, replicas
 from deploy.ray.ingress import environment
 from deploy.ray.targets import announced
@@ -111,3 +112,29 @@ def test_ray_is_told_how_replicas_are_chosen_and_how_large_messages_may_be(by_ke
     balance = told["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"]
     assert balance.splitlines()[0] == (f"hdr({ROUTING_KEY})" if by_key else "leastconn")
     assert ("hash-type consistent" in balance) is by_key
+
+
+def test_what_must_be_exported_before_ray_is_started_can_be_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--models", str(tmp_path), "--by-key", "--environment", "--", "--max-message-bytes", "5000"]) == 0
+    shell = "\n".join((capsys.readouterr().out, "env"))
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
+    assert "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE=5000\n" in done.stdout
+    assert f"hdr({ROUTING_KEY})\n    hash-type consistent\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--max-batch-size", "0"], "--max-batch-size is '0'"),
+        (["--tls-certificate", "{pem}", "--tls-key", "{pem}"], "TLS"),
+    ],
+)
+def test_flags_that_are_no_good_or_mean_nothing_here_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], complaint: str
+) -> None:
+    pem = tmp_path / "pem"
+    pem.touch()
+    assert main(["--models", str(tmp_path), "--", *(flag.format(pem=pem) for flag in flags)]) == 2
+    assert complaint in capsys.readouterr().err
