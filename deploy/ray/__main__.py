@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--http-port", type=int, default=8000, help="of Ray's own status pages")
     parser.add_argument("--by-key", action="store_true", help=f"choose replicas by {ROUTING_KEY}")
     parser.add_argument("--targets", type=Path, default=TARGETS, help="folder where Prometheus finds the replicas")
-    parser.add_argument("--address", help="of a Ray that runs, as in auto; default: one is started on this machine")
+    parser.add_argument("--address", help="of a Ray that runs, as in 127.0.0.1:6379; default: starts one")
     parser.add_argument(
         "--environment", action="store_true", help="print what must be exported before such a Ray is started, and end"
     )
