@@ -333,7 +333,7 @@ class ServeConfig:
     max_message_bytes: Annotated[int, Option("largest message in bytes, either way", _integer(1024, 1 << 30))] = 4 << 20
     max_metadata_bytes: Annotated[int, Option("most metadata of a call in bytes", _integer(1024, 1 << 20))] = 16 << 10
     max_concurrent_rpcs: Annotated[
-        int, Option("most calls at once, health checks included", _integer(1, 1_000_000))
+        int, Option("most calls at once; health checks have as many places of their own", _integer(1, 1_000_000))
     ] = 1024
     max_stall_seconds: Annotated[
         float, Option("how long a stream waits for its client to read, then it ends", _number(0.1, 86400))

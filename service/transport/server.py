@@ -22,6 +22,7 @@ from proto.onward.v1 import generation_pb2, model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 from proto.onward.v1.model_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
 from service.errors import StartupError
+from service.transport.concurrency import CallLimit
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MODEL_SERVICE = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
@@ -37,8 +38,9 @@ _MAX_ANSWER_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportLimits:
-    """What gRPC itself refuses, with RESOURCE_EXHAUSTED: larger messages, more metadata, more calls at once.
+    """What is refused with RESOURCE_EXHAUSTED before anybody looks at it: larger messages, more metadata, more calls.
 
+    Health checks, of which a full server must hear too, have `max_concurrent_rpcs` places of their own.
     A client that has been quiet for `keepalive_seconds` is asked whether it is there, and gone if it does not answer.
     """
 
@@ -108,9 +110,8 @@ class GrpcServer:
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
         ]
-        self._server = grpc.aio.server(
-            interceptors=tuple(interceptors), options=options, maximum_concurrent_rpcs=limits.max_concurrent_rpcs
-        )
+        places = CallLimit(limits.max_concurrent_rpcs, apart=[health.SERVICE_NAME])
+        self._server = grpc.aio.server(interceptors=(places, *interceptors), options=options)
         add_GenerationServiceServicer_to_server(generation, self._server)
         add_ModelServiceServicer_to_server(models, self._server)
         add_GRPCInferenceServiceServicer_to_server(inference, self._server)

@@ -333,6 +333,70 @@ async def test_more_calls_than_the_limit_are_refused_and_hurt_nobody() -> None:
         assert await server.until_ended(3) == {"length": 3}
 
 
+def check(server: Running) -> Any:
+    return server.health.Check(health_pb2.HealthCheckRequest(service=MODEL))
+
+
+async def test_a_full_server_tells_health_checks_that_it_is_well() -> None:
+    gate = Gate()
+    async with running(max_concurrent_rpcs=3, runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        with gate.closed():
+            held = [await read_accepted(server.stream(max_tokens=3, ignore_eos=True)) for _ in range(3)]
+            watch = server.health.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            for _ in range(4):
+                assert (await check(server)).status == health_pb2.HealthCheckResponse.SERVING
+            # They take nobody's place, and nobody takes theirs.
+            error = await status_of(server.generation.Generate(generate_request("ab")))
+            assert (error.code(), error.details()) == (
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "3 calls run, which is the most there may be at once",
+            )
+        watch.cancel()
+        for call in held:
+            assert len(tokens_of(await read(call))) == 3
+
+
+async def test_health_checks_are_not_without_limit_either() -> None:
+    async with running(max_concurrent_rpcs=2) as server:
+        watches = [server.health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watch in watches:
+            await watch.read()
+        assert (await status_of(check(server))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await server.generation.Generate(generate_request("ab", max_tokens=1))
+        for watch in watches:
+            watch.cancel()
+
+
+async def test_a_call_whose_request_never_comes_holds_a_place_until_its_client_goes() -> None:
+    never = asyncio.Event()
+
+    async def nothing() -> AsyncIterator[bytes]:
+        await never.wait()
+        yield b""
+
+    async with running(max_concurrent_rpcs=2) as server:
+        begin = server.channel.stream_unary("/onward.v1.GenerationService/Generate")
+        begun = [begin(nothing()) for _ in range(2)]
+        # They are on their way.
+        while (error := await outcome(server)) is None:
+            pass
+        assert error is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in begun:
+            call.cancel()
+        while await outcome(server) is not None:
+            pass
+
+
+async def outcome(server: Running) -> grpc.StatusCode | None:
+    """The status of a call that is refused; None of one that is not."""
+    try:
+        await server.generation.Generate(generate_request("ab", max_tokens=1))
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return None
+
+
 @pytest.mark.parametrize("is_offered", [True, False])
 async def test_reflection_can_be_turned_off(*, is_offered: bool) -> None:
     async with running(reflection=is_offered) as server:
