@@ -1,6 +1,7 @@
-"""Two servers behind a real Envoy: what a caller gets is what a server by itself would have told, but for a few cases.
+"""Servers behind a real Envoy: what a caller gets is what a server by itself would have told, but for a few cases.
 
-The cases are those of docs/scaling-out.md. Servers that are killed, and processes in general, are in tests/faults.
+The cases are those of docs/scaling-out.md. Most tests share two servers and their Envoy, and count from what they find.
+Servers that are killed, and processes in general, are in tests/faults.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,13 @@ from proto.onward.v1.model_pb2_grpc import ModelServiceStub
 from service.engine.batch import ScheduledBatch
 from service.models import ModelState
 from service.routing import ROUTING_KEY, routing_key
+from tests.breaking import Breaking, Fault, breaking
 from tests.fakes import FakeRunner, Gate, expected_tokens, spell
 from tests.servers import (
     MODEL,
     SLOTS,
     Running,
     eventually,
-    expire,
     generate_request,
     kinds,
     read,
@@ -58,13 +59,45 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 Code = grpc.StatusCode
 
 
+class Steps:
+    """What happens before each step of each server: nothing, unless a test says otherwise for a while."""
+
+    def __init__(self) -> None:
+        self._before: Callable[[ScheduledBatch], None] | None = None
+
+    def __call__(self, batch: ScheduledBatch) -> None:
+        if (before := self._before) is not None:
+            before(batch)
+
+    @contextmanager
+    def after(self, before: Callable[[ScheduledBatch], None]) -> Iterator[None]:
+        self._before = before
+        try:
+            yield
+        finally:
+            self._before = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No step is taken."""
+        gate = Gate()
+        with self.after(gate), gate.closed():
+            yield
+
+    def runner(self) -> FakeRunner:
+        """Of one more server."""
+        return FakeRunner(SLOTS, before_run=self)
+
+
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """Two servers, the Envoy before them, and a channel to it."""
+    """Servers, the Envoy before them, and a channel to it; what ended `before` does not count."""
 
     servers: Sequence[Running]
     envoy: Envoy
     channel: grpc.aio.Channel
+    steps: Steps = field(default_factory=Steps)
+    before: Sequence[Counter[str]] = ()
 
     @property
     def generation(self) -> Any:
@@ -73,7 +106,8 @@ class Balanced:
     @property
     def ended(self) -> list[Counter[str]]:
         """How many requests of each server ended in which way."""
-        return [Counter(server.ended()) for server in self.servers]
+        before = self.before or [Counter()] * len(self.servers)
+        return [Counter(server.ended()) - old for server, old in zip(self.servers, before, strict=True)]
 
     async def until_ended(self, count: int) -> Counter[str]:
         """How `count` requests ended, when they have; nobody holds a slot or waits for one then, which is checked."""
@@ -83,35 +117,76 @@ class Balanced:
                 assert server.metric(gauge, model_name=MODEL) == 0, gauge
         return sum((each for each in self.ended), Counter())
 
+    def anew(self) -> Balanced:
+        """The same, counted from now on."""
+        return replace(self, before=[Counter(server.ended()) for server in self.servers])
+
 
 @asynccontextmanager
-async def behind(folder: Path, *servers: Running, are_serving: bool = True) -> AsyncIterator[Balanced]:
+async def behind(
+    folder: Path, *servers: Running, others: Sequence[str] = (), are_serving: bool = True, steps: Steps | None = None
+) -> AsyncIterator[Balanced]:
     """Servers of this very event loop, which must go on while Envoy starts: it asks after their health."""
-    held = balancing([target_of(server) for server in servers], folder, are_serving=are_serving)
+    held = balancing([*map(target_of, servers), *others], folder, are_serving=are_serving)
     envoy = await asyncio.to_thread(held.__enter__)
     try:
         async with grpc.aio.insecure_channel(envoy.target) as channel:
-            yield Balanced(servers, envoy, channel)
+            yield Balanced(servers, envoy, channel, steps or Steps())
     finally:
         await asyncio.to_thread(held.__exit__, None, None, None)
+
+
+@asynccontextmanager
+async def two(folder: Path, *, context: int | None = None, **changes: Any) -> AsyncIterator[Balanced]:
+    """Two servers over fake models behind an Envoy of their own; `changes` are to their configuration."""
+    steps = Steps()
+    model = {} if context is None else {"context": context}
+    async with (
+        running([served_model(**model)], runner=steps.runner(), **changes) as one,
+        running([served_model(**model)], runner=steps.runner(), **changes) as other,
+        behind(folder, one, other, steps=steps) as balanced,
+    ):
+        yield balanced
 
 
 def target_of(server: Running) -> str:
     return f"{server.endpoint.host}:{server.endpoint.port}"
 
 
+def shared(name: str, **options: Any) -> Any:
+    """A fixture of two servers that all tests of this module share."""
+
+    @pytest_asyncio.fixture(scope="module", loop_scope="session", name=name)
+    async def fixture(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Balanced]:
+        async with two(tmp_path_factory.mktemp(name), **options) as balanced:
+            yield balanced
+
+    return fixture
+
+
+usual = shared("usual", max_message_bytes=4096, max_metadata_bytes=4096, max_queue_size=60)
+# Room for streams that nobody could wait for the end of.
+endless = shared("endless", context=100_000, max_queue_size=200, max_stall_seconds=0.5)
+# Two more than run may wait, and there may be one call more than that.
+narrow = shared("narrow", max_queue_size=2, max_concurrent_rpcs=SLOTS + 3)
+
+
+@pytest.fixture
+def balanced(usual: Balanced) -> Balanced:
+    return usual.anew()
+
+
 # What is answered.
 
 
-async def test_answers_and_streams_are_the_direct_servers_and_both_servers_give_them(tmp_path: Path) -> None:
+async def test_answers_and_streams_are_the_direct_servers_and_both_servers_give_them(balanced: Balanced) -> None:
     texts = [f"{one}{other}" for one in "abcdefgh" for other in "xyz"]
-    async with running() as one, running() as other, behind(tmp_path, one, other) as balanced:
-        answers = await asyncio.gather(
-            *(balanced.generation.Generate(generate_request(text, max_tokens=6)) for text in texts[:8])
-        )
-        streams = [await read(balanced.generation.GenerateStream(stream_request(text))) for text in texts[8:]]
-        assert await balanced.until_ended(len(texts)) == {"length": len(texts)}
-        assert all(balanced.ended)
+    answers = await asyncio.gather(
+        *(balanced.generation.Generate(generate_request(text, max_tokens=6)) for text in texts[:8])
+    )
+    streams = [await read(balanced.generation.GenerateStream(stream_request(text))) for text in texts[8:]]
+    assert await balanced.until_ended(len(texts)) == {"length": len(texts)}
+    assert all(each.total() >= len(texts) // 4 for each in balanced.ended)
     for text, answer in zip(texts[:8], answers, strict=True):
         assert list(answer.outputs[0].token_ids) == expected_tokens((1, *spell(text)), 6)
     for text, events in zip(texts[8:], streams, strict=True):
@@ -119,26 +194,19 @@ async def test_answers_and_streams_are_the_direct_servers_and_both_servers_give_
         assert (kinds(events)[0], kinds(events)[-1]) == ("accepted", "summary")
 
 
-async def test_tokens_come_through_one_by_one(tmp_path: Path) -> None:
-    is_counted, steps = threading.Event(), threading.Semaphore(0)
-
-    def wait(_: ScheduledBatch) -> None:
-        if is_counted.is_set():
-            steps.acquire()
-
-    async with (
-        running(runner=FakeRunner(SLOTS, before_run=wait)) as one,
-        running(runner=FakeRunner(SLOTS, before_run=wait)) as other,
-        behind(tmp_path, one, other) as balanced,
-    ):
-        is_counted.set()
-        call = await read_accepted(balanced.generation.GenerateStream(stream_request(max_tokens=5)))
-        # The next step runs only when the token of the one before has come through.
-        for expected in expected_tokens((1, *spell("ab")), 5):
-            steps.release()
-            assert tokens_of([await call.read()]) == [expected]
-        assert kinds(await read(call)) == ["finished", "summary"]
-        is_counted.clear()
+async def test_tokens_come_through_one_by_one(balanced: Balanced) -> None:
+    steps = threading.Semaphore(0)
+    with balanced.steps.after(lambda _: steps.acquire()):
+        try:
+            call = await read_accepted(balanced.generation.GenerateStream(stream_request(max_tokens=5)))
+            # The next step runs only when the token of the one before has come through.
+            for expected in expected_tokens((1, *spell("ab")), 5):
+                steps.release()
+                assert tokens_of([await call.read()]) == [expected]
+            assert kinds(await read(call)) == ["finished", "summary"]
+        finally:
+            # A server that waits for ever could not be stopped.
+            steps.release(100)
 
 
 def infer_request(model_name: str = MODEL, **fields: Any) -> oip.ModelInferRequest:
@@ -149,25 +217,23 @@ def infer_request(model_name: str = MODEL, **fields: Any) -> oip.ModelInferReque
     return request
 
 
-async def test_several_conversations_of_the_other_protocol_share_a_stream(tmp_path: Path) -> None:
-    async with running() as one, running() as other, behind(tmp_path, one, other) as balanced:
-        call = GRPCInferenceServiceStub(balanced.channel).ModelStreamInfer()
-        for name in ("x", "y"):
-            await call.write(infer_request(id=name))
-        await call.done_writing()
-        texts: Counter[str] = Counter()
-        async for message in call:
-            texts[message.infer_response.id] += len(message.infer_response.raw_output_contents[0][4:])
-        assert texts == {"x": 4, "y": 4}
+async def test_several_conversations_of_the_other_protocol_share_a_stream(balanced: Balanced) -> None:
+    call = GRPCInferenceServiceStub(balanced.channel).ModelStreamInfer()
+    for name in ("x", "y"):
+        await call.write(infer_request(id=name))
+    await call.done_writing()
+    texts: Counter[str] = Counter()
+    async for message in call:
+        texts[message.infer_response.id] += len(message.infer_response.raw_output_contents[0][4:])
+    assert texts == {"x": 4, "y": 4}
 
 
-async def test_health_and_models_are_those_of_some_server(tmp_path: Path) -> None:
-    async with running() as one, running() as other, behind(tmp_path, one, other) as balanced:
-        health = health_pb2_grpc.HealthStub(balanced.channel)
-        for name in ("", MODEL):
-            told = await health.Check(health_pb2.HealthCheckRequest(service=name))
-            assert told.status == health_pb2.HealthCheckResponse.SERVING
-        described = await ModelServiceStub(balanced.channel).GetModel(model_pb2.GetModelRequest())
+async def test_health_and_models_are_those_of_some_server(balanced: Balanced) -> None:
+    health = health_pb2_grpc.HealthStub(balanced.channel)
+    for name in ("", MODEL):
+        told = await health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert told.status == health_pb2.HealthCheckResponse.SERVING
+    described = await ModelServiceStub(balanced.channel).GetModel(model_pb2.GetModelRequest())
     assert described.model == MODEL
 
 
@@ -195,7 +261,6 @@ def raw(path: str, message: bytes = b"", **options: Any) -> Callable[[grpc.aio.C
 
 
 _GENERATE = "/onward.v1.GenerationService/Generate"
-_SMALL = {"max_message_bytes": 4096, "max_metadata_bytes": 4096}
 REFUSED: Mapping[str, Case] = {
     "value beyond its limit": Case(Code.INVALID_ARGUMENT, generate(max_tokens=0)),
     "value beyond its limit, streamed": Case(Code.INVALID_ARGUMENT, stream(max_tokens=0)),
@@ -222,17 +287,6 @@ REFUSED: Mapping[str, Case] = {
         lambda channel: GRPCInferenceServiceStub(channel).ModelInfer(infer_request(model_name="nobody")),
     ),
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def balanced(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Balanced]:
-    """For calls that leave nothing behind."""
-    async with (
-        running(**_SMALL) as one,
-        running(**_SMALL) as other,
-        behind(tmp_path_factory.mktemp("envoy"), one, other) as balanced,
-    ):
-        yield balanced
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
@@ -269,11 +323,7 @@ async def test_keys_are_asked_for_and_each_server_counts_for_itself(tmp_path: Pa
     path.write_text(
         f'[keys.alice]\nsha256 = "{digest}"\npermissions = ["generate"]\nrequests_per_second = 0.01\nburst = 2\n'
     )
-    async with (
-        running(api_keys=path) as one,
-        running(api_keys=path) as other,
-        behind(tmp_path, one, other) as balanced,
-    ):
+    async with two(tmp_path, api_keys=path) as balanced:
         for metadata in ((), wrong):
             error = await status_of(balanced.generation.Generate(generate_request(), metadata=metadata))
             assert error.code() is Code.UNAUTHENTICATED
@@ -302,97 +352,193 @@ async def test_what_is_for_one_server_is_not_passed_on(balanced: Balanced, path:
     )
 
 
-async def test_calls_go_where_fewer_are_in_flight(tmp_path: Path) -> None:
-    gate = Gate()
-    async with (
-        running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=100) as one,
-        running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=100) as other,
-        behind(tmp_path, one, other) as balanced,
-    ):
-        with gate.closed():
-            calls = [
-                await read_accepted(balanced.generation.GenerateStream(stream_request(max_tokens=2))) for _ in range(60)
-            ]
-        for call in calls:
-            assert kinds(await read(call))[-1] == "summary"
-        await balanced.until_ended(60)
-        # Chance alone would be so even in a third of all cases, this in all but one of many thousands.
-        assert all(27 <= each.total() <= 33 for each in balanced.ended)
+async def test_calls_go_where_fewer_are_in_flight(balanced: Balanced) -> None:
+    with balanced.steps.held():
+        calls = [
+            await read_accepted(balanced.generation.GenerateStream(stream_request(max_tokens=2))) for _ in range(60)
+        ]
+    for call in calls:
+        assert kinds(await read(call))[-1] == "summary"
+    await balanced.until_ended(60)
+    # Chance alone would be so even in a third of all cases, this in all but one of many thousands.
+    assert all(27 <= each.total() <= 33 for each in balanced.ended)
 
 
-async def test_a_full_queue_refuses_with_a_time_to_retry_and_is_not_asked_again(tmp_path: Path) -> None:
-    gate = Gate()
-    async with (
-        running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=2) as one,
-        running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=2) as other,
-        behind(tmp_path, one, other) as balanced,
-    ):
-        with gate.closed():
-            held = [
-                await read_accepted(server.stream(max_tokens=2)) for server in (one, other) for _ in range(SLOTS + 2)
-            ]
-            error = await status_of(balanced.generation.Generate(generate_request()))
-        assert error.code() is Code.RESOURCE_EXHAUSTED
-        assert rich_details(error)[0].Unpack(error_details_pb2.RetryInfo())
-        for call in held:
-            assert kinds(await read(call))[-1] == "summary"
-        # Nor is the other one.
-        assert await balanced.until_ended(len(held) + 1) == {"length": len(held), "overloaded": 1}
+async def fill(balanced: Balanced) -> list[Any]:
+    """Streams of each server that run or wait, as many as it takes; no step may be taken."""
+    return [await read_accepted(server.stream(max_tokens=2)) for server in balanced.servers for _ in range(SLOTS + 2)]
 
 
-async def test_a_call_that_failed_in_a_server_is_not_sent_to_another(tmp_path: Path) -> None:
-    is_broken = False
-
-    def fail(_: ScheduledBatch) -> None:
-        if is_broken:
-            raise RuntimeError
-
-    async with (
-        running(runner=FakeRunner(SLOTS, before_run=fail)) as one,
-        running(runner=FakeRunner(SLOTS, before_run=fail)) as other,
-        behind(tmp_path, one, other) as balanced,
-    ):
-        is_broken = True
+async def test_a_full_queue_refuses_with_a_time_to_retry_and_is_not_asked_again(narrow: Balanced) -> None:
+    balanced = narrow.anew()
+    with balanced.steps.held():
+        held = await fill(balanced)
         error = await status_of(balanced.generation.Generate(generate_request()))
-        assert error.code() is Code.INTERNAL
-        assert re.fullmatch(r"internal error [0-9a-f]+", str(error.details()))
-        assert await balanced.until_ended(1) == {"engine_failed": 1}
+    assert error.code() is Code.RESOURCE_EXHAUSTED
+    assert rich_details(error)[0].Unpack(error_details_pb2.RetryInfo())
+    for call in held:
+        assert kinds(await read(call))[-1] == "summary"
+    # Nor is the other one.
+    assert await balanced.until_ended(len(held) + 1) == {"length": len(held), "overloaded": 1}
 
 
-async def test_a_callers_deadline_reaches_the_server(tmp_path: Path) -> None:
-    gate = Gate()
-    async with (
-        running(runner=FakeRunner(SLOTS, before_run=gate)) as one,
-        running(runner=FakeRunner(SLOTS, before_run=gate)) as other,
-        behind(tmp_path, one, other) as balanced,
-    ):
-        # It knows that there was one, and does not take the call for one whose caller hung up.
-        handled = {"grpc_method": "Generate", "grpc_code": "DEADLINE_EXCEEDED"}
-        with gate.closed():
-            await expire(
-                lambda timeout: balanced.generation.Generate(generate_request(), timeout=timeout),
-                lambda: any(server.metric("grpc_server_handled_total", **handled) for server in balanced.servers),
-            )
+async def test_a_server_that_takes_no_more_calls_is_not_taken_for_a_dead_one(narrow: Balanced) -> None:
+    balanced = narrow.anew()
+    targets = {target_of(server) for server in balanced.servers}
+
+    async def counters() -> Mapping[str, int]:
+        return await asyncio.to_thread(balanced.envoy.counters)
+
+    with balanced.steps.held():
+        held = await fill(balanced)
+        # The last place that there is, for a call whose request never comes.
+        never = asyncio.Event()
+        begun = [server.channel.stream_unary(_GENERATE)(_after(never)) for server in balanced.servers]
         for server in balanced.servers:
-            assert set(await server.until_idle()) <= {"cancelled", "deadline"}
+            # They are on their way; until then it is the queue that is full.
+            while (await status_of(server.generation.Generate(generate_request()))).details() != FULL:
+                pass
+        error = await status_of(balanced.generation.Generate(generate_request()))
+        assert (error.code(), error.details()) == (Code.RESOURCE_EXHAUSTED, FULL)
+        before = await counters()
+        names = [f"cluster.{cluster}.health_check" for cluster in ("onward", "onward-by-key")]
+        # Each asks each server twice more.
+        now = before
+        while any(now[f"{name}.success"] < before[f"{name}.success"] + 4 for name in names):
+            now = await counters()
+        assert [now[f"{name}.failure"] for name in names] == [0, 0]
+        assert await asyncio.to_thread(balanced.envoy.healthy) == targets
+        for call in begun:
+            call.cancel()
+    for call in held:
+        assert kinds(await read(call))[-1] == "summary"
+    # Places are free again once all of that is over.
+    while await balanced.generation.Generate(generate_request(max_tokens=1)).code() is not Code.OK:
+        pass
+
+
+FULL = f"{SLOTS + 3} calls run, which is the most there may be at once"
+
+
+async def _after(event: asyncio.Event) -> AsyncIterator[bytes]:
+    await event.wait()
+    yield b""
+
+
+async def test_a_call_that_failed_in_a_server_is_not_sent_to_another(balanced: Balanced) -> None:
+    def fail(_: ScheduledBatch) -> None:
+        raise RuntimeError
+
+    with balanced.steps.after(fail):
+        error = await status_of(balanced.generation.Generate(generate_request()))
+    assert error.code() is Code.INTERNAL
+    assert re.fullmatch(r"internal error [0-9a-f]+", str(error.details()))
+    assert await balanced.until_ended(1) == {"engine_failed": 1}
+
+
+async def test_a_callers_deadline_reaches_the_server(balanced: Balanced) -> None:
+    handled = {"grpc_method": "Generate", "grpc_code": "DEADLINE_EXCEEDED"}
+
+    def num_late() -> float:
+        return sum(server.metric("grpc_server_handled_total", **handled) for server in balanced.servers)
+
+    before = num_late()
+    with balanced.steps.held():
+        error = await status_of(balanced.generation.Generate(generate_request(), timeout=0.3))
+    assert error.code() is Code.DEADLINE_EXCEEDED
+    # It knows that there was one, and does not take the call for one whose caller hung up.
+    await eventually(lambda: num_late() == before + 1)
+    await balanced.until_ended(1)
+
+
+# What is begun once at the most.
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A server that breaks calls, and one that answers, behind one Envoy."""
+
+    broken: Breaking
+    balanced: Balanced
+
+    async def doing(self, fault: Fault) -> tuple[Breaking, Balanced]:
+        """Both, once Envoy takes both for healthy; what was counted before does not count."""
+        self.broken.fault, self.broken.num_calls = fault, 0
+        balanced = self.balanced.anew()
+        await asyncio.to_thread(balanced.envoy.wait_healthy, [self.broken.target, target_of(balanced.servers[0])])
+        return self.broken, balanced
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def beside(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Beside]:
+    async with (
+        breaking(Fault.REFUSED) as broken,
+        running() as sound,
+        behind(tmp_path_factory.mktemp("beside"), sound, others=[broken.target]) as balanced,
+    ):
+        yield Beside(broken, balanced)
+
+
+@pytest.mark.parametrize("fault", [Fault.REFUSED, Fault.GOODBYE])
+async def test_what_a_server_has_not_begun_goes_to_another(beside: Beside, fault: Fault) -> None:
+    expected = expected_tokens((1, *spell("ab")), 3)
+    broken, balanced = await beside.doing(fault)
+    num_asked = 0
+    while not broken.num_calls:
+        answer = await balanced.generation.Generate(generate_request(max_tokens=3))
+        events = await read(balanced.generation.GenerateStream(stream_request(max_tokens=3)))
+        assert list(answer.outputs[0].token_ids) == tokens_of(events) == expected
+        assert (kinds(events)[0], kinds(events)[-1]) == ("accepted", "summary")
+        num_asked += 2
+    assert await balanced.until_ended(num_asked) == {"length": num_asked}
+
+
+@pytest.mark.parametrize("fault", [Fault.RESET, Fault.CLOSED])
+async def test_what_a_server_may_have_begun_goes_to_nobody_else(beside: Beside, fault: Fault) -> None:
+    broken, balanced = await beside.doing(fault)
+    num_answered, error = 0, None
+    while not broken.num_calls:
+        try:
+            await balanced.generation.Generate(generate_request(max_tokens=1))
+            num_answered += 1
+        except grpc.aio.AioRpcError as lost:
+            error = lost
+    assert error is not None
+    assert error.code() is Code.UNAVAILABLE
+    assert broken.num_calls == 1
+    assert await balanced.until_ended(num_answered) == Counter(length=num_answered)
+
+
+async def test_a_stream_that_broke_after_its_first_message_is_not_begun_anew(beside: Beside) -> None:
+    broken, balanced = await beside.doing(Fault.RESET_AFTER_A_MESSAGE)
+    while not broken.num_calls:
+        call = balanced.generation.GenerateStream(stream_request(max_tokens=3))
+        events: list[pb.GenerateStreamResponse] = []
+        error = None
+        try:
+            while (event := await call.read()) is not grpc.aio.EOF:
+                events.append(event)
+                broken.reset()
+        except grpc.aio.AioRpcError as broke:
+            error = broke
+        assert broken.num_calls or kinds(events)[-1] == "summary"
+    assert error is not None
+    assert error.code() in (Code.INTERNAL, Code.UNAVAILABLE, Code.CANCELLED)
+    assert (kinds(events), broken.num_calls) == (["accepted"], 1)
 
 
 # What is given up.
 
 
-async def test_200_cancelled_streams_leave_nothing_behind_in_any_server(tmp_path: Path) -> None:
-    gate = Gate()
+async def test_200_cancelled_streams_leave_nothing_behind_in_any_server(endless: Balanced) -> None:
+    balanced, gate = endless.anew(), Gate()
 
     def unhurried(batch: ScheduledBatch) -> None:
         # Steps that take no time at all leave the loop none for health checks: all of this is one process.
         gate(batch)
         time.sleep(0.002)
 
-    def long() -> Any:
-        runner = FakeRunner(SLOTS, before_run=unhurried)
-        return running([served_model(context=100_000)], runner=runner, max_queue_size=200)
-
-    async with long() as one, long() as other, behind(tmp_path, one, other) as balanced:
+    with balanced.steps.after(unhurried):
         with gate.closed():
             calls = [
                 await read_accepted(balanced.generation.GenerateStream(stream_request(max_tokens=60_000)))
@@ -412,27 +558,27 @@ async def test_200_cancelled_streams_leave_nothing_behind_in_any_server(tmp_path
         await balanced.until_ended(200 + 4 * SLOTS)
 
 
-async def test_a_client_that_stops_reading_loses_its_place_and_the_others_keep_theirs(tmp_path: Path) -> None:
+async def test_a_client_that_stops_reading_loses_its_place_and_the_others_keep_theirs(endless: Balanced) -> None:
     # Far more than Envoy and the windows of HTTP/2 hold, all of it with alternatives to every token.
-    stalling = {"served": [served_model(context=200_000)], "max_stall_seconds": 0.5}
-    async with running(**stalling) as one, running(**stalling) as other, behind(tmp_path, one, other) as balanced:
-        request = stream_request(max_tokens=50_000, ignore_eos=True)
-        request.response.logprobs = 20
-        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65535)]
-        async with grpc.aio.insecure_channel(balanced.envoy.target, options) as channel:
-            stalled = await read_accepted(GenerationServiceStub(channel).GenerateStream(request))
-            ended = {"grpc_method": "GenerateStream", "grpc_code": "ABORTED"}
-            while not sum(server.metric("grpc_server_handled_total", **ended) for server in balanced.servers):
-                answer = await balanced.generation.Generate(generate_request(max_tokens=2))
-                assert len(answer.outputs[0].token_ids) == 2
-            assert (await status_of(stalled)).code() is Code.ABORTED
+    balanced = endless.anew()
+    request = stream_request(max_tokens=50_000, ignore_eos=True)
+    request.response.logprobs = 20
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65535)]
+    async with grpc.aio.insecure_channel(balanced.envoy.target, options) as channel:
+        stalled = await read_accepted(GenerationServiceStub(channel).GenerateStream(request))
+        ended = {"grpc_method": "GenerateStream", "grpc_code": "ABORTED"}
+        while not sum(server.metric("grpc_server_handled_total", **ended) for server in balanced.servers):
+            answer = await balanced.generation.Generate(generate_request(max_tokens=2))
+            assert len(answer.outputs[0].token_ids) == 2
+        assert (await status_of(stalled)).code() is Code.ABORTED
 
 
 # Servers that come and go.
 
 
 async def test_calls_that_a_stopping_server_refuses_go_to_another(tmp_path: Path) -> None:
-    async with running() as one, running() as other, behind(tmp_path, one, other) as balanced:
+    async with two(tmp_path) as balanced:
+        one, other = balanced.servers
         # Its health says nothing of it yet, as in the second before Envoy asks again.
         one.app.models.drain()
         for _ in range(20):
