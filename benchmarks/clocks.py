@@ -139,7 +139,7 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
     with (
         served(artefact(options).parent, *flags) as server,
         tempfile.TemporaryDirectory(prefix="onward-prometheus-") as folder,
-        scraping(server.metrics, Path(folder), interval_seconds=settings.scrape_seconds) as prometheus,
+        scraping([server.metrics], Path(folder), interval_seconds=settings.scrape_seconds) as prometheus,
     ):
         asyncio.run(ask(server.target, replace(settings, requests=settings.warm_up), config, source))
         since = _settle(prometheus)

@@ -136,7 +136,7 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
     with (
         served(artefact(options).parent, *flags) as server,
         tempfile.TemporaryDirectory(prefix="onward-prometheus-") as folder,
-        scraping(server.metrics, Path(folder), interval_seconds=settings.scrape_seconds) as prometheus,
+        scraping([server.metrics], Path(folder), interval_seconds=settings.scrape_seconds) as prometheus,
     ):
         prometheus.wait_scraped(time.time())
         start = time.time()
@@ -174,13 +174,18 @@ def evaluate(
     step = max(scrape_seconds, (end - start) / _MOST_POINTS)
     # Grafana's own rule for the interval of rates.
     interval = max(4 * scrape_seconds, step + scrape_seconds)
-    variables = {"$__rate_interval": f"{round(1000 * interval)}ms", "$model": ".+", "$instance": ".+"}
-    pattern = re.compile("|".join(map(re.escape, variables)))
 
     def ask(query: str) -> tuple[Series, ...]:
-        return tuple(prometheus.query_range(pattern.sub(lambda name: variables[name[0]], query), start, end, step))
+        return tuple(prometheus.query_range(fill(query, interval), start, end, step))
 
     return [Answered(panel, {legend: ask(query) for legend, query in panel.queries.items()}) for panel in panels]
+
+
+def fill(query: str, interval_seconds: float, instance: str = ".+") -> str:
+    """A panel's query with values for Grafana's variables: every model, and servers whose address fits a pattern."""
+    variables = {"$__rate_interval": f"{round(1000 * interval_seconds)}ms", "$model": ".+", "$instance": instance}
+    pattern = re.compile("|".join(map(re.escape, variables)))
+    return pattern.sub(lambda name: variables[name[0]], query)
 
 
 def require_data(answered: Sequence[Answered], problems: Sequence[str]) -> None:

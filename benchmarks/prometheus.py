@@ -1,7 +1,7 @@
 """A real Prometheus for as long as a measurement lasts: a child process on loopback with our rules, and its answers.
 
-It reads `deploy/prometheus/prometheus.yml` as an operator would, but for where the server is, how often it scrapes and
-where it listens. Debian and Ubuntu have it as the package `prometheus`. Knows nothing of what is scraped.
+It reads `deploy/prometheus/prometheus.yml` as an operator would, but for where the servers are, how often it scrapes
+and where it listens. Debian and Ubuntu have it as the package `prometheus`. Knows nothing of what is scraped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +48,11 @@ class Series:
 
 
 class Prometheus:
-    """A running one, at `address` ("host:port")."""
+    """A running one, at `address` ("host:port"), and its process."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, pid: int) -> None:
         self.address = address
+        self.pid = pid
 
     def query(self, expression: str, at: float | None = None) -> list[Series]:
         """What an expression is, now or at a time.
@@ -126,11 +127,11 @@ class Prometheus:
 
 
 @contextmanager
-def scraping(target: str, folder: Path, *, interval_seconds: float = 1.0) -> Iterator[Prometheus]:
-    """Has a Prometheus scrape one server for the length of the block, and evaluate our rules as often.
+def scraping(targets: Sequence[str], folder: Path, *, interval_seconds: float = 1.0) -> Iterator[Prometheus]:
+    """Has a Prometheus scrape servers for the length of the block, and evaluate our rules as often.
 
     Args:
-        target: "host:port" of the server's metrics.
+        targets: "host:port" of each server's metrics.
         folder: for its data, its configuration and its log.
         interval_seconds: between two scrapes.
 
@@ -141,7 +142,7 @@ def scraping(target: str, folder: Path, *, interval_seconds: float = 1.0) -> Ite
     if binary is None:
         raise RuntimeError("Prometheus is not installed: apt-get install prometheus")
     config, log = folder / "prometheus.yml", folder / "prometheus.log"
-    config.write_text(yaml.safe_dump(_configure(target, interval_seconds)), encoding="utf-8")
+    config.write_text(yaml.safe_dump(_configure(targets, interval_seconds)), encoding="utf-8")
     flags = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", "--web.listen-address=127.0.0.1:0"]
     with log.open("wb") as output, subprocess.Popen([binary, *flags], stdout=output, stderr=output) as process:
         try:
@@ -154,13 +155,13 @@ def scraping(target: str, folder: Path, *, interval_seconds: float = 1.0) -> Ite
                 process.kill()
 
 
-def _configure(target: str, interval_seconds: float) -> dict[str, Any]:
+def _configure(targets: Sequence[str], interval_seconds: float) -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     interval = f"{round(1000 * interval_seconds)}ms"
     config["global"] |= {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval}
     config["rule_files"] = [str(CONFIG.parent / each) for each in config["rule_files"]]
     for job in config["scrape_configs"]:
-        job["static_configs"] = [{"targets": [target]}]
+        job["static_configs"] = [{"targets": list(targets)}]
     return config
 
 
@@ -168,7 +169,7 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> Prometheus:
     deadline = time.monotonic() + _READY_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         listening = _LISTENING.search(log.read_text(encoding="utf-8", errors="replace"))
-        if listening and (prometheus := Prometheus(listening[1])).is_ready():
+        if listening and (prometheus := Prometheus(listening[1], process.pid)).is_ready():
             return prometheus
         time.sleep(_POLL_SECONDS)
     last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]

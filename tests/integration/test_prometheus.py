@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
+import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import clocks, dashboard, prometheus, scenario
+from benchmarks.bench_onward import artefact
 from benchmarks.clocks import Histogram, Stream
 from benchmarks.dashboard import Answered, Panel
+from benchmarks.envoy import balancing
 from benchmarks.peers.protocol import Options
 from benchmarks.prometheus import Series, scraping
+from benchmarks.serving import served
+from model.artifact import load
 from tests.artifacts import tiny_artifact
 
 
@@ -169,6 +176,68 @@ def test_every_panel_and_every_rule_has_data_on_a_real_server(tmp_path: Path) ->
     assert f"All {len(results['panels'])} panels" in dashboard.render(results)
 
 
+SUMMED = (
+    "Requests that ended",
+    "Requests in the server",
+    "Tokens a second",
+    "Calls that failed",
+    "Preemptions a second",
+)
+BY_SERVER = ("Memory", "Processors in use", "Scrapes")
+
+
+@pytest.mark.usefixtures("prometheus")
+def test_dashboard_puts_two_servers_behind_envoy_together(options: Options, tmp_path: Path) -> None:
+    settings = dashboard.Settings(
+        clients=(12, 6), seconds=3.0, slots=2, queue=2, prompt_least=4, prompt_most=16, shared=24, new_most=24
+    )
+    flags = [
+        "--threads", "1", "--no-calibrate", "--max-batch-size", "2", "--max-queue-size", "2", "--metrics-port", "0",
+        "--log-level", "error", "--slo-e2e-latency", "2",
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        servers = [stack.enter_context(served(artefact(options).parent, *flags)) for _ in range(2)]
+        envoy = stack.enter_context(balancing([server.target for server in servers], tmp_path))
+        instances = [server.metrics for server in servers]
+        prometheus = stack.enter_context(scraping(instances, tmp_path, interval_seconds=0.25))
+        prometheus.wait_scraped(time.time())
+        begin = time.time()
+        config = load(artefact(options)).config
+        asyncio.run(dashboard.press(envoy.target, settings, config))
+        prometheus.wait_scraped(time.time())
+        end = time.time()
+        prometheus.wait_scraped(end)
+
+        def ask(query: str, instance: str) -> dict[tuple[tuple[str, str], ...], float]:
+            found = prometheus.query(dashboard.fill(query, end - begin, instance), end)
+            return {tuple(sorted(each.labels.items())): each.last for each in found if each.has_data}
+
+        answers = {
+            (panel.title, query): (ask(query, ".+"), [ask(query, instance) for instance in instances])
+            for panel in dashboard.read_panels(dashboard.DASHBOARD)
+            for query in panel.queries.values()
+        }
+    compared = set()
+    for (title, query), (together, parts) in answers.items():
+        for labels, value in together.items():
+            found = [part[labels] for part in parts if labels in part]
+            if title in SUMMED:
+                assert value == pytest.approx(sum(found)), query
+            elif title in BY_SERVER:
+                assert found == [value], query
+            elif len(found) == len(parts):
+                # A ratio, a mean, a percentile, a least or a largest of both lies between theirs.
+                assert min(found) * 0.99 <= value <= max(found) * 1.01, query
+            else:
+                continue
+            compared.add(title)
+    assert compared >= {*SUMMED[:4], *BY_SERVER, "Time to first token", "Where a request's time goes", "Rows of a step"}
+    # Both had a share in it.
+    (work,) = (parts for (_, query), (_, parts) in answers.items() if "onward_generation_tokens_total" in query)
+    assert all(value > 0 for part in work for value in part.values())
+    assert all(work)
+
+
 def test_requests_repeat_themselves_and_are_of_all_kinds() -> None:
     class Config:
         vocab_size, context = 100, 200
@@ -190,7 +259,7 @@ def test_requests_repeat_themselves_and_are_of_all_kinds() -> None:
 
 def test_absence_of_prometheus_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus.shutil, "which", lambda _: None)
-    with pytest.raises(RuntimeError, match="apt-get install prometheus"), scraping("127.0.0.1:1", tmp_path):
+    with pytest.raises(RuntimeError, match="apt-get install prometheus"), scraping(["127.0.0.1:1"], tmp_path):
         pass
 
 
@@ -198,14 +267,14 @@ def test_absence_of_prometheus_is_said(tmp_path: Path, monkeypatch: pytest.Monke
 def test_configuration_that_prometheus_refuses_is_said(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"did not start: .*is not a valid hostname"),
-        scraping("http://127.0.0.1:1", tmp_path),
+        scraping(["http://127.0.0.1:1"], tmp_path),
     ):
         pass
 
 
 @pytest.mark.usefixtures("prometheus")
 def test_query_that_prometheus_refuses_is_said(tmp_path: Path) -> None:
-    with scraping("127.0.0.1:1", tmp_path, interval_seconds=0.2) as running:
+    with scraping(["127.0.0.1:1"], tmp_path, interval_seconds=0.2) as running:
         with pytest.raises(RuntimeError, match=r"parse error.*\(sum by\)"):
             running.query("sum by")
         with pytest.raises(RuntimeError, match="has 0 series"):
