@@ -90,8 +90,9 @@ client-check: ## install the client's dependencies alone, import it, and call no
 	$(CLIENT)/bin/python $(PIP_INSTALL) .
 	cd $(CLIENT) && bin/python $(CURDIR)/tests/client_install.py
 
-node-client: ## install what docs/clients/node needs, as its lock file says
+node-client: ## install what docs/clients/node needs, and schemas that no other registry has, as their lock files say
 	npm ci --prefix docs/clients/node --ignore-scripts --no-audit --no-fund
+	npm ci --prefix tests/kubernetes --ignore-scripts --no-audit --no-fund
 
 clean: ## remove what was built, but not the environment
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.clock_server`: answers by `onward.v1` without a model, and says when it did.
+"""`python -m benchmarks.clock_server [NUMBER]`: answers by `onward.v1` without a model, and says when it did.
 
 What `benchmarks.scaling_out` stands proxies in front of: whatever a message takes from here to its reader is transport.
 A stream has `max_tokens` messages of one token, one every `timeout_seconds` where that is given and else as fast as
 they are read; each carries as its text the monotonic clock in nanoseconds, which on Linux all processes of a host
-share.
+share. It can also be found at so many further loopback addresses, at the same port, and be taken for as many servers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+
+_MOST_ADDRESSES = 250 * 250
 
 
 class ClockServicer(GenerationServiceServicer):
@@ -49,14 +51,27 @@ def _now() -> str:
     return str(time.monotonic_ns())
 
 
-async def serve() -> None:
-    """Serves on a free loopback port until SIGTERM; says where on stdout."""
+def addresses(number: int) -> list[str]:
+    """Loopback addresses but for the usual one, always the same.
+
+    Raises:
+        ValueError: for more than there are.
+    """
+    if number > _MOST_ADDRESSES:
+        raise ValueError(f"there are {_MOST_ADDRESSES} addresses, {number} were asked for")
+    return [f"127.1.{index // 250}.{index % 250 + 1}" for index in range(number)]
+
+
+async def serve(num_addresses: int) -> None:
+    """Serves on a free port of the usual loopback address and of so many others until SIGTERM; says where on stdout."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     add_GenerationServiceServicer_to_server(ClockServicer(), server)  # type: ignore[abstract]
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     port = server.add_insecure_port("127.0.0.1:0")
+    for address in addresses(num_addresses):
+        server.add_insecure_port(f"{address}:{port}")
     await server.start()
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -66,5 +81,5 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve())
+    asyncio.run(serve(int(sys.argv[1]) if len(sys.argv) > 1 else 0))
     sys.exit(0)

