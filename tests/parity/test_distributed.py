@@ -1,14 +1,19 @@
 """Two processes on gloo are one: the same losses, the same weights, and either goes on where the other stopped.
 
-The processes are started once, by torch's own launcher, and write down what they measured (`distributed_worker.py`).
+The processes are started once, as on two machines: by an agent of torch's own launcher for each, which meet at the
+first. They write down what they measured (`distributed_worker.py`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,24 @@ from tests.training_runs import Quiet, points, run, weights, write_recipe
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-6
+LIMIT_SECONDS = 280
+
+# The first test has the processes started.
+pytestmark = pytest.mark.timeout(LIMIT_SECONDS + 100)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def launch(*, nodes: int, processes: int, endpoint: str) -> list[str]:
+    """Flags of torchrun, the same on all machines."""
+    return [
+        "--nnodes", str(nodes), "--nproc-per-node", str(processes), "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", endpoint, "--rdzv-id", "run-1",
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +56,24 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     run(make_resumable("ddp"), folder / "whole")
     (folder / "recipe").mkdir()
     write_recipe(folder / "recipe")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     worker = [str(Path(__file__).with_name("distributed_worker.py")), str(folder)]
-    finished = subprocess.run(
-        [sys.executable, *launcher, *worker],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launcher = [*launch(nodes=2, processes=1, endpoint=f"127.0.0.1:{free_port()}"), "--local-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, *worker]
+    with ExitStack() as stack:
+        agents = [
+            stack.enter_context(
+                subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            )
+            for _ in range(2)
+        ]
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                said = list(pool.map(lambda agent: agent.communicate(timeout=LIMIT_SECONDS)[1].decode(), agents))
+        finally:
+            for agent in agents:
+                agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
     return json.loads((folder / "measured.json").read_text(encoding="utf-8")), folder
 
 
@@ -113,3 +142,9 @@ def test_processes_with_other_data_are_told_so(measured: tuple[dict[str, Any], P
     first, second = measured[0]["other_data"]
     assert first == "process 1: data differ from process 0's"
     assert second == "data differ from process 0's"
+
+
+def test_the_documented_command_for_several_machines_is_launched_as_these_processes_were() -> None:
+    document = (ROOT / "docs" / "scaling-out.md").read_text(encoding="utf-8")
+    (flags,) = re.findall(r"^torchrun (.*?) \\\n\s+-m model train ", document, re.MULTILINE)
+    assert flags.split() == launch(nodes=2, processes=8, endpoint="first.example:29500")
