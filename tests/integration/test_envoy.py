@@ -166,8 +166,6 @@ def shared(name: str, **options: Any) -> Any:
 
 
 usual = shared("usual", max_message_bytes=4096, max_metadata_bytes=4096, max_queue_size=60)
-# Room for streams that nobody could wait for the end of.
-endless = shared("endless", context=100_000, max_queue_size=200, max_stall_seconds=0.5)
 # Two more than run may wait, and there may be one call more than that.
 narrow = shared("narrow", max_queue_size=2, max_concurrent_rpcs=SLOTS + 3)
 
@@ -532,47 +530,49 @@ async def test_a_stream_that_broke_after_its_first_message_is_not_begun_anew(bes
 # What is given up.
 
 
-async def test_200_cancelled_streams_leave_nothing_behind_in_any_server(endless: Balanced) -> None:
-    balanced, gate = endless.anew(), Gate()
+async def test_200_cancelled_streams_leave_nothing_behind_in_any_server(tmp_path: Path) -> None:
+    gate = Gate()
 
     def unhurried(batch: ScheduledBatch) -> None:
         # Steps that take no time at all leave the loop none for health checks: all of this is one process.
         gate(batch)
         time.sleep(0.002)
 
-    with balanced.steps.after(unhurried):
-        with gate.closed():
-            calls = [
-                await read_accepted(balanced.generation.GenerateStream(stream_request(max_tokens=60_000)))
-                for _ in range(200)
-            ]
-        # Some of them get tokens, the others wait for a slot.
-        for call in calls[: 2 * SLOTS]:
-            assert (await call.read()).WhichOneof("event") == "delta"
-        for call in calls:
-            call.cancel()
-        assert await balanced.until_ended(200) == {"cancelled": 200}
-        assert all(each["cancelled"] >= 80 for each in balanced.ended)
-        answers = await asyncio.gather(
-            *(balanced.generation.Generate(generate_request(max_tokens=3)) for _ in range(4 * SLOTS))
-        )
-        assert len(answers) == 4 * SLOTS
-        await balanced.until_ended(200 + 4 * SLOTS)
+    # Room for streams that nobody could wait for the end of.
+    async with two(tmp_path, context=100_000, max_queue_size=200) as balanced:
+        with balanced.steps.after(unhurried):
+            with gate.closed():
+                calls = [
+                    await read_accepted(balanced.generation.GenerateStream(stream_request(max_tokens=60_000)))
+                    for _ in range(200)
+                ]
+            # Some of them get tokens, the others wait for a slot.
+            for call in calls[: 2 * SLOTS]:
+                assert (await call.read()).WhichOneof("event") == "delta"
+            for call in calls:
+                call.cancel()
+            assert await balanced.until_ended(200) == {"cancelled": 200}
+            assert all(each["cancelled"] >= 80 for each in balanced.ended)
+            answers = await asyncio.gather(
+                *(balanced.generation.Generate(generate_request(max_tokens=3)) for _ in range(4 * SLOTS))
+            )
+            assert len(answers) == 4 * SLOTS
+            await balanced.until_ended(200 + 4 * SLOTS)
 
 
-async def test_a_client_that_stops_reading_loses_its_place_and_the_others_keep_theirs(endless: Balanced) -> None:
+async def test_a_client_that_stops_reading_loses_its_place_and_the_others_keep_theirs(tmp_path: Path) -> None:
     # Far more than Envoy and the windows of HTTP/2 hold, all of it with alternatives to every token.
-    balanced = endless.anew()
-    request = stream_request(max_tokens=50_000, ignore_eos=True)
-    request.response.logprobs = 20
-    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65535)]
-    async with grpc.aio.insecure_channel(balanced.envoy.target, options) as channel:
-        stalled = await read_accepted(GenerationServiceStub(channel).GenerateStream(request))
-        ended = {"grpc_method": "GenerateStream", "grpc_code": "ABORTED"}
-        while not sum(server.metric("grpc_server_handled_total", **ended) for server in balanced.servers):
-            answer = await balanced.generation.Generate(generate_request(max_tokens=2))
-            assert len(answer.outputs[0].token_ids) == 2
-        assert (await status_of(stalled)).code() is Code.ABORTED
+    async with two(tmp_path, context=200_000, max_stall_seconds=0.5) as balanced:
+        request = stream_request(max_tokens=50_000, ignore_eos=True)
+        request.response.logprobs = 20
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65535)]
+        async with grpc.aio.insecure_channel(balanced.envoy.target, options) as channel:
+            stalled = await read_accepted(GenerationServiceStub(channel).GenerateStream(request))
+            ended = {"grpc_method": "GenerateStream", "grpc_code": "ABORTED"}
+            while not sum(server.metric("grpc_server_handled_total", **ended) for server in balanced.servers):
+                answer = await balanced.generation.Generate(generate_request(max_tokens=2))
+                assert len(answer.outputs[0].token_ids) == 2
+            assert (await status_of(stalled)).code() is Code.ABORTED
 
 
 # Servers that come and go.
