@@ -106,7 +106,7 @@ def test_known_delays_come_out_within_five_percent_from_thinking_users(tmp_path:
     assert (report["offered"], report["finished"], report["missing"]) == (28, 28, 0)
     assert report["output_throughput"] == pytest.approx(140 / report["duration"])
     assert "Output token throughput" in out
-    # Locust's own book has an entry of each kind, of the same requests; its medians are in classes of 1 ms.
+    # Locust's own book has an entry of each kind, of the same requests; its medians are in classes of 1 ms, or of three digits.
     entries = {entry["name"]: entry for entry in json.loads(stats_file.read_text(encoding="utf-8"))}
     assert {name: entry["num_requests"] for name, entry in entries.items()} == {"TTFT": 28, "ITL": 112, "E2E": 28}
     assert {entry["method"] for entry in entries.values()} == {"grpc"}
@@ -114,7 +114,8 @@ def test_known_delays_come_out_within_five_percent_from_thinking_users(tmp_path:
         classes = sorted((int(at), count) for at, count in entries[name]["response_times"].items())
         times = [at for at, count in classes for _ in range(count)]
         middle = len(times) // 2
-        assert (times[middle - 1] + times[middle]) / 2 == pytest.approx(report[f"median_{metric}_ms"], abs=1.0)
+        median = report[f"median_{metric}_ms"]
+        assert (times[middle - 1] + times[middle]) / 2 == pytest.approx(median, abs=max(1.0, 0.006 * median))
 
 
 def hold_faults_none(records: list[Record], count: int) -> None:
