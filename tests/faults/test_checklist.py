@@ -313,7 +313,7 @@ async def test_bad_model_file_is_refused_at_the_start_with_an_exit_code_that_is_
     shutil.copytree(tiny_artifact("decoder-only"), tmp_path / "models" / "bad")
     corrupt(tmp_path / "models" / "bad")
     command = [sys.executable, "-m", "service", "serve", "--models", tmp_path / "models", "--port", "0", "--no-metrics"]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, timeout=60)
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 2, done.stderr
     assert "onward: " in done.stderr
     assert "Traceback" not in done.stderr

@@ -142,7 +142,7 @@ def test_queue_full_is_resource_exhausted_within_a_moment_and_has_no_effect_on_o
     with server.channel() as channel:
         stub = GenerationServiceStub(channel)
         # Long ones, or a quick server would have answered the first before the last is sent.
-        calls = [stub.Generate.future(greedy(LONG, max_tokens=200), timeout=60) for _ in range(200)]
+        calls = [stub.Generate.future(greedy(LONG, max_tokens=200), timeout=600) for _ in range(200)]
         codes = [call.code().name for call in calls]
         assert set(codes) == {"OK", "RESOURCE_EXHAUSTED"}
         # As many as there are slots and waiting places had theirs from the start.

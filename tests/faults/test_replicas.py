@@ -17,6 +17,7 @@ from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.artifacts import tiny_artifact
 from tests.faults.callers import (
+    DEADLINE_SECONDS,
     LONG,
     NUM_CALLERS,
     NUM_STREAMS,
@@ -59,7 +60,7 @@ def start(stack: ExitStack, folder: Path, port: int = 0) -> ServerProcess:
 
 def tokens_of(server: ServerProcess, request: pb.GenerateRequest) -> tuple[int, ...]:
     with server.channel() as channel:
-        return tuple(GenerationServiceStub(channel).Generate(request, timeout=SECONDS).outputs[0].token_ids)
+        return tuple(GenerationServiceStub(channel).Generate(request, timeout=DEADLINE_SECONDS).outputs[0].token_ids)
 
 
 def num_running(server: ServerProcess) -> float:
