@@ -136,7 +136,7 @@ async def test_a_model_is_loaded_beside_another_and_answers_as_if_it_had_always_
 async def test_a_loaded_model_is_foretold_from_the_start_if_nobody_was_served_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.engine.calibration.MAX_SECONDS", 10.0)
+    monkeypatch.setattr("service.engine.calibration.MAX_SECONDS", 2.0)
     async with shelf(tmp_path, calibrate=True) as shelved:
 
         def knows(name: str) -> bool:
