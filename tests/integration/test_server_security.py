@@ -377,10 +377,10 @@ async def test_a_call_whose_request_never_comes_holds_a_place_until_its_client_g
 
     async with running(max_concurrent_rpcs=2) as server:
         begin = server.channel.stream_unary("/onward.v1.GenerationService/Generate")
-        begun = [begin(nothing()) for _ in range(2)]
-        # They are on their way.
+        begun = []
+        # One that arrives beside the question is refused, and holds nothing.
         while (error := await outcome(server)) is None:
-            pass
+            begun.append(begin(nothing()))
         assert error is grpc.StatusCode.RESOURCE_EXHAUSTED
         for call in begun:
             call.cancel()
