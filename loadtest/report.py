@@ -37,9 +37,8 @@ _METHOD = (
     "tokens, of which its weights know nothing, and one head of keys and values for all its queries, so that those of "
     "the longest context stay in a processor's last cache) is exported and served as any other is, by a server process "
     "of its own, and asked over gRPC at batch 1, one request at a time. Times of prefill and decoding are the server's "
-    "own "
-    "(`onward.v1.Timings`); prompts are random token ids, all new, and an answer that found any of them at hand ends "
-    "the study. Without a cache the text so far is sent as a new prompt for every token.",
+    "own (`onward.v1.Timings`); prompts are random token ids, all new, and an answer that found any of them at hand "
+    "ends the study. Without a cache the text so far is sent as a new prompt for every token.",
     "Lengths are geometric and go as far as the context does. Each repeat takes all of them once, in a new random "
     "order, so that a machine that drifts does not look like a slope; a pass that does not count goes first.",
     "What is fitted are medians, by non-negative least squares over relative deviations (weight 1 / median). Intervals "

@@ -6,9 +6,9 @@ ask of it is wider than any one of its schedules.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -49,25 +49,26 @@ def replay_all(runner: Runner, cases: Sequence[GoldenCase], pieces: Pieces, num_
 
 def _side_by_side(cases: Sequence[GoldenCase]) -> tuple[GoldenCase, list[int]]:
     """One case of all rows, and for each of its feeds whose it was: what has several tokens goes first, by itself."""
-    firsts = np.cumsum([0, *(len(case.sequences) for case in cases)]).tolist()
+    firsts = accumulate((len(case.sequences) for case in cases[:-1]), initial=0)
     waiting = [
         deque(tuple(Feed(first + feed.row, feed.start, feed.count) for feed in step) for step in case.steps)
-        for first, case in zip(firsts, cases, strict=False)
+        for first, case in zip(firsts, cases, strict=True)
     ]
     steps: list[Step] = []
     origins: list[int] = []
     while any(waiting):
         decoding: list[Feed] = []
+        whose: list[int] = []
         for number, ahead in enumerate(waiting):
             while ahead and any(feed.count > 1 for feed in ahead[0]):
                 steps.append(ahead.popleft())
                 origins += [number] * len(steps[-1])
-            ready = ahead.popleft() if ahead else ()
-            decoding += ready
-        for feed in decoding:
-            origins.append(bisect_right(firsts, feed.row) - 1)
+            if ahead:
+                whose += [number] * len(ahead[0])
+                decoding += ahead.popleft()
         if decoding:
             steps.append(tuple(decoding))
+            origins += whose
     sequences = tuple(sequence for case in cases for sequence in case.sequences)
     return GoldenCase("all", sequences, (), tuple(steps), np.empty((len(origins), 0), np.float32)), origins
 
