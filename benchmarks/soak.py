@@ -3,9 +3,7 @@
     python -m benchmarks.soak [--models DIR] [--minutes 10] [--warm-up-minutes 2] [--load 0.8] [--cancels 0.2]
         [--leak-mb-per-hour N] [--docs]
 
-All slots are filled once to the end of their contexts: the memory of keys and values is there from the start, but the
-system only hands it out when it is first written to, which would look like growth for hours. Then capacity is measured,
-closed loop; then requests arrive at random times at a share of it, of which every fifth is
+Capacity is measured first, closed loop; then requests arrive at random times at a share of it, of which every fifth is
 cancelled, anywhere between its being sent and its end. The server's resident memory is read every second from outside,
 and after a warm-up its slope has a bound, at 95 %. Samples next to each other are alike, and pretending otherwise would
 make any slope look certain: the bound comes from means over batches of many samples, see `slope`. When all is over
@@ -51,9 +49,6 @@ LIMIT_MB_PER_HOUR = 10.0
 _SAMPLE_SECONDS = 1.0
 _CAPACITY_SECONDS = 10.0
 _CAPACITY_CLIENTS = 32
-_FILL_SECONDS = 600.0
-# Ids below are control tokens.
-_NUM_SPECIAL = 4
 _NUM_BATCHES = 12
 _SETTLE_SECONDS = 30.0
 _NUM_LOOKS = 5
@@ -171,28 +166,6 @@ class Load:
         else:
             self.ends["OK"] += 1
 
-    async def fill(self, model: model_pb2.GetModelResponse) -> None:
-        """Requests as long as a model takes them, as many at once as it has slots."""
-        limits, shape = model.limits, model.architecture
-        has_sources = shape.source_context > 0
-        vocab_size = shape.source_vocab_size if has_sources else shape.vocab_size
-        length = limits.max_prompt_tokens if has_sources else 1
-
-        async def longest() -> None:
-            # Each its own, or they would share what is computed of a source.
-            token_ids = [self._source.randrange(_NUM_SPECIAL, vocab_size) for _ in range(length)]
-            await self._stub.Generate(
-                pb.GenerateRequest(
-                    model=model.model,
-                    token_ids=pb.TokenIds(ids=token_ids),
-                    sampling=pb.SamplingParams(temperature=0.0),
-                    stopping=pb.StoppingParams(max_tokens=limits.max_generated_tokens, ignore_eos=True),
-                ),
-                timeout=_FILL_SECONDS,
-            )
-
-        await asyncio.gather(*(longest() for _ in range(limits.max_batch_size)))
-
     async def closed_loop(self, num_clients: int, seconds: float) -> float:
         """Requests that end in a second when so many clients ask on and on."""
         until = time.monotonic() + seconds
@@ -290,8 +263,6 @@ async def soak(
         about = ModelServiceStub(channel)
         names = [model.name for model in (await about.ListModels(model_pb2.ListModelsRequest())).models]
         asking = Load(channel, names, cancels)
-        for name in names:
-            await asking.fill(await about.GetModel(model_pb2.GetModelRequest(model=name)))
         capacity = await asking.closed_loop(_CAPACITY_CLIENTS, capacity_seconds)
         before = await asyncio.to_thread(server.still)
         asking.ends.clear()

@@ -16,7 +16,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from service.recorder import REQUEST_COLUMNS, STEP_COLUMNS, FlightLog, Row
+from service.recorder import REQUEST_COLUMNS, STEP_COLUMNS, FlightLog
+from service.ring import Row
 
 PATH = "/debug/steps"
 FORMAT = 1
@@ -78,7 +79,7 @@ def encode(log: FlightLog) -> Iterator[bytes]:
         yield f"{', ' if index else ''}{json.dumps(name)}: {{".encode()
         yield from _table("steps", STEP_COLUMNS, model.steps)
         yield b", "
-        yield from _table("requests", REQUEST_COLUMNS, model.requests)
+        yield from _table("requests", REQUEST_COLUMNS, itertools.chain(model.requests, model.open_requests))
         yield b"}"
     yield b"}}\n"
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from model import golden
-from model.artifact import CHAT, GOLDEN, TARGET_TOKENIZER, TOKENIZER, ArtifactError, Manifest, load
+from model.artifact import CHAT, GOLDEN, TARGET_TOKENIZER, TOKENIZER, ArtifactError, Manifest, load, read_manifest
 from model.artifact import Device as BuiltFor
 from model.chat import Chat, ChatSettings
 from model.tokenizer import Tokenizer, TokenizerError
@@ -158,9 +159,19 @@ def load_model(folder: Path, prefill: PrefillProvider, device: Device = Device.A
     name, folder = folder.name, artefact_folder(folder, device)
     devices = tuple(BuiltFor) if device is Device.AUTO else (BuiltFor(device),)
     try:
-        manifest = load(folder, devices)
+        with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
+            # They want a core, not the interpreter. Until they are known, nothing that was read or went wrong counts.
+            checksums = beside.submit(load, folder, devices)
+            try:
+                return _read(name, folder, read_manifest(folder), prefill)
+            finally:
+                checksums.result()
     except ArtifactError as error:
         raise StartupError([f"{folder}: {problem}" for problem in error.problems]) from error
+
+
+def _read(name: str, folder: Path, manifest: Manifest, prefill: PrefillProvider) -> ServedModel:
+    """All of an artefact but its graphs; raises StartupError."""
     problems: list[str] = []
     prompt = _load_tokenizer(folder / TOKENIZER, _prompt_vocab_size(manifest), problems)
     output = prompt

@@ -7,10 +7,9 @@ is bounded and holds numbers, names and ids: no prompt, no token, no text. Knows
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -18,14 +17,11 @@ from typing import Any, NamedTuple
 
 from service.engine.types import StepOutput, StepStats
 from service.metrics import RequestRecord
+from service.ring import Ring, Row, Rows
 
 _LOGGER = logging.getLogger(__name__)
 
-# Numbers, text and None in a plain tuple: what is kept for long must be nothing that the garbage collector looks at
-# again and again, or thousands of steps would bring nearer, and lengthen, the pauses of its full collections.
-Row = tuple[float | int | str | None, ...]
-
-_STEP_FIELDS = tuple(each.name for each in dataclasses.fields(StepStats))
+_STEP_FIELDS = {each.name: str(each.type) for each in dataclasses.fields(StepStats)}
 _step_values = attrgetter(*_STEP_FIELDS)
 
 # As many steps as a log entry tells of.
@@ -49,17 +45,21 @@ class RecordedRequest(NamedTuple):
     num_generated_tokens: int
 
 
-# A step's row: when all of it was over (`time.monotonic()` seconds), the log's id if it failed, then its numbers.
-STEP_COLUMNS = ("end_time", "error_id", *_STEP_FIELDS)
+# A step's row: the log's id if it failed, when all of it was over (`time.monotonic()` seconds), then its numbers.
+STEP_COLUMNS = ("error_id", "end_time", *_STEP_FIELDS)
+_STEP_TYPES = ("float", *_STEP_FIELDS.values())
 REQUEST_COLUMNS = RecordedRequest._fields
+# Of an ended request, whose cached tokens are known: two names, four times, three counts.
+_REQUEST_TYPES = (*("float",) * 4, *("int",) * 3)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLog:
-    """What is kept of one model: rows of `STEP_COLUMNS` and `REQUEST_COLUMNS`, oldest first, open requests last."""
+    """What is kept of one model: rows of `STEP_COLUMNS` and `REQUEST_COLUMNS`, oldest first, and open requests."""
 
-    steps: tuple[Row, ...]
-    requests: tuple[Row, ...]
+    steps: Rows | tuple[Row, ...]
+    requests: Rows | tuple[Row, ...]
+    open_requests: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,41 +80,41 @@ class FlightRecorder:
 
     def __init__(self, num_kept: int) -> None:
         self._num_kept = num_kept
-        self._steps: dict[str, deque[Row]] = {}
-        self._requests: dict[str, deque[Row]] = {}
-        self._last_logged: dict[str, Row] = {}
+        self._steps: dict[str, Ring] = {}
+        self._requests: dict[str, Ring] = {}
+        self._num_logged: dict[str, int] = {}
 
     def begin(self, model: str) -> None:
         """A model is served from now on."""
-        self._steps[model] = deque(maxlen=self._num_kept)
-        self._requests[model] = deque(maxlen=self._num_kept)
+        self._steps[model] = Ring(self._num_kept, 1, _STEP_TYPES)
+        self._requests[model] = Ring(self._num_kept, 2, _REQUEST_TYPES)
 
     def forget(self, model: str) -> None:
         """A model is not served any more, and leaves its memory."""
         del self._steps[model], self._requests[model]
-        self._last_logged.pop(model, None)
+        self._num_logged.pop(model, None)
 
     def step_done(self, model: str, output: StepOutput, now: float) -> None:
         """A model's engine took a step, which was over at `now`; one that failed is logged with those before it."""
-        self._steps[model].append((now, output.error_id, *_step_values(output.stats)))
+        self._steps[model].append((output.error_id,), (now, *_step_values(output.stats)))
         if output.error_id is not None:
             self._log(model, output.error_id)
 
     def request_ended(self, model: str, request_id: str, record: RequestRecord, num_cached_tokens: int) -> None:
         """A request that the engine had is over; of the tokens given so many had their keys and values at hand."""
-        timings = record.timings
-        ended = RecordedRequest(
-            request_id=request_id,
-            outcome=record.outcome,
-            arrival_time=timings.arrival_time,
-            scheduled_time=timings.scheduled_time,
-            first_token_time=timings.first_token_time,
-            finished_time=timings.finished_time,
-            num_prompt_tokens=record.num_prompt_tokens,
-            num_cached_tokens=num_cached_tokens,
-            num_generated_tokens=record.num_generated_tokens,
+        times = record.timings
+        self._requests[model].append(
+            (request_id, record.outcome),
+            (
+                times.arrival_time,
+                times.scheduled_time,
+                times.first_token_time,
+                times.finished_time,
+                record.num_prompt_tokens,
+                num_cached_tokens,
+                record.num_generated_tokens,
+            ),
         )
-        self._requests[model].append(tuple(ended))
 
     def engine_died(self, error_id: str) -> None:
         """The engine thread is over by an error: what every model did last goes to the log."""
@@ -131,7 +131,7 @@ class FlightRecorder:
         for model, request in open_requests if self._num_kept else ():
             is_open[model].append(request)
         models = {
-            model: ModelLog(tuple(steps), (*self._requests[model], *is_open[model]))
+            model: ModelLog(steps.last(), self._requests[model].last(), tuple(is_open[model]))
             for model, steps in self._steps.items()
         }
         return FlightLog(time.monotonic(), time.time(), models)
@@ -139,12 +139,11 @@ class FlightRecorder:
     def _log(self, model: str, error_id: str) -> None:
         """One entry with a model's last steps, none of which an entry before has told of; the last is told last."""
         steps = self._steps[model]
-        news = itertools.takewhile(lambda step: step is not self._last_logged.get(model), reversed(steps))
-        told = list(itertools.islice(news, _MAX_LOGGED_STEPS))
+        told = steps.last(min(_MAX_LOGGED_STEPS, steps.num_added - self._num_logged.get(model, 0)))
+        self._num_logged[model] = steps.num_added
         if not told:
             return
-        self._last_logged[model] = told[0]
-        rows: list[dict[str, Any]] = [dict(zip(STEP_COLUMNS, step, strict=True)) for step in reversed(told)]
+        rows: list[dict[str, Any]] = [dict(zip(STEP_COLUMNS, step, strict=True)) for step in told]
         lines = [f"{row['end_time'] - rows[-1]['end_time']:+.6f} s: {_line(row)}" for row in rows]
         _LOGGER.error("%s: the last steps of %s\n%s", error_id, model, "\n".join(lines))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from wsgiref.simple_server import demo_app
@@ -19,6 +19,7 @@ from service.engine.types import RequestTimings, StepOutput, StepStats
 from service.lifecycle import Phase, phases
 from service.metrics import RequestRecord
 from service.recorder import REQUEST_COLUMNS, STEP_COLUMNS, FlightLog, FlightRecorder, RecordedRequest
+from service.ring import Ring
 
 MODELS = ("one", "two")
 
@@ -90,8 +91,9 @@ def test_last_steps_and_requests_of_each_model_are_kept_and_the_others_forgotten
         {"end_time": number + 0.5, "error_id": None, **asdict(stats(number))} for number in (2, 3, 4)
     ]
     assert [row[0] for row in one.requests] == ["r2", "r3", "r4"]
-    assert [row[0] for row in two.steps] == [9.5]
-    assert two.requests == (open_request(),)
+    assert [row[STEP_COLUMNS.index("end_time")] for row in two.steps] == [9.5]
+    assert len(two.requests) == 0
+    assert two.open_requests == (open_request(),)
 
 
 def test_model_that_is_gone_leaves_its_memory_and_may_come_again() -> None:
@@ -100,7 +102,7 @@ def test_model_that_is_gone_leaves_its_memory_and_may_come_again() -> None:
     recorder.forget("one")
     assert list(recorder.take([("one", open_request())]).models) == ["two"]
     recorder.begin("one")
-    assert recorder.take([]).models["one"].steps == ()
+    assert len(recorder.take([]).models["one"].steps) == 0
 
 
 def test_recorder_that_keeps_nothing_takes_everything_it_is_told() -> None:
@@ -108,18 +110,48 @@ def test_recorder_that_keeps_nothing_takes_everything_it_is_told() -> None:
     recorder.step_done("one", step(1), 1.5)
     recorder.request_ended("one", "r", record(), 4)
     log = recorder.take([("one", open_request())])
-    assert [(model.steps, model.requests) for model in log.models.values()] == [((), ())] * 2
+    kept = [(*model.steps, *model.requests, *model.open_requests) for model in log.models.values()]
+    assert kept == [(), ()]
 
 
-def test_garbage_collector_has_nothing_to_look_at() -> None:
-    recorder = recorder_of(("one",), 10)
-    for number in range(20):
-        recorder.step_done("one", step(number, "f00d" if number == 15 else None), number + 0.5)
-        recorder.request_ended("one", f"r{number}", record(), 4)
-    gc.collect()
+def test_memory_is_taken_at_once_and_does_not_grow() -> None:
+    num_kept = 2000
+    outputs = [step(number) for number in range(3 * num_kept)]
+    ended = record()
+    tracemalloc.start()
+    try:
+        recorder = recorder_of(("one",), num_kept)
+        begun, _ = tracemalloc.get_traced_memory()
+        for number, output in enumerate(outputs):
+            recorder.step_done("one", output, number + 0.5)
+            recorder.request_ended("one", "r", ended, 4)
+        filled, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     log = recorder.take([]).models["one"]
-    assert len(log.steps) == len(log.requests) == 10
-    assert not any(gc.is_tracked(row) for row in (*log.steps, *log.requests))
+    assert [row[STEP_COLUMNS.index("num_rows")] for row in log.steps] == list(range(2 * num_kept, 3 * num_kept))
+    assert len(log.requests) == num_kept
+    # One number that is kept of each as an object would be ten times as much.
+    assert filled - begun < 5000 < begun
+
+
+@pytest.mark.parametrize("num_added", [0, 1, 4, 5, 6, 9, 10, 11, 23])
+@pytest.mark.parametrize("count", [None, 0, 1, 3, 5, 8])
+def test_ring_has_the_last_rows_in_their_order(num_added: int, count: int | None) -> None:
+    ring = Ring(5, 1, ("int", "float | None"))
+    rows: list[tuple[str | None, int, float | None]] = [
+        (f"r{number}" if number % 2 else None, number, number / 8 if number % 3 else None) for number in range(23)
+    ]
+    for name, *numbers in rows[:num_added]:
+        ring.append((name,), numbers)
+    kept = rows[:num_added][-5:]
+    wanted = kept if count is None else kept[len(kept) - min(count, len(kept)) :]
+    taken = ring.last(count)
+    assert len(taken) == len(wanted)
+    assert list(taken) == wanted
+    # What is taken stays as it was.
+    ring.append(("later",), (99, 0.5))
+    assert list(taken) == wanted
 
 
 def test_log_is_json_in_tables() -> None:
