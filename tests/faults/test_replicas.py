@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import pytest
 
 from benchmarks.envoy import Envoy, balancing
@@ -24,12 +23,11 @@ from tests.faults.callers import (
     ROOT,
     SECONDS,
     SHORT,
-    TRITON_CLIENT,
     Load,
     last_json,
     run,
 )
-from tests.faults.process import DECODER, ServerProcess, greedy, serving, until
+from tests.faults.process import DECODER, ServerProcess, serving, until
 
 CONTEXT = 2048
 
@@ -155,20 +153,6 @@ def envoy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Envoy]:
         for server in servers:
             server.settle()
             assert num_requests(server) > 0
-
-
-def test_tritonclient_works_unchanged_but_for_what_is_for_one_server(envoy: Envoy) -> None:
-    seen = last_json(run(str(TRITON_CLIENT), envoy.target, DECODER))
-    with grpc.insecure_channel(envoy.target) as channel:
-        expected = GenerationServiceStub(channel).Generate(greedy(DECODER, max_tokens=12)).outputs[0].text
-    assert seen["text"] == [expected]
-    for name in ("plain", "empty"):
-        assert "".join(seen["stream"][name]["pieces"]) == expected
-        assert seen["stream"][name]["finals"][-1] is True
-    assert "INVALID_ARGUMENT" in seen["stream"]["bad"]["errors"][0]
-    assert seen["refusals"]["unknown model"][0] == "StatusCode.NOT_FOUND"
-    assert seen["refusals"]["no such method"][0] == "StatusCode.UNIMPLEMENTED"
-    assert [seen[name][0] for name in ("unload", "load")] == ["StatusCode.PERMISSION_DENIED"] * 2
 
 
 def test_our_own_client_asks_through_envoy(envoy: Envoy) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
+from benchmarks.envoy import balancing
 from proto.inference import open_inference_pb2 as oip
 from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
@@ -34,11 +35,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         assert server.stop() == 0
 
 
+@pytest.fixture(scope="module", params=["direct", "envoy"])
+def target(
+    request: pytest.FixtureRequest, server: ServerProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """Where the client is sent: to the server, or to an Envoy before it and another one."""
+    if request.param == "direct":
+        yield server.target
+        return
+    with (
+        serving(tmp_path_factory.mktemp("models")) as other,
+        balancing([server.target, other.target], tmp_path_factory.mktemp("envoy")) as envoy,
+    ):
+        yield envoy.target
+        assert other.stop() == 0
+
+
 @pytest.fixture(scope="module")
-def seen(server: ServerProcess) -> dict[str, Any]:
+def seen(target: str) -> dict[str, Any]:
     """What the client saw."""
     done = subprocess.run(
-        [sys.executable, CLIENT, server.target, DECODER], capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, CLIENT, target, DECODER], capture_output=True, text=True, check=False, timeout=100
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
@@ -106,9 +123,13 @@ def test_tritonclient_is_told_what_is_wrong(seen: dict[str, Any], case: str, cod
     assert words in found_words
 
 
-def test_tritonclient_unloads_and_loads(seen: dict[str, Any]) -> None:
-    assert seen["unload"] is False
-    assert seen["load"] is True
+def test_tritonclient_unloads_and_loads_a_server_s_models_and_not_those_of_several(
+    seen: dict[str, Any], target: str, server: ServerProcess
+) -> None:
+    if target == server.target:
+        assert (seen["unload"], seen["load"]) == (False, True)
+    else:
+        assert [seen[name][0] for name in ("unload", "load")] == ["StatusCode.PERMISSION_DENIED"] * 2
     assert seen["text_again"] == seen["text"]
 
 

@@ -3,7 +3,8 @@
     python -m tests.load.fake_server '{"ttft": [0.08, 0.12], "itl": [0.03, 0.05], "log": "/tmp/log.jsonl"}'
 
 A process of its own, on a free loopback port. The log has a line for each request, its times on the monotonic clock,
-which on Linux all processes of a host share: what a client measured can be held to what was done.
+which on Linux all processes of a host share: what a client measured can be held to what was done. It is healthy, so
+that a proxy passes calls on to it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from benchmarks.envoy import balancing
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import generation_pb2_grpc, model_pb2_grpc
 from proto.onward.v1 import model_pb2 as models
@@ -154,6 +157,9 @@ async def serve(plan: Plan) -> None:
     service = Service(plan)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(service, server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(service, server)
+    healthy = health.aio.HealthServicer()
+    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     stop = asyncio.Event()
@@ -177,6 +183,17 @@ def fake_server(**plan: Any) -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
+
+
+@contextmanager
+def fake_servers(way: str, folder: Path, **plan: Any) -> Iterator[str]:
+    """Where to ask: "direct" is such a server, "envoy" an Envoy before two of them, which share a log."""
+    if way == "direct":
+        with fake_server(**plan) as target:
+            yield target
+        return
+    with fake_server(**plan) as one, fake_server(**plan) as other, balancing([one, other], folder) as envoy:
+        yield envoy.target
 
 
 def read_log(path: Path) -> dict[str, dict[str, Any]]:
