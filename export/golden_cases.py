@@ -95,7 +95,9 @@ def make_attention_cases(model: Transformer) -> tuple[AttentionCase, ...]:
 
 def _plan_decoder_only(config: ModelConfig, size: int) -> Iterator[_Plan]:
     longest = _longest(config.context, _numbers_per_pair(config), _MAX_PREFILL_MULTIPLICATIONS / size)
-    for length in _fitting((1, 2, 31, CHUNK, CHUNK + 1), longest):
+    # A chunk, and one token more, are the first that the long pasts' rows are fed, if these have the room.
+    chunks = () if longest > CHUNK + 1 else (CHUNK, CHUNK + 1)
+    for length in _fitting((1, 2, 31, *chunks), longest):
         yield _Plan(f"prefill-{length}", (length,), _split(0, (length,)))
     yield _long_pasts(longest)
     (length,) = _fitting((70,), longest)

@@ -37,6 +37,23 @@ class Context:
         self.aborted.append(details)
 
 
+async def wrapped(handler: Any, registry: CollectorRegistry) -> tuple[CallInterceptor, Any]:
+    """An interceptor, and the call that it makes of a stream's handler."""
+    interceptor = CallInterceptor(
+        ["onward.v1.GenerationService"],
+        Metrics(registry).handled,
+        OpenAccess(),
+        max_message_bytes=100,
+        max_stall_seconds=1,
+    )
+
+    async def continuation(_: Any) -> Any:
+        return grpc.unary_stream_rpc_method_handler(handler, bytes, bytes)
+
+    details: Any = SimpleNamespace(method=METHOD)
+    return interceptor, (await interceptor.intercept_service(continuation, details)).unary_stream
+
+
 async def test_a_call_that_ended_under_a_message_is_cancelled_and_its_handler_closed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -50,24 +67,33 @@ async def test_a_call_that_ended_under_a_message_is_cancelled_and_its_handler_cl
             closed.append(True)
 
     registry = CollectorRegistry()
-    interceptor = CallInterceptor(
-        ["onward.v1.GenerationService"],
-        Metrics(registry).handled,
-        OpenAccess(),
-        max_message_bytes=100,
-        max_stall_seconds=1,
-    )
-
-    async def continuation(_: Any) -> Any:
-        return grpc.unary_stream_rpc_method_handler(handler, bytes, bytes)
-
-    wrapped = await interceptor.intercept_service(continuation, SimpleNamespace(method=METHOD))
+    interceptor, call = await wrapped(handler, registry)
     context = Context()
     with pytest.raises(asyncio.CancelledError):
-        await wrapped.unary_stream(b"", context)
+        await call(b"", context)
     assert closed == [True]
     assert context.aborted == []
     labels = {"grpc_method": "GenerateStream", "grpc_code": "CANCELLED"}
     assert registry.get_sample_value("onward_grpc_server_handled_total", labels) == 1
     assert interceptor.num_open == 0
     assert "unexpected" not in caplog.text
+
+
+async def test_a_call_whose_end_is_at_hand_is_sent_no_message() -> None:
+    sent = []
+
+    class Open(Context):
+        async def write(self, message: bytes) -> None:
+            sent.append(message)
+
+    async def handler(request: bytes, context: Any) -> AsyncGenerator[bytes, None]:
+        yield b"a"
+        # What cancels the call is what the event loop does next.
+        asyncio.get_running_loop().call_soon(calling.cancel)
+        yield b"b"
+
+    _, call = await wrapped(handler, CollectorRegistry())
+    calling = asyncio.create_task(call(b"", Open()))
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert sent == [b"a"]
