@@ -4,10 +4,13 @@
         [--leak-mb-per-hour N] [--docs]
 
 Capacity is measured first, closed loop; then requests arrive at random times at a share of it, of which every fifth is
-cancelled, anywhere between its being sent and its end. The server's resident memory is read every second from outside,
-and after a warm-up its slope has a bound, at 95 %. Samples next to each other are alike, and pretending otherwise would
-make any slope look certain: the bound comes from means over batches of many samples, see `slope`. When all is over
-nothing may be held: no request, no K/V, and no descriptor, thread or task more than before.
+cancelled, anywhere between its being sent and its end. The server's resident memory is read from outside, thirty times.
+Requests take some for a while, and those that are over leave K/V to those that begin like them: more or less by chance,
+which would hide what is never given back. So no request arrives while it is read, and what is mapped for K/V, which has
+its limit anyway, is counted apart. After a warm-up the slope of the rest has a bound, at 95 %. Samples next to each
+other are alike, and pretending otherwise would make any slope look certain: the bound comes from means over batches,
+see `slope`. When all is over nothing may be held: no request, no K/V, and no descriptor, thread or task more than
+before.
 
 With `--leak-mb-per-hour` the server leaks that much (`benchmarks.soaked_server`), and the same check must find it: the
 lower bound above zero, the upper above the limit. Exit status 1 when something grew or is held, or when a leak that was
@@ -38,6 +41,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from scipy import stats
 
+from benchmarks.picture import drawing
 from benchmarks.soaked_server import TASKS, VARIABLE
 from loadtest.serving import Server, wait_served
 from proto.onward.v1 import generation_pb2 as pb
@@ -49,6 +53,7 @@ LIMIT_MB_PER_HOUR = 10.0
 _SAMPLE_SECONDS = 1.0
 _CAPACITY_SECONDS = 10.0
 _CAPACITY_CLIENTS = 32
+_NUM_LULLS = 30
 _NUM_BATCHES = 12
 _SETTLE_SECONDS = 30.0
 _NUM_LOOKS = 5
@@ -122,10 +127,28 @@ class Samples:
         self.descriptors.append(len(list(Path(f"/proc/{pid}/fd").iterdir())))
         self.threads.append(int(fields["Threads"]))
 
-    def after(self, seconds: float) -> Samples:
-        """Those that were taken later than that."""
-        first = next((index for index, each in enumerate(self.seconds) if each >= seconds), len(self.seconds))
-        return Samples(self.seconds[first:], self.rss_bytes[first:], self.descriptors[first:], self.threads[first:])
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A process's resident memory in bytes: what is mapped for K/V, and the rest."""
+
+    kv_bytes: int
+    other_bytes: int
+
+    @classmethod
+    def of(cls, smaps: str) -> Resident:
+        """Sums up what Linux tells in `/proc/PID/smaps`.
+
+        K/V are known by being what must not come in huge pages (`service.engine.pages`), which is said of nothing else.
+        """
+        totals, size = {True: 0, False: 0}, 0
+        for line in smaps.splitlines():
+            name, _, value = line.partition(":")
+            if name == "Rss":
+                size = int(value.split()[0]) * 1024
+            elif name == "VmFlags":
+                totals["nh" in value.split()] += size
+        return cls(kv_bytes=totals[True], other_bytes=totals[False])
 
 
 class Load:
@@ -215,11 +238,20 @@ class Watched:
             if sample.name in _HELD
         )
 
-    def still(self) -> Still:
-        """What it has while nobody asks, once all is given back that will be."""
+    def resident(self) -> Resident:
+        """Its memory."""
+        return Resident.of(Path(f"/proc/{self.process.pid}/smaps").read_text(encoding="utf-8", errors="replace"))
+
+    def settle(self) -> float:
+        """Waits while something is held that will be given back, as nobody asks; what is held after that."""
         until = time.monotonic() + _SETTLE_SECONDS
         while (held := self.held()) and time.monotonic() < until:
-            time.sleep(0.1)
+            time.sleep(_LOOK_SECONDS)
+        return held
+
+    def still(self) -> Still:
+        """What it has while nobody asks, once all is given back that will be."""
+        held = self.settle()
         samples, tasks = Samples(), []
         for _ in range(_NUM_LOOKS):
             # What ends just now, as the asking above does, is nothing that is kept.
@@ -252,13 +284,13 @@ async def soak(
 
     Args:
         server: without keys.
-        seconds: how long it is watched.
+        seconds: how long it is watched, under load but for the moments when its memory is read.
         warm_up_seconds: how long it is under load before.
         load: share of the capacity that requests arrive at.
         cancels: share of requests that are cancelled.
         capacity_seconds: how long capacity is measured before.
     """
-    samples = Samples()
+    samples, times, memory = Samples(), list[float](), list[Resident]()
     async with grpc.aio.insecure_channel(server.address.target) as channel:
         about = ModelServiceStub(channel)
         names = [model.name for model in (await about.ListModels(model_pb2.ListModelsRequest())).models]
@@ -268,27 +300,35 @@ async def soak(
         asking.ends.clear()
         began, all_seconds = time.monotonic(), warm_up_seconds + seconds
         watching = asyncio.create_task(_watch(server.process.pid, samples, began, all_seconds))
-        await asking.open_loop(load * capacity, all_seconds)
+        while (left := all_seconds - (time.monotonic() - began)) > 0:
+            await asking.open_loop(load * capacity, min(left, seconds / _NUM_LULLS))
+            await asyncio.to_thread(server.settle)
+            if time.monotonic() - began > warm_up_seconds:
+                times.append(time.monotonic() - began)
+                memory.append(server.resident())
         watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
         after = await asyncio.to_thread(server.still)
-    counted = samples.after(warm_up_seconds)
-    growth = slope(counted.seconds, counted.rss_bytes)
+    counted = [each.other_bytes for each in memory]
+    kv = [each.kv_bytes for each in memory]
+    growth = slope(times, counted)
     return {
         "seconds": seconds,
         "capacity_per_second": capacity,
         "offered_per_second": load * capacity,
         "ends": dict(asking.ends),
-        "rss_mb": {"first": counted.rss_bytes[0] / _MEGABYTE, "last": counted.rss_bytes[-1] / _MEGABYTE},
-        "rss_mb_per_hour": growth.per_hour / _MEGABYTE,
-        "rss_mb_per_hour_low": growth.low / _MEGABYTE,
-        "rss_mb_per_hour_high": growth.high / _MEGABYTE,
+        "memory_mb": {"first": counted[0] / _MEGABYTE, "last": counted[-1] / _MEGABYTE},
+        "kv_mb": {"least": min(kv) / _MEGABYTE, "most": max(kv) / _MEGABYTE},
+        "mb_per_hour": growth.per_hour / _MEGABYTE,
+        "mb_per_hour_low": growth.low / _MEGABYTE,
+        "mb_per_hour_high": growth.high / _MEGABYTE,
         "before": asdict(before),
         "after": asdict(after),
+        "most_resident_mb": max(samples.rss_bytes) / _MEGABYTE,
         "most_threads": max(samples.threads),
         "problems": problems(asking.ends, before, after),
-        "samples": [counted.seconds, counted.rss_bytes],
+        "samples": {"seconds": [round(each, 1) for each in times], "other_bytes": counted, "kv_bytes": kv},
     }
 
 
@@ -315,8 +355,8 @@ async def _watch(pid: int, samples: Samples, began: float, seconds: float) -> No
 
 def judge(found: Mapping[str, Any], leak: float) -> tuple[str, bool]:
     """In words what memory does, and whether all is as it should be."""
-    may_grow = found["rss_mb_per_hour_high"] >= LIMIT_MB_PER_HOUR
-    does_grow = may_grow and found["rss_mb_per_hour_low"] > 0
+    may_grow = found["mb_per_hour_high"] >= LIMIT_MB_PER_HOUR
+    does_grow = may_grow and found["mb_per_hour_low"] > 0
     verdict = "leaks" if does_grow else "may leak" if may_grow else "bounded"
     is_well = not found["problems"] and not found["exit_status"]
     return verdict, is_well and (does_grow if leak else not may_grow)
@@ -331,7 +371,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--load", type=float, default=0.8, help="share of capacity that is offered")
     parser.add_argument("--cancels", type=float, default=0.2, help="share of requests that are cancelled")
     parser.add_argument("--leak-mb-per-hour", type=float, default=0.0, help="put a leak in, which must be found")
-    parser.add_argument("--docs", action="store_true", help="write the figures to docs/soak.json too")
+    parser.add_argument("--docs", action="store_true", help="write figures and picture to docs/soak.json and .svg too")
     given = parser.parse_args(arguments)
     # By which the server in the child process is ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -372,18 +412,37 @@ def stop(process: subprocess.Popen[str]) -> int:
     return process.wait(_STOP_SECONDS)
 
 
+def draw_picture(told: Mapping[str, Any]) -> str:
+    """Memory in time of each run, and the line through it, as SVG."""
+    colours = {"as it is": "#0072B2", "with a leak": "#D55E00"}
+    with drawing("soak", 7.0, 2.4) as (figure, svg):
+        axes = figure.subplots()
+        for name, run in told.items():
+            minutes = np.array(run["samples"]["seconds"]) / 60
+            megabytes = np.array(run["samples"]["other_bytes"]) / _MEGABYTE
+            put_in = f",\n{run['leak_mb_per_hour']:.0f} MB/h put in" if run["leak_mb_per_hour"] else ""
+            low, high = run["mb_per_hour_low"], run["mb_per_hour_high"]
+            label = f"{run['mb_per_hour']:+.1f} MB/h ({low:.1f} to {high:.1f}){put_in}"
+            axes.plot(minutes, megabytes, ".", markersize=3, color=colours[name], label=label)
+            line = megabytes.mean() + run["mb_per_hour"] / 60 * (minutes - minutes.mean())
+            axes.plot(minutes, line, color=colours[name], linewidth=1.0)
+        axes.set_xlabel("minutes under load")
+        axes.set_ylabel("memory but K/V, MB")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return svg.getvalue()
+
+
 def _report(found: dict[str, Any], *, docs: bool) -> None:
-    seconds, values = found.pop("samples")
+    samples = found.pop("samples")
     line = json.dumps(found)
     if docs:
-        # A sample in ten seconds is enough to see, or to refit.
-        kept = {"seconds": [round(each, 1) for each in seconds[::10]], "rss_bytes": values[::10]}
         told = json.loads(_DOCUMENT.read_text(encoding="utf-8")) if _DOCUMENT.exists() else {}
-        told["with a leak" if found["leak_mb_per_hour"] else "as it is"] = {**found, "samples": kept}
+        told["with a leak" if found["leak_mb_per_hour"] else "as it is"] = {**found, "samples": samples}
         _DOCUMENT.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        _DOCUMENT.with_suffix(".svg").write_text(draw_picture(told), encoding="utf-8")
     sys.stderr.write(
-        f"{found['verdict']}: {found['rss_mb_per_hour']:.1f} MB/h, 95 % between {found['rss_mb_per_hour_low']:.1f} and "
-        f"{found['rss_mb_per_hour_high']:.1f}; {found['ends']}; {'; '.join(found['problems']) or 'nothing is held'}\n"
+        f"{found['verdict']}: {found['mb_per_hour']:.1f} MB/h, 95 % between {found['mb_per_hour_low']:.1f} and "
+        f"{found['mb_per_hour_high']:.1f}; {found['ends']}; {'; '.join(found['problems']) or 'nothing is held'}\n"
     )
     sys.stdout.write(line + "\n")
 
