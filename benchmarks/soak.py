@@ -5,12 +5,12 @@
 
 Capacity is measured first, closed loop; then requests arrive at random times at a share of it, of which every fifth is
 cancelled, anywhere between its being sent and its end. The server's resident memory is read from outside, thirty times.
-Requests take some for a while, and those that are over leave K/V to those that begin like them: more or less by chance,
-which would hide what is never given back. So no request arrives while it is read, and what is mapped for K/V, which has
-its limit anyway, is counted apart. After a warm-up the slope of the rest has a bound, at 95 %. Samples next to each
-other are alike, and pretending otherwise would make any slope look certain: the bound comes from means over batches,
-see `slope`. When all is over nothing may be held: no request, no K/V, and no descriptor, thread or task more than
-before.
+Requests take some for a while, those that are over leave K/V to those that begin like them, and the C library keeps
+some of what was freed: more or less by chance, which would hide what is never given back. So no request arrives while
+it is read, the C library has given back what it can, and what is mapped for K/V, which has its limit anyway, is counted
+apart. After a warm-up the slope of the rest has a bound, at 95 %. Samples next to each other are alike, and pretending
+otherwise would make any slope look certain: the bound comes from means over batches, see `slope`. When all is over
+nothing may be held: no request, no K/V, and no descriptor, thread or task more than before.
 
 With `--leak-mb-per-hour` the server leaks that much (`benchmarks.soaked_server`), and the same check must find it: the
 lower bound above zero, the upper above the limit. Exit status 1 when something grew or is held, or when a leak that was
@@ -222,7 +222,7 @@ class Watched:
     address: Server
 
     def num_tasks(self) -> int:
-        """Of its event loop."""
+        """Of its event loop; what its C library kept free has been given back then."""
         self.process.send_signal(signal.SIGUSR1)
         assert self.process.stdout is not None  # noqa: S101 (PIPE was asked for; this tells the type checker)
         return int(self.process.stdout.readline().removeprefix(TASKS))
@@ -303,6 +303,7 @@ async def soak(
         while (left := all_seconds - (time.monotonic() - began)) > 0:
             await asking.open_loop(load * capacity, min(left, seconds / _NUM_LULLS))
             await asyncio.to_thread(server.settle)
+            await asyncio.to_thread(server.num_tasks)
             if time.monotonic() - began > warm_up_seconds:
                 times.append(time.monotonic() - began)
                 memory.append(server.resident())
