@@ -124,13 +124,14 @@ def test_memory_is_taken_at_once_and_does_not_grow() -> None:
         begun, _ = tracemalloc.get_traced_memory()
         for number, output in enumerate(outputs):
             recorder.step_done("one", output, number + 0.5)
-            recorder.request_ended("one", "r", ended, 4)
+            recorder.request_ended("one", f"{number:032x}", ended, 4)
         filled, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     log = recorder.take([]).models["one"]
     assert [row[STEP_COLUMNS.index("num_rows")] for row in log.steps] == list(range(2 * num_kept, 3 * num_kept))
     assert len(log.requests) == num_kept
+    assert [row[0] for row in log.requests] == [f"{number:032x}" for number in range(2 * num_kept, 3 * num_kept)]
     # One number that is kept of each as an object would be ten times as much.
     assert filled - begun < 5000 < begun
 
@@ -140,7 +141,12 @@ def test_memory_is_taken_at_once_and_does_not_grow() -> None:
 def test_ring_has_the_last_rows_in_their_order(num_added: int, count: int | None) -> None:
     ring = Ring(5, 1, ("int", "float | None"))
     rows: list[tuple[str | None, int, float | None]] = [
-        (f"r{number}" if number % 2 else None, number, number / 8 if number % 3 else None) for number in range(23)
+        (
+            f"r{number:>{50 if number in (1, 7, 11) else 4}}" if number % 2 else None,
+            number,
+            number / 8 if number % 3 else None,
+        )
+        for number in range(23)
     ]
     for name, *numbers in rows[:num_added]:
         ring.append((name,), numbers)
