@@ -56,6 +56,14 @@ class CudaRuntime:
         self._call("cudaGetDeviceCount", ctypes.byref(count))
         return count.value
 
+    def synchronize(self) -> None:
+        """Waits for all that the device has to do.
+
+        Raises:
+            CudaError: when it does nothing any more, whatever it is asked; or is being recorded.
+        """
+        self._call("cudaDeviceSynchronize")
+
     def free_bytes(self) -> int:
         """Bytes of the device's memory that nobody has taken.
 
@@ -112,6 +120,8 @@ class CudaRuntime:
 
     def _call(self, name: str, *arguments: Any) -> None:
         if code := getattr(self._library, name)(*arguments):
+            # Kept for whoever asks next, it would be taken for a fault of theirs.
+            self._library.cudaGetLastError()
             raise CudaError(f"{name}: {self._library.cudaGetErrorString(code).decode()}")
 
 

@@ -2,8 +2,8 @@
 
 A CUDA graph repeats what it saw, on the same memory, for the same number of rows. So rows are filled up to the next
 power of two with rows of nobody: their token is written nowhere, and what they attend to is nobody's block. What the
-operator must know of lengths on the host is said for a whole class of them, between one power of two and the next. On a
-CPU nothing is recorded and everything else is the same.
+operator must know of lengths on the host is said for a whole class of them, between one power of two and the next
+(`service.engine.decode_sizes`). On a CPU nothing is recorded and everything else is the same.
 
 All inputs of a run go to the device in one copy.
 
@@ -20,11 +20,9 @@ import numpy as np
 
 from model.config import ModelConfig
 from service.engine.blocks import SCRATCH
+from service.engine.decode_sizes import SHORTEST, decode_size, decode_sizes
 from service.engine.device_logits import DeviceLogits
 from service.engine.session import Array, Bindable, Binding, DevicePack, DeviceTensor, GraphSession
-
-_SHORTEST = 512
-"""Up to here rows are of one class: the operator gains nothing by dividing the work on so few keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +32,11 @@ class _Bucket:
     inputs: DevicePack
     binding: Binding
     number: int
+
+    def run(self) -> None:
+        """Sends what is in the inputs' arrays and computes it."""
+        self.inputs.write()
+        self.binding.run(self.number)
 
 
 class DecodeBuckets:
@@ -79,18 +82,36 @@ class DecodeBuckets:
         Raises:
             GraphError: when the run fails; the rows' K/V are in doubt then.
         """
-        num_rows = len(inputs["past_seqlens"])
-        key = round_up(num_rows, 1), round_up(int(inputs["past_seqlens"].max()) + 1, _SHORTEST)
-        if key not in self._buckets:
-            self._buckets[key] = self._make(*key)
-        bucket = self._buckets[key]
+        past = inputs["past_seqlens"]
+        bucket = self._bucket(decode_size(len(past), int(past.max()) + 1))
         for name, filling in _FILLING.items():
             if name in bucket.inputs.arrays:
                 array = bucket.inputs.arrays[name]
                 array.fill(filling)
                 array[tuple(map(slice, inputs[name].shape))] = inputs[name]
-        bucket.inputs.write()
-        bucket.binding.run(bucket.number)
+        bucket.run()
+
+    def rehearse(self, max_rows: int) -> None:
+        """Computes one token in every size that up to `max_rows` rows come to, the largest first, for rows of nobody.
+
+        A device has recorded all of them then, and none has to be while somebody waits.
+
+        Raises:
+            GraphError: when a run fails.
+        """
+        for size in decode_sizes(max_rows, self._config.context):
+            bucket = self._bucket(size)
+            # As long as what is said of lengths on the host, and not beyond what there are positions for.
+            last = min(size[1], self._config.context) - 1
+            for name, filling in {**_FILLING, "position_ids": last, "past_seqlens": last}.items():
+                if name in bucket.inputs.arrays:
+                    bucket.inputs.arrays[name].fill(filling)
+            bucket.run()
+
+    def _bucket(self, size: tuple[int, int]) -> _Bucket:
+        if size not in self._buckets:
+            self._buckets[size] = self._make(*size)
+        return self._buckets[size]
 
     def _make(self, num_rows: int, length: int) -> _Bucket:
         config = self._config
@@ -111,7 +132,7 @@ class DecodeBuckets:
         pack.arrays["cumulative_sequence_length"][:] = np.arange(num_rows + 1)
         pack.arrays["logits_indices"][:] = np.arange(num_rows)
         bounds: dict[str, Array] = {
-            "attention_metadata": _bounds(length, 0 if length == _SHORTEST else length // 2 + 1),
+            "attention_metadata": _bounds(length, 0 if length == SHORTEST else length // 2 + 1),
             "source_attention_metadata": _bounds(config.source_context, 0),
         }
         inputs: dict[str, Bindable] = {**pack.views, **{name: bounds[name] for name in names if name in bounds}}
@@ -135,8 +156,3 @@ _FILLING = {
 def _bounds(most: int, least: int) -> Array:
     """One query in each row, at most so many keys, and so many at least in some row; on the host."""
     return np.array([1, most, least], np.int32)
-
-
-def round_up(number: int, least: int) -> int:
-    """The next power of two, `least` at the least."""
-    return max(least, 1 << (number - 1).bit_length())

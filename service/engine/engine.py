@@ -44,6 +44,8 @@ class Engine:
         sampler: chooses tokens.
         last_run: shared by the engines that one thread steps.
         clock: monotonic seconds; deadlines are compared with it.
+        rehearse: what is to be done once, on the thread that steps, before golden cases are replayed or steps are
+            timed; nothing unless given.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class Engine:
         sampler: Sampler,
         last_run: LastRun,
         clock: Callable[[], float] = time.monotonic,
+        rehearse: Callable[[], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
         self._last_run = last_run
         self._clock = clock
+        self._rehearse = rehearse
         self._num_preemptions = 0
 
     @property
@@ -161,6 +165,7 @@ class Engine:
         if self.has_work:
             raise RuntimeError("golden cases can only be replayed on an idle engine")
         self._last_run.ended = None
+        self._rehearse_once()
         pieces, max_rows = self._scheduler.pieces, self._scheduler.limits.max_batch_size
         # Rows of golden cases are admitted by nobody: as many at once as there is memory for, whatever their lengths.
         num_slots = min(max_rows, self._scheduler.num_whole_rows)
@@ -186,6 +191,7 @@ class Engine:
         """
         if self.has_work:
             raise RuntimeError("only an idle engine can be calibrated")
+        self._rehearse_once()
         limits, shared = self._scheduler.limits, self._last_run
         shared.ended, self._last_run = None, LastRun()
         plan = rounds(self.pieces, limits.max_batch_size, limits.max_prefill_tokens)
@@ -194,6 +200,11 @@ class Engine:
         finally:
             self._last_run = shared
             self._scheduler.forget_kv()
+
+    def _rehearse_once(self) -> None:
+        if self._rehearse is not None:
+            self._rehearse()
+            self._rehearse = None
 
     def _fail_step(self, error: Exception, started: float) -> StepOutput:
         """Ends what ran, and reports a step that did nothing: what was computed is lost."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from model.artifact import DECODER, ENCODER, MOVE, PREFILL, KVLayout, Manifest
@@ -13,7 +14,13 @@ from service.engine.device_blocks import DeviceBlocks
 from service.engine.engine import Engine, LastRun
 from service.engine.intake import ModelShape
 from service.engine.kv_cache import SlotKV
-from service.engine.kv_memory import check_device_memory, check_memory, plan_kv_memory, step_bytes
+from service.engine.kv_memory import (
+    check_device_memory,
+    check_host_memory,
+    check_memory,
+    graph_bytes,
+    plan_kv_memory,
+)
 from service.engine.memory import resident_bytes
 from service.engine.paged_kv import HostBlocks, PagedKV
 from service.engine.paged_runner import PagedRunner
@@ -62,13 +69,16 @@ def build_engine(
     """
     _check_device(folder, manifest, device)
     runner: Runner
+    rehearse: Callable[[], None] | None = None
     top = TopLogits()
     if manifest.kv_cache.layout is KVLayout.PAGED:
-        runner = build_paged_runner(folder, manifest, limits, options, top)
+        runner = paged = build_paged_runner(folder, manifest, limits, options, top)
+        rehearse = paged.rehearse
     else:
         runner = build_runner(folder, manifest, limits, options, prefill)
     budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
-    return Engine(Scheduler(limits, model_shape(manifest), decode, budget), runner, Sampler(top), last_run)
+    scheduler = Scheduler(limits, model_shape(manifest), decode, budget)
+    return Engine(scheduler, runner, Sampler(top), last_run, rehearse=rehearse)
 
 
 def build_runner(
@@ -131,6 +141,7 @@ def build_paged_runner(
         dtype = manifest.kv_cache.precision.dtype
         memory: HostBlocks | DeviceBlocks
         if on_device:
+            check_host_memory(manifest, limits.max_batch_size, limits.max_prefill_tokens)
             free_bytes = cuda_free_bytes()
             check_device_memory(manifest, budget, limits.max_batch_size, limits.max_prefill_tokens, free_bytes)
             memory = DeviceBlocks(config, num_blocks, size, dtype, _CUDA, sessions[MOVE])
@@ -161,11 +172,13 @@ def _load_on_device(
     folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions
 ) -> dict[str, GraphSession]:
     """All graphs, on the first CUDA device; the decoder's runs that have a number are recorded."""
-    max_bytes = step_bytes(manifest, limits.max_batch_size, limits.max_prefill_tokens)
-    return {
-        name: GraphSession(folder, graph, options, cuda=Cuda(records=name == DECODER, max_bytes=max_bytes))
-        for name, graph in manifest.graphs.items()
-    }
+    rows, num_tokens = limits.max_batch_size, limits.max_prefill_tokens
+
+    def load(name: str) -> GraphSession:
+        cuda = Cuda(records=name == DECODER, max_bytes=graph_bytes(manifest, name, rows, num_tokens))
+        return GraphSession(folder, manifest.graphs[name], options, cuda=cuda)
+
+    return {name: load(name) for name in manifest.graphs}
 
 
 def _check_device(folder: Path, manifest: Manifest, device: Device) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from model.artifact import MAX_CANDIDATES, Device, KVLayout, Manifest
+from service.engine.decode_sizes import decode_sizes
 from service.engine.kv_ledger import KVBudget
 from service.engine.memory import memory_limit
 from service.errors import StartupError
@@ -21,6 +22,8 @@ _FLOAT_BYTES = np.dtype(np.float32).itemsize
 _CANDIDATE_BYTES = 12
 # What matrix products and attention ask for besides, in a step.
 _WORKSPACE_BYTES = 128 << 20
+# A recorded run of a device: its launches, and what its kernels keep for themselves. An estimate.
+_RECORD_BYTES = 8 << 20
 # What CUDA's libraries load when graphs are, and what is lost as a device hands out memory in large pieces.
 _LIBRARY_BYTES = 1 << 30
 
@@ -67,11 +70,25 @@ def weight_bytes(manifest: Manifest) -> int:
     return sum(entry.num_bytes for name, entry in manifest.files.items() if name.endswith((".onnx", ".onnx.data")))
 
 
+def graph_weight_bytes(manifest: Manifest, name: str) -> int:
+    """What the weights of one graph take."""
+    file = manifest.graphs[name].file
+    return sum(entry.num_bytes for each, entry in manifest.files.items() if each in (file, f"{file}.data"))
+
+
+def graph_bytes(manifest: Manifest, name: str, num_slots: int, max_prefill_tokens: int) -> int:
+    """What one graph takes of a device's memory, K/V aside: the limit that ONNX Runtime's arena is given.
+
+    Weights count, as the arena hands them out: it takes them past its regions, but not past its limit.
+    """
+    return graph_weight_bytes(manifest, name) + step_bytes(manifest, num_slots, max_prefill_tokens)
+
+
 def step_bytes(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> int:
     """What a step on a device has in hand at most, between its inputs and its outputs.
 
     An estimate, and a generous one: all that one layer computes for all tokens at once, twice, and all that is made of
-    logits. It is the limit that ONNX Runtime's arena is given.
+    logits; half as much again for what lies waste between pieces of memory that have each been asked for as they came.
 
     Args:
         manifest: the artefact's.
@@ -89,7 +106,7 @@ def step_bytes(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> i
         # Of pairs of tokens, as products, as what is taken the exponential of, and as weights.
         scores = 3 * config.num_heads * source * _FLOAT_BYTES
         num_bytes += num_slots * source * (2 * layer + scores)
-    return num_bytes + _WORKSPACE_BYTES
+    return num_bytes * 3 // 2 + _WORKSPACE_BYTES
 
 
 def device_overhead_bytes(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> int:
@@ -100,7 +117,8 @@ def device_overhead_bytes(manifest: Manifest, num_slots: int, max_prefill_tokens
     results = 2 * num_slots * (manifest.config.vocab_size * _FLOAT_BYTES + MAX_CANDIDATES * _CANDIDATE_BYTES)
     num_arenas = 2 if manifest.config.is_encoder_decoder else 1
     steps = num_arenas * step_bytes(manifest, num_slots, max_prefill_tokens)
-    return scratch + results + steps
+    records = len(decode_sizes(num_slots, manifest.config.context)) * _RECORD_BYTES
+    return scratch + results + steps + records
 
 
 def plan_kv_memory(manifest: Manifest, num_slots: int, kv_memory_bytes: int | None) -> KVBudget:
@@ -160,6 +178,25 @@ def check_device_memory(
     if budget.num_bytes + besides > free_bytes:
         needed = f"K/V need {budget.num_bytes} bytes and steps {besides}"
         raise StartupError([f"{needed}, the device has {free_bytes} left beside the weights"])
+
+
+def check_host_memory(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> None:
+    """Refuses limits whose logits this host cannot hold beside a device: twice, as they come and by their rows.
+
+    Those of slots are there once more, in memory that the device reaches without a detour.
+
+    Args:
+        manifest: the artefact's.
+        num_slots: rows, each with its logits.
+        max_prefill_tokens: rows of logits that may be wanted besides.
+
+    Raises:
+        StartupError: with the numbers.
+    """
+    num_rows = num_slots + 2 * (num_slots + max_prefill_tokens)
+    needed, limit = num_rows * manifest.config.vocab_size * _FLOAT_BYTES, memory_limit()
+    if limit is not None and needed > limit:
+        raise StartupError([f"{num_rows} rows of logits need {needed} bytes of this host's memory, there are {limit}"])
 
 
 def _slot_budget(manifest: Manifest) -> KVBudget:

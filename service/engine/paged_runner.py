@@ -20,11 +20,12 @@ import numpy.typing as npt
 from model.config import ModelConfig, Positions
 from service.engine.batch import EncodeGroup, ScheduledBatch
 from service.engine.blocks import SCRATCH
-from service.engine.decode_buckets import DecodeBuckets, round_up
+from service.engine.decode_buckets import DecodeBuckets
+from service.engine.decode_sizes import round_up
 from service.engine.device_blocks import DeviceBlocks
 from service.engine.device_logits import DeviceLogits
 from service.engine.paged_kv import HostBlocks, PagedKV
-from service.engine.session import Array, Bindable, Binding, DeviceTensor, GraphSession, host_array
+from service.engine.session import Array, Bindable, Binding, DeviceTensor, GraphSession, host_array, require_alive
 from service.engine.top_logits import TopLogits, are_decided, needs_by_slot
 
 Float32 = npt.NDArray[np.float32]
@@ -62,9 +63,9 @@ class PagedRunner:
         decoder: the decoder graph (`model.artifact.paged_decoder_signature`).
         encoder: the encoder graph of an encoder-decoder, None for a decoder-only model.
         max_prefill_tokens: how many tokens of prompts a batch has at most. Room for the logits of all of them is
-            reserved on this host; for "cuda" in memory that cannot be lent to anybody else.
+            reserved on this host, and touched only as it is used.
         device: given, "cpu" or "cuda", steps without prompts run in sizes that a device can record, and logits stay
-            there until they are wanted.
+            there until they are wanted. For "cuda" slots have their logits in memory that cannot be lent to anybody.
         top: given, is told what is singled out of rows where that decides all that is drawn from them, and the device
             has them; `run` leaves their logits undefined.
     """
@@ -83,10 +84,19 @@ class PagedRunner:
         self.kv = kv
         self.memory = memory
         self._config = config
+        self._device = device or "cpu"
+        self._max_prefill_tokens = max_prefill_tokens
         self._top = TopLogits() if top is None else top
         self._takes_highest = top is not None
         shape = (kv.num_slots + max_prefill_tokens, config.vocab_size)
-        self._logits: Float32 = host_array(shape, "float32", device or "cpu")
+        # Of slots, and of prompts' tokens behind them.
+        self._all_logits = np.zeros(shape, np.float32)
+        # Of slots alone, where a device reaches them without a detour.
+        self._slot_logits: Float32 = self._all_logits
+        if device is not None:
+            self._slot_logits = host_array((kv.num_slots, config.vocab_size), "float32", device)
+        # Which of the two this step's go to.
+        self._logits = self._slot_logits
         # In the order of packed tokens, from where they go to their rows.
         self._packed_logits = np.zeros(shape, np.float32)
         names = [f"{part}_cache_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
@@ -107,8 +117,43 @@ class PagedRunner:
         return 0 if self._buckets is None else self._buckets.num_buckets
 
     def run(self, batch: ScheduledBatch) -> Float32:
-        """Runs one step; see `Runner.run`. Rows that `top` knows are undefined, too."""
+        """Runs one step; see `Runner.run`. Rows that `top` knows are undefined, too.
+
+        Raises:
+            DeviceLost: when it failed and the device computes nothing any more.
+        """
+        try:
+            return self._step(batch)
+        except Exception as error:
+            require_alive(self._device, error)
+            raise
+
+    def rehearse(self) -> None:
+        """Runs the largest step there can be, then every size that a device records; does nothing where none is given.
+
+        Memory for all steps is there afterwards, in pieces that the smaller ones fit into, and none waits for a
+        recording. Nothing is written but to the block that is nobody's. To be called by the thread that steps: a device
+        records for the thread that asks.
+
+        Raises:
+            GraphError: when a run fails.
+            DeviceLost: as `run` does.
+        """
+        if self._buckets is None:
+            return
+        try:
+            if self._encoder is None:
+                self._rehearse_prompts()
+            else:
+                self._rehearse_sources()
+            self._buckets.rehearse(self.kv.num_slots)
+        except Exception as error:
+            require_alive(self._device, error)
+            raise
+
+    def _step(self, batch: ScheduledBatch) -> Float32:
         self._top.clear()
+        self._logits = self._all_logits if any(chunk.num_scored for chunk in batch.prefills) else self._slot_logits
         needs = needs_by_slot(batch) if self._takes_highest and not batch.wants_all_logits else None
         for operation in batch.kv_operations:
             self.kv.apply(operation)
@@ -135,9 +180,39 @@ class PagedRunner:
                 next_logits = rows.stop
             yield _Piece(chunk.slot, chunk.start, chunk.token_ids, 0, rows)
 
+    def _rehearse_prompts(self) -> None:
+        """As many tokens of prompts as a step may have and a token in each row besides, at a full context's end."""
+        context, left = self._config.context, self._max_prefill_tokens
+        counts: list[int] = []
+        for _ in range(self.kv.num_slots):
+            counts.append(max(1, min(context, left)))
+            left -= counts[-1]
+        ends = np.cumsum(counts)
+        num_tokens = int(ends[-1])
+        width = -(-context // self.memory.block_size)
+        inputs: dict[str, Array] = {
+            "input_ids": np.zeros(num_tokens, np.int64),
+            "cumulative_sequence_length": np.concatenate(([0], ends)).astype(np.int32),
+            "past_seqlens": np.subtract(context, counts, dtype=np.int32),
+            "block_table": np.full((len(counts), width), SCRATCH, np.int32),
+            "slot_mapping": np.full(num_tokens, _NOWHERE, np.int32),
+            "attention_metadata": _bounds(counts, [context]),
+            "logits_indices": np.arange(num_tokens),
+        }
+        if self._config.positions is not Positions.ROTARY:
+            inputs["position_ids"] = np.concatenate([np.arange(context - count, context) for count in counts])
+        _rerun(self._decoder, inputs, {"logits": self._packed_logits[:num_tokens]})
+
+    def _rehearse_sources(self) -> None:
+        """As many sources of full length as a step may have, at least one."""
+        length = self._config.source_context
+        num_rows = min(self.kv.num_slots, max(1, self._max_prefill_tokens // length))
+        shape = (num_rows, length)
+        self._run_encoder(
+            np.zeros(shape, np.int64), np.full(num_rows, length, np.int32), np.full(shape, _NOWHERE, np.int32)
+        )
+
     def _encode(self, group: EncodeGroup) -> None:
-        if self._encoder is None:
-            raise ValueError("a decoder-only model encodes nothing")
         shape = (len(group.rows), group.padded_length)
         source_ids, slot_mapping = np.zeros(shape, np.int64), np.full(shape, _NOWHERE, np.int32)
         for ids, places, row in zip(source_ids, slot_mapping, group.rows, strict=True):
@@ -145,10 +220,15 @@ class PagedRunner:
             ids[:length] = row.token_ids
             places[:length] = self.kv.reserve_source(row.slots, length)
         source_lengths = np.array([len(row.token_ids) for row in group.rows], np.int32)
+        self.memory.flush()
+        self._run_encoder(source_ids, source_lengths, slot_mapping)
+
+    def _run_encoder(self, source_ids: Array, source_lengths: Array, slot_mapping: Array) -> None:
+        if self._encoder is None:
+            raise ValueError("a decoder-only model encodes nothing")
         self._encoder.bind_inputs(
             {"source_ids": source_ids, "source_lengths": source_lengths, "slot_mapping": slot_mapping}
         )
-        self.memory.flush()
         self._encoder.run()
 
     def _run(self, pieces: Sequence[_Piece], needs: Mapping[int, int | None] | None) -> None:

@@ -51,6 +51,8 @@ _ELEMENT_TYPES: Mapping[str, Any] = {
     "int32": np.int32,
 }
 _ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
+SHAPE_OPERATORS = frozenset({"Cast", "Concat", "Range", "Shape", "Squeeze", "Unsqueeze"})
+"""What a graph may have on the processor though it is for a device: arithmetic of shapes, which is done there."""
 # What addresses of tensors behind each other are multiples of: cache lines and all that kernels read at once.
 _ALIGNMENT = 256
 # Everything below "error" is advice about graph optimisation.
@@ -62,6 +64,13 @@ _SHARING = threading.Event()
 
 class GraphError(OnwardError):
     """ONNX Runtime refused to run a graph; its own words are the message, for the log and nobody else."""
+
+
+class DeviceLost(BaseException):
+    """The device computes nothing any more in this process, whoever asks for it and whatever is asked.
+
+    No `Exception`, so that nobody who tells one bad step from the next takes it for one: it ends the thread that steps.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +105,9 @@ class OpenVino:
 class Cuda:
     """The first CUDA device.
 
-    `records` says whether runs that have a number are recorded and repeated. `max_bytes` is how much of the device's
-    memory what lives within runs may take, weights and K/V aside; None sets no limit.
+    `records` says whether runs that have a number are recorded and repeated; nothing of such a graph may stay on the
+    processor, of another the arithmetic of shapes (`SHAPE_OPERATORS`). `max_bytes` is how much of the device's
+    memory the graph may take, weights and what lives within its runs, K/V aside; None sets no limit.
     """
 
     records: bool
@@ -463,6 +473,24 @@ def cuda_free_bytes() -> int:
         raise StartupError([str(error)]) from error
 
 
+def require_alive(device: str, cause: Exception) -> None:
+    """Tells what a run failed of from the end of the device itself, after which every other run would fail as well.
+
+    Args:
+        device: where it ran, "cpu" or "cuda".
+        cause: what it failed with.
+
+    Raises:
+        DeviceLost: when the device does not answer.
+    """
+    if device == "cpu":
+        return
+    try:
+        _cuda_runtime().synchronize()
+    except CudaError as error:
+        raise DeviceLost(f"{error}; it failed with: {cause}") from cause
+
+
 @cache
 def _cuda_runtime() -> CudaRuntime:
     _preload()
@@ -498,8 +526,13 @@ def _load_on_cuda(path: Path, options: SessionOptions, cuda: Cuda) -> Any:
         settings.intra_op_num_threads = options.intra_op_threads
     # What the processor has to do is over in no time: nothing is gained by waiting for it awake.
     settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    # Weights stay for good: they are no business of the arena, nor of its limit.
+    # Weights stay for good: apart from what comes and goes, though the limit counts them all the same.
     settings.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+    # Of each shape it would ask for all that a run needs in one piece, and shapes are as many as steps with prompts.
+    settings.enable_mem_pattern = False
+    # ONNX Runtime has the CPU provider behind every other, and lets it have whatever the others lack.
+    wish = "disable_cpu_ep_fallback" if cuda.records else "record_ep_graph_assignment_info"
+    settings.add_session_config_entry(f"session.{wish}", "1")
     try:
         session = ort.InferenceSession(
             str(path), settings, providers=[(_CUDA, cuda_provider_options(cuda))], enable_fallback=0
@@ -508,7 +541,16 @@ def _load_on_cuda(path: Path, options: SessionOptions, cuda: Cuda) -> Any:
         raise StartupError([f"{path}: {error}"]) from error
     if _CUDA not in session.get_providers():
         raise StartupError([f"{path}: {_CUDA} does not start: see the log for the library or driver that it lacks"])
+    if left := [] if cuda.records else _left_over(session):
+        raise StartupError([f"{path}: {_CUDA} has no kernel for {', '.join(left)}"])
     return session
+
+
+def _left_over(session: Any) -> list[str]:
+    """The operators that another provider than CUDA's would compute, those on shapes aside."""
+    others = (part for part in session.get_provider_graph_assignment_info() if part.ep_name != _CUDA)
+    names = {str(node.op_type) for part in others for node in part.get_nodes()}
+    return sorted(names - SHAPE_OPERATORS)
 
 
 def _run_options(number: int | None) -> Any:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import gc
 import logging
+import threading
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +40,14 @@ from service import loading
 from service.config import ServeConfig
 from service.engine import factory, session
 from service.engine.cuda import CudaRuntime
+from service.engine.decode_sizes import decode_sizes
 from service.engine.engine import LastRun
 from service.engine.kv_memory import device_overhead_bytes, plan_kv_memory, step_bytes
 from service.engine.scheduler import EngineLimits
-from service.engine.session import Cuda, GraphSession, SessionOptions, cuda_provider_options
+from service.engine.session import Cuda, DeviceLost, DeviceTensor, GraphSession, SessionOptions, cuda_provider_options
 from service.engine.types import Device as Wanted
 from service.engine.types import GenerationRequest, SamplingParams, StoppingParams
-from service.errors import StartupError
+from service.errors import EngineFailed, StartupError
 from service.loading import load_model, settle_device
 from tests.artifacts import paged_artifact, tiny_artifact, tiny_checkpoint, tiny_config
 from tests.fakes import drain
@@ -61,33 +65,46 @@ class HostLibrary:
         self.num_bytes = num_bytes
         self.taken: dict[int, Any] = {}
         self.num_copies = 0
+        # What the device answers when it is asked whether it still is there.
+        self.health = 0
+        self.threads: set[str] = set()
 
         class Describe:
             restype: Any = None
 
             def __call__(self, code: int) -> bytes:
-                return b"out of memory"
+                return {2: b"out of memory", 700: b"an illegal memory access was encountered"}[code]
 
         self.cudaGetErrorString = Describe()
 
     def cudaMemGetInfo(self, free: Any, total: Any) -> int:  # noqa: N802
+        self.threads.add(threading.current_thread().name)
         free._obj.value, total._obj.value = self.num_bytes - sum(map(len, self.taken.values())), self.num_bytes
         return 0
 
     def cudaMalloc(self, address: Any, num_bytes: ctypes.c_size_t) -> int:  # noqa: N802
+        self.threads.add(threading.current_thread().name)
         block = (ctypes.c_char * num_bytes.value)()
         address._obj.value = ctypes.addressof(block)
         self.taken[ctypes.addressof(block)] = block
         return 0
 
     def cudaFree(self, address: ctypes.c_void_p) -> int:  # noqa: N802
+        self.threads.add(threading.current_thread().name)
         del self.taken[address.value or 0]
         return 0
 
     cudaMallocHost = cudaMalloc  # noqa: N815
     cudaFreeHost = cudaFree  # noqa: N815
 
+    def cudaDeviceSynchronize(self) -> int:  # noqa: N802
+        return self.health
+
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        return self.health
+
     def cudaMemcpy(self, target: Any, source: Any, num_bytes: ctypes.c_size_t, kind: Any) -> int:  # noqa: N802
+        self.threads.add(threading.current_thread().name)
         ctypes.memmove(target, source, num_bytes.value)
         self.num_copies += 1
         return 0
@@ -95,37 +112,87 @@ class HostLibrary:
 
 @dataclasses.dataclass
 class Told:
-    """What sessions were told, by file, and by which numbers they were run."""
+    """What sessions were told, by file, by which numbers they were run, and on which threads."""
 
     providers: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     fallbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
     numbers: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     bound: dict[str, set[str]] = dataclasses.field(default_factory=dict)
+    shapes: list[tuple[str, dict[str, tuple[int, ...]]]] = dataclasses.field(default_factory=list)
+    num_recorded: int = 0
+    threads: set[str] = dataclasses.field(default_factory=set)
+    lacking: frozenset[str] = frozenset()
+    """Operators for which CUDA has no kernel."""
+    complaint: str = ""
+    """What a run fails with, if it is to fail."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one provider computes of a graph."""
+
+    ep_name: str
+    nodes: list[Any]
+
+    def get_nodes(self) -> list[Any]:
+        return self.nodes
 
 
 class SessionDouble:
-    """An ONNX Runtime session that says it is on CUDA and computes on the CPU provider."""
+    """An ONNX Runtime session that says it is on CUDA and computes on the CPU provider.
+
+    A run that is recorded is held to what a device repeats: the same addresses, the same shapes, and on the host the
+    same numbers as when it was recorded, by the same thread.
+    """
 
     told: Told
 
     def __init__(self, path: str, settings: Any, providers: list[Any], enable_fallback: int = 1) -> None:
         self.name = Path(path).name
+        self.told.threads.add(threading.current_thread().name)
         self.told.providers[self.name] = providers
         self.told.settings[self.name] = settings
         self.told.fallbacks[self.name] = enable_fallback
-        self._session = ort.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
+        self._recorded: dict[str, tuple[int, dict[str, Any]]] = {}
+        mine = ort.SessionOptions()
+        mine.intra_op_num_threads = 1
+        mine.log_severity_level = 3
+        mine.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        self._session = ort.InferenceSession(path, mine, providers=["CPUExecutionProvider"])
 
     def get_providers(self) -> list[str]:
         return [PROVIDER, "CPUExecutionProvider"]
+
+    def get_provider_graph_assignment_info(self) -> list[Part]:
+        nodes = [node for part in self._session.get_provider_graph_assignment_info() for node in part.get_nodes()]
+        here = {"Shape", *self.told.lacking}
+        return [
+            Part(PROVIDER, [node for node in nodes if node.op_type not in here]),
+            Part("CPUExecutionProvider", [node for node in nodes if node.op_type in here]),
+        ]
 
     def io_binding(self) -> Any:
         return BindingDouble(self._session.io_binding(), self.told.bound.setdefault(self.name, set()))
 
     def run_with_iobinding(self, binding: BindingDouble, options: Any = None) -> None:
         number = "none" if options is None else options.get_run_config_entry("gpu_graph_id")
+        self.told.threads.add(threading.current_thread().name)
         self.told.numbers.append((self.name, number))
+        self.told.shapes.append((self.name, binding.shapes()))
+        if self.told.complaint:
+            raise RuntimeError(self.told.complaint)
+        if number not in ("none", "-1"):
+            self._hold_to(number, binding.repeated())
         self._session.run_with_iobinding(binding.real)
+
+    def _hold_to(self, number: str, found: dict[str, Any]) -> None:
+        thread = threading.get_ident()
+        if number not in self._recorded:
+            self.told.num_recorded += 1
+            on_host = {name for name, (device, *_) in found.items() if device == "cpu"}
+            assert on_host <= {"attention_metadata", "source_attention_metadata"}, "a device repeats no copy to a host"
+        assert self._recorded.setdefault(number, (thread, found)) == (thread, found), f"run {number} has changed"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -137,16 +204,41 @@ class BindingDouble:
     def __init__(self, real: Any, on_device: set[str]) -> None:
         self.real = real
         self._on_device = on_device
+        self._placed: dict[str, tuple[str, int, tuple[int, ...]]] = {}
+        self._values: dict[str, Any] = {}
 
     def bind_input(self, name: str, device: str, *where: Any) -> None:
-        assert device == "cuda"
-        self._on_device.add(name)
+        self._place(name, device, *where)
         self.real.bind_input(name, "cpu", *where)
 
     def bind_output(self, name: str, device: str, *where: Any) -> None:
-        assert device == "cuda"
-        self._on_device.add(name)
+        self._place(name, device, *where)
         self.real.bind_output(name, "cpu", *where)
+
+    def bind_ortvalue_input(self, name: str, value: Any) -> None:
+        self._values[name] = value
+        self.real.bind_ortvalue_input(name, value)
+
+    def bind_ortvalue_output(self, name: str, value: Any) -> None:
+        self._values[name] = value
+        self.real.bind_ortvalue_output(name, value)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        placed = {name: shape for name, (_, _, shape) in self._placed.items()}
+        return placed | {name: tuple(value.shape()) for name, value in self._values.items()}
+
+    def repeated(self) -> dict[str, Any]:
+        """What a device that records takes for granted from then on."""
+        given = {
+            name: ("cpu", value.data_ptr(), tuple(value.shape()), value.numpy().tolist())
+            for name, value in self._values.items()
+        }
+        return {**self._placed, **given}
+
+    def _place(self, name: str, device: str, number: int, dtype: Any, shape: Sequence[int], address: int) -> None:
+        assert (device, number) == ("cuda", 0)
+        self._on_device.add(name)
+        self._placed[name] = device, address, tuple(shape)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
@@ -203,13 +295,20 @@ def test_factory_builds_an_engine_on_cuda_that_gives_the_tokens_of_slots(
     engine = factory.build_engine(folder, manifest, lambda _: "", limits, THREADS, LastRun(), device=Wanted.CUDA)
     names = {"decoder.onnx", "move.onnx", *(["encoder.onnx"] if family == ENCODER_DECODER else [])}
     assert told.providers.keys() == names
-    cap = step_bytes(manifest, LIMITS.max_batch_size, LIMITS.max_prefill_tokens)
-    for name in names:
-        options = cuda_provider_options(Cuda(records=name == "decoder.onnx", max_bytes=cap))
+    assert {graph.file for graph in manifest.graphs.values()} == names
+    for graph, spec in manifest.graphs.items():
+        name = spec.file
+        weights = sum(path.stat().st_size for path in folder.glob(f"{name}*"))
+        assert weights > (0 if graph == MOVE else 10_000)
+        cap = weights + step_bytes(manifest, LIMITS.max_batch_size, LIMITS.max_prefill_tokens)
+        options = cuda_provider_options(Cuda(records=graph == DECODER, max_bytes=cap))
         assert told.providers[name] == [(PROVIDER, options)], "and no other provider to fall back on"
         assert told.fallbacks[name] == 0
-        entry = told.settings[name].get_session_config_entry("session.use_device_allocator_for_initializers")
-        assert entry == "1"
+        assert not told.settings[name].enable_mem_pattern
+        entry = told.settings[name].get_session_config_entry
+        assert entry("session.use_device_allocator_for_initializers") == "1"
+        fallback = "disable_cpu_ep_fallback" if graph == DECODER else "record_ep_graph_assignment_info"
+        assert entry(f"session.{fallback}") == "1"
     # K/V take what the budget says and a block that is nobody's, whole from the start.
     kv_bytes = budget + manifest.kv_cache.block_size * plan_kv_memory(manifest, 1, None).token_bytes
     caches = [len(block) for block in library.taken.values() if len(block) * 2 * manifest.config.num_layers == kv_bytes]
@@ -218,8 +317,10 @@ def test_factory_builds_an_engine_on_cuda_that_gives_the_tokens_of_slots(
     golden_cases = golden.load(folder / GOLDEN)
     tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
     assert all(result.passed for result in engine.verify_golden(golden_cases, tolerance))
+    assert told.num_recorded == len(decode_sizes(LIMITS.max_batch_size, manifest.config.context))
     told.numbers.clear()
     mine = answers(engine, manifest)
+    assert told.num_recorded == len(decode_sizes(LIMITS.max_batch_size, manifest.config.context)), "none amid streams"
     runs = {int(number) for name, number in told.numbers if name == "decoder.onnx"}
     # Steps of single tokens have a number by which they are recorded, the others none: they are run as they come.
     assert len({number for number in runs if number > 0}) >= 2
@@ -283,6 +384,91 @@ def test_a_session_that_onnx_runtime_makes_on_another_provider_is_refused(
         GraphSession(folder, manifest.graphs[MOVE], THREADS, cuda=Cuda(records=False))
 
 
+@pytest.mark.parametrize(("graph", "lacking"), [(ENCODER, "LayerNormalization"), (MOVE, "ScatterND")])
+def test_a_graph_that_onnx_runtime_would_leave_in_part_to_the_processor_is_refused(
+    graph: str, lacking: str, told: Told
+) -> None:
+    folder, manifest = on_cuda(ENCODER_DECODER)
+    GraphSession(folder, manifest.graphs[graph], THREADS, cuda=Cuda(records=False))
+    told.lacking = frozenset({lacking})
+    with pytest.raises(StartupError, match=rf"{graph}\.onnx: CUDAExecutionProvider has no kernel for {lacking}$"):
+        GraphSession(folder, manifest.graphs[graph], THREADS, cuda=Cuda(records=False))
+
+
+@pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
+def test_the_largest_step_is_run_before_any_other_and_leaves_nothing_behind(
+    family: str, told: Told, library: HostLibrary
+) -> None:
+    folder, manifest = on_cuda(family)
+    config = manifest.config
+    runner = factory.build_paged_runner(folder, manifest, LIMITS, THREADS)
+    block = manifest.kv_cache.block_size
+    for cache in runner.memory.caches:
+        assert isinstance(cache, DeviceTensor)
+        cache.write(np.full(cache.shape, 0.25, np.float32))
+    runner.rehearse()
+    first, shapes = told.shapes[0]
+    if family == ENCODER_DECODER:
+        rows = max(1, LIMITS.max_prefill_tokens // config.source_context)
+        assert (first, shapes["source_ids"]) == ("encoder.onnx", (rows, config.source_context))
+    else:
+        # 32 tokens of one prompt, and a token in each of the three other rows.
+        assert (first, shapes["input_ids"], shapes["past_seqlens"]) == ("decoder.onnx", (35,), (4,))
+        assert shapes["block_table"] == (4, -(-config.context // block))
+        assert shapes["logits"] == (35, config.vocab_size)
+    sizes = [shapes["input_ids"][0] for name, shapes in told.shapes[1:]]
+    assert sizes == [4, 2, 1], "the largest first"
+    for cache in runner.memory.caches:
+        assert (cache.read()[1:] == 0.25).all(), "but in nobody's block"
+    assert runner.kv.num_free_blocks == runner.memory.num_blocks
+
+
+def test_a_step_that_fails_ends_its_requests_and_one_that_the_device_does_not_outlive_ends_all(
+    told: Told, library: HostLibrary
+) -> None:
+    folder, manifest = on_cuda(DECODER_ONLY)
+    engine = factory.build_engine(folder, manifest, lambda _: "", LIMITS, THREADS, LastRun())
+
+    def ask(name: str) -> None:
+        engine.add_request(
+            GenerationRequest(
+                request_id=name,
+                model="tiny",
+                prompt_token_ids=(5, 6),
+                sampling=SamplingParams(temperature=0.0),
+                stopping=StoppingParams(max_tokens=3, ignore_eos=True),
+            )
+        )
+
+    ask("a")
+    told.complaint = "CUDA failure 2: out of memory"
+    assert [type(event.error) for event in engine.step().events] == [EngineFailed]
+    told.complaint = ""
+    ask("b")
+    assert {event.error for output in drain(engine) for event in output.events} == {None}
+    ask("c")
+    told.complaint, library.health = "CUDA failure 700", 700
+    with pytest.raises(DeviceLost, match="an illegal memory access was encountered; it failed with: CUDA failure 700"):
+        engine.step()
+
+
+def test_an_engine_that_is_let_go_of_gives_the_device_back_what_it_took_there_and_then(
+    told: Told, library: HostLibrary
+) -> None:
+    """By whoever let go of it: nothing waits for the collector, which works on any thread."""
+    folder, manifest = on_cuda(ENCODER_DECODER)
+    gc.collect()
+    gc.disable()
+    try:
+        engine = factory.build_engine(folder, manifest, lambda _: "", LIMITS, THREADS, LastRun())
+        engine.verify_golden(golden.load(folder / GOLDEN), golden.Tolerance(absolute=1.0))
+        assert library.taken
+        del engine
+        assert not library.taken
+    finally:
+        gc.enable()
+
+
 def test_factory_refuses_what_the_device_has_no_room_for(told: Told, library: HostLibrary) -> None:
     folder, manifest = on_cuda(DECODER_ONLY)
     needed = plan_kv_memory(manifest, LIMITS.max_batch_size, None).num_bytes
@@ -342,3 +528,25 @@ def test_a_cuda_artefact_is_written_checked_and_refused_where_there_is_no_device
     assert load_model(models / "tiny", loading.PrefillProvider.CPU, settled.device).manifest.device is Device.CPU
     engine = loading.build_engines(models, loading.load_models(models, device=settled.device), settled)["tiny"]
     assert engine.kv_memory_bytes == loading.needs_of(artifact.load(models / "tiny" / "cpu"), settled).whole
+
+
+# Where there is a device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
+def test_an_artefact_on_a_device_passes_its_proof_and_answers_the_same_twice(family: str, tmp_path: Path) -> None:
+    if problem := session.find_cuda_problem():
+        pytest.skip(problem)
+    checkpoint = tiny_checkpoint(tmp_path / "checkpoint", tiny_config(family))
+    out = tmp_path / "cuda"
+    assert main([str(checkpoint), "--out", str(out), "--device", "cuda", "--precision", "fp16"]) == 0
+    manifest = artifact.load(out, devices=[Device.CUDA])
+    engine = factory.build_engine(out, manifest, lambda _: "", LIMITS, THREADS, LastRun(), device=Wanted.CUDA)
+    tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
+    results = engine.verify_golden(golden.load(out / GOLDEN), tolerance)
+    assert results
+    assert all(result.passed for result in results)
+    first = answers(engine, manifest)
+    engine.verify_golden((), golden.Tolerance())  # forgets what is kept
+    assert answers(engine, manifest) == first

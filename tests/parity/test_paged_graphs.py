@@ -31,7 +31,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 from export.__main__ import main
 from export.emit import emit
 from export.exporter import Refused, export
-from export.paged import CONTRIB, STAND_IN, PagedDecoderGraph, PagedEncoderGraph, in_precision
+from export.paged import CONTRIB, STAND_IN, MoveGraph, PagedDecoderGraph, PagedEncoderGraph, in_precision
 from export.replay import PagedReplayer
 from export.verify import Verdict, verify
 from model import artifact, checkpoint, golden
@@ -52,6 +52,7 @@ from model.artifact import (
 )
 from model.config import Architecture
 from model.transformer import EncoderDecoder
+from service.engine.session import SHAPE_OPERATORS
 from tests.artifacts import ADDITIVE, paged_artifact, random_model, tiny_checkpoint, tiny_config
 
 Array = npt.NDArray[Any]
@@ -105,6 +106,7 @@ def cuda_graphs(variant: str, precision: Precision = Precision.FP16) -> tuple[Pa
     graphs = {DECODER: emit(PagedDecoderGraph(model, CONTRIB, kv.precision, BLOCK_SIZE), folder / "decoder.onnx")}
     if isinstance(model, EncoderDecoder):
         graphs[ENCODER] = emit(PagedEncoderGraph(model, kv.precision, BLOCK_SIZE), folder / "encoder.onnx")
+    graphs[MOVE] = emit(MoveGraph(model.config, kv.precision, BLOCK_SIZE), folder / "move.onnx")
     return folder, dataclasses.replace(
         manifest, device=Device.CUDA, precision=precision, kv_cache=kv, graphs=graphs, files={}
     )
@@ -333,6 +335,99 @@ def test_cuda_graphs_pass_the_checker_and_onnx_runtime_lacks_but_the_kernel(vari
         onnx.shape_inference.infer_shapes(onnx.load(path), check_type=True, strict_mode=True)
     with pytest.raises(Exception, match=NO_KERNEL):
         ort.InferenceSession(str(folder / "decoder.onnx"), providers=["CPUExecutionProvider"])
+
+
+# CUDA's kernels for the operators that the graphs are made of, by the version of the operator, and the types that they
+# take as their first operand. Versions: as `libonnxruntime_providers_cuda.so` of onnxruntime-gpu 1.31.1 registers
+# them; a kernel without a last version takes its first alone (`VerifyVersion` in ONNX Runtime's kernel_registry.cc), so
+# that a version more is a kernel less. Types: docs/OperatorKernels.md of ONNX Runtime, CUDAExecutionProvider.
+_HALVES = frozenset({"FLOAT16", "BFLOAT16"})
+_FLOATS = _HALVES | {"FLOAT"}
+_NUMBERS = _FLOATS | {"INT32", "INT64"}
+CUDA_KERNELS: Mapping[tuple[str, range], frozenset[str]] = {
+    ("Add", range(14, 15)): _NUMBERS,
+    ("Attention", range(24, 25)): _FLOATS,
+    ("Cast", range(23, 25)): _NUMBERS | {"BOOL"},
+    ("Clip", range(13, 14)): frozenset({"FLOAT", "FLOAT16", "INT64"}),
+    ("Concat", range(13, 14)): _NUMBERS,
+    ("Div", range(14, 15)): _NUMBERS,
+    ("Exp", range(13, 14)): _FLOATS,
+    ("Gather", range(13, 14)): _NUMBERS,
+    ("Gelu", range(20, 21)): _FLOATS,
+    ("Gemm", range(13, 14)): _FLOATS,
+    ("Greater", range(13, 14)): _NUMBERS - {"BFLOAT16"},
+    ("LayerNormalization", range(17, 18)): _FLOATS,
+    ("Log", range(13, 14)): _FLOATS - {"BFLOAT16"},
+    ("MatMul", range(13, 14)): _FLOATS,
+    ("Mul", range(14, 15)): _NUMBERS,
+    ("RMSNormalization", range(23, 24)): _FLOATS,
+    ("Range", range(11, 27)): frozenset({"FLOAT", "INT32", "INT64"}),
+    ("ReduceMin", range(20, 21)): _NUMBERS - {"BFLOAT16"},
+    ("ReduceSum", range(13, 14)): _NUMBERS,
+    ("Relu", range(14, 15)): _FLOATS,
+    ("Reshape", range(23, 25)): _NUMBERS,
+    ("ScatterND", range(18, 19)): _NUMBERS,
+    ("Shape", range(23, 25)): _NUMBERS,
+    ("Sigmoid", range(13, 14)): _FLOATS,
+    ("Slice", range(13, 14)): _NUMBERS,
+    ("Split", range(18, 19)): _NUMBERS,
+    ("Squeeze", range(24, 25)): _NUMBERS,
+    ("Sub", range(14, 15)): _NUMBERS,
+    ("TopK", range(24, 25)): frozenset({"FLOAT", "FLOAT16", "INT32", "INT64"}),
+    ("Transpose", range(23, 25)): _NUMBERS,
+    ("Unsqueeze", range(24, 25)): _NUMBERS,
+    ("Where", range(16, 17)): _NUMBERS,
+    ("com.microsoft.PagedAttention", range(1, 2)): _HALVES,
+    ("com.microsoft.RotaryEmbedding", range(1, 2)): _FLOATS,
+}
+
+
+def operators(path: Path, precision: Precision) -> set[tuple[str, int, str]]:
+    """What nodes a graph has: domain and operator, the version of its declaration, and the type that it computes in."""
+    model = onnx.load(path)
+    graph = model.graph
+    versions = {opset.domain: opset.version for opset in model.opset_import}
+    declared = {value.name for value in (*graph.input, *graph.output)}
+    for node in graph.node:
+        # Nobody but ONNX Runtime could infer these.
+        for name in (name for name in node.output if node.domain and name not in declared):
+            graph.value_info.append(onnx.helper.make_tensor_value_info(name, DTYPES[precision], None))
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    values = (*graph.input, *graph.output, *graph.value_info)
+    types = {value.name: value.type.tensor_type.elem_type for value in values}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    found = set()
+    for node in graph.node:
+        version = 1 if node.domain else onnx.defs.get_schema(node.op_type, versions[""]).since_version
+        computed = node.input[1 if node.op_type == "Where" else 0]
+        name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+        found.add((name, version, onnx.TensorProto.DataType.Name(types[computed])))
+    return found
+
+
+@CUDA_GRAPHS
+def test_cuda_has_a_kernel_for_every_node_of_the_graphs(variant: str, precision: Precision) -> None:
+    """A session that records refuses a graph with a single node for which there is none."""
+    folder, _ = cuda_graphs(variant, precision)
+    lacking = {
+        (path.name, *found)
+        for path in sorted(folder.glob("*.onnx"))
+        for found in operators(path, precision)
+        if not any(
+            found[0] == name and found[1] in versions and found[2] in types
+            for (name, versions), types in CUDA_KERNELS.items()
+        )
+    }
+    assert not lacking
+
+
+@pytest.mark.parametrize("variant", ["sinusoidal", "encoder-rotary"])
+def test_an_encoder_computes_on_whole_numbers_alone_where_it_may_run_on_the_processor(variant: str) -> None:
+    """ONNX Runtime leaves there what follows from shapes; a session takes nothing else."""
+    folder, _ = cuda_graphs(variant)
+    found = {each for each in operators(folder / "encoder.onnx", Precision.FP16) if each[0] in SHAPE_OPERATORS}
+    assert {name for name, _, _ in found} >= {"Shape", "Concat"}
+    assert {dtype for _, _, dtype in found} <= {"INT32", "INT64"}
 
 
 @pytest.mark.parametrize(("name", "elem_type"), [("slot_mapping", 7), ("block_table", 7), ("key_cache_0", 1)])

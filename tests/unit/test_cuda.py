@@ -28,6 +28,7 @@ class FakeLibrary:
         self.device: dict[int, Any] = {}
         self.pinned: dict[int, Any] = {}
         self.copies: list[tuple[int, int]] = []
+        self.num_cleared = 0
 
         def describe(code: int) -> bytes:
             return {2: b"out of memory", 100: b"no CUDA-capable device is detected"}[code]
@@ -36,6 +37,10 @@ class FakeLibrary:
 
     def cudaGetDeviceCount(self, count: Any) -> int:  # noqa: N802
         count._obj.value = 1
+        return 0
+
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        self.num_cleared += 1
         return 0
 
     def cudaMemGetInfo(self, free: Any, total: Any) -> int:  # noqa: N802
@@ -125,6 +130,7 @@ def test_a_tensor_takes_what_its_numbers_take_and_no_more(library: FakeLibrary) 
 def test_memory_that_the_device_does_not_have_is_refused_with_the_librarys_words(library: FakeLibrary) -> None:
     with pytest.raises(StartupError, match=r"float32\[1048576\] on cuda: cudaMalloc: out of memory"):
         DeviceTensor([1 << 20], "float32", "cuda")
+    assert library.num_cleared == 1, "whoever asks next must not find it"
 
 
 def test_a_tensor_takes_no_other_shape_and_gives_no_more_than_it_has() -> None:

@@ -7,13 +7,26 @@ import mmap
 
 import pytest
 
-from model.artifact import Device, KVFormat, KVLayout, KVPrecision, Manifest, Precision
+from model.artifact import (
+    DECODER,
+    MOVE,
+    Device,
+    FileEntry,
+    GraphSpec,
+    KVFormat,
+    KVLayout,
+    KVPrecision,
+    Manifest,
+    Precision,
+)
 from model.config import Architecture, ModelConfig
 from service.engine import kv_memory
 from service.engine.kv_memory import (
     check_device_memory,
+    check_host_memory,
     check_memory,
     device_overhead_bytes,
+    graph_bytes,
     plan_kv_memory,
     step_bytes,
 )
@@ -143,3 +156,38 @@ def test_what_a_step_has_in_hand_grows_with_its_tokens_and_holds_their_logits(on
     assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 512 * one.config.vocab_size * (2 + 4)
     more_rows = device_overhead_bytes(one, 8, 0) - device_overhead_bytes(one, 4, 0)
     assert more_rows > 4 * one.config.vocab_size * 4
+
+
+def test_a_graphs_limit_on_a_device_has_room_for_its_own_weights_and_no_other_graphs() -> None:
+    sizes = {"decoder.onnx": 3, "decoder.onnx.data": 500, "move.onnx": 20, "golden.npz": 9_000}
+    one = dataclasses.replace(
+        on_cuda(DECODER_ONLY),
+        files={name: FileEntry("0" * 64, size) for name, size in sizes.items()},
+        graphs={DECODER: GraphSpec("decoder.onnx", (), ()), MOVE: GraphSpec("move.onnx", (), ())},
+    )
+    in_hand = step_bytes(one, NUM_SLOTS, 64)
+    assert graph_bytes(one, DECODER, NUM_SLOTS, 64) == 503 + in_hand
+    assert graph_bytes(one, MOVE, NUM_SLOTS, 64) == 20 + in_hand
+
+
+def test_what_a_device_records_is_counted_for_every_size_of_rows_and_lengths() -> None:
+    def overhead(context: int, num_slots: int) -> int:
+        one = on_cuda(manifest(Architecture.DECODER_ONLY, context=context))
+        return device_overhead_bytes(one, num_slots, 0)
+
+    # Of four rows there are sizes of 1, 2 and 4, up to 512 tokens and up to 1024.
+    record = overhead(513, 4) - overhead(512, 4)
+    assert record > 3 << 20
+    assert overhead(1025, 4) - overhead(1024, 4) == record
+    assert overhead(513, 1) - overhead(512, 1) == record // 3
+
+
+def test_logits_that_the_host_has_no_room_for_beside_a_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = on_cuda(DECODER_ONLY)
+    # Of three slots and five tokens twice, of the slots once more.
+    needed = (2 * (NUM_SLOTS + 5) + NUM_SLOTS) * one.config.vocab_size * 4
+    monkeypatch.setattr(kv_memory, "memory_limit", lambda: needed)
+    check_host_memory(one, NUM_SLOTS, 5)
+    monkeypatch.setattr(kv_memory, "memory_limit", lambda: needed - 1)
+    with pytest.raises(StartupError, match=f"19 rows of logits need {needed} bytes of this host's memory"):
+        check_host_memory(one, NUM_SLOTS, 5)
