@@ -279,6 +279,15 @@ class AsyncEngine:
         call = self._thread.call(model, function)
         return await self._answer(call, max_wait_seconds, f"{model} was not idle for {max_wait_seconds:g} s; try again")
 
+    async def do(self, function: Callable[[], Result]) -> Result:
+        """Runs `function` on the engine thread, between two turns, while all models wait.
+
+        Raises:
+            Exception: raised by `function`; EngineFailed or NotServing where the thread is over.
+        """
+        self._end()
+        return await self._answer(self._thread.do(function))
+
     def flight_log(self) -> FlightLog:
         """What the recorder remembers, and the requests that the engines have."""
         streams = self._streams.values()

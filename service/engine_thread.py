@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,11 +118,17 @@ class _Remove:
 
 
 @dataclass(frozen=True, slots=True)
+class _Errand:
+    function: Callable[[], Any]
+    future: concurrent.futures.Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Command = _Submit | _Abort | _Call | _Install | _Remove | _Stop
+_Command = _Submit | _Abort | _Call | _Install | _Remove | _Errand | _Stop
 
 
 class _Outbox:
@@ -312,6 +319,16 @@ class EngineThread:
         """As `call`, before the next step, however busy the engine is: for what is quick and changes nothing."""
         return self._call(model, function, needs_idle=False)
 
+    def do(self, function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
+        """Runs `function` between two turns, while all models wait: for what must not happen beside a step.
+
+        What it raises is the future's; what it held then is let go of on this thread. The future stays undone if the
+        thread ends first.
+        """
+        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        self._inbox.put(_Errand(function, future))
+        return future
+
     def install(self, model: str, engine: StepEngine, gone: Callable[[], object]) -> None:
         """Gives a model its engine, or another one: requests from now on go there, the old one ends what it has.
 
@@ -363,8 +380,10 @@ class EngineThread:
                 return False
             self._apply(command)
 
-    def _apply(self, command: _Submit | _Abort | _Call | _Install | _Remove) -> None:
+    def _apply(self, command: _Submit | _Abort | _Call | _Install | _Remove | _Errand) -> None:
         match command:
+            case _Errand():
+                _run_errand(command)
             case _Install(model, engine, gone):
                 self._stations.setdefault(model, _Station()).replace(engine, gone)
             case _Remove(model, gone):
@@ -475,6 +494,25 @@ def _run(call: _Call, engine: StepEngine) -> None:
         call.future.set_exception(report_failure("a call on the engine thread failed", cause))
     else:
         call.future.set_result(result)
+
+
+def _run_errand(errand: _Errand) -> None:
+    if not errand.future.set_running_or_notify_cancel():
+        return
+    try:
+        result = errand.function()
+    except Exception as error:  # whoever asked is told, the engines go on
+        _let_go(error)
+        errand.future.set_exception(error)
+    else:
+        errand.future.set_result(result)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empties the frames that an error has come through, those of its causes included."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _refuse(call: _Call) -> None:

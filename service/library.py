@@ -8,7 +8,8 @@ A model answers only once it is proven, and a reload that fails leaves the old o
 there is memory for its keys and values (`service.kv_pool`). A change that has begun is brought to its end, whether or
 not who asked for it still waits. What takes time happens on a thread beside the event loop and the engine thread, for
 one model at a time: ONNX Runtime makes a session without holding the interpreter's lock, so that streams go on and only
-share the processor with it.
+share the processor with it. What touches a GPU is done by the engine thread, and streams wait: memory that another
+thread takes or gives back spoils what is being recorded there, and what is recorded is the thread's own.
 
 A large artefact is tried out in a process of its own first, behind all others in line for the processor: one that is
 unfit, or that ONNX Runtime does not survive, is found there, and one that is fit is in the page cache by then.
@@ -137,7 +138,11 @@ class Library:
             await self._state_changed()
             # Whoever hears that it is unloaded may want its memory next.
             await asyncio.wait([gone])
-            gc.collect()  # sessions and buffers are large: whatever cycle holds them should not do so until some day
+            # Sessions and buffers are large: whatever cycle holds them should not do so until some day.
+            if self._config.device is Device.CUDA:
+                await self._engine.do(gc.collect)
+            else:
+                gc.collect()
             _LOGGER.info("%s is served no more", model)
 
         await self._in_turn(change)
@@ -189,13 +194,11 @@ class Library:
             part = self._pool.take(name, needs)
         try:
             async with _stall() as stall:
-                preparing = _in_daemon(lambda: self._prepare(name, part.kv_bytes))
-                model, engine, parity, steps = await asyncio.wrap_future(preparing)
-            if not parity.passed:
-                failed = ", ".join(case.name for case in parity.cases if not case.passed)
-                raise ModelUnfit(name, [f"golden cases failed: {failed or 'there are none'}"])
-            if needs_of(model.manifest, self._config) != needs:
-                raise ModelUnfit(name, ["its manifest has changed while it was loaded"])
+                reading = _in_daemon(lambda: self._read_model(name, needs, part.kv_bytes))
+                model = await asyncio.wrap_future(reading)
+                making = time.monotonic()
+                engine, parity, steps = await self._where_engines_are_made(lambda: self._prepare(model, part.kv_bytes))
+                made = time.monotonic()
         except BaseException:
             self._pool.give_back(part)
             raise
@@ -206,12 +209,13 @@ class Library:
         metrics.parity_checked(parity.max_abs_error, passed=parity.passed)
         metrics.kv_memory(part.kv_bytes)
         await self._state_changed()
+        stood_still = made - making if self._config.device is Device.CUDA else stall()
         _LOGGER.log(
-            logging.WARNING if stall() > _LONG_STALL_SECONDS else logging.INFO,
+            logging.WARNING if stood_still > _LONG_STALL_SECONDS else logging.INFO,
             "%s is served after %.1f s, in which streams stood still for %.3f s at most",
             name,
             time.monotonic() - began,
-            stall(),
+            stood_still,
         )
 
     def _give_back_when(self, gone: asyncio.Future[None], part: Part | None) -> None:
@@ -234,8 +238,8 @@ class Library:
                 manifest = self._load(name).manifest
             return needs_of(manifest, self._config)
 
-    def _prepare(self, name: str, kv_memory: int) -> tuple[ServedModel, Engine, Parity, Sequence[StepStats]]:
-        """Everything that takes time, and the steps that the engine was calibrated by. On a thread of its own."""
+    def _read_model(self, name: str, needs: MemoryNeeds, kv_memory: int) -> ServedModel:
+        """All of a model but its engine. On a thread of its own."""
         with _told_without_paths(self._config.models, name):
             folder = artefact_folder(self._config.models / name, self._config.device)
             is_large = sum(path.stat().st_size for path in folder.iterdir()) >= TRIAL_BYTES
@@ -243,10 +247,26 @@ class Library:
             if is_large and self._config.device is not Device.CUDA:
                 self._try_out(name, kv_memory)
             model = self._load(name)
-            kv = {name: kv_memory}
-            engine = build_engines(self._config.models, [model], self._config, self._last_run, kv)[name]
+        if needs_of(model.manifest, self._config) != needs:
+            raise ModelUnfit(name, ["its manifest has changed while it was loaded"])
+        return model
+
+    def _prepare(self, model: ServedModel, kv_memory: int) -> tuple[Engine, Parity, Sequence[StepStats]]:
+        """A proven engine, its proof, and the steps that it was calibrated by."""
+        with _told_without_paths(self._config.models, model.name):
+            kv = {model.name: kv_memory}
+            engine = build_engines(self._config.models, [model], self._config, self._last_run, kv)[model.name]
             parity = prove(model, engine)
-            return model, engine, parity, self._calibrate(name, engine) if parity.passed else ()
+            if not parity.passed:
+                failed = ", ".join(case.name for case in parity.cases if not case.passed)
+                raise ModelUnfit(model.name, [f"golden cases failed: {failed or 'there are none'}"])
+            return engine, parity, self._calibrate(model.name, engine)
+
+    async def _where_engines_are_made(self, function: Callable[[], _Result]) -> _Result:
+        """Runs what makes an engine, or lets go of one: beside the streams, or for a GPU on the engine thread."""
+        if self._config.device is Device.CUDA:
+            return await self._engine.do(function)
+        return await asyncio.wrap_future(_in_daemon(function))
 
     def _load(self, name: str) -> ServedModel:
         return load_model(self._config.models / name, self._config.prefill_provider, self._config.device)

@@ -10,15 +10,18 @@ import ctypes
 import dataclasses
 import gc
 import logging
+import shutil
 import threading
 import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import onnxruntime as ort
 import pytest
+from prometheus_client import CollectorRegistry
 
 from export.__main__ import main
 from model import artifact, golden
@@ -36,7 +39,9 @@ from model.artifact import (
     Precision,
 )
 from model.config import Architecture
+from proto.onward.v1 import model_pb2
 from service import loading
+from service.app import App
 from service.config import ServeConfig
 from service.engine import factory, session
 from service.engine.cuda import CudaRuntime
@@ -51,6 +56,7 @@ from service.errors import EngineFailed, StartupError
 from service.loading import load_model, settle_device
 from tests.artifacts import paged_artifact, tiny_artifact, tiny_checkpoint, tiny_config
 from tests.fakes import drain
+from tests.servers import connect, generate_request
 
 THREADS = SessionOptions(intra_op_threads=1, allow_spinning=False)
 DECODER_ONLY, ENCODER_DECODER = Architecture.DECODER_ONLY, Architecture.ENCODER_DECODER
@@ -467,6 +473,48 @@ def test_an_engine_that_is_let_go_of_gives_the_device_back_what_it_took_there_an
         assert not library.taken
     finally:
         gc.enable()
+
+
+async def test_models_are_loaded_and_unloaded_on_a_device_by_the_engine_thread_alone(
+    told: Told, library: HostLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The stand-in computes in float32, which no artefact for CUDA does.
+    monkeypatch.setattr(artifact, "CUDA_PRECISIONS", (*artifact.CUDA_PRECISIONS, Precision.FP32))
+    for name in ("a", "b"):
+        shutil.copytree(paged_artifact(DECODER_ONLY), tmp_path / name)
+        text = dataclasses.replace(artifact.read_manifest(tmp_path / name), device=Device.CUDA).to_json()
+        (tmp_path / name / artifact.MANIFEST).write_text(text, encoding="utf-8")
+    shutil.move(tmp_path / "b", tmp_path / ".b")
+    config = ServeConfig(
+        models=tmp_path,
+        port=0,
+        metrics=False,
+        max_batch_size=2,
+        threads=1,
+        prefill_chunk=16,
+        device=Wanted.CUDA,
+        calibrate=False,
+    )
+    models, last_run = loading.load_models(tmp_path, device=Wanted.CUDA), LastRun()
+    app = App(config, models, loading.build_engines(tmp_path, models, config, last_run), last_run=last_run)
+    held = len(library.taken)
+    assert held
+    async with app.listening() as endpoint, connect(app, endpoint, CollectorRegistry()) as server:
+        told.threads.clear()
+        library.threads.clear()
+        await app.verify_all()
+        shutil.move(tmp_path / ".b", tmp_path / "b")
+        await server.models.LoadModel(model_pb2.LoadModelRequest(model="b"))
+        await server.models.ReloadModel(model_pb2.ReloadModelRequest(model="a"))
+        # An artefact that fails its proof takes memory, and gives it back.
+        with monkeypatch.context() as patch:
+            patch.setattr("service.library.tolerance_of", lambda *_: golden.Tolerance(absolute=0.0))
+            with pytest.raises(grpc.aio.AioRpcError, match="golden cases failed"):
+                await server.models.ReloadModel(model_pb2.ReloadModelRequest(model="a"))
+        await server.models.UnloadModel(model_pb2.UnloadModelRequest(model="b"))
+        request = generate_request("3 May", model="a", max_tokens=4, ignore_eos=True)
+        assert len((await server.generation.Generate(request)).outputs[0].token_ids) == 4
+        assert told.threads == library.threads == {"engine"}
 
 
 def test_factory_refuses_what_the_device_has_no_room_for(told: Told, library: HostLibrary) -> None:

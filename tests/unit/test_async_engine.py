@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from service.async_engine import AsyncEngine
 from service.engine.batch import ScheduledBatch
+from service.engine.session import DeviceLost
 from service.engine.types import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 from service.engine_thread import StepEngine, _Outbox
 from service.errors import DeadlineUnreachable, EngineFailed, InvalidRequest, NotServing, Overloaded
@@ -357,6 +358,72 @@ async def test_call_that_raises_tells_its_caller_an_id_and_the_engine_lives() ->
         with pytest.raises(EngineFailed):
             await engine.call(MODEL, lambda _: 1 / 0, FOREVER)
         assert await run(engine, request("a"))
+
+
+async def test_what_must_not_happen_beside_a_step_is_done_by_the_thread_between_two() -> None:
+    inside: list[str] = []
+    runner = FakeRunner(SLOTS, before_run=lambda _: inside.append("step"))
+
+    def work() -> str:
+        inside.append("errand")
+        return threading.current_thread().name
+
+    async with started(runner) as engine:
+        running = asyncio.create_task(run(engine, request("a", max_tokens=30)))
+        assert await engine.do(work) == "engine"
+        await running
+    assert inside.count("errand") == 1
+    assert inside.count("step") >= 30
+
+
+async def test_what_such_work_raises_is_told_and_what_it_held_is_let_go_of_by_the_thread() -> None:
+    gone: list[str] = []
+
+    class Held:
+        def __del__(self) -> None:
+            gone.append(threading.current_thread().name)
+
+    def deeper() -> None:
+        held = Held()
+        raise ValueError(f"with {len([held])} in hand")
+
+    def work() -> None:
+        held = Held()
+        try:
+            deeper()
+        except ValueError as cause:
+            raise LookupError(f"and {len([held])} more") from cause
+
+    async with started() as engine:
+        with pytest.raises(LookupError, match="and 1 more") as caught:
+            await engine.do(work)
+        assert gone == ["engine", "engine"], "though the error is still held"
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert tokens(await run(engine, request("a", max_tokens=3))) == expected_tokens((5,), 3)
+
+
+async def test_what_ends_the_thread_amid_such_work_is_told_as_its_end() -> None:
+    def work() -> None:
+        raise DeviceLost("the device is gone")
+
+    async with started() as engine:
+        with pytest.raises(EngineFailed) as caught:
+            await engine.do(work)
+        end = await engine.wait_ended()
+        assert end is not None
+        assert end.error_id == caught.value.error_id
+
+
+async def test_a_device_that_is_lost_in_a_step_ends_the_thread_and_not_the_step_alone() -> None:
+    def lose(_: ScheduledBatch) -> None:
+        raise DeviceLost("the device is gone")
+
+    async with started(FakeRunner(SLOTS, before_run=lose)) as engine:
+        with pytest.raises(EngineFailed):
+            await run(engine, request("a", max_tokens=3))
+        assert await engine.wait_ended() is not None
+        with pytest.raises(EngineFailed):
+            engine.admit(MODEL, "b")
 
 
 async def test_death_of_the_thread_fails_every_stream_and_all_that_follows() -> None:
