@@ -7,7 +7,6 @@ Times are seconds on this process's clock, the client's.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -117,8 +116,7 @@ def percentile(values: Collection[float], share: float) -> float:
 
 def default_prefill_chunk() -> int:
     """What the server takes where it is not told."""
-    default: Any = next(each.default for each in dataclasses.fields(ServeConfig) if each.name == "prefill_chunk")
-    return int(default)
+    return ServeConfig(models=Path()).chunk_tokens
 
 
 def make_checkpoint(source: str, folder: Path) -> None:

@@ -209,6 +209,11 @@ def _address(text: str) -> str:
     return text
 
 
+# On a CPU a chunk is how long every stream waits; a GPU is as quick with many tokens as with few, up to about so many.
+_CHUNK_ON_CPU = 128
+_CHUNK_ON_CUDA = 2048
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
     """What one request may ask; told to clients by `GetModel`. Lengths of text are in characters."""
@@ -263,7 +268,12 @@ class ServeConfig:
             _choice(Admission),
         ),
     ] = Admission.DEADLINE
-    prefill_chunk: Annotated[int, Option("prompt tokens computed per step", _integer(1, 65536))] = 128
+    prefill_chunk: Annotated[
+        int | None,
+        Option(
+            f"prompt tokens computed per step; default: {_CHUNK_ON_CPU}, on a GPU {_CHUNK_ON_CUDA}", _integer(1, 65536)
+        ),
+    ] = None
     device: Annotated[
         Device,
         Option(
@@ -367,6 +377,13 @@ class ServeConfig:
         Option("OTLP/gRPC endpoint, as in http://127.0.0.1:4317; default: the OTEL_… variables'", _otlp_endpoint),
     ] = None
     limits: RequestLimits = field(default_factory=RequestLimits)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """`prefill_chunk`, or what is best on the device where nothing is said."""
+        if self.prefill_chunk is not None:
+            return self.prefill_chunk
+        return _CHUNK_ON_CUDA if self.device is Device.CUDA else _CHUNK_ON_CPU
 
     @property
     def telemetry(self) -> Telemetry:

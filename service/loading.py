@@ -74,7 +74,7 @@ def model_names(folder: Path) -> tuple[str, ...]:
 
 def needs_of(manifest: Manifest, config: ServeConfig) -> MemoryNeeds:
     """What serving an artefact takes of memory."""
-    return memory_needs(manifest, config.max_batch_size, config.prefill_chunk)
+    return memory_needs(manifest, config.max_batch_size, config.chunk_tokens)
 
 
 def share_memory(models: Iterable[ServedModel], config: ServeConfig) -> KVPool:
@@ -121,8 +121,8 @@ def build_engines(
     """
     limits = EngineLimits(
         max_batch_size=config.max_batch_size,
-        prefill_chunk=config.prefill_chunk,
-        max_prefill_tokens=config.prefill_chunk,
+        prefill_chunk=config.chunk_tokens,
+        max_prefill_tokens=config.chunk_tokens,
         patience_seconds=PATIENCE_SECONDS if config.admission is Admission.DEADLINE else None,
     )
     shared = LastRun() if last_run is None else last_run

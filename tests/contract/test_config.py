@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -316,3 +317,11 @@ def test_explain_refuses_texts_that_no_message_can_carry() -> None:
         parse(["explain", "m", "caf\udce9", "--html", "a"], {})
     with pytest.raises(StartupError, match=r"--target-text is .*, must be UTF-8"):
         parse(["explain", "m", "hello", "--html", "a", "--target-text", "caf\udce9"], {})
+
+
+def test_prompts_are_cut_as_is_best_on_the_device_unless_the_operator_says_how() -> None:
+    on_cpu = ServeConfig(models=Path("m"), device=Device.CPU)
+    on_cuda = ServeConfig(models=Path("m"), device=Device.CUDA)
+    assert (on_cpu.chunk_tokens, on_cuda.chunk_tokens) == (128, 2048)
+    assert replace(on_cuda, prefill_chunk=128).chunk_tokens == 128
+    assert replace(on_cpu, prefill_chunk=2048).chunk_tokens == 2048

@@ -48,4 +48,4 @@ def test_no_beginning_at_all_is_refused(length: int) -> None:
 
 
 def test_tokens_that_count_are_a_piece_of_the_servers() -> None:
-    assert ServeConfig(models=Path("m")).prefill_chunk == PREFIX_TOKENS
+    assert ServeConfig(models=Path("m")).chunk_tokens == PREFIX_TOKENS
