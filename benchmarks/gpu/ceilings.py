@@ -48,7 +48,7 @@ def ceilings_of(bench: Bench) -> Ceilings:
     Raises:
         RuntimeError: when it found nothing.
     """
-    part = bench.journal.parts.get(NAME)
+    part = bench.journal.stages.get(NAME)
     if part is None or not part["is_complete"]:
         raise RuntimeError("the ceilings are not known: their part was not run to its end")
     figures = part["figures"]

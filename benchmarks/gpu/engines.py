@@ -6,7 +6,7 @@ Made by the server's own factory, which computes on the device that graphs are f
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,14 +17,38 @@ from model.golden import Tolerance
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.scheduler import EngineLimits
-from service.engine.session import Cuda, GraphSession, SessionOptions
+from service.engine.session import Bindable, Binding, Cuda, GraphSession, SessionOptions
 from service.engine.types import GenerationRequest, SamplingParams, StepStats, StoppingParams, TokenEvent
 
 OPTIONS = SessionOptions(intra_op_threads=1, allow_spinning=False)
 """Of the host's threads, which have no part of a graph to compute on a device."""
 
 
-def load_session(graphs: Graphs, name: str, *, records: bool) -> GraphSession:
+class EagerSession(GraphSession):
+    """A graph, loaded as any other, whose runs are never captured whatever number they have."""
+
+    def bind(self, inputs: Mapping[str, Bindable], outputs: Mapping[str, Bindable]) -> Binding:
+        """See `GraphSession.bind`."""
+        return _EagerBinding(super().bind(inputs, outputs))
+
+
+class _EagerBinding(Binding):
+    """Another binding, without the numbers of its runs."""
+
+    def __init__(self, binding: Binding) -> None:
+        self._of = binding
+
+    def bind_inputs(self, inputs: Mapping[str, Bindable]) -> None:
+        self._of.bind_inputs(inputs)
+
+    def bind_outputs(self, outputs: Mapping[str, Bindable]) -> None:
+        self._of.bind_outputs(outputs)
+
+    def run(self, number: int | None = None) -> None:  # noqa: ARG002 (that is the point)
+        self._of.run()
+
+
+def load_session(graphs: Graphs, name: str, *, records: bool, kind: type[GraphSession] = GraphSession) -> GraphSession:
     """One of the graphs on the device that it is for; `records` says whether numbered runs are captured there.
 
     Raises:
@@ -32,7 +56,7 @@ def load_session(graphs: Graphs, name: str, *, records: bool) -> GraphSession:
     """
     spec: GraphSpec = graphs.manifest.graphs[name]
     cuda = Cuda(records=records) if graphs.manifest.device is Device.CUDA else None
-    return GraphSession(graphs.folder, spec, OPTIONS, cuda=cuda)
+    return kind(graphs.folder, spec, OPTIONS, cuda=cuda)
 
 
 def make_engine(graphs: Graphs, limits: EngineLimits) -> Engine:

@@ -5,6 +5,7 @@ As its users would run it for speed. Its own weights are ours, under its names. 
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ class TransformersDecode:
         from transformers import GenerationConfig
 
         transformers.logging.set_verbosity_error()
+        self._device = device
         weights = dict(model.named_parameters())
         self._model = _build(model.config, next(iter(weights.values())).dtype, device)
         tensors = rename(weights, model.config)
@@ -45,14 +47,15 @@ class TransformersDecode:
         self._caches: dict[tuple[int, int], Any] = {}
         self.version = str(transformers.__version__)
 
-    @torch.inference_mode()
+    # Not in inference mode: compiled steps that change a cache in place ask for the versions of its tensors.
+    @torch.no_grad()
     def generate(self, prompts: Tensor, new: int, kept_capacity: int = 0) -> list[list[int]]:
         """Exactly so many greedy tokens after each of the prompts `[B, T]`.
 
         `kept_capacity` is how many tokens a cache has room for that is kept from call to call, so that a compiled step
         finds it where it was; with 0 `generate` makes a new one, and need not wait for each token.
         """
-        from transformers import GenerationConfig
+        from transformers import CompileConfig, GenerationConfig
 
         config = GenerationConfig(
             max_new_tokens=new,
@@ -62,6 +65,8 @@ class TransformersDecode:
             cache_implementation=None if kept_capacity else "static",
             pad_token_id=0,
             eos_token_id=None,
+            # A step for each batch by itself, as fast as it can be: not one for all that are yet to come.
+            compile_config=CompileConfig(dynamic=False) if prompts.device.type == "cuda" else None,
         )
         kept = {"past_key_values": self._cache(len(prompts), kept_capacity)} if kept_capacity else {}
         mask = torch.ones_like(prompts)
@@ -69,11 +74,19 @@ class TransformersDecode:
         tokens: list[list[int]] = output[:, prompts.shape[1] :].tolist()
         return tokens
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prefill(self, prompt: Tensor) -> Tensor:
         """A prompt `[1, T]` → the logits after it, `[V]`, keys and values kept as for what would follow."""
         logits: Tensor = self._model(prompt, use_cache=True, logits_to_keep=1).logits
         return logits[0, -1]
+
+    def forget(self) -> None:
+        """Gives back what was compiled and kept for the sizes so far."""
+        self._caches.clear()
+        if self._device == "cuda":
+            torch.compiler.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _cache(self, batch: int, capacity: int) -> Any:
         """An empty one, of tensors that are where they were."""

@@ -6,7 +6,6 @@ speaks against it are the load test's (`loadtest.fit`).
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,24 +21,23 @@ _SAMPLES = 5
 
 
 def run(bench: Bench, scribe: Scribe) -> None:
-    """Every model whose speed is measured."""
-    plan = bench.plan
-    for name, config in plan.timed.items():
-        graphs = bench.workshop.graphs(name, config, plan.timed_precision)
-        engine = make_engine(graphs, engine_limits(graphs, plan, 1))
-        samples: list[tuple[float, float]] = []
-        for length in plan.law_lengths:
-            repeats = 1 if plan.is_quick else _SAMPLES
-            samples += [(length, seconds) for seconds in prefill_seconds(engine, config, length, repeats)]
-            scribe.say(f"{name}: {length} tokens in {samples[-1][1]:.3f} s")
-        found = examine(samples, _QUADRATIC)
-        scribe.add("fits", {"model": name, "precision": str(plan.timed_precision), **describe(found, samples)})
-        if not plan.is_quick:
-            text = "; ".join(found.objections) or f"attention overtakes the rest at {found.crossover:,.0f} tokens"
-            what = f"{name}: prompts up to {found.longest:,.0f} tokens take quadratic time"
-            scribe.claim(what, text, holds=found.holds)
-        del engine
-        gc.collect()
+    """The stage's model."""
+    plan, name, config = bench.plan, bench.stage.model, bench.timed
+    graphs = bench.workshop.graphs(name, config, plan.timed_precision)
+    engine = make_engine(graphs, engine_limits(graphs, plan, 1))
+    samples: list[tuple[float, float]] = []
+    for length in plan.law_lengths:
+        repeats = 1 if plan.is_quick else _SAMPLES
+        samples += [(length, seconds) for seconds in prefill_seconds(engine, config, length, repeats)]
+        # Known at once, should a longer prompt not come to its end.
+        scribe.note("seconds", samples)
+        scribe.say(f"{name}: {length} tokens in {samples[-1][1]:.3f} s")
+    found = examine(samples, _QUADRATIC)
+    scribe.add("fits", {"model": name, "precision": str(plan.timed_precision), **describe(found, samples)})
+    if not plan.is_quick:
+        text = "; ".join(found.objections) or f"attention overtakes the rest at {found.crossover:,.0f} tokens"
+        what = f"{name}: prompts up to {found.longest:,.0f} tokens take quadratic time"
+        scribe.claim(what, text, holds=found.holds)
 
 
 def describe(found: Examination, samples: Sequence[tuple[float, float]]) -> dict[str, Any]:

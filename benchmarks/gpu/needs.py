@@ -1,14 +1,24 @@
 """What each part needs of the interpreter that runs it: looked up before anything is run, and told by name.
 
-Standard library only, so that it works where everything else is missing.
+    python -m benchmarks.gpu.needs DEVICE [PART ...]
+
+prints what is here and what each part lacks, as one JSON object on the last line: asked of a process of its own, so
+that whoever starts others never holds the device. Standard library only, so that it works where everything else is
+missing.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from collections.abc import Mapping
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib import metadata
 
+from loadtest import machine
 from model.artifact import Device
 
 _TORCH = ("numpy", "tokenizers", "torch")
@@ -19,19 +29,41 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "captured": _GRAPHS,
     "batches": _GRAPHS,
     "speed": (*_GRAPHS, "transformers"),
+    "small": (*_GRAPHS, "transformers"),
     "law": (*_GRAPHS, "scipy"),
     "translation": (*_GRAPHS, "babel", "matplotlib", "rich", "sacrebleu"),
 }
-"""Modules by part, the parts in the order in which they are run."""
-NEEDED_FIRST: Mapping[str, tuple[str, ...]] = {"speed": ("ceilings",)}
-"""Parts that others compare with: run before them in the same run, asked for or not."""
+"""Modules by part."""
 
-_ON_HOST = ("ceilings",)
-_CUDA = "CUDAExecutionProvider"
+_WITHOUT_GRAPHS = ("ceilings",)
 _TOLD = (
     *("torch", "onnxruntime", "onnxruntime-gpu", "onnx", "onnxscript", "transformers", "triton", "numpy"),
     *("tokenizers", "sacrebleu", "scipy"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the check is run on, for people; versions by package; and by part what it lacks here."""
+
+    machine: str
+    versions: dict[str, str]
+    lacking: dict[str, list[str]]
+
+    def to_json(self) -> str:
+        """On one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Surroundings:
+        """What `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+def look(device: Device, parts: Sequence[str]) -> Surroundings:
+    """What is here, and what it takes to run parts."""
+    lacking = {part: missing(part, device) for part in parts}
+    return Surroundings(_describe(device), versions(), lacking)
 
 
 def missing(part: str, device: Device) -> list[str]:
@@ -42,11 +74,12 @@ def missing(part: str, device: Device) -> list[str]:
 
         if not torch.cuda.is_available():
             lacking.append("a CUDA device that torch sees")
-    if device is Device.CUDA and part not in _ON_HOST and "onnxruntime" not in lacking:
-        import onnxruntime
+    if device is Device.CUDA and part not in _WITHOUT_GRAPHS and not {"numpy", "onnxruntime"} & set(lacking):
+        # Not before what it imports is known to be there.
+        from service.engine.session import find_cuda_problem
 
-        if _CUDA not in onnxruntime.get_available_providers():
-            lacking.append(f"onnxruntime-gpu (this onnxruntime has no {_CUDA})")
+        if problem := find_cuda_problem():
+            lacking.append(f"ONNX Runtime on CUDA ({problem})")
     return lacking
 
 
@@ -58,4 +91,26 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    # Two packages bring one module: what counts is which of them is found first.
+    if {"onnxruntime", "onnxruntime-gpu"} <= found.keys():
+        del found["onnxruntime-gpu"]
+        found["onnxruntime"] = str(importlib.import_module("onnxruntime").__version__)
     return found
+
+
+def _describe(device: Device) -> str:
+    host = machine.describe()
+    name = f"{host['processor']}, {host['cores']} processors, Python {platform.python_version()}"
+    if device is Device.CPU:
+        return name
+    try:
+        import torch
+
+        card = torch.cuda.get_device_properties(0)
+    except (ImportError, RuntimeError, AssertionError):
+        return name
+    return f"{card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}; {name}"
+
+
+if __name__ == "__main__":
+    print(look(Device(sys.argv[1]), sys.argv[2:]).to_json())

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from model import reference
 from model.golden import Float32, Tolerance
-from model.transformer import Transformer
+from model.transformer import EncoderDecoder, Transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +64,14 @@ class Oracle:
             chosen: what was answered.
             tolerance: how far a logit may be off.
         """
+        return _judge(self._logits_before(prompt, chosen), chosen, tolerance)
+
+    def judge_model(
+        self, model: Transformer, prompt: Sequence[int], chosen: Sequence[int], tolerance: Tolerance
+    ) -> Choices:
+        """The same for what another model, in whatever precision, would choose in each of these places."""
         logits = self._logits_before(prompt, chosen)
-        rows = np.arange(len(chosen))
-        best = logits.argmax(-1)
-        gaps = logits[rows, best] - logits[rows, chosen]
-        return Choices(
-            num=len(chosen),
-            num_alike=int((gaps == 0).sum()),
-            num_wrong=int((gaps > 2 * tolerance.of(logits)).sum()),
-            widest_gap=float(gaps.max() / (logits.std() or 1.0)),
-        )
+        return _judge(logits, _choices(model, *_ids(model, prompt, chosen))[-len(chosen) :], tolerance)
 
     def is_tie(self, prompt: Sequence[int], first: Sequence[int], second: Sequence[int], tolerance: Tolerance) -> bool:
         """Whether two answers part where the oracle sees a tie. What follows then is another text, and not judged."""
@@ -88,10 +87,39 @@ class Oracle:
 
     def _logits_before(self, prompt: Sequence[int], chosen: Sequence[int]) -> Float32:
         """The logits from which each chosen token comes, `[len(chosen), V]`."""
-        config = self._model.config
-        if config.is_encoder_decoder:
-            sequence, source = [config.bos_id, *chosen[:-1]], list(prompt)
-        else:
-            sequence, source = [*prompt, *chosen[:-1]], None
-        logits: Float32 = reference.logits(self._model, sequence, source).numpy()
+        logits: Float32 = reference.logits(self._model, *_ids(self._model, prompt, chosen)).numpy()
         return logits[-len(chosen) :]
+
+
+def _ids(
+    model: Transformer, prompt: Sequence[int], chosen: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int] | None]:
+    """What a model is given to choose each of these tokens: its own sequence, and a source where it reads one."""
+    if model.config.is_encoder_decoder:
+        return [model.config.bos_id, *chosen[:-1]], prompt
+    return [*prompt, *chosen[:-1]], None
+
+
+def _choices(model: Transformer, sequence: Sequence[int], source: Sequence[int] | None) -> list[int]:
+    """What comes most likely after each token, in the model's own precision."""
+    device = model.embedding.tokens.weight.device
+    ids = torch.tensor([sequence], device=device)
+    with torch.inference_mode():
+        if isinstance(model, EncoderDecoder):
+            sources = torch.tensor([source], device=device)
+            logits = model(sources, torch.tensor([sources.shape[1]], device=device), ids)
+        else:
+            logits = model(ids)
+    chosen: list[int] = logits[0].argmax(-1).tolist()
+    return chosen
+
+
+def _judge(logits: Float32, chosen: Sequence[int], tolerance: Tolerance) -> Choices:
+    """Choices beside the oracle's logits for them, `[len(chosen), V]`."""
+    gaps = logits.max(-1) - logits[np.arange(len(chosen)), chosen]
+    return Choices(
+        num=len(chosen),
+        num_alike=int((gaps == 0).sum()),
+        num_wrong=int((gaps > 2 * tolerance.of(logits)).sum()),
+        widest_gap=float(gaps.max() / (logits.std() or 1.0)),
+    )

@@ -4,6 +4,11 @@ Golden cases (`export.golden_cases`), replayed by the engine as a server would: 
 decoding, rows that join and leave. Then greedy choices: random prompts of many lengths are continued together, and each
 chosen token is held to float32's choice after the same tokens (`benchmarks.gpu.oracle`). Weights are random, which is
 hard on agreement: what was trained prefers its choice by more, which models that were brought along can show.
+
+What is promised is promised of ten bits of fraction, fp16's: logits within 2e-2 of their spread, 99 % of greedy choices
+float32's own. bfloat16 has seven, and is held to eight times as much of the spread (`model.golden`) and, for its
+choices, to PyTorch: beside each answer stands what PyTorch itself chooses in the same precision after the same tokens,
+and of ours no more may be other than float32's than of its own, to half a percent.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from operator import add
 import numpy as np
 
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.ceilings import DTYPES
 from benchmarks.gpu.engines import draw_prompt, greedy, make_engine, serve
 from benchmarks.gpu.oracle import Choices, Oracle
 from benchmarks.gpu.plan import Plan
@@ -29,28 +35,34 @@ from service.engine.scheduler import EngineLimits
 
 NAME = "parity"
 AGREEMENT = 0.99
-"""Of greedy choices in sixteen bits of which ten are the fraction's, or more; bfloat16's, with seven, are only told."""
+"""Of greedy choices in sixteen bits of which ten are the fraction's, or more."""
+MARGIN = 0.005
+"""By how much less bfloat16's may agree with float32's than PyTorch's own in bfloat16, where that is less than 99 %."""
 _PROMPTS = (4, 64)
 
 
 def run(bench: Bench, scribe: Scribe) -> None:
-    """Every model in every precision."""
-    plan = bench.plan
-    for name, config in bench.proven.items():
-        oracle_model = bench.workshop.on_device(name, config)
-        scribe.say(f"golden cases of {name} by PyTorch in float32")
-        cases, oracle = make_cases(oracle_model), Oracle(oracle_model)
-        for precision in plan.precisions:
-            graphs = bench.workshop.graphs(name, config, precision)
-            tolerance = tolerance_of(precision, graphs.manifest.kv_cache.precision)
-            engine = make_engine(graphs, limits(plan))
-            results = engine.verify_golden(cases, tolerance)
-            choices = agree(engine, config, oracle, tolerance, plan)
-            scribe.add("golden", {"model": name, "precision": precision, **describe(results, tolerance)})
-            scribe.add("greedy", {"model": name, "precision": precision, **describe_choices(choices)})
-            claim(scribe, f"{name} {precision}", precision, results, choices, tolerance)
-            del engine
-            gc.collect()
+    """The model in every precision."""
+    plan, name, config = bench.plan, bench.stage.model, bench.proven
+    oracle_model = bench.workshop.on_device(name, config)
+    scribe.say(f"golden cases of {name} by PyTorch in float32")
+    cases, oracle = make_cases(oracle_model), Oracle(oracle_model)
+    for precision in plan.precisions:
+        graphs = bench.workshop.graphs(name, config, precision)
+        tolerance = tolerance_of(precision, graphs.manifest.kv_cache.precision)
+        engine = make_engine(graphs, limits(plan))
+        results = engine.verify_golden(cases, tolerance)
+        scribe.add("golden", {"model": name, "precision": precision, **describe(results, tolerance)})
+        answers = answer(engine, config, plan)
+        del engine
+        gc.collect()
+        choices = reduce(add, (oracle.judge(prompt, chosen, tolerance) for prompt, chosen in answers))
+        rounded = bench.workshop.on_device(name, config, DTYPES[precision])
+        by_torch = reduce(add, (oracle.judge_model(rounded, prompt, chosen, tolerance) for prompt, chosen in answers))
+        del rounded
+        told = {**describe_choices(choices), "by_torch": describe_choices(by_torch)}
+        scribe.add("greedy", {"model": name, "precision": precision, **told})
+        claim(scribe, f"{name} {precision}", precision, results, choices, by_torch, tolerance)
 
 
 def limits(plan: Plan) -> EngineLimits:
@@ -58,8 +70,8 @@ def limits(plan: Plan) -> EngineLimits:
     return EngineLimits(max_batch_size=plan.rows, prefill_chunk=plan.block_size, max_prefill_tokens=2 * plan.block_size)
 
 
-def agree(engine: Engine, config: ModelConfig, oracle: Oracle, tolerance: Tolerance, plan: Plan) -> Choices:
-    """Greedy choices beside the oracle's, as many as the plan says."""
+def answer(engine: Engine, config: ModelConfig, plan: Plan) -> list[tuple[list[int], list[int]]]:
+    """Prompts, or sources, and what the engine chooses after them: as many tokens as the plan says, or some more."""
     draw = np.random.default_rng(17)
     vocab_size = config.source_vocab_size if config.is_encoder_decoder else config.vocab_size
     longest = min(_PROMPTS[1], config.source_context if config.is_encoder_decoder else config.context // 4)
@@ -70,7 +82,7 @@ def agree(engine: Engine, config: ModelConfig, oracle: Oracle, tolerance: Tolera
         for number in range(math.ceil(plan.agreement_tokens / new))
     }
     answers = serve(engine, ((0, greedy(name, prompt, new)) for name, prompt in prompts.items()))
-    return reduce(add, (oracle.judge(prompt, answers.tokens[name], tolerance) for name, prompt in prompts.items()))
+    return [(prompt, answers.tokens[name]) for name, prompt in prompts.items()]
 
 
 def describe(results: tuple[CaseResult, ...], tolerance: Tolerance) -> dict[str, object]:
@@ -102,9 +114,10 @@ def claim(
     precision: Precision,
     results: tuple[CaseResult, ...],
     choices: Choices,
+    by_torch: Choices,
     tolerance: Tolerance,
 ) -> None:
-    """What is promised of a model in a precision."""
+    """What is promised of a model in a precision; `by_torch` are PyTorch's own choices in it."""
     failed = [result.name for result in results if not result.passed]
     worst = max(result.max_relative_error for result in results)
     bound = f"{tolerance.relative:g} of the logits' spread" if tolerance.relative else f"{tolerance.absolute:g}"
@@ -114,9 +127,12 @@ def claim(
     scribe.claim(f"{what}: golden cases within {bound}", found, holds=not failed)
     found = f"{choices.num_wrong} of {choices.num} are not, the widest gap is {choices.widest_gap:.2g} of the spread"
     scribe.claim(f"{what}: greedy choices that are not float32's are ties", found, holds=choices.num_wrong == 0)
-    if precision is not Precision.BF16:
-        found = f"{choices.agreement:.2%} of {choices.num}"
-        scribe.claim(f"{what}: at least {AGREEMENT:.0%} of them are", found, holds=choices.agreement >= AGREEMENT)
+    least, bound = AGREEMENT, f"at least {AGREEMENT:.0%}"
+    if precision is Precision.BF16:
+        least = min(AGREEMENT, by_torch.agreement - MARGIN)
+        bound = f"at least {AGREEMENT:.0%}, or as many as of PyTorch's own in {precision} less {MARGIN:.1%},"
+    found = f"{choices.agreement:.2%} of {choices.num}, PyTorch's {by_torch.agreement:.2%}"
+    scribe.claim(f"{what}: {bound} of them are", found, holds=choices.agreement >= least)
 
 
 def _finite(value: float) -> float | None:

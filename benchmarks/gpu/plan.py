@@ -36,7 +36,7 @@ class Plan:
         rows: sequences that run at once where answers are checked.
         agreement_tokens: how many greedy choices are compared.
         agreement_new: of each sequence.
-        captured_steps: steps, captured and not.
+        captured_steps: decoding steps, captured and not.
         batches: sequences that decode at once, for speed.
         decode_prompt: how long their prompts are.
         decode_new: how many each generates.
@@ -87,7 +87,7 @@ def _full() -> Plan:
         precisions=CUDA_PRECISIONS,
         timed={LARGE: large_config(context), "llama-110m": replace(small, context=context)},
         timed_precision=Precision.BF16,
-        copy_bytes=4 << 30,
+        copy_bytes=2 << 30,
         gemm_sides=(4096, 8192),
         rows=8,
         agreement_tokens=5000,
@@ -108,7 +108,7 @@ def _quick(device: Device) -> Plan:
     decoder = ModelConfig(
         architecture=Architecture.DECODER_ONLY,
         vocab_size=288,
-        context=2 * BLOCK_SIZE,
+        context=3 * BLOCK_SIZE,
         d_model=128,
         num_layers=2,
         num_heads=2,

@@ -8,17 +8,16 @@
 decode    so many sequences at once, tokens a second while all of them decode; prompts are random and all different
 prefill   one prompt, tokens a second until its first token is chosen
 
-A share is that of the roofline (`benchmarks.gpu.roofline`) under the ceilings that were measured before.
+Each system in a stage of its own, so that it finds the device as the others did. A share is that of the roofline
+(`benchmarks.gpu.roofline`) under the ceilings that were measured before.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,9 +30,11 @@ from benchmarks.gpu.clock import synchronize, wall_seconds
 from benchmarks.gpu.engines import draw_prompt, greedy, make_engine
 from benchmarks.gpu.graph_steps import GraphSteps
 from benchmarks.gpu.hf_loops import TransformersDecode
-from benchmarks.gpu.plan import LARGE, Plan
+from benchmarks.gpu.plan import Plan
+from benchmarks.gpu.promises import DECODE, PREFILL
 from benchmarks.gpu.results import Scribe
 from benchmarks.gpu.roofline import Ceilings, Work, decode_work, prefill_work
+from benchmarks.gpu.stages import GRAPH, OURS, TORCH, TRANSFORMERS
 from benchmarks.gpu.torch_loops import TorchDecode
 from benchmarks.gpu.workshop import Graphs
 from model.artifact import Device
@@ -45,14 +46,6 @@ from service.engine.scheduler import EngineLimits
 from service.engine.types import StepStats
 
 NAME = "speed"
-OURS, GRAPH, TORCH, TRANSFORMERS = "onward", "onward-graph", "torch-cuda-graph", "transformers"
-DECODE, PREFILL = "decode", "prefill"
-DECODE_SHARE = 0.6
-"""Of the roofline that decoding one sequence of the large model is to reach."""
-PREFILL_SHARE = 0.4
-"""Of the rate of products that a prompt of `PREFILL_PROMISED` tokens is to reach."""
-PREFILL_PROMISED = 4096
-
 _MULTIPLE = 64
 _GRAPH_STEPS = 50
 _SETTLING_STEPS = 4
@@ -72,39 +65,10 @@ class Measured:
 
 
 def run(bench: Bench, scribe: Scribe) -> None:
-    """Every model, each system by itself."""
-    plan = bench.plan
-    limit = ceilings_of(bench)
-    for name, config in plan.timed.items():
-        table = _Table(scribe, name, config, plan, limit)
-        for measure in (_measure_graph, _measure_engine, _measure_torch, _measure_transformers):
-            with _released():
-                measure(bench, table, name, config)
-    if not plan.is_quick:
-        judge(scribe, scribe.figures["rows"], plan)
-
-
-def judge(scribe: Scribe, rows: Sequence[dict[str, object]], plan: Plan) -> None:
-    """What is promised of the large model's speed."""
-    found = {(row["system"], row["metric"], row["size"]): row for row in rows if row["model"] == LARGE}
-
-    def share(metric: str, size: int, least: float, what: str) -> None:
-        row = found.get((OURS, metric, size))
-        value = None if row is None else row["share"]
-        told = "not measured" if not isinstance(value, float) else f"{value:.2f}"
-        holds = isinstance(value, float) and value >= least
-        scribe.claim(f"{LARGE}: {what} at {least:g} of the roofline or more", told, holds=holds)
-
-    share(DECODE, 1, DECODE_SHARE, "one sequence decodes")
-    share(PREFILL, PREFILL_PROMISED, PREFILL_SHARE, f"a prompt of {PREFILL_PROMISED:,} tokens is computed")
-    for batch in plan.batches:
-        rates = [found.get((system, DECODE, batch), {}).get("tokens_per_second") for system in (OURS, TRANSFORMERS)]
-        ours, theirs = rates
-        if isinstance(ours, float) and isinstance(theirs, float):
-            told, holds = f"{ours:.0f} against {theirs:.0f} tokens/s", ours > theirs
-        else:
-            told, holds = "not measured", False
-        scribe.claim(f"{LARGE}: batch {batch} decodes faster than compiled transformers", told, holds=holds)
+    """The stage's model by the stage's system."""
+    name, config = bench.stage.model, bench.timed
+    table = _Table(scribe, name, config, bench.plan, ceilings_of(bench))
+    _MEASURES[bench.stage.system](bench, table, name, config)
 
 
 class _Table:
@@ -280,10 +244,6 @@ def _measure_transformers(bench: Bench, table: _Table, name: str, config: ModelC
     plan, device = bench.plan, bench.device
     theirs = TransformersDecode(bench.workshop.on_device(name, config, DTYPES[plan.timed_precision]), device)
     table.scribe.note("transformers", theirs.version)
-    for length in plan.prefill_lengths:
-        prompt = _prompts(config, 1, length, device)
-        seconds = _repeated(partial(theirs.prefill, prompt), device, plan.repeats)
-        table.add(TRANSFORMERS, PREFILL, length, Measured(seconds))
     for batch in plan.batches:
         if device == Device.CUDA and bench.seconds_left < _COMPILE_SECONDS:
             what = f"{name} {DECODE} batch {batch}, {TRANSFORMERS}"
@@ -291,24 +251,31 @@ def _measure_transformers(bench: Bench, table: _Table, name: str, config: ModelC
             table.scribe.leave_out(what, why)
             continue
         table.add(TRANSFORMERS, DECODE, batch, _generate(theirs, config, plan, batch, device))
+        theirs.forget()
+    for length in plan.prefill_lengths:
+        prompt = _prompts(config, 1, length, device)
+        seconds = _repeated(partial(theirs.prefill, prompt), device, plan.repeats)
+        table.add(TRANSFORMERS, PREFILL, length, Measured(seconds))
 
 
 def _generate(theirs: TransformersDecode, config: ModelConfig, plan: Plan, batch: int, device: str) -> Measured:
     """The seconds of a step, with a cache that is kept or with one for each call, whichever is faster."""
     prompts = _prompts(config, batch, plan.decode_prompt, device)
+    # As long as `generate` makes a cache for one token more, whose own K/V nobody reads: both ways run one graph.
+    capacity, new = plan.decode_prompt + plan.decode_new, plan.decode_new + 1
     ways = [
-        [_step_seconds(theirs, prompts, plan.decode_new, capacity, device) for _ in range(plan.repeats + 1)][1:]
-        for capacity in (0, plan.decode_prompt + plan.decode_new)
+        [_step_seconds(theirs, prompts, new, kept, device) for _ in range(plan.repeats + 1)][1:]
+        for kept in (capacity, 0)
     ]
     return Measured(min(ways, key=statistics.median))
 
 
 def _step_seconds(theirs: TransformersDecode, prompts: Tensor, new: int, capacity: int, device: str) -> float:
-    """Of all tokens less those of the first alone, which is the prompt's; after one call that does not count."""
-    first = wall_seconds(lambda: theirs.generate(prompts, 1, capacity), device)
+    """Of all tokens less those of the first alone, which is the prompt's; what must be compiled is before."""
     # What runs compiled has its memory where the call before had it, once there was one.
     theirs.generate(prompts, new, capacity)
     whole = wall_seconds(lambda: theirs.generate(prompts, new, capacity), device)
+    first = wall_seconds(lambda: theirs.generate(prompts, 1, capacity), device)
     return max(whole - first, _LEAST_SECONDS) / (new - 1)
 
 
@@ -329,12 +296,9 @@ def _prompts(config: ModelConfig, batch: int, length: int, device: str) -> Tenso
     return torch.tensor(list(rows), device=device)
 
 
-@contextmanager
-def _released() -> Iterator[None]:
-    """Gives memory on the device back at the end, so that each system finds it as the first one did."""
-    try:
-        yield
-    finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+_MEASURES: Mapping[str, Callable[[Bench, _Table, str, ModelConfig], None]] = {
+    OURS: _measure_engine,
+    TRANSFORMERS: _measure_transformers,
+    TORCH: _measure_torch,
+    GRAPH: _measure_graph,
+}

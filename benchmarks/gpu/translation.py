@@ -13,6 +13,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from array import array
 from collections.abc import Sequence
@@ -70,7 +71,7 @@ def run(bench: Bench, scribe: Scribe) -> None:
     """Trains, scores, serves."""
     plan = bench.plan
     overrides = (f"paths={json.dumps([str(bench.corpus)])}", f"device={plan.device}", *plan.train_overrides)
-    folder = bench.folder / "en-de"
+    folder = Path(tempfile.mkdtemp(prefix="en-de-", dir=bench.folder)) / "checkpoint"
     scribe.note("corpus", bench.corpus.name)
     settings = [word for override in overrides for word in ("--set", override)]
     command = [sys.executable, "-m", "model", "train", str(RECIPE), "--out", str(folder), *settings]

@@ -9,18 +9,27 @@ artefacts is given, it is laid out as
 
 and what it has of a model is used in the place of random weights and of emitting. Models that the plan does not name,
 such as trained ones, have their answers checked besides.
+
+What is emitted stays for other processes to find, by all that it depends on: configuration, precision, the exporter's
+own sources.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.places import ROOT
 from benchmarks.gpu.plan import Plan
+from benchmarks.gpu.stages import CHECKPOINT
 from export.emit import emit
 from export.graphs import OPSET
 from export.paged import CONTRIB, STAND_IN, MoveGraph, PagedDecoderGraph, PagedEncoderGraph, in_precision
@@ -29,8 +38,10 @@ from model.artifact import (
     CUDA_PRECISIONS,
     DECODER,
     ENCODER,
+    MANIFEST,
     MOVE,
     Device,
+    FileEntry,
     GraphSpec,
     KVFormat,
     KVLayout,
@@ -43,7 +54,7 @@ from model.transformer import EncoderDecoder, Transformer, build
 
 _SEED = 0
 _STIR = 0.2
-CHECKPOINT = "checkpoint"
+_SOURCES = ("export", "model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +76,7 @@ class Workshop:
 
     Args:
         plan: device and sizes.
-        folder: for graphs.
+        folder: for graphs; those of the same models that are there already are taken.
         artifacts: what was made before, see above; None where nothing was.
         say: told what takes time.
     """
@@ -100,25 +111,26 @@ class Workshop:
         """
         key = (f"{name}-{config.context}", precision)
         if key not in self._made:
-            self._made[key] = self._find(name, config, precision) or self._emit(name, config, precision)
+            self._made[key] = self._find(name, config, precision) or self._keep(name, config, precision)
         return self._made[key]
 
-    def brought(self) -> dict[str, ModelConfig]:
-        """Models by name that were made before and that no plan knows, such as trained ones.
+    def brought(self, name: str) -> ModelConfig:
+        """The configuration of a model that was made before and that no plan knows, such as a trained one.
 
         Raises:
-            model.checkpoint.CheckpointError: when one is damaged.
+            KeyError: when there is none.
+            model.checkpoint.CheckpointError: when it is damaged.
         """
-        if self._artifacts is None:
-            return {}
-        folders = sorted(path.parent for path in self._artifacts.glob(f"*/{CHECKPOINT}"))
-        known = self._plan.proven.keys() | self._plan.timed.keys()
-        return {each.name: checkpoint.load(each / CHECKPOINT).config for each in folders if each.name not in known}
+        folder = self._made_before(name, CHECKPOINT)
+        if folder is None:
+            raise KeyError(name)
+        return checkpoint.load(folder).config
 
     def adopt(self, name: str, model: Transformer, precision: Precision) -> Graphs:
         """Graphs of a model from elsewhere, such as one that was just trained."""
         self._model = (name, model)
-        return self._emit(name, model.config, precision)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self._emit(name, model.config, precision, Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder)))
 
     def _load(self, name: str, config: ModelConfig) -> Transformer | None:
         folder = self._made_before(name, CHECKPOINT)
@@ -146,10 +158,33 @@ class Workshop:
             self._say(f"{folder} has other sizes than are asked for: not used")
         return found == config
 
-    def _emit(self, name: str, config: ModelConfig, precision: Precision) -> Graphs:
+    def _keep(self, name: str, config: ModelConfig, precision: Precision) -> Graphs:
+        """Graphs that another process has left here, or new ones for the next to find."""
+        if self._made_before(name, CHECKPOINT) is not None:
+            # Of weights that no name tells.
+            return self.adopt(name, self.model(name, config), precision)
+        folder = self._folder / f"{name}-{precision}-{self._fingerprint(config, precision)}"
+        if not folder.is_dir():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=self._folder))
+            try:
+                self._emit(name, config, precision, unfinished)
+                unfinished.rename(folder)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+        return Graphs(name, folder, artifact.read_manifest(folder))
+
+    def _fingerprint(self, config: ModelConfig, precision: Precision) -> str:
+        """Of all that graphs with random weights depend on, versions of libraries aside."""
+        plan = self._plan
+        facts = [config.to_dict(), precision, plan.device, plan.block_size, OPSET, _SEED, torch.__version__]
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+        for path in sorted(path for name in _SOURCES for path in (ROOT / name).rglob("*.py")):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def _emit(self, name: str, config: ModelConfig, precision: Precision, folder: Path) -> Graphs:
         self._say(f"graphs of {name} in {precision}")
-        folder = self._folder / f"{name}-{config.context}-{precision}"
-        folder.mkdir(parents=True)
         attention = CONTRIB if self._plan.device is Device.CUDA else STAND_IN
         kv = KVFormat(_kv_precision(precision), layout=KVLayout.PAGED, block_size=self._plan.block_size)
         model = in_precision(self.model(name, config), kv.precision)
@@ -158,7 +193,10 @@ class Workshop:
         if isinstance(model, EncoderDecoder):
             graphs[ENCODER] = emit(PagedEncoderGraph(model, kv.precision, kv.block_size), folder / f"{ENCODER}.onnx")
         graphs[MOVE] = emit(MoveGraph(model.config, kv.precision, kv.block_size), folder / f"{MOVE}.onnx")
-        return Graphs(name, folder, _manifest(model.config, self._plan.device, precision, graphs, kv))
+        files = {path.name: artifact.hash_file(path) for path in sorted(folder.iterdir())}
+        manifest = _manifest(model.config, self._plan.device, precision, graphs, files, kv)
+        (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        return Graphs(name, folder, manifest)
 
 
 def stirred(model: Transformer) -> Transformer:
@@ -176,7 +214,12 @@ def _kv_precision(precision: Precision) -> KVPrecision:
 
 
 def _manifest(
-    config: ModelConfig, device: Device, precision: Precision, graphs: Mapping[str, GraphSpec], kv: KVFormat
+    config: ModelConfig,
+    device: Device,
+    precision: Precision,
+    graphs: Mapping[str, GraphSpec],
+    files: Mapping[str, FileEntry],
+    kv: KVFormat,
 ) -> Manifest:
     return Manifest(
         config=config,
@@ -187,6 +230,6 @@ def _manifest(
         pad_id=config.pad_id,
         decoder_start_id=config.bos_id,
         graphs=graphs,
-        files={},
+        files=files,
         kv_cache=kv,
     )
