@@ -38,6 +38,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -136,7 +137,11 @@ class _Run:
                     self._run_stage(stage, Scribe(stage.name, journal, facts), ends, work.resolve())
                 if stage in judged[-1:] and not self._plan.is_quick:
                     self._judge(facts)
-                _write_document(options.out, journal, every)
+                try:
+                    _write_document(options.out, journal, every)
+                except Exception:
+                    # The figures are there; what is still to be run matters more.
+                    traceback.print_exc()
 
     def _run_stage(self, stage: Stage, scribe: Scribe, ends: float, work: Path) -> None:
         """One stage; how it ended badly is written down where it could not do that itself."""

@@ -197,8 +197,9 @@ class _Author:
 
     def write(self) -> Iterator[Step]:
         """The first row is the longest one and decodes in every step."""
-        # As far below the bound as it passes above it, where the model has room for that.
-        first = DIVIDED_FROM - self._num_steps // 2
+        # As far below the bound as it passes above it, where the model has room for that; it is met in two steps that
+        # are taken by some of the rows.
+        first = DIVIDED_FROM - self._num_steps // 2 - 1
         if self._config.is_encoder_decoder:
             yield self._step(range(0), begins=range(self._num_rows))
         else:

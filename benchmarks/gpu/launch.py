@@ -115,6 +115,8 @@ def watch(command: Sequence[str], seconds: float) -> str | None:
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
     )
+    if process.stdout is None:
+        raise RuntimeError("the process has no stdout")
     words = _Words(process.stdout)
     why: str | None = None
     try:
@@ -141,7 +143,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 class _Words:
     """Passes on what a process says, and keeps the end of it."""
 
-    def __init__(self, stream: IO[bytes] | None) -> None:
+    def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self._last: deque[str] = deque(maxlen=_MAX_WORDS)
         self._thread = threading.Thread(target=self._pass_on, daemon=True)
@@ -154,8 +156,9 @@ class _Words:
         return "\n".join(tuple(self._last))[-_MAX_LETTERS:]
 
     def _pass_on(self) -> None:
-        for line in self._stream or ():
-            text = line.decode(errors="replace").rstrip()
-            print(text, file=sys.stderr, flush=True)
-            if text:
-                self._last.append(text)
+        with self._stream:
+            for line in self._stream:
+                text = line.decode(errors="replace").rstrip()
+                print(text, file=sys.stderr, flush=True)
+                if text:
+                    self._last.append(text)

@@ -53,9 +53,9 @@ def _promises(parts: Mapping[str, Part], missing: Sequence[str]) -> Iterator[str
     if len(rows) > 1:
         yield to_markdown(rows)
         yield ""
-    for name, part in parts.items():
+    for part in parts.values():
         for each in part["left_out"]:
-            where = name if each["what"] == each["stage"] else f"{each['stage']}, {each['what']}"
+            where = each["stage"] + ("" if each["what"] == each["stage"] else f", {each['what']}")
             yield f"- **not run**: {where}: {_one_line(each['why'])}"
         for stage, found in part["stages"].items():
             if not found["is_complete"] and not found["left_out"]:
