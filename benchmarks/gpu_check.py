@@ -48,7 +48,7 @@ from benchmarks.gpu import promises, report
 from benchmarks.gpu.launch import Order, Processes, Subprocesses
 from benchmarks.gpu.places import CORPUS, SAMPLE
 from benchmarks.gpu.plan import make_plan
-from benchmarks.gpu.results import RESULTS, Journal, Scribe, by_part, is_whole, passed
+from benchmarks.gpu.results import REST, RESULTS, Journal, Scribe, by_part, is_whole, passed
 from benchmarks.gpu.stages import PARTS, TRANSLATION, Stage, brought_models, make_stages, select
 from model.artifact import Device
 
@@ -168,8 +168,9 @@ class _Run:
         found["seconds"] = round(time.monotonic() - began, 1)
         journal.put(stage.name, found)
         # One that came to its end may still fall on its way out, as libraries do; its figures are none the worse.
-        if why and not found["is_complete"] and not found["left_out"]:
-            Scribe.resume(stage.name, journal).leave_out("the rest", why)
+        is_told = found["is_complete"] or any(each["what"] == REST for each in found["left_out"])
+        if why and not is_told:
+            Scribe.resume(stage.name, journal).leave_out(REST, why)
         elif why:
             _tell(f"{stage.name}: {why}")
 

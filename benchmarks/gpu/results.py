@@ -19,6 +19,8 @@ from typing import Any, Self
 from model.files import write_atomically
 
 RESULTS = "gpu-check.json"
+REST = "the rest"
+"""What is left out of a stage that did not come to its end."""
 
 Values = dict[str, Any]
 Clock = Callable[[], float]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.launch import Order
 from benchmarks.gpu.plan import make_plan
-from benchmarks.gpu.results import Journal, Scribe
+from benchmarks.gpu.results import REST, Journal, Scribe
 
 if TYPE_CHECKING:
     from benchmarks.gpu.workshop import Workshop
@@ -40,7 +40,7 @@ def carry_out(order: Order) -> bool:
         importlib.import_module(f"benchmarks.gpu.{_MODULES.get(part, part)}").run(_make_bench(order, journal), scribe)
     except Exception as error:
         traceback.print_exc()
-        scribe.leave_out("the rest", f"{type(error).__name__}: {str(error).strip() or 'no message'}")
+        scribe.leave_out(REST, f"{type(error).__name__}: {str(error).strip() or 'no message'}")
         return False
     scribe.end()
     return True
