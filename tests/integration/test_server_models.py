@@ -347,6 +347,12 @@ async def test_a_trial_is_told_all_that_makes_an_engine_what_it_is(tmp_path: Pat
     """What `build_engines` reads of the configuration, but for how its threads wait and in what order requests go."""
     own = {"spin", "admission"}
     read_of_it = set(re.findall(r"\bconfig\.(\w+)", inspect.getsource(build_engines)))
+    # What follows from fields, by the fields that it follows from.
+    for name, value in inspect.getmembers(ServeConfig, lambda member: isinstance(member, property)):
+        if name in read_of_it:
+            read_of_it.remove(name)
+            read_of_it |= set(re.findall(r"\bself\.(\w+)", inspect.getsource(value.fget)))
+    assert "prefill_chunk" in read_of_it
     told = library.trial_settings(ServeConfig(models=tmp_path), "a")
     assert read_of_it - own <= set(told)
 
