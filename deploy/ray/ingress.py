@@ -61,7 +61,8 @@ def start(host: str, port: int, http_port: int, *, has_reflection: bool, address
     from ray.serve.config import HTTPOptions, gRPCOptions
 
     if address is None:
-        ray.init(include_dashboard=False, _node_ip_address="127.0.0.1")
+        # Else it joins whatever a file in /tmp tells of, and waits without end where that is a Ray that was killed.
+        ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1")
     else:
         ray.init(address=address)
     serve.start(
