@@ -423,7 +423,7 @@ def _fine(seconds: float) -> str:
 def main() -> int:
     """Measures, and says it all on the last line of stdout."""
     settings, folder = _parse(sys.argv[1:])
-    return scenario.tell(NAME, lambda: measure(settings, scenario.BUILD), render, folder)
+    return scenario.tell(NAME, lambda: measure(settings, scenario.BUILD), render, folder, module="scaling_out")
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:

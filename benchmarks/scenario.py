@@ -171,11 +171,12 @@ def tell(
     folder: Path,
     draw_picture: Callable[[Mapping[str, Any]], str] | None = None,
     untold: Collection[str] = (),
+    module: str | None = None,
 ) -> int:
     """Measures a scenario, writes its results, document and picture into a folder, and prints the results as JSON.
 
-    The document ends with the command that gave it; what is `untold` is for the picture alone. Returns the exit status:
-    1, and why on stderr, if it cannot be measured.
+    The document ends with the command that gave it, by the name of its module where that is another; what is `untold` is
+    for the picture alone. Returns the exit status: 1, and why on stderr, if it cannot be measured.
     """
     try:
         results = measure()
@@ -185,7 +186,7 @@ def tell(
     told = {key: value for key, value in results.items() if key not in untold}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    document = f"{render(results)}\nMeasured by `{command_line(name)}`.\n"
+    document = f"{render(results)}\nMeasured by `{command_line(module or name)}`.\n"
     (folder / f"{name}.md").write_text(document, encoding="utf-8")
     if draw_picture is not None:
         (folder / f"{name}.svg").write_text(draw_picture(results), encoding="utf-8")
