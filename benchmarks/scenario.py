@@ -175,8 +175,8 @@ def tell(
 ) -> int:
     """Measures a scenario, writes its results, document and picture into a folder, and prints the results as JSON.
 
-    The document ends with the command that gave it, by the name of its module where that is another; what is `untold` is
-    for the picture alone. Returns the exit status: 1, and why on stderr, if it cannot be measured.
+    The document ends with the command that gave it, `module` where that has another name; what is `untold` is for the
+    picture alone. Returns the exit status: 1, and why on stderr, if it cannot be measured.
     """
     try:
         results = measure()
