@@ -139,7 +139,8 @@ class Resident:
     def of(cls, smaps: str) -> Resident:
         """Sums up what Linux tells in `/proc/PID/smaps`.
 
-        K/V are known by being what must not come in huge pages (`service.engine.pages`), which is said of nothing else.
+        K/V are known by being what must not come in huge pages (`service.engine.pages`). Nor must stacks, which are
+        counted with them: there are no more of them than threads.
         """
         totals, size = {True: 0, False: 0}, 0
         for line in smaps.splitlines():
@@ -289,6 +290,9 @@ async def soak(
         load: share of the capacity that requests arrive at.
         cancels: share of requests that are cancelled.
         capacity_seconds: how long capacity is measured before.
+
+    Raises:
+        RuntimeError: when requests that nobody waits for any more did not end.
     """
     samples, times, memory = Samples(), list[float](), list[Resident]()
     async with grpc.aio.insecure_channel(server.address.target) as channel:
@@ -311,24 +315,36 @@ async def soak(
         with suppress(asyncio.CancelledError):
             await watching
         after = await asyncio.to_thread(server.still)
-    counted = [each.other_bytes for each in memory]
-    kv = [each.kv_bytes for each in memory]
-    growth = slope(times, counted)
-    return {
+    found = {
         "seconds": seconds,
         "capacity_per_second": capacity,
         "offered_per_second": load * capacity,
         "ends": dict(asking.ends),
-        "memory_mb": {"first": counted[0] / _MEGABYTE, "last": counted[-1] / _MEGABYTE},
-        "kv_mb": {"least": min(kv) / _MEGABYTE, "most": max(kv) / _MEGABYTE},
-        "mb_per_hour": growth.per_hour / _MEGABYTE,
-        "mb_per_hour_low": growth.low / _MEGABYTE,
-        "mb_per_hour_high": growth.high / _MEGABYTE,
         "before": asdict(before),
         "after": asdict(after),
         "most_resident_mb": max(samples.rss_bytes) / _MEGABYTE,
         "most_threads": max(samples.threads),
         "problems": problems(asking.ends, before, after),
+    }
+    return found | _memory(times, memory)
+
+
+def _memory(times: Sequence[float], memory: Sequence[Resident]) -> dict[str, Any]:
+    """What became of memory, read at those seconds.
+
+    Raises:
+        RuntimeError: when it was read too seldom to tell.
+    """
+    if len(times) < _NUM_BATCHES:
+        raise RuntimeError(f"memory was read {len(times)} times, {_NUM_BATCHES} are needed: requests did not end")
+    counted, kv = [each.other_bytes for each in memory], [each.kv_bytes for each in memory]
+    growth = slope(times, counted)
+    return {
+        "memory_mb": {"first": counted[0] / _MEGABYTE, "last": counted[-1] / _MEGABYTE},
+        "kv_mb": {"least": min(kv) / _MEGABYTE, "most": max(kv) / _MEGABYTE},
+        "mb_per_hour": growth.per_hour / _MEGABYTE,
+        "mb_per_hour_low": growth.low / _MEGABYTE,
+        "mb_per_hour_high": growth.high / _MEGABYTE,
         "samples": {"seconds": [round(each, 1) for each in times], "other_bytes": counted, "kv_bytes": kv},
     }
 

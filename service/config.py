@@ -360,7 +360,8 @@ class ServeConfig:
     api_keys: Annotated[Path | None, Option("TOML file of the API keys; calls need one then", _file)] = None
     reflection: Annotated[bool, Option("let clients ask for the wire contract", _boolean)] = True
     log_level: Annotated[LogLevel, Option("least severe message logged", _choice(LogLevel))] = LogLevel.INFO
-    # 80 s of steps that take 10 ms, 8 s of a small model's that take 1 ms; with as many requests below 3 MB per model.
+    # 80 s of steps that take 10 ms, 8 s of a small model's that take 1 ms; with as many requests below 3 MB per model,
+    # where ids have 40 characters at most.
     recorder_steps: Annotated[
         int, Option("last steps and requests that the flight recorder keeps, per model; 0: none", _integer(0, 1 << 20))
     ] = 8192

@@ -508,11 +508,15 @@ def _run_errand(errand: _Errand) -> None:
         errand.future.set_result(result)
 
 
-def _let_go(error: BaseException | None) -> None:
-    """Empties the frames that an error has come through, those of its causes included."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+def _let_go(error: BaseException) -> None:
+    """Empties the frames that an error has come through, those of all that led to it included."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            waiting += [other for other in (each.__cause__, each.__context__) if other is not None]
 
 
 def _refuse(call: _Call) -> None:

@@ -6,13 +6,13 @@ Loading graphs takes seconds: it is done before anything is served, or on a thre
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from model import golden
-from model.artifact import CHAT, GOLDEN, TARGET_TOKENIZER, TOKENIZER, ArtifactError, Manifest, load, read_manifest
+from model.artifact import CHAT, GOLDEN, TARGET_TOKENIZER, TOKENIZER, ArtifactError, Manifest, load
 from model.artifact import Device as BuiltFor
 from model.chat import Chat, ChatSettings
 from model.tokenizer import Tokenizer, TokenizerError
@@ -159,15 +159,29 @@ def load_model(folder: Path, prefill: PrefillProvider, device: Device = Device.A
     name, folder = folder.name, artefact_folder(folder, device)
     devices = tuple(BuiltFor) if device is Device.AUTO else (BuiltFor(device),)
     try:
+        manifest = _manifest(folder, devices)
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
             # They want a core, not the interpreter. Until they are known, nothing that was read or went wrong counts.
             checksums = beside.submit(load, folder, devices)
             try:
-                return _read(name, folder, read_manifest(folder), prefill)
+                return _read(name, folder, manifest, prefill)
             finally:
                 checksums.result()
     except ArtifactError as error:
         raise StartupError([f"{folder}: {problem}" for problem in error.problems]) from error
+
+
+def _manifest(folder: Path, devices: Collection[BuiltFor]) -> Manifest:
+    """An artefact's, all of whose files are there, are files, and have their sizes: they can be opened.
+
+    Raises:
+        ArtifactError: listing every problem, wrong checksums among them.
+    """
+    try:
+        return load(folder, devices, checksums=False)
+    except ArtifactError:
+        load(folder, devices)
+        raise
 
 
 def _read(name: str, folder: Path, manifest: Manifest, prefill: PrefillProvider) -> ServedModel:

@@ -1,4 +1,4 @@
-"""The last rows of a table, in memory that is taken at once and for good: nothing grows while it fills.
+"""The last rows of a table, in memory that is taken at once and for good: it grows for long names alone.
 
 Numbers and short names lie packed, in half of what they would take as Python's objects. Rows that were kept as such
 would also stand between whatever else lives and dies meanwhile, and keep its memory from going back.

@@ -63,7 +63,7 @@ class PagedRunner:
         decoder: the decoder graph (`model.artifact.paged_decoder_signature`).
         encoder: the encoder graph of an encoder-decoder, None for a decoder-only model.
         max_prefill_tokens: how many tokens of prompts a batch has at most. Room for the logits of all of them is
-            reserved on this host, and touched only as it is used.
+            reserved on this host.
         device: given, "cpu" or "cuda", steps without prompts run in sizes that a device can record, and logits stay
             there until they are wanted. For "cuda" slots have their logits in memory that cannot be lent to anybody.
         top: given, is told what is singled out of rows where that decides all that is drawn from them, and the device

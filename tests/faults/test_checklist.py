@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import pickle
 import re
 import shutil
@@ -284,6 +285,8 @@ CORRUPTED = {
     "pickle for golden cases": lambda folder: _replace(folder, "golden.npz", pickle.dumps({"a": Trap()})),
     "graph that is none": lambda folder: _replace(folder, "decoder.onnx", b"garbage"),
     "nested JSON": lambda folder: _replace(folder, "tokenizer.json", b"[" * 100_000),
+    "tokenizer that nobody writes": lambda folder: os.mkfifo(_without(folder, "tokenizer.json")),
+    "tokenizer without end": lambda folder: _without(folder, "tokenizer.json").symlink_to("/dev/zero"),
 }
 
 
@@ -297,6 +300,12 @@ class Trap:
 def _replace(folder: Path, name: str, data: bytes) -> None:
     (folder / name).write_bytes(data)
     rehash(folder)
+
+
+def _without(folder: Path, name: str) -> Path:
+    """The path of a file that is not there any more."""
+    (folder / name).unlink()
+    return folder / name
 
 
 def _rename_in_manifest(folder: Path, name: str) -> None:
