@@ -1,0 +1,45 @@
+// Causal attention over a cache that it extends in place, as `com.microsoft.GroupQueryAttention` defines it.
+#pragma once
+
+#include <cstdint>
+
+#include "parallel.h"
+
+namespace onward {
+
+struct AttentionShape {
+  int64_t batch;         // B
+  int64_t new_tokens;    // S, of each row
+  int64_t total_tokens;  // the largest of all rows' cached and new tokens together; S means that nothing was cached
+  int64_t num_heads;     // H
+  int64_t num_kv_heads;  // Hkv, divides H
+  int64_t head_dim;      // D, a multiple of 16
+  int64_t capacity;      // of the buffers
+  int64_t window;        // how many tokens a query sees, itself among them; 0 all
+  float scale;           // of scores: 1 / sqrt(D)
+  bool appends;          // false: there are no new keys, every query sees all of its row's cached ones
+};
+
+// All tensors are float32, in the order of their dimensions, without gaps, but for those that have a stride.
+struct AttentionTensors {
+  const float* query;      // B, S rows of H * D, `query_stride` apart
+  const float* key;        // B, S rows of Hkv * D, `key_stride` apart; null where nothing is appended
+  const float* value;      // as keys
+  int64_t query_stride;
+  int64_t key_stride;
+  float* past_key;         // [B, Hkv, capacity, D], read and extended
+  float* past_value;       // the same
+  const int32_t* last;     // [B], each row's cached and new tokens together, minus one
+  const float* cosines;    // [positions, D / 2], queries and new keys are turned by them; null: nothing is turned
+  const float* sines;      // the same
+  float* output;           // [B, S, H * D]
+};
+
+// Whether this processor has the instructions that `attend` is made of.
+bool can_attend();
+
+// A row's output depends on its own tokens, lengths and cache alone, to the bit: on no other row and no number of threads.
+// K/V past a row's length may be anything, NaN included, and is not felt.
+void attend(const Parallel& parallel, const AttentionShape& shape, const AttentionTensors& tensors);
+
+}  // namespace onward
