@@ -1,7 +1,7 @@
 """A float32 graph rewritten so that its products with weights take fewer bits: a pure function on ONNX models.
 
     int8    weights have one scale for each output channel and activations one for each row, that is each token;
-            products of bytes add up exactly in int32 (`MatMulIntegerToFloat`)
+            products of bytes add up exactly in int32 (`onward.Int8Linear`, see `export.operators`)
     int4    weights have one scale for each block of 32 along their input; what activations are rounded to is the
             operator's affair, block by block of one row (`MatMulNBits`, accuracy level 4). The output head is int8:
             its errors reach the logits undiminished
@@ -33,6 +33,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
+from export.operators import CONTRIB, DOMAIN, INT8_LINEAR, add_functions, pack_panels
 from model.artifact import Precision
 from model.config import ModelConfig
 
@@ -40,19 +41,15 @@ Float32 = npt.NDArray[np.float32]
 Int8 = npt.NDArray[np.int8]
 UInt8 = npt.NDArray[np.uint8]
 
-CONTRIB = "com.microsoft"
 BLOCK_SIZES = (32, 16)
 """Along a weight's input, in int4: the first that divides it."""
 
 ROW_LIMIT = np.float32(127.0)
 """The largest magnitude of a rounded activation, and of a weight in int8."""
-ROW_ZERO = np.uint8(128)
+ROW_ZERO = 128
 """The byte that stands for zero in a row."""
 POSITIVE_ROW_LIMIT = np.float32(255.0)
 """The largest rounded activation of a row that a ReLU wrote, in which zero is the byte 0."""
-LEAST_PEAK = np.float32(1e-30)
-"""What a row's largest magnitude counts as at least: a row of zeros stays one, and nothing divides by zero."""
-
 _BYTES = (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
 _INT4_ZERO = 8
 # By how much of its largest magnitude a block's scale reaches; the least squared error decides.
@@ -107,6 +104,7 @@ def quantize(model: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
         product = graph.product(node)
         graph.new_nodes += [node] if product is None else rewrite(product)
     graph.write(quantized.graph)
+    add_functions(quantized)
     if CONTRIB not in {opset.domain for opset in quantized.opset_import}:
         quantized.opset_import.append(helper.make_opsetid(CONTRIB, 1))
     return quantized
@@ -226,78 +224,28 @@ class _Graph:
 
 @dataclass(slots=True)
 class _Int8:
-    """Rewrites products to int8; rows that several of them read are rounded once.
+    """Rewrites products to int8: `export.operators` says how rows are rounded.
 
-    Rounding wants two dimensions, while everything else takes rows as they come and leaves them their shape:
-
-        scale = max(max |x|, tiny) / 127        [..., 1]
-        bytes = round(x / scale) + 128          [..., K]
-        y = scale · column scale · Σ (bytes - 128) · weight
-
-    Rows without a number below zero have all bytes for those above: scale = max x / 255, bytes = round(x / scale).
+    Rows without a number below zero have all bytes for those above it.
     """
 
     graph: _Graph
-    rounded: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def __call__(self, product: _Product) -> Iterator[onnx.NodeProto]:
-        if product.rows not in self.rounded:
-            yield from self._round(product)
-        rows, scales = self.rounded[product.rows]
         weight, column_scales = quantize_columns(product.weight)
         inputs = [
-            rows,
-            self.graph.store(f"{product.name}_int8", weight),
-            # The operator has room for one scale of rows only: theirs follow.
-            self.graph.store("int8.one", np.float32(1)),
+            product.rows,
+            self.graph.store(f"{product.name}_int8", pack_panels(weight)),
             self.graph.store(f"{product.name}_scale", column_scales),
-            self._zero(product.rows),
+            product.bias or self.graph.store(f"int8.no_bias_{len(column_scales)}", np.zeros_like(column_scales)),
         ]
-        sums, output = f"{product.output}.column_scaled", product.output
-        product_output = output if product.bias is None else f"{output}.unbiased"
-        yield _node(product, "MatMulIntegerToFloat", inputs, sums, domain=CONTRIB)
-        yield _node(product, "Mul", [sums, scales], product_output)
-        if product.bias is not None:
-            yield _node(product, "Add", [product_output, product.bias], output)
-
-    def _round(self, product: _Product) -> Iterator[onnx.NodeProto]:
-        x, store = product.rows, self.graph.store
-
-        def node(kind: str, inputs: Sequence[str], purpose: str, **attributes: Any) -> onnx.NodeProto:
-            return _node(product, kind, inputs, f"{x}.{purpose}", purpose, **attributes)
-
-        flat = store("int8.flat", np.array([-1], np.int64))
-        # Of no rows at all, which a head may be asked for, ONNX Runtime takes no maximum along a last axis called -1.
-        last = store("int8.second_axis", np.array([1], np.int64)) if product.is_flat else flat
-        is_positive = x in self.graph.positives
-        if not is_positive:
-            yield node("Abs", [x], "magnitudes")
-        yield node("ReduceMax", [x if is_positive else f"{x}.magnitudes", last], "peaks", keepdims=1)
-        yield node("Max", [f"{x}.peaks", store("int8.least_peak", LEAST_PEAK)], "positive_peaks")
-        limit, name = (POSITIVE_ROW_LIMIT, "int8.positive_row_step") if is_positive else (ROW_LIMIT, "int8.row_step")
-        yield node("Mul", [f"{x}.positive_peaks", store(name, 1 / limit)], "scales")
-        yield node("Reshape", [f"{x}.scales", flat], "flat_scales")
-        scales = [f"{x}.flat_scales"]
-        if not is_positive:
-            zeros = numpy_helper.from_array(np.array([ROW_ZERO]))
-            yield node("Shape", [f"{x}.flat_scales"], "num_rows")
-            yield node("ConstantOfShape", [f"{x}.num_rows"], "zeros", value=zeros)
-            scales.append(f"{x}.zeros")
-        self.rounded[x] = f"{x}.bytes", f"{x}.scales"
-        if product.is_flat:
-            yield node("QuantizeLinear", [x, *scales], "bytes", axis=0)
-            return
-        width = store(f"int8.rows_of_{len(product.weight)}", np.array([-1, len(product.weight)], np.int64))
-        yield node("Reshape", [x, width], "rows")
-        yield node("QuantizeLinear", [f"{x}.rows", *scales], "flat_bytes", axis=0)
-        yield node("Shape", [x], "shape")
-        yield node("Reshape", [f"{x}.flat_bytes", f"{x}.shape"], "bytes")
-
-    def _zero(self, rows: str) -> str:
-        """The stored byte that stands for zero in these rows."""
-        if rows in self.graph.positives:
-            return self.graph.store("int8.positive_row_zero", np.uint8(0))
-        return self.graph.store("int8.row_zero", ROW_ZERO)
+        is_positive = product.rows in self.graph.positives
+        rounding = {
+            "step": float(np.float32(1) / (POSITIVE_ROW_LIMIT if is_positive else ROW_LIMIT)),
+            "zero": 0 if is_positive else ROW_ZERO,
+            "K": len(weight),
+        }
+        yield _node(product, INT8_LINEAR, inputs, product.output, domain=DOMAIN, **rounding)
 
 
 @dataclass(slots=True)
@@ -335,9 +283,7 @@ _REWRITES: Mapping[Precision, Callable[[_Graph], Callable[[_Product], Iterator[o
 }
 
 
-def _node(
-    product: _Product, kind: str, inputs: Sequence[str], output: str, purpose: str = "", **attributes: Any
-) -> onnx.NodeProto:
+def _node(product: _Product, kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:
     """A node that is named after the module whose product it is a part of."""
-    name = "/".join(part for part in (product.scope, purpose, kind) if part)
+    name = "/".join(part for part in (product.scope, kind) if part)
     return helper.make_node(kind, list(inputs), [output], name=name, **attributes)

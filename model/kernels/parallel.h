@@ -1,7 +1,9 @@
 // How kernels share work among threads: whoever calls them lends the threads.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 
 namespace onward {
 
@@ -17,5 +19,18 @@ struct Parallel {
     run(context, [](void* data, size_t index) { (*static_cast<Body*>(data))(index); }, count, &body);
   }
 };
+
+// Into how many pieces `share` cuts, at most: threads that come late or are held up find less left to do.
+constexpr int64_t kPieces = 16;
+
+// Calls `body(begin, end)` for pieces that together are all below `count`, which is not 0.
+template <typename Body>
+void share(const Parallel& parallel, int64_t count, const Body& body) {
+  const int64_t num_pieces = std::min(kPieces, count);
+  parallel(num_pieces, [=, &body](size_t index) {
+    const int64_t piece = static_cast<int64_t>(index);
+    body(piece * count / num_pieces, (piece + 1) * count / num_pieces);
+  });
+}
 
 }  // namespace onward

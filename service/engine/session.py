@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
+from model import kernels
 from model.artifact import GraphSpec, TensorSpec
 from service.engine.cuda import EXTRA, PROVIDER_LIBRARY, CudaError, CudaRuntime, cuda_runtime, find_problem
 from service.errors import OnwardError, StartupError
@@ -82,12 +83,15 @@ class SessionOptions:
     Where the process has threads to share (`share_threads`), none of these three matters.
     `map_weights` leaves weights where they are, in the file, instead of laying them out anew in memory for fast
     products of many rows: the graph loads in no time and in no memory of its own, and is slower to run.
+    `own_kernels` computes the project's own operators by its own kernels, where they are built for this machine
+    (`model.kernels`), and not by the standard operators that they stand for.
     """
 
     intra_op_threads: int = 0
     allow_spinning: bool = True
     stop_spinning: bool = False
     map_weights: bool = False
+    own_kernels: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +446,8 @@ def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any
     settings.add_session_config_entry("session.disable_prepacking", str(int(options.map_weights)))
     try:
         if openvino is None:
+            if options.own_kernels and (library := kernels.library()) is not None:
+                settings.register_custom_ops_library(str(library))
             return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         settings.add_provider_for_devices([openvino.device], {"load_config": _openvino_config(openvino, options)})
         return ort.InferenceSession(str(path), settings)

@@ -20,7 +20,8 @@ from onnx import TensorProto, helper, numpy_helper
 from benchmarks import graphs, quality
 from export.__main__ import main
 from export.exporter import ParityError, export
-from export.quantize import LEAST_PEAK, quantize, quantize_blocks, quantize_columns, quantize_file, unsupported
+from export.operators import LEAST_PEAK
+from export.quantize import quantize, quantize_blocks, quantize_columns, quantize_file, unsupported
 from export.quantize_kv import calibrate, quantize_kv, quantize_sources
 from export.quantize_kv import unsupported as kv_unsupported
 from export.verify import Verdict, replay, verify

@@ -1,0 +1,293 @@
+"""The project's own operators, domain `onward`: each with its meaning in standard ones, as a function in the graph.
+
+A processor that a kernel exists for computes a node by it (`model.kernels`). Everywhere else, and in any program that
+reads ONNX, the node is what its function says: ONNX Runtime puts the function's nodes in its place and computes what
+depends on weights alone once, when it loads. So one file is as fast as the machine allows and runs on all.
+
+    Int8Linear(rows [..., K], panels, scales [N], bias [N]) → [..., N]
+        Rows times a matrix of bytes, plus a bias. Rows are rounded to bytes, each with a scale of its own:
+
+            scale = max(max |x|, tiny) · step        byte = round(x / scale) + zero
+            y = Σ (byte - zero) · weight · column scale · scale + bias
+
+        `panels` `[⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8` is the matrix `[K, N]` as a processor reads it: 32 columns together,
+        of which four rows lie together, zeros where the matrix ends. Kernel and function give the same bits.
+
+    SwiGLU(rows [..., 2 F]) → [..., F]
+        silu(gate) · up of each row's first and second half (Shazeer, 2020).
+
+    AddRMSNorm(left, right, weight) → left + right, and that over its root mean square, times weight
+        The end of one residual block and the norm that opens the next.
+
+    GroupQueryAttention(query, key?, value?, past_key, past_value, last, total, cosines?, sines?)
+            → output, present_key, present_value
+        The operator of this name of `com.microsoft`, with float32 K/V, and that is its function.
+
+Knows ONNX and no model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+DOMAIN = "onward"
+CONTRIB = "com.microsoft"
+INT8_LINEAR = "Int8Linear"
+ATTENTION = "GroupQueryAttention"
+SWIGLU = "SwiGLU"
+ADD_RMS_NORM = "AddRMSNorm"
+
+PANEL_COLUMNS = 32
+GROUP_ROWS = 4
+LEAST_PEAK = np.float32(1e-30)
+"""What a row's largest magnitude counts as at least: a row of zeros stays one, and nothing divides by zero."""
+
+_VERSION = 1
+# Past every length: where a slice has no end.
+_END = np.iinfo(np.int64).max
+_ATTENTION_INPUTS = (
+    "query",
+    "key",
+    "value",
+    "past_key",
+    "past_value",
+    "seqlens_k",
+    "total_sequence_length",
+    "cos_cache",
+    "sin_cache",
+)
+_ATTENTION_OUTPUTS = ("output", "present_key", "present_value")
+_ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "do_rotary", "local_window_size")
+_EVERYTHING = -1  # a window without an end
+
+
+def pack_panels(weight: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
+    """A matrix `[K, N]` as the panels of `Int8Linear`, `[⌈N / 32⌉, ⌈K / 4⌉, 32, 4]`."""
+    inner, outer = weight.shape
+    padded = np.pad(weight, [(0, -inner % GROUP_ROWS), (0, -outer % PANEL_COLUMNS)])
+    groups = padded.reshape(-1, GROUP_ROWS, padded.shape[1] // PANEL_COLUMNS, PANEL_COLUMNS)
+    return np.ascontiguousarray(groups.transpose(2, 0, 3, 1))
+
+
+def use_own(model: onnx.ModelProto) -> None:
+    """Rewrites a model's graph to operators of `DOMAIN` wherever it says what one of them means; products aside."""
+    graph = model.graph
+    for node in graph.node:
+        if _is_known_attention(node):
+            node.domain = DOMAIN
+            if "local_window_size" not in _attributes(node):
+                node.attribute.append(helper.make_attribute("local_window_size", _EVERYTHING))
+    outputs = {output.name for output in graph.output}
+    stored = {tensor.name for tensor in graph.initializer}
+    writers = {name: node for node in graph.node for name in node.output}
+    readers: Counter[str] = Counter(name for node in graph.node for name in node.input)
+    new_nodes: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for fused in (_swiglu(node, writers), _add_rms_norm(node, writers, stored)):
+            inner = [] if fused is None else fused.inner
+            # What is written in between must be nobody else's.
+            if fused is not None and all(
+                readers[name] == fused.reads[name] and name not in outputs for name in fused.reads
+            ):
+                new_nodes[fused.place] = [fused.node]
+                new_nodes.update({each.output[0]: [] for each in inner if each.output[0] != fused.place})
+    kept = [each for node in graph.node for each in new_nodes.get(node.output[0], [node])]
+    del graph.node[:]
+    graph.node.extend(kept)
+    read = {name for node in kept for name in node.input}
+    tensors = [tensor for tensor in graph.initializer if tensor.name in read]
+    del graph.initializer[:]
+    graph.initializer.extend(tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fused:
+    """One operator in the place of several.
+
+    `node` goes where the node stood that wrote `place`, the others of `inner` go; `reads` says how often each tensor
+    that is written in between is read by them.
+    """
+
+    node: onnx.NodeProto
+    place: str
+    inner: Sequence[onnx.NodeProto]
+    reads: Mapping[str, int]
+
+
+def _is_known_attention(node: onnx.NodeProto) -> bool:
+    is_attention = node.op_type == ATTENTION and node.domain == CONTRIB
+    return (
+        is_attention
+        and len(node.input) <= len(_ATTENTION_INPUTS)
+        and _attributes(node).keys() <= set(_ATTENTION_ATTRIBUTES)
+    )
+
+
+def _swiglu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto]) -> _Fused | None:
+    """`silu(gate) · up` of the halves of one tensor, as PyTorch's exporter writes it."""
+    if node.op_type != "Mul":
+        return None
+    silu = writers.get(node.input[0])
+    if silu is None or silu.op_type != "Mul":
+        return None
+    sigmoid, split = writers.get(silu.input[1]), writers.get(silu.input[0])
+    if sigmoid is None or sigmoid.op_type != "Sigmoid" or split is None or split.op_type != "Split":
+        return None
+    if len(split.output) != 2 or len(split.input) != 1:  # with a second input, not halves
+        return None
+    gate, up = split.output
+    if (sigmoid.input[0], silu.input[0], node.input[1]) != (gate, gate, up):
+        return None
+    fused = helper.make_node(SWIGLU, list(split.input), list(node.output), name=_named(node, SWIGLU), domain=DOMAIN)
+    reads = {gate: 2, up: 1, sigmoid.output[0]: 1, silu.output[0]: 1}
+    return _Fused(fused, node.output[0], (split, sigmoid, silu, node), reads)
+
+
+def _add_rms_norm(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto], stored: set[str]) -> _Fused | None:
+    """The norm of a sum, whose terms are of one shape as neither is stored."""
+    if node.op_type != "RMSNormalization" or _attributes(node).get("axis", -1) != -1:
+        return None
+    add = writers.get(node.input[0])
+    if add is None or add.op_type != "Add" or set(add.input) & stored or node.input[1] not in stored:
+        return None
+    inputs, outputs = [*add.input, node.input[1]], [add.output[0], node.output[0]]
+    fused = helper.make_node(ADD_RMS_NORM, inputs, outputs, name=_named(node, ADD_RMS_NORM), domain=DOMAIN)
+    fused.attribute.append(helper.make_attribute("epsilon", _attributes(node).get("epsilon", 1e-5)))
+    return _Fused(fused, add.output[0], (add, node), {})
+
+
+def add_functions(model: onnx.ModelProto) -> None:
+    """Gives a model the functions of those operators of `DOMAIN` that it uses and has none for yet."""
+    used = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
+    known = {function.name for function in model.functions if function.domain == DOMAIN}
+    model.functions.extend(_FUNCTIONS[name]() for name in sorted(used - known))
+    domains = {opset.domain for opset in model.opset_import}
+    wanted = {DOMAIN: _VERSION, CONTRIB: 1} if used else {}
+    model.opset_import.extend(
+        helper.make_opsetid(domain, version) for domain, version in wanted.items() if domain not in domains
+    )
+    # ONNX knows nothing of what `CONTRIB` computes, and checks no function whose inputs have no type.
+    typed = {value.name for value in (*model.graph.output, *model.graph.value_info)}
+    model.graph.value_info.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+        for node in model.graph.node
+        if used and node.domain in (DOMAIN, CONTRIB)
+        for name in node.output
+        if name and name not in typed
+    )
+
+
+def _int8_linear() -> onnx.FunctionProto:
+    constants = {
+        "one": np.float32(1),
+        "least_peak": LEAST_PEAK,
+        "first": np.array([0], np.int64),
+        "second": np.array([1], np.int64),
+        "last": np.array([-1], np.int64),
+        "end": np.array([_END], np.int64),
+    }
+    body = [
+        *(_constant(name, value) for name, value in constants.items()),
+        _attribute("step", "float"),
+        _attribute("zero", "int"),
+        _attribute("K", "int"),
+        # Rows to bytes.
+        helper.make_node("Flatten", ["rows"], ["flat"], axis=-1),
+        helper.make_node("Abs", ["flat"], ["magnitudes"]),
+        helper.make_node("ReduceMax", ["magnitudes", "second"], ["peaks"], keepdims=0),
+        helper.make_node("Max", ["peaks", "least_peak"], ["positive_peaks"]),
+        helper.make_node("Mul", ["positive_peaks", "step"], ["row_scales"]),
+        helper.make_node("Cast", ["zero"], ["zero_byte"], to=TensorProto.UINT8),
+        helper.make_node("Shape", ["row_scales"], ["num_rows"]),
+        helper.make_node("Expand", ["zero_byte", "num_rows"], ["zeros"]),
+        helper.make_node("QuantizeLinear", ["flat", "row_scales", "zeros"], ["bytes"], axis=0),
+        # Panels to a matrix.
+        helper.make_node("Transpose", ["panels"], ["groups"], perm=[1, 3, 0, 2]),
+        helper.make_node("Flatten", ["groups"], ["padded"], axis=2),
+        helper.make_node("Shape", ["scales"], ["num_columns"]),
+        helper.make_node("Unsqueeze", ["K", "first"], ["height"]),
+        helper.make_node("Concat", ["height", "num_columns"], ["ends"], axis=0),
+        helper.make_node("Concat", ["first", "first"], ["starts"], axis=0),
+        helper.make_node("Slice", ["padded", "starts", "ends"], ["weight"]),
+        # The operator has room for one scale of rows only: theirs follow.
+        helper.make_node("MatMulIntegerToFloat", ["bytes", "weight", "one", "scales", "zero_byte"], ["sums"], domain=CONTRIB),
+        helper.make_node("Unsqueeze", ["row_scales", "second"], ["column_of_scales"]),
+        helper.make_node("Mul", ["sums", "column_of_scales"], ["unbiased"]),
+        helper.make_node("Add", ["unbiased", "bias"], ["products"]),
+        helper.make_node("Shape", ["rows"], ["shape"]),
+        helper.make_node("Slice", ["shape", "first", "last"], ["leading"]),
+        helper.make_node("Concat", ["leading", "num_columns"], ["new_shape"], axis=0),
+        helper.make_node("Reshape", ["products", "new_shape"], ["output"]),
+    ]
+    return _function(INT8_LINEAR, ["rows", "panels", "scales", "bias"], ["output"], body, ["step", "zero", "K"])
+
+
+def _swiglu_function() -> onnx.FunctionProto:
+    body = [
+        helper.make_node("Split", ["rows"], ["gate", "up"], axis=-1, num_outputs=2),
+        helper.make_node("Sigmoid", ["gate"], ["opening"]),
+        helper.make_node("Mul", ["gate", "opening"], ["silu"]),
+        helper.make_node("Mul", ["silu", "up"], ["output"]),
+    ]
+    return _function(SWIGLU, ["rows"], ["output"], body, [])
+
+
+def _add_rms_norm_function() -> onnx.FunctionProto:
+    norm = helper.make_node("RMSNormalization", ["sum", "weight"], ["normed"], axis=-1)
+    norm.attribute.append(_reference("epsilon", "epsilon", onnx.AttributeProto.FLOAT))
+    body = [helper.make_node("Add", ["left", "right"], ["sum"]), norm]
+    return _function(ADD_RMS_NORM, ["left", "right", "weight"], ["sum", "normed"], body, ["epsilon"])
+
+
+def _attention() -> onnx.FunctionProto:
+    node = helper.make_node(ATTENTION, list(_ATTENTION_INPUTS), list(_ATTENTION_OUTPUTS), domain=CONTRIB)
+    node.attribute.extend(_reference(name, name, onnx.AttributeProto.INT) for name in _ATTENTION_ATTRIBUTES)
+    return _function(ATTENTION, _ATTENTION_INPUTS, _ATTENTION_OUTPUTS, [node], _ATTENTION_ATTRIBUTES)
+
+
+_FUNCTIONS = {
+    INT8_LINEAR: _int8_linear,
+    ATTENTION: _attention,
+    SWIGLU: _swiglu_function,
+    ADD_RMS_NORM: _add_rms_norm_function,
+}
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    return {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
+
+
+def _named(node: onnx.NodeProto, kind: str) -> str:
+    """A name in the scope of the node that this one replaces."""
+    return "/".join(part for part in (node.name.rpartition("/")[0], kind) if part)
+
+
+def _function(
+    name: str, inputs: Sequence[str], outputs: Sequence[str], body: Iterable[onnx.NodeProto], attributes: Sequence[str]
+) -> onnx.FunctionProto:
+    opsets = [helper.make_opsetid("", 24), helper.make_opsetid(CONTRIB, 1)]
+    return helper.make_function(DOMAIN, name, list(inputs), list(outputs), list(body), opsets, list(attributes))
+
+
+def _constant(name: str, value: npt.ArrayLike) -> onnx.NodeProto:
+    return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(np.asarray(value)))
+
+
+def _attribute(name: str, kind: str) -> onnx.NodeProto:
+    """The function's attribute of this name as a tensor of this name."""
+    node = helper.make_node("Constant", [], [name])
+    types: dict[str, Any] = {"float": onnx.AttributeProto.FLOAT, "int": onnx.AttributeProto.INT}
+    node.attribute.append(_reference(f"value_{kind}", name, types[kind]))
+    return node
+
+
+def _reference(name: str, attribute: str, kind: Any) -> onnx.AttributeProto:
+    return onnx.AttributeProto(name=name, ref_attr_name=attribute, type=kind)

@@ -1,0 +1,516 @@
+// Attention over a cache that it extends in place, for processors with AVX-512.
+//
+// Decoding is bound by the reading of K and V, a prompt's prefill by arithmetic, hence two ways to the scores: few query rows
+// read K as it lies in the cache, many have it packed once, 16 keys side by side. Both add in the same order, and so does all
+// that follows, so that a token's output is the same bits whichever way, chunk, tile or thread it came by:
+//
+//   - a dot product is 16 chains, chain c over dimensions c, c + 16, c + 32, ..., and then a binary tree over the chains;
+//   - a softmax sums in 16 lanes, key k in lane k % 16, in the order of keys, and then over the lanes;
+//   - an output adds up its values key by key, from the first key that the query sees to the last.
+//
+// Keys that a query does not see take no part: their scores are overwritten, their values never multiplied.
+#include "attention.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+
+namespace onward {
+
+bool can_attend() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
+}
+
+// All above runs on any processor, all below only where `can_attend`.
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma")
+
+namespace {
+
+using Vec = __m512;
+
+constexpr int64_t kLanes = 16;                   // floats in a Vec, keys in a block
+constexpr int kTile = 6;                         // query rows that share what is loaded: their sums fill the registers
+constexpr int64_t kRowsToPack = 16;              // from this many query rows of one K/V head on, packing K pays
+constexpr int64_t kRowsOfTask = 48;              // query rows of one task at most: a multiple of kTile
+constexpr int64_t kScoresOfTask = 96 * 1024;     // floats that a task's scores should fit into: part of the L2 cache
+constexpr int64_t kValuesAtOnce = 64;            // keys whose values stay in the L1 cache while all rows pass over them
+constexpr int64_t kKeysOfPacking = 256;          // keys that one task packs: whole blocks
+constexpr int64_t kPackedAtOnce = 2 * 1024 * 1024;  // floats of packed K to hold at a time: part of the L3 cache
+constexpr float kLog2E = 1.44269504088896340736f;
+
+// Memory that its owner, a thread, uses again and again: it grows to the largest need and never shrinks.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { std::free(memory_); }
+
+  float* of(int64_t floats) {
+    if (floats > size_) {
+      std::free(memory_);
+      size_ = (floats + kLanes - 1) / kLanes * kLanes;
+      memory_ = static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float)));
+      if (memory_ == nullptr) {
+        size_ = 0;
+        throw std::bad_alloc();
+      }
+    }
+    return memory_;
+  }
+
+ private:
+  float* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+
+thread_local Scratch packed_scratch;  // of the thread that calls: packed K, which all threads read
+thread_local Scratch task_scratch;    // of the thread that runs a task: its queries and scores
+
+int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
+
+// Both halves of an exchange between two vectors DISTANCE apart: 16 vectors that go through it at distances 8, 4, 2 and 1
+// are transposed, but for the order of lanes, see `slot_of`.
+template <int DISTANCE>
+Vec low(Vec a, Vec b) {
+  if constexpr (DISTANCE == 8) return _mm512_shuffle_f32x4(a, b, 0x44);
+  if constexpr (DISTANCE == 4) return _mm512_shuffle_f32x4(a, b, 0x88);
+  if constexpr (DISTANCE == 2) return _mm512_shuffle_ps(a, b, 0x44);
+  if constexpr (DISTANCE == 1) return _mm512_shuffle_ps(a, b, 0x88);
+}
+
+template <int DISTANCE>
+Vec high(Vec a, Vec b) {
+  if constexpr (DISTANCE == 8) return _mm512_shuffle_f32x4(a, b, 0xEE);
+  if constexpr (DISTANCE == 4) return _mm512_shuffle_f32x4(a, b, 0xDD);
+  if constexpr (DISTANCE == 2) return _mm512_shuffle_ps(a, b, 0xEE);
+  if constexpr (DISTANCE == 1) return _mm512_shuffle_ps(a, b, 0xDD);
+}
+
+// The vector from which the exchanges bring a key into the lane of its own number: bits 3 and 2 swapped, and bits 1 and 0.
+constexpr int slot_of(int key) { return (key & 8) >> 1 | (key & 4) << 1 | (key & 2) >> 1 | (key & 1) << 1; }
+
+template <int DISTANCE>
+void exchange(Vec* v) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) {
+    if (i & DISTANCE) continue;
+    const Vec a = v[i], b = v[i + DISTANCE];
+    v[i] = low<DISTANCE>(a, b);
+    v[i + DISTANCE] = high<DISTANCE>(a, b);
+  }
+}
+
+// Adds lane c to lane c + DISTANCE of each vector; half as many vectors remain.
+template <int DISTANCE>
+void fold(Vec* v) {
+#pragma GCC unroll 8
+  for (int i = 0; i < DISTANCE; i++) {
+    const Vec a = v[i], b = v[i + DISTANCE];
+    v[i] = _mm512_add_ps(low<DISTANCE>(a, b), high<DISTANCE>(a, b));
+  }
+}
+
+// 2^x for x <= 0, within 1.1 units in the last place; 1 at 0 and 0 at minus infinity exactly.
+Vec power_of_two(Vec x) {
+  const Vec fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // in [-0.5, 0.5]; 0 of infinity
+  const Vec whole = _mm512_sub_ps(x, fraction);
+  // The polynomial of degree 6 through (0, 1) with the least largest relative error, 2e-9.
+  Vec power = _mm512_set1_ps(0x1.41fbbcp-13f);
+  power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0x1.5f3e54p-10f));
+  power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0x1.3b2d4cp-7f));
+  power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0x1.c6aee8p-5f));
+  power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0x1.ebfbdcp-3f));
+  power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0x1.62e43p-1f));
+  power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(power, whole);
+}
+
+// The scores of one query row for 16 keys that lie in the cache, `count` of them there to be read: the others' scores are
+// the last one's. DIM is D, or 0 where `dim` says it.
+template <int DIM>
+Vec score_cached(const float* query, const float* keys, int64_t count, int64_t dim) {
+  const int64_t chain = (DIM ? DIM : dim) / kLanes;
+  Vec sums[kLanes];
+#pragma GCC unroll 16
+  for (int key = 0; key < kLanes; key++) {
+    const float* row = keys + std::min<int64_t>(key, count - 1) * (DIM ? DIM : dim);
+    Vec sum = _mm512_mul_ps(_mm512_load_ps(query), _mm512_loadu_ps(row));
+#pragma GCC unroll 8
+    for (int64_t i = 1; i < chain; i++) {
+      sum = _mm512_fmadd_ps(_mm512_load_ps(query + i * kLanes), _mm512_loadu_ps(row + i * kLanes), sum);
+    }
+    sums[slot_of(key)] = sum;
+  }
+  fold<8>(sums);
+  fold<4>(sums);
+  fold<2>(sums);
+  fold<1>(sums);
+  return sums[0];
+}
+
+// Packs 16 keys, of which `count` are there and zeros follow: [16, D] becomes [D, 16].
+void pack(const float* keys, int64_t count, int64_t dim, float* packed) {
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    Vec v[kLanes];
+#pragma GCC unroll 16
+    for (int key = 0; key < kLanes; key++) {
+      v[slot_of(key)] = key < count ? _mm512_loadu_ps(keys + key * dim + d) : _mm512_setzero_ps();
+    }
+    exchange<8>(v);
+    exchange<4>(v);
+    exchange<2>(v);
+    exchange<1>(v);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) _mm512_store_ps(packed + (d + i) * kLanes, v[i]);
+  }
+}
+
+struct TileSums {
+  Vec row[kTile];
+};
+
+// The part of a tile's scores for 16 packed keys that chains FIRST, FIRST + STEP, FIRST + 2 STEP, ... add up to: the tree of
+// `score_cached`, lane for lane, walked depth first so that few sums wait.
+template <int DIM, int FIRST, int STEP>
+[[gnu::always_inline]] inline TileSums score_packed(const float* queries, const float* packed, int64_t dim) {
+  TileSums sums;
+  if constexpr (STEP < kLanes) {
+    sums = score_packed<DIM, FIRST, 2 * STEP>(queries, packed, dim);
+    const TileSums others = score_packed<DIM, FIRST + STEP, 2 * STEP>(queries, packed, dim);
+#pragma GCC unroll 8
+    for (int r = 0; r < kTile; r++) sums.row[r] = _mm512_add_ps(sums.row[r], others.row[r]);
+  } else {
+    const int64_t width = DIM ? DIM : dim;
+    const Vec key = _mm512_load_ps(packed + FIRST * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kTile; r++) sums.row[r] = _mm512_mul_ps(_mm512_set1_ps(queries[r * width + FIRST]), key);
+#pragma GCC unroll 8
+    for (int64_t d = FIRST + kLanes; d < width; d += kLanes) {
+      const Vec next = _mm512_load_ps(packed + d * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < kTile; r++) {
+        sums.row[r] = _mm512_fmadd_ps(_mm512_set1_ps(queries[r * width + d]), next, sums.row[r]);
+      }
+    }
+  }
+  return sums;
+}
+
+template <int DIM>
+void score_tile(const float* queries, const float* packed, int64_t dim, float* scores, int64_t stride) {
+  const TileSums sums = score_packed<DIM, 0, 1>(queries, packed, dim);
+#pragma GCC unroll 8
+  for (int r = 0; r < kTile; r++) _mm512_store_ps(scores + r * stride, sums.row[r]);
+}
+
+// Turns scores `from` to `to` (exclusive) of a row into their exponentials, relative to the largest; returns the inverse of
+// their sum. Other scores of the first and the last block become 0.
+float soften(float* scores, int64_t from, int64_t to) {
+  const int64_t first = from / kLanes * kLanes, end = round_up(to, kLanes);
+  constexpr float kUnseen = -std::numeric_limits<float>::infinity();
+  std::fill(scores + first, scores + from, kUnseen);
+  std::fill(scores + to, scores + end, kUnseen);
+  Vec largest = _mm512_set1_ps(kUnseen);
+  for (int64_t k = first; k < end; k += kLanes) largest = _mm512_max_ps(largest, _mm512_load_ps(scores + k));
+  largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+  Vec sum = _mm512_setzero_ps();
+  for (int64_t k = first; k < end; k += kLanes) {
+    const Vec weight = power_of_two(_mm512_sub_ps(_mm512_load_ps(scores + k), largest));
+    _mm512_store_ps(scores + k, weight);
+    sum = _mm512_add_ps(sum, weight);
+  }
+  return 1.0f / _mm512_reduce_add_ps(sum);
+}
+
+// Adds `count` values, times each row's weights, to the outputs of ROWS rows, VECS vectors of them.
+template <int ROWS, int VECS>
+void weigh(const float* weights, int64_t stride, const float* values, int64_t dim, int64_t count, float* const* outputs,
+           int64_t offset) {
+  Vec sums[ROWS][VECS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 8
+    for (int i = 0; i < VECS; i++) sums[r][i] = _mm512_loadu_ps(outputs[r] + offset + i * kLanes);
+  }
+  for (int64_t k = 0; k < count; k++) {
+    Vec value[VECS];
+#pragma GCC unroll 8
+    for (int i = 0; i < VECS; i++) value[i] = _mm512_loadu_ps(values + k * dim + offset + i * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      const Vec weight = _mm512_set1_ps(weights[r * stride + k]);
+#pragma GCC unroll 8
+      for (int i = 0; i < VECS; i++) sums[r][i] = _mm512_fmadd_ps(weight, value[i], sums[r][i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 8
+    for (int i = 0; i < VECS; i++) _mm512_storeu_ps(outputs[r] + offset + i * kLanes, sums[r][i]);
+  }
+}
+
+constexpr int kSlab = 4;  // vectors of an output that a tile's sums hold at a time
+using Weigh = decltype(&weigh<1, 1>);
+constexpr Weigh kWeigh[kTile][kSlab] = {
+    {weigh<1, 1>, weigh<1, 2>, weigh<1, 3>, weigh<1, 4>}, {weigh<2, 1>, weigh<2, 2>, weigh<2, 3>, weigh<2, 4>},
+    {weigh<3, 1>, weigh<3, 2>, weigh<3, 3>, weigh<3, 4>}, {weigh<4, 1>, weigh<4, 2>, weigh<4, 3>, weigh<4, 4>},
+    {weigh<5, 1>, weigh<5, 2>, weigh<5, 3>, weigh<5, 4>}, {weigh<6, 1>, weigh<6, 2>, weigh<6, 3>, weigh<6, 4>},
+};
+
+// One row of the batch: its tokens have positions below `length`, of which those from `past` on are new.
+struct Sequence {
+  int64_t past;
+  int64_t length;
+  int64_t first_query, end_query;  // the queries that are tokens; others are padding
+};
+
+// One query of one head.
+struct Row {
+  int64_t from, to;  // the keys that it sees
+};
+
+// A call's arguments and what follows from them; `Row`s of a K/V head are numbered query by query, head by head within.
+class Attention {
+ public:
+  Attention(const AttentionShape& shape, const AttentionTensors& tensors)
+      : s(shape), t(tensors), group_(shape.num_heads / shape.num_kv_heads), rows_(shape.new_tokens * group_) {}
+
+  int64_t rows() const { return rows_; }
+
+  Sequence sequence(int64_t b) const {
+    const int64_t tokens = int64_t{t.last[b]} + 1;
+    Sequence sequence;
+    sequence.length = std::clamp<int64_t>(tokens, 0, s.capacity);
+    if (!s.appends) {
+      sequence.past = sequence.length;
+      sequence.first_query = 0;
+      sequence.end_query = sequence.length > 0 ? s.new_tokens : 0;
+      return sequence;
+    }
+    sequence.past = s.total_tokens == s.new_tokens ? 0 : tokens - s.new_tokens;
+    sequence.first_query = std::clamp<int64_t>(-sequence.past, 0, s.new_tokens);
+    sequence.end_query = std::clamp<int64_t>(sequence.length - sequence.past, sequence.first_query, s.new_tokens);
+    return sequence;
+  }
+
+  // The first key of the first block that any query of the sequence sees.
+  int64_t first_key(const Sequence& sequence) const {
+    return seen(sequence, sequence.first_query).from / kLanes * kLanes;
+  }
+
+  // Writes the new keys and values of one head whose positions are from `from` to `to` (exclusive) into the cache.
+  void append(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t from, int64_t to) const {
+    if (!s.appends) return;
+    const int64_t dim = s.head_dim;
+    const int64_t first = std::max(sequence.first_query, from - sequence.past);
+    const int64_t end = std::min(sequence.end_query, to - sequence.past);
+    for (int64_t i = first; i < end; i++) {
+      const int64_t position = sequence.past + i, token = (b * s.new_tokens + i) * t.key_stride + kv_head * dim;
+      const int64_t place = cached(b, kv_head) + position * dim;
+      turn(t.key + token, position, 1.0f, t.past_key + place);
+      std::copy_n(t.value + token, dim, t.past_value + place);
+    }
+  }
+
+  // Packs the keys of one head from block `first` to `end` (exclusive, and those of no token as zeros).
+  void pack_keys(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end, float* packed) const {
+    const int64_t dim = s.head_dim;
+    const float* keys = t.past_key + cached(b, kv_head);
+    for (int64_t k = first; k < end; k += kLanes, packed += kLanes * dim) {
+      pack(keys + k * dim, std::min(sequence.length - k, kLanes), dim, packed);
+    }
+  }
+
+  // Computes the outputs of rows `first` to `end` (exclusive, kRowsOfTask at most) of one head, whose keys from `first_key` on
+  // are packed, or not where `packed` is null.
+  void rows(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end, const float* packed) const {
+    const int64_t dim = s.head_dim;
+    for (int64_t row = first; row < end; row++) std::fill_n(output(b, kv_head, row), dim, 0.0f);
+    first = std::max(first, sequence.first_query * group_);
+    end = std::min(end, sequence.end_query * group_);
+    if (first >= end) return;
+
+    const int count = static_cast<int>(end - first), padded = static_cast<int>(round_up(count, kTile));
+    const int64_t base = first_key(sequence);
+    Row row[kRowsOfTask];
+    float* outputs[kRowsOfTask];
+    float* queries = task_scratch.of(padded * (dim + stride(sequence)));
+    float* scores = queries + padded * dim;
+    for (int r = 0; r < count; r++) {
+      const int64_t i = (first + r) / group_, head = kv_head * group_ + (first + r) % group_;
+      row[r] = seen(sequence, i);
+      row[r].from -= base, row[r].to -= base;
+      outputs[r] = output(b, kv_head, first + r);
+      const float* query = t.query + (b * s.new_tokens + i) * t.query_stride + head * dim;
+      turn(query, sequence.past + i, s.scale * kLog2E, queries + r * dim);
+    }
+    std::fill(queries + count * dim, scores, 0.0f);
+
+    const int64_t place = cached(b, kv_head) + base * dim;
+    score(queries, row, count, t.past_key + place, packed, sequence.length - base, scores, stride(sequence));
+    float inverse[kRowsOfTask];
+    for (int r = 0; r < count; r++) inverse[r] = soften(scores + r * stride(sequence), row[r].from, row[r].to);
+    add_values(row, count, t.past_value + place, scores, stride(sequence), outputs);
+    for (int r = 0; r < count; r++) {
+      for (int64_t d = 0; d < dim; d++) outputs[r][d] *= inverse[r];
+    }
+  }
+
+  // Floats between the scores of two rows: an odd number of blocks, for rows a power of two apart would share cache sets.
+  int64_t stride(const Sequence& sequence) const {
+    return ((sequence.length - first_key(sequence) + kLanes - 1) / kLanes | 1) * kLanes;
+  }
+
+ private:
+  Row seen(const Sequence& sequence, int64_t i) const {
+    if (!s.appends) return {0, sequence.length};
+    const int64_t position = sequence.past + i;
+    return {s.window > 0 ? std::max<int64_t>(0, position - s.window + 1) : 0, position + 1};
+  }
+
+  int64_t cached(int64_t b, int64_t kv_head) const { return (b * s.num_kv_heads + kv_head) * s.capacity * s.head_dim; }
+
+  float* output(int64_t b, int64_t kv_head, int64_t row) const {
+    const int64_t i = row / group_, head = kv_head * group_ + row % group_;
+    return t.output + ((b * s.new_tokens + i) * s.num_heads + head) * s.head_dim;
+  }
+
+  // Writes a head's vector, turned to its position where there are cosines and then scaled.
+  void turn(const float* in, int64_t position, float scale, float* out) const {
+    const int64_t dim = s.head_dim, half = dim / 2;
+    if (t.cosines == nullptr || !s.appends) {
+      for (int64_t d = 0; d < dim; d++) out[d] = in[d] * scale;
+      return;
+    }
+    const float* cosine = t.cosines + position * half;
+    const float* sine = t.sines + position * half;
+    for (int64_t d = 0; d < half; d++) {
+      const float a = in[d], b = in[d + half];
+      out[d] = (a * cosine[d] - b * sine[d]) * scale;
+      out[d + half] = (b * cosine[d] + a * sine[d]) * scale;
+    }
+  }
+
+  void score(const float* queries, const Row* row, int count, const float* keys, const float* packed, int64_t length,
+             float* scores, int64_t stride) const {
+    switch (s.head_dim) {
+      case 32: return score<32>(queries, row, count, keys, packed, length, scores, stride);
+      case 64: return score<64>(queries, row, count, keys, packed, length, scores, stride);
+      case 128: return score<128>(queries, row, count, keys, packed, length, scores, stride);
+      default: return score<0>(queries, row, count, keys, packed, length, scores, stride);
+    }
+  }
+
+  // Scores blocks of keys that any of some rows sees: `length` keys from the first on, rows in the order of what they see.
+  template <int DIM>
+  void score(const float* queries, const Row* row, int count, const float* keys, const float* packed, int64_t length,
+             float* scores, int64_t stride) const {
+    const int64_t dim = DIM ? DIM : s.head_dim;
+    const int step = packed ? kTile : 1;
+    for (int64_t k = row[0].from / kLanes * kLanes; k < row[count - 1].to; k += kLanes) {
+      for (int r = 0; r < count; r += step) {
+        if (row[std::min(r + step, count) - 1].to <= k || row[r].from >= k + kLanes) continue;
+        float* place = scores + r * stride + k;
+        if (packed) {
+          score_tile<DIM>(queries + r * dim, packed + k * dim, dim, place, stride);
+        } else {
+          _mm512_store_ps(place, score_cached<DIM>(queries + r * dim, keys + k * dim, length - k, dim));
+        }
+      }
+    }
+  }
+
+  // Adds the values that rows see, times their weights, to the rows' outputs.
+  void add_values(const Row* row, int count, const float* values, const float* weights, int64_t stride,
+                  float* const* outputs) const {
+    for (int64_t begin = row[0].from; begin < row[count - 1].to; begin += kValuesAtOnce) {
+      const int64_t end = begin + kValuesAtOnce;
+      for (int r = 0; r < count; r += kTile) {
+        const int tile = std::min(count - r, kTile);
+        // What all rows of the tile see they read together, what comes before and after it each by itself.
+        const int64_t from = std::clamp(row[r + tile - 1].from, begin, end);
+        const int64_t to = std::clamp(row[r].to, from, end);
+        for (int i = r; i < r + tile; i++) {
+          add_values(1, std::max(row[i].from, begin), std::min(from, row[i].to), values, weights + i * stride, 0, outputs + i);
+        }
+        add_values(tile, from, to, values, weights + r * stride, stride, outputs + r);
+        for (int i = r; i < r + tile; i++) {
+          add_values(1, std::max(row[i].from, to), std::min(row[i].to, end), values, weights + i * stride, 0, outputs + i);
+        }
+      }
+    }
+  }
+
+  void add_values(int rows, int64_t from, int64_t to, const float* values, const float* weights, int64_t stride,
+                  float* const* outputs) const {
+    if (from >= to) return;
+    const int64_t dim = s.head_dim;
+    for (int64_t d = 0; d < dim; d += kSlab * kLanes) {
+      const int64_t slab = std::min<int64_t>((dim - d) / kLanes, kSlab);
+      kWeigh[rows - 1][slab - 1](weights + from, stride, values + from * dim, dim, to - from, outputs, d);
+    }
+  }
+
+  const AttentionShape& s;
+  const AttentionTensors& t;
+  const int64_t group_;  // heads that share a K/V head
+  const int64_t rows_;   // of a K/V head
+};
+
+}  // namespace
+
+void attend(const Parallel& parallel, const AttentionShape& shape, const AttentionTensors& tensors) {
+  const Attention attention(shape, tensors);
+  const int64_t heads = shape.num_kv_heads, rows = attention.rows();
+  if (rows < kRowsToPack) {
+    parallel(shape.batch * heads, [&](size_t index) {
+      const int64_t b = index / heads, head = index % heads;
+      const Sequence sequence = attention.sequence(b);
+      attention.append(b, head, sequence, 0, sequence.length);
+      attention.rows(b, head, sequence, 0, rows, nullptr);
+    });
+    return;
+  }
+
+  int64_t most_keys = kLanes, longest_row = kLanes;
+  for (int64_t b = 0; b < shape.batch; b++) {
+    const Sequence sequence = attention.sequence(b);
+    most_keys = std::max(most_keys, round_up(sequence.length - attention.first_key(sequence), kLanes));
+    longest_row = std::max(longest_row, attention.stride(sequence));
+  }
+  const int64_t packed_size = most_keys * shape.head_dim;
+  const int64_t at_once = std::clamp<int64_t>(kPackedAtOnce / (heads * packed_size), 1, shape.batch);
+  float* const packed = packed_scratch.of(at_once * heads * packed_size);
+  const int64_t packings = (most_keys + kKeysOfPacking - 1) / kKeysOfPacking;
+  const int64_t task_rows = std::clamp<int64_t>(kScoresOfTask / longest_row / kTile * kTile, kTile, kRowsOfTask);
+  const int64_t tasks = (rows + task_rows - 1) / task_rows;
+
+  for (int64_t begin = 0; begin < shape.batch; begin += at_once) {
+    const int64_t pairs = std::min(at_once, shape.batch - begin) * heads;
+    parallel(pairs * packings, [&](size_t index) {
+      const int64_t pair = index / packings, b = begin + pair / heads, head = pair % heads;
+      const Sequence sequence = attention.sequence(b);
+      const int64_t base = attention.first_key(sequence), offset = index % packings * kKeysOfPacking;
+      const int64_t from = base + offset, to = std::min(from + kKeysOfPacking, sequence.length);
+      attention.append(b, head, sequence, from, to);
+      attention.pack_keys(b, head, sequence, from, to, packed + pair * packed_size + offset * shape.head_dim);
+    });
+    parallel(pairs * tasks, [&](size_t index) {
+      const int64_t pair = index / tasks, b = begin + pair / heads, head = pair % heads;
+      const int64_t first = (tasks - 1 - index % tasks) * task_rows;  // the longest rows first: short ones fill up the end
+      attention.rows(b, head, attention.sequence(b), first, std::min(first + task_rows, rows), packed + pair * packed_size);
+    });
+  }
+}
+
+#pragma GCC pop_options
+
+}  // namespace onward

@@ -1,0 +1,391 @@
+// The kernels as custom operators of ONNX Runtime, in the domain `onward`: what `RegisterCustomOps` adds to a session.
+//
+// Each operator has a body of standard ones in every graph that uses it, which ONNX Runtime computes where this library is
+// not registered. So an operator is registered only where the processor has the instructions that its kernel needs.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "onnxruntime_abi.h"
+#include "parallel.h"
+#include "rows.h"
+
+namespace onward {
+namespace {
+
+constexpr char kDomain[] = "onward";
+constexpr int32_t kZeroByte = 128;
+
+// An error on its way to ONNX Runtime, which takes no exceptions.
+struct Refused : std::exception {
+  explicit Refused(ort::Status* status) : status(status) {}
+  ort::Status* status;
+};
+
+struct Tensor {
+  void* data = nullptr;
+  std::vector<int64_t> shape;
+
+  template <typename Number>
+  Number* as() const {
+    return static_cast<Number*>(data);
+  }
+};
+
+// ONNX Runtime's interface with errors as exceptions.
+class Runtime {
+ public:
+  explicit Runtime(void* const* functions) : api_{functions} {}
+
+  void require(bool is_so, const std::string& message) const {
+    if (!is_so) throw Refused(api_.create_status(ort::kInvalidArgument, message.c_str()));
+  }
+
+  template <typename Number>
+  Number attribute(const ort::KernelInfo* info, const char* name) const {
+    Number value{};
+    check(api_.attribute(info, name, &value));
+    return value;
+  }
+
+  // A stored input; not one that is computed.
+  Tensor stored(const ort::KernelInfo* info, size_t index, const char* name) const {
+    int is_constant = 0;
+    const ort::Value* value = nullptr;
+    check(api_.constant_input(info, index, &is_constant, &value));
+    require(is_constant != 0 && value != nullptr, std::string(name) + " must be stored in the graph");
+    return read(value);
+  }
+
+  Tensor input(const ort::KernelContext* context, size_t index) const {
+    const ort::Value* value = nullptr;
+    check(api_.input(context, index, &value));
+    return value ? read(value) : Tensor{};
+  }
+
+  Tensor output(ort::KernelContext* context, size_t index, std::vector<int64_t> shape) const {
+    ort::Value* value = nullptr;
+    check(api_.output(context, index, shape.data(), shape.size(), &value));
+    Tensor tensor{nullptr, std::move(shape)};
+    check(api_.data(value, &tensor.data));
+    return tensor;
+  }
+
+  void parallel_for(const ort::KernelContext* context, void (*fn)(void*, size_t), size_t count, void* data) const {
+    check(api_.parallel_for(context, fn, count, data));
+  }
+
+  ort::Status* status(const std::exception& error) const { return api_.create_status(ort::kFail, error.what()); }
+
+ private:
+  void check(ort::Status* status) const {
+    if (status) throw Refused(status);
+  }
+
+  Tensor read(const ort::Value* value) const {
+    Tensor tensor;
+    ort::TensorInfo* info = nullptr;
+    check(api_.tensor_info(value, &info));
+    size_t rank = 0;
+    ort::Status* status = api_.rank(info, &rank);
+    tensor.shape.resize(rank);
+    if (!status) status = api_.dimensions(info, tensor.shape.data(), rank);
+    api_.release(info);
+    check(status);
+    // What is read is not written, but for what one buffer is both of: the caller says so by tying it to an output, too.
+    check(api_.data(const_cast<ort::Value*>(value), &tensor.data));
+    return tensor;
+  }
+
+  ort::Api api_;
+};
+
+// Lends kernels the threads of the session that computes.
+struct Lender {
+  const Runtime* runtime;
+  const ort::KernelContext* context;
+
+  Parallel parallel() const {
+    return {const_cast<Lender*>(this), [](void* lender, void (*fn)(void*, size_t), size_t count, void* data) {
+              const auto* self = static_cast<const Lender*>(lender);
+              self->runtime->parallel_for(self->context, fn, count, data);
+            }};
+  }
+};
+
+template <typename Body>
+ort::Status* guarded(const Runtime& runtime, Body body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const Refused& refused) {
+    return refused.status;
+  } catch (const std::exception& error) {
+    return runtime.status(error);
+  }
+}
+
+int64_t product(const std::vector<int64_t>& shape) {
+  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+}
+
+// An operator's inputs and outputs: their types, and which may be absent.
+struct Port {
+  ort::ElementType type;
+  ort::Characteristic presence = ort::kRequired;
+};
+
+// `Int8Linear(rows [..., K], panels [⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8, scales [N], bias [N]) → [..., N]`; see linear.h.
+class Int8Linear {
+ public:
+  static constexpr char kName[] = "Int8Linear";
+  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kInt8}, {ort::kFloat}, {ort::kFloat}};
+  static constexpr size_t kOutputs = 1;
+  static bool is_able() { return can_multiply(); }
+
+  Int8Linear(const Runtime& runtime, const ort::KernelInfo* info)
+      : rounding_{runtime.attribute<float>(info, "step"), static_cast<int32_t>(runtime.attribute<int64_t>(info, "zero"))},
+        num_rows_(runtime.attribute<int64_t>(info, "K")) {
+    // Weights are stored, and what is derived from them is as good as stored.
+    const Tensor panels = runtime.stored(info, 1, "panels"), scales = runtime.stored(info, 2, "scales");
+    runtime.require(scales.shape.size() == 1 && panels.shape.size() == 4, "panels must have 4 dimensions and scales 1");
+    const std::vector<int64_t> shape = {(scales.shape[0] + kPanelColumns - 1) / kPanelColumns,
+                                        (num_rows_ + kGroupRows - 1) / kGroupRows, kPanelColumns, kGroupRows};
+    runtime.require(panels.shape == shape, "panels must be [ceil(N / 32), ceil(K / 4), 32, 4]");
+    offsets_.resize(scales.shape[0]);
+    sum_columns(matrix(panels, scales, scales), rounding_.zero, offsets_.data());
+  }
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    const Tensor rows = runtime.input(context, 0), panels = runtime.input(context, 1), scales = runtime.input(context, 2);
+    const Tensor bias = runtime.input(context, 3);
+    runtime.require(bias.shape == scales.shape, "bias must be as long as scales");
+    runtime.require(!rows.shape.empty() && rows.shape.back() == num_rows_, "rows must be K numbers wide");
+    std::vector<int64_t> shape = rows.shape;
+    shape.pop_back();
+    const int64_t count = product(shape);
+    shape.push_back(scales.shape[0]);
+    const Tensor output = runtime.output(context, 0, std::move(shape));
+    const Lender lender{&runtime, context};
+    multiply(lender.parallel(), rows.as<float>(), count, rounding_, matrix(panels, scales, bias),
+             output.as<float>());
+  }
+
+ private:
+  Int8Matrix matrix(const Tensor& panels, const Tensor& scales, const Tensor& bias) const {
+    return {panels.as<int8_t>(), num_rows_, scales.shape[0], scales.as<float>(), bias.as<float>(), offsets_.data()};
+  }
+
+  Rounding rounding_;
+  int64_t num_rows_;
+  std::vector<int32_t> offsets_;
+};
+
+// `GroupQueryAttention` of `com.microsoft` over float32 K/V, without what no graph of ours asks for; see attention.h.
+class GroupQueryAttention {
+ public:
+  static constexpr char kName[] = "GroupQueryAttention";
+  static constexpr Port kInputs[] = {
+      {ort::kFloat},  {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional}, {ort::kFloat}, {ort::kFloat}, {ort::kInt32},
+      {ort::kInt32},  {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional}};
+  static constexpr size_t kOutputs = 3;
+  static bool is_able() { return can_attend(); }
+
+  GroupQueryAttention(const Runtime& runtime, const ort::KernelInfo* info)
+      : num_heads_(runtime.attribute<int64_t>(info, "num_heads")),
+        num_kv_heads_(runtime.attribute<int64_t>(info, "kv_num_heads")),
+        rotates_(runtime.attribute<int64_t>(info, "do_rotary") != 0),
+        window_(std::max<int64_t>(runtime.attribute<int64_t>(info, "local_window_size"), 0)) {
+    runtime.require(num_kv_heads_ > 0 && num_heads_ % num_kv_heads_ == 0, "kv_num_heads must divide num_heads");
+  }
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    const Tensor query = runtime.input(context, 0), key = runtime.input(context, 1), value = runtime.input(context, 2);
+    const Tensor past_key = runtime.input(context, 3), past_value = runtime.input(context, 4);
+    const Tensor last = runtime.input(context, 5), total = runtime.input(context, 6);
+    const Tensor cosines = runtime.input(context, 7), sines = runtime.input(context, 8);
+    runtime.require(query.shape.size() == 3 && past_key.shape.size() == 4, "query must have 3 dimensions, past_key 4");
+    runtime.require(past_key.shape[1] == num_kv_heads_ && past_key.shape == past_value.shape,
+                    "past_key and past_value must have kv_num_heads heads");
+    AttentionShape shape{};
+    shape.batch = query.shape[0];
+    shape.new_tokens = query.shape[1];
+    shape.total_tokens = *total.as<int32_t>();
+    shape.num_heads = num_heads_;
+    shape.num_kv_heads = num_kv_heads_;
+    shape.head_dim = past_key.shape[3];
+    shape.capacity = past_key.shape[2];
+    shape.window = window_;
+    shape.scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
+    const bool is_packed = !key.data && key.shape.empty();
+    // Keys that are given and none are those of a source, which is cached already.
+    shape.appends = is_packed || key.shape[1] > 0;
+    const int64_t width = num_heads_ * shape.head_dim, kv_width = num_kv_heads_ * shape.head_dim;
+    runtime.require(shape.head_dim % kHeadDimMultiple == 0, "heads must be a multiple of 16 wide");
+    runtime.require(query.shape[2] == (is_packed ? width + 2 * kv_width : width), "query must be as wide as its heads");
+    runtime.require(past_key.shape[0] == shape.batch && last.shape == std::vector<int64_t>{shape.batch},
+                    "past_key and seqlens_k must have as many rows as query");
+    if (!is_packed && shape.appends) {
+      const std::vector<int64_t> wanted = {shape.batch, shape.new_tokens, kv_width};
+      runtime.require(key.shape == wanted && value.shape == wanted, "key and value must be as many and wide as their heads");
+    }
+    if (rotates_) {
+      runtime.require(cosines.shape.size() == 2 && cosines.shape[1] * 2 == shape.head_dim && cosines.shape == sines.shape &&
+                          cosines.shape[0] >= shape.total_tokens,
+                      "cos_cache and sin_cache must reach total_sequence_length and be half as wide as a head");
+    }
+    for (int64_t row = 0; shape.appends && row < shape.batch; ++row)
+      runtime.require(last.as<int32_t>()[row] < shape.capacity, "seqlens_k must be within the cache");
+
+    const Tensor output = runtime.output(context, 0, {shape.batch, shape.new_tokens, width});
+    AttentionTensors tensors{};
+    tensors.query = query.as<float>();
+    tensors.query_stride = query.shape[2];
+    tensors.key = is_packed ? tensors.query + width : key.as<float>();
+    tensors.value = is_packed ? tensors.key + kv_width : value.as<float>();
+    tensors.key_stride = is_packed ? tensors.query_stride : kv_width;
+    tensors.past_key = present(runtime, context, 1, past_key);
+    tensors.past_value = present(runtime, context, 2, past_value);
+    tensors.last = last.as<int32_t>();
+    tensors.cosines = rotates_ ? cosines.as<float>() : nullptr;
+    tensors.sines = rotates_ ? sines.as<float>() : nullptr;
+    tensors.output = output.as<float>();
+    const Lender lender{&runtime, context};
+    attend(lender.parallel(), shape, tensors);
+  }
+
+ private:
+  static constexpr int64_t kHeadDimMultiple = 16;
+
+  // The cache that is written: the very one that was read where the caller has tied both to one place, else a copy.
+  static float* present(const Runtime& runtime, ort::KernelContext* context, size_t index, const Tensor& past) {
+    const Tensor present = runtime.output(context, index, past.shape);
+    if (present.data != past.data) std::copy_n(past.as<float>(), product(past.shape), present.as<float>());
+    return present.as<float>();
+  }
+
+  int64_t num_heads_, num_kv_heads_;
+  bool rotates_;
+  int64_t window_;
+};
+
+// `SwiGLU(rows [..., 2 · width]) → [..., width]`; see rows.h.
+class SwiGlu {
+ public:
+  static constexpr char kName[] = "SwiGLU";
+  static constexpr Port kInputs[] = {{ort::kFloat}};
+  static constexpr size_t kOutputs = 1;
+  static bool is_able() { return can_compute_rows(); }
+
+  SwiGlu(const Runtime&, const ort::KernelInfo*) {}
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    const Tensor rows = runtime.input(context, 0);
+    runtime.require(!rows.shape.empty() && rows.shape.back() % 2 == 0, "rows must be gate and up beside each other");
+    std::vector<int64_t> shape = rows.shape;
+    shape.back() /= 2;
+    const int64_t width = shape.back();
+    const Tensor output = runtime.output(context, 0, std::move(shape));
+    const Lender lender{&runtime, context};
+    swiglu(lender.parallel(), rows.as<float>(), width ? product(rows.shape) / (2 * width) : 0, width, output.as<float>());
+  }
+};
+
+// `AddRMSNorm(left, right, weight) → sum, normed`; see rows.h.
+class AddRmsNorm {
+ public:
+  static constexpr char kName[] = "AddRMSNorm";
+  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
+  static constexpr size_t kOutputs = 2;
+  static bool is_able() { return can_compute_rows(); }
+
+  AddRmsNorm(const Runtime& runtime, const ort::KernelInfo* info) : epsilon_(runtime.attribute<float>(info, "epsilon")) {}
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    const Tensor left = runtime.input(context, 0), right = runtime.input(context, 1), weight = runtime.input(context, 2);
+    runtime.require(left.shape == right.shape, "left and right must have one shape");
+    runtime.require(!left.shape.empty() && weight.shape == std::vector<int64_t>{left.shape.back()},
+                    "weight must be as long as a row");
+    const Tensor sums = runtime.output(context, 0, left.shape), output = runtime.output(context, 1, left.shape);
+    const int64_t width = left.shape.back();
+    const Lender lender{&runtime, context};
+    add_rms_norm(lender.parallel(), left.as<float>(), right.as<float>(), weight.as<float>(), epsilon_,
+                 width ? product(left.shape) / width : 0, width, sums.as<float>(), output.as<float>());
+  }
+
+ private:
+  float epsilon_;
+};
+
+// An operator as ONNX Runtime wants it: a table of functions, filled from what `Kernel` says of itself.
+template <typename Kernel>
+const ort::CustomOp& operator_of() {
+  struct Instance {
+    Runtime runtime;
+    Kernel kernel;
+  };
+  static const ort::CustomOp op = [] {
+    ort::CustomOp table{};
+    table.version = ort::kVersion;
+    table.name = [](const ort::CustomOp*) { return Kernel::kName; };
+    table.provider = [](const ort::CustomOp*) -> const char* { return nullptr; };
+    table.num_inputs = [](const ort::CustomOp*) { return std::size(Kernel::kInputs); };
+    table.input_type = [](const ort::CustomOp*, size_t index) { return Kernel::kInputs[index].type; };
+    table.input_characteristic = [](const ort::CustomOp*, size_t index) {
+      return Kernel::kInputs[index].presence;
+    };
+    table.num_outputs = [](const ort::CustomOp*) { return Kernel::kOutputs; };
+    table.output_type = [](const ort::CustomOp*, size_t) { return ort::kFloat; };
+    table.output_characteristic = [](const ort::CustomOp*, size_t) { return ort::kRequired; };
+    table.input_memory = [](const ort::CustomOp*, size_t) { return ort::kDefaultMemory; };
+    table.variadic_input_min_arity = table.variadic_input_homogeneity = [](const ort::CustomOp*) { return 1; };
+    table.variadic_output_min_arity = table.variadic_output_homogeneity = [](const ort::CustomOp*) { return 1; };
+    table.start_version = table.end_version = [](const ort::CustomOp*) { return 1; };
+    table.create_kernel = [](const ort::CustomOp*, void* const* api, const ort::KernelInfo* info, void** kernel) {
+      const Runtime runtime(api);
+      return guarded(runtime, [&] { *kernel = new Instance{runtime, Kernel(runtime, info)}; });
+    };
+    table.compute = [](void* kernel, ort::KernelContext* context) {
+      const auto* instance = static_cast<const Instance*>(kernel);
+      return guarded(instance->runtime, [&] { instance->kernel.compute(instance->runtime, context); });
+    };
+    table.destroy = [](void* kernel) { delete static_cast<Instance*>(kernel); };
+    return table;
+  }();
+  return op;
+}
+
+template <typename... Kernels>
+ort::Status* add_operators(const ort::Api& api, ort::CustomOpDomain* domain) {
+  ort::Status* status = nullptr;
+  ((status = status || !Kernels::is_able() ? status : api.add_to_domain(domain, &operator_of<Kernels>())), ...);
+  return status;
+}
+
+}  // namespace
+}  // namespace onward
+
+// What ONNX Runtime calls when a session's options register this library.
+extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(ort::SessionOptions* options,
+                                                                                const ort::ApiBase* base) {
+  void* const* functions = base->get_api(ort::kVersion);
+  if (!functions) return ort::Api{base->get_api(1)}.create_status(ort::kFail, "this ONNX Runtime is older than 1.18");
+  const ort::Api api{functions};
+  // Sessions refer to the domain for as long as they live: one for all of them, as long as the process.
+  static ort::CustomOpDomain* domain = nullptr;
+  static ort::Status* const failure = [&]() -> ort::Status* {
+    if (ort::Status* status = api.create_domain(onward::kDomain, &domain)) return status;
+    using namespace onward;
+    return add_operators<Int8Linear, GroupQueryAttention, SwiGlu, AddRmsNorm>(api, domain);
+  }();
+  if (failure) return api.create_status(ort::kFail, "the operators of domain onward cannot be registered");
+  return api.add_domain(options, domain);
+}

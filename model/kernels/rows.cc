@@ -1,0 +1,80 @@
+#include "rows.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace onward {
+
+bool can_compute_rows() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
+}
+
+}  // namespace onward
+
+// All above runs on any processor, all below where that is true.
+#pragma GCC target("avx512f,avx512dq,fma")
+
+#include "exponential.h"
+
+namespace onward {
+namespace {
+
+constexpr int64_t kLanes = 16;
+// Below this many numbers, all is over before another thread has woken.
+constexpr int64_t kDoneAlone = 1 << 13;
+
+__mmask16 first_lanes(int64_t count) { return count >= kLanes ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1); }
+
+template <typename Body>
+void share_rows(const Parallel& parallel, int64_t num_rows, int64_t width, const Body& body) {
+  if (num_rows * width <= kDoneAlone) {
+    body(int64_t{0}, num_rows);
+  } else {
+    share(parallel, num_rows, body);
+  }
+}
+
+}  // namespace
+
+void swiglu(const Parallel& parallel, const float* rows, int64_t num_rows, int64_t width, float* output) {
+  share_rows(parallel, num_rows, width, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float *gates = rows + 2 * row * width, *ups = gates + width;
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const __mmask16 mask = first_lanes(width - i);
+        const __m512 gate = _mm512_maskz_loadu_ps(mask, gates + i), up = _mm512_maskz_loadu_ps(mask, ups + i);
+        const __m512 power = power_of_two(_mm512_mul_ps(gate, _mm512_set1_ps(-kLog2E)));
+        const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(power, _mm512_set1_ps(1.0f)));
+        _mm512_mask_storeu_ps(output + row * width + i, mask, _mm512_mul_ps(silu, up));
+      }
+    }
+  });
+}
+
+void add_rms_norm(const Parallel& parallel, const float* left, const float* right, const float* weight, float epsilon,
+                  int64_t num_rows, int64_t width, float* sums, float* output) {
+  share_rows(parallel, num_rows, width, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      float *sum = sums + row * width, *normed = output + row * width;
+      __m512 squares = _mm512_setzero_ps();
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const __mmask16 mask = first_lanes(width - i);
+        const __m512 x = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, left + row * width + i),
+                                       _mm512_maskz_loadu_ps(mask, right + row * width + i));
+        _mm512_mask_storeu_ps(sum + i, mask, x);
+        squares = _mm512_fmadd_ps(x, x, squares);
+      }
+      const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(width);
+      const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + epsilon));
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const __mmask16 mask = first_lanes(width - i);
+        const __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, sum + i), scale);
+        _mm512_mask_storeu_ps(normed + i, mask, _mm512_mul_ps(x, _mm512_maskz_loadu_ps(mask, weight + i)));
+      }
+    }
+  });
+}
+
+}  // namespace onward

@@ -1,0 +1,35 @@
+// Memory that a thread keeps for its next call: it grows to the largest that was ever asked for.
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace onward {
+
+template <typename Number>
+class Scratch {
+ public:
+  // Room for `count` numbers that begins at a cache line; what was there is lost.
+  Number* at_least(size_t count) {
+    if (count > size_) {
+      constexpr size_t kLine = 64;
+      memory_.reset();
+      size_ = 0;
+      memory_.reset(static_cast<Number*>(std::aligned_alloc(kLine, (count * sizeof(Number) + kLine - 1) / kLine * kLine)));
+      if (!memory_) throw std::bad_alloc();
+      size_ = count;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(Number* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<Number[], Free> memory_;
+  size_t size_ = 0;
+};
+
+}  // namespace onward
