@@ -28,7 +28,7 @@ from pathlib import Path
 import onnx
 import torch
 
-from export import explain, paged, prefill, quantize, quantize_kv
+from export import explain, operators, paged, prefill, quantize, quantize_kv
 from export.emit import emit, read_signature, share_weights
 from export.explain import ExplainGraph
 from export.golden_cases import make_attention_cases, make_cases
@@ -158,6 +158,8 @@ def export(
         if precision is not draft.precision:
             prove(draft)
             draft = _quantize(folder, draft, precision, on_stage)
+        if kv.layout is not KVLayout.PAGED:
+            _use_own_operators(folder, draft)
         _share_weights(folder, draft)
         report = prove(draft)
         (folder / artifact.PARITY).write_text(report.to_json(), encoding="utf-8")
@@ -273,6 +275,13 @@ def _quantize(folder: Path, draft: Manifest, precision: Precision, on_stage: Cal
         on_stage(f"{name} graph in {precision}")
         quantize.quantize_file(folder / graph.file, precision)
     return dataclasses.replace(draft, precision=precision)
+
+
+def _use_own_operators(folder: Path, draft: Manifest) -> None:
+    """Rewrites the graphs in `folder` to the project's own operators, but the prefill graph: another provider's."""
+    for name, graph in draft.graphs.items():
+        if name != PREFILL:
+            operators.use_own_file(folder / graph.file)
 
 
 def _quantize_kv(folder: Path, draft: Manifest, kv_precision: KVPrecision, on_stage: Callable[[str], None]) -> Manifest:

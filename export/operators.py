@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,7 @@ _ATTENTION_INPUTS = (
 _ATTENTION_OUTPUTS = ("output", "present_key", "present_value")
 _ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "do_rotary", "local_window_size")
 _EVERYTHING = -1  # a window without an end
+_PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits", INT8_LINEAR})
 
 
 def pack_panels(weight: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
@@ -75,6 +77,15 @@ def pack_panels(weight: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
     padded = np.pad(weight, [(0, -inner % GROUP_ROWS), (0, -outer % PANEL_COLUMNS)])
     groups = padded.reshape(-1, GROUP_ROWS, padded.shape[1] // PANEL_COLUMNS, PANEL_COLUMNS)
     return np.ascontiguousarray(groups.transpose(2, 0, 3, 1))
+
+
+def use_own_file(path: Path) -> None:
+    """`use_own` on an ONNX file, with the functions; the weights beside it stay as they are."""
+    model = onnx.load(path, load_external_data=False)
+    use_own(model)
+    add_functions(model)
+    onnx.save(model, path)
+    onnx.checker.check_model(path, full_check=True)
 
 
 def use_own(model: onnx.ModelProto) -> None:
@@ -88,37 +99,33 @@ def use_own(model: onnx.ModelProto) -> None:
     outputs = {output.name for output in graph.output}
     stored = {tensor.name for tensor in graph.initializer}
     writers = {name: node for node in graph.node for name in node.output}
-    readers: Counter[str] = Counter(name for node in graph.node for name in node.input)
-    new_nodes: dict[str, list[onnx.NodeProto]] = {}
+    readers = Counter(name for node in graph.node for name in node.input)
+    places: dict[str, onnx.NodeProto] = {}
+    gone: set[str] = set()
     for node in graph.node:
-        for fused in (_swiglu(node, writers), _add_rms_norm(node, writers, stored)):
-            inner = [] if fused is None else fused.inner
-            # What is written in between must be nobody else's.
-            if fused is not None and all(
-                readers[name] == fused.reads[name] and name not in outputs for name in fused.reads
-            ):
-                new_nodes[fused.place] = [fused.node]
-                new_nodes.update({each.output[0]: [] for each in inner if each.output[0] != fused.place})
-    kept = [each for node in graph.node for each in new_nodes.get(node.output[0], [node])]
+        fused = _swiglu(node, writers) or _add_rms_norm(node, writers, stored)
+        if fused is None or fused.place in places:  # a sum goes with one norm
+            continue
+        # What is written in between must be nobody else's.
+        if all(readers[name] == count and name not in outputs for name, count in fused.reads.items()):
+            places[fused.place] = fused.node
+            gone.update(each.output[0] for each in fused.replaced)
+    kept = [places.get(node.output[0], node) for node in graph.node if node.output[0] not in gone - places.keys()]
     del graph.node[:]
     graph.node.extend(kept)
-    read = {name for node in kept for name in node.input}
-    tensors = [tensor for tensor in graph.initializer if tensor.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
     """One operator in the place of several.
 
-    `node` goes where the node stood that wrote `place`, the others of `inner` go; `reads` says how often each tensor
+    `node` goes where the node stood that wrote `place`, the others of `replaced` go; `reads` says how often each tensor
     that is written in between is read by them.
     """
 
     node: onnx.NodeProto
     place: str
-    inner: Sequence[onnx.NodeProto]
+    replaced: Sequence[onnx.NodeProto]
     reads: Mapping[str, int]
 
 
@@ -152,16 +159,26 @@ def _swiglu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto]) -> _Fus
 
 
 def _add_rms_norm(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto], stored: set[str]) -> _Fused | None:
-    """The norm of a sum, whose terms are of one shape as neither is stored."""
-    if node.op_type != "RMSNormalization" or _attributes(node).get("axis", -1) != -1:
+    """The norm of a residual stream with what a block adds: both of one shape, as no product is a mere row."""
+    if node.op_type != "RMSNormalization" or _attributes(node).get("axis", -1) != -1 or node.input[1] not in stored:
         return None
     add = writers.get(node.input[0])
-    if add is None or add.op_type != "Add" or set(add.input) & stored or node.input[1] not in stored:
+    if add is None or add.op_type != "Add" or set(add.input) & stored:
+        return None
+    if not any(_is_product(name, writers, stored) for name in add.input):
         return None
     inputs, outputs = [*add.input, node.input[1]], [add.output[0], node.output[0]]
     fused = helper.make_node(ADD_RMS_NORM, inputs, outputs, name=_named(node, ADD_RMS_NORM), domain=DOMAIN)
     fused.attribute.append(helper.make_attribute("epsilon", _attributes(node).get("epsilon", 1e-5)))
     return _Fused(fused, add.output[0], (add, node), {})
+
+
+def _is_product(name: str, writers: Mapping[str, onnx.NodeProto], stored: set[str]) -> bool:
+    """Whether a tensor is rows times a stored matrix, with a bias or without."""
+    writer = writers.get(name)
+    if writer is not None and writer.op_type == "Add" and set(writer.input) & stored:
+        writer = next((writers[each] for each in writer.input if each in writers), None)
+    return writer is not None and writer.op_type in _PRODUCTS and bool(set(writer.input) & stored)
 
 
 def add_functions(model: onnx.ModelProto) -> None:
@@ -218,7 +235,9 @@ def _int8_linear() -> onnx.FunctionProto:
         helper.make_node("Concat", ["first", "first"], ["starts"], axis=0),
         helper.make_node("Slice", ["padded", "starts", "ends"], ["weight"]),
         # The operator has room for one scale of rows only: theirs follow.
-        helper.make_node("MatMulIntegerToFloat", ["bytes", "weight", "one", "scales", "zero_byte"], ["sums"], domain=CONTRIB),
+        helper.make_node(
+            "MatMulIntegerToFloat", ["bytes", "weight", "one", "scales", "zero_byte"], ["sums"], domain=CONTRIB
+        ),
         helper.make_node("Unsqueeze", ["row_scales", "second"], ["column_of_scales"]),
         helper.make_node("Mul", ["sums", "column_of_scales"], ["unbiased"]),
         helper.make_node("Add", ["unbiased", "bias"], ["products"]),
@@ -277,7 +296,7 @@ def _function(
     return helper.make_function(DOMAIN, name, list(inputs), list(outputs), list(body), opsets, list(attributes))
 
 
-def _constant(name: str, value: npt.ArrayLike) -> onnx.NodeProto:
+def _constant(name: str, value: Any) -> onnx.NodeProto:
     return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(np.asarray(value)))
 
 

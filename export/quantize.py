@@ -23,6 +23,7 @@ Knows ONNX and no model; the weights' names say which modules they are of, and g
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,9 +101,14 @@ def quantize(model: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
         raise ValueError(f"no graph is rewritten to {precision}")
     graph = _Graph.of(quantized.graph)
     rewrite = _REWRITES[precision](graph)
+    taken: set[str] = set()
     for node in graph.nodes:
         product = graph.product(node)
-        graph.new_nodes += [node] if product is None else rewrite(product)
+        if product is not None:
+            taken.add(product.output)
+            graph.new_nodes += rewrite(product)
+        elif node.output[0] not in taken:  # and not a bias that went into its product
+            graph.new_nodes.append(node)
     graph.write(quantized.graph)
     add_functions(quantized)
     if CONTRIB not in {opset.domain for opset in quantized.opset_import}:
@@ -152,14 +158,12 @@ def _block_size(inner: int) -> int | None:
 class _Product:
     """One product to rewrite: `output` = `rows` `[..., K]` · `weight` `[K, N]` (+ `bias` `[N]`).
 
-    `scope` is the path of the module that it was traced in, `name` the weight's; `is_flat` says that the rows are known
-    to be `[N, K]`.
+    `scope` is the path of the module that it was traced in, `name` the weight's.
     """
 
     scope: str
     name: str
     rows: str
-    is_flat: bool
     weight: Float32
     bias: str | None
     output: str
@@ -169,12 +173,13 @@ class _Product:
 class _Graph:
     """A graph under rewriting: its nodes and weights as they were, and what replaces them.
 
-    No number in `positives` is below zero.
+    No number in `positives` is below zero; `readers` says who reads what.
     """
 
     nodes: Sequence[onnx.NodeProto]
     outputs: frozenset[str]
     positives: frozenset[str]
+    readers: Mapping[str, Sequence[onnx.NodeProto]]
     stored: dict[str, onnx.TensorProto]
     new_nodes: list[onnx.NodeProto] = field(default_factory=list)
 
@@ -182,7 +187,12 @@ class _Graph:
     def of(cls, graph: onnx.GraphProto) -> _Graph:
         outputs = frozenset(output.name for output in graph.output)
         positives = frozenset(node.output[0] for node in graph.node if node.op_type == "Relu")
-        return cls(list(graph.node), outputs, positives, {tensor.name: tensor for tensor in graph.initializer})
+        readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+        for node in graph.node:
+            for name in node.input:
+                readers[name].append(node)
+        stored = {tensor.name: tensor for tensor in graph.initializer}
+        return cls(list(graph.node), outputs, positives, readers, stored)
 
     def product(self, node: onnx.NodeProto) -> _Product | None:
         """What a node multiplies, if it is activations with a stored matrix; None for any other node."""
@@ -195,15 +205,27 @@ class _Graph:
         if attributes.get("transA", 0) or attributes.get("alpha", 1.0) != 1.0 or attributes.get("beta", 1.0) != 1.0:
             return None
         weight = numpy_helper.to_array(self.stored[name])
+        bias, output = (rest[0] if rest and rest[0] else None), node.output[0]
+        if bias is None and (add := self._bias_of(output)) is not None:
+            bias = next(name for name in add.input if name != output)
+            output = add.output[0]
         return _Product(
             scope=node.name.rpartition("/")[0] or name.rpartition(".")[0],
             name=name.removesuffix("_transposed"),
             rows=rows,
-            is_flat=node.op_type == "Gemm",
             weight=weight.T if attributes.get("transB", 0) else weight,
-            bias=rest[0] if rest and rest[0] else None,
-            output=node.output[0],
+            bias=bias,
+            output=output,
         )
+
+    def _bias_of(self, product: str) -> onnx.NodeProto | None:
+        """The node that adds a stored row to a product that nobody else reads."""
+        readers = self.readers.get(product, [])
+        if len(readers) != 1 or readers[0].op_type != "Add" or product in self.outputs:
+            return None
+        others = [name for name in readers[0].input if name != product]
+        is_row = len(others) == 1 and others[0] in self.stored and len(self.stored[others[0]].dims) == 1
+        return readers[0] if is_row else None
 
     def store(self, name: str, values: npt.ArrayLike) -> str:
         """Adds a tensor, once for each name; returns the name."""

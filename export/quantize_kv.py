@@ -26,6 +26,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
+from export.operators import CONTRIB
 from model.config import AttentionScore, ModelConfig, Positions
 
 Float32 = npt.NDArray[np.float32]
@@ -127,6 +128,7 @@ def quantize_kv(model: onnx.ModelProto, scales: Mapping[str, Float32]) -> onnx.M
     for node in graph.node:
         if node.op_type != _OPERATOR:
             continue
+        node.domain = CONTRIB  # the project's own takes K/V in float32 alone
         names = [name.removeprefix("past_") for name in node.input[3:5]]
         for name in names:
             values = np.ascontiguousarray(scales[name][None, :, None, :])

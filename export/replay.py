@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
+from model import kernels
 from model.artifact import DECODER, ENCODER, EXPLAIN, PREFILL, ArtifactError, GraphSpec, Manifest, TensorSpec
 from model.config import Positions
 from model.golden import Feed, Float32, GoldenCase, Step
@@ -343,8 +344,11 @@ def _continuation(name: str) -> str:
 
 
 def _open(folder: Path, graph: GraphSpec) -> ort.InferenceSession:
+    settings = ort.SessionOptions()
+    if (library := kernels.library()) is not None:  # as a server would
+        settings.register_custom_ops_library(str(library))
     try:
-        session = ort.InferenceSession(str(folder / graph.file), providers=[PROVIDER])
+        session = ort.InferenceSession(str(folder / graph.file), settings, providers=[PROVIDER])
     except Exception as error:  # as above
         raise ArtifactError(folder, [f"{graph.file}: {error}"]) from error
     problems = [
