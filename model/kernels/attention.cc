@@ -132,21 +132,27 @@ Vec power_of_two(Vec x) {
   return _mm512_scalef_ps(power, whole);
 }
 
-// The scores of one query row for 16 keys that lie in the cache, `count` of them there to be read: the others' scores are
-// the last one's. DIM is D, or 0 where `dim` says it.
+// The scores of one query row for 16 keys as they lie in the cache; fetches the first half of as many floats from `ahead` on.
+// DIM is D, or 0 where `dim` says it.
 template <int DIM>
-Vec score_cached(const float* query, const float* keys, int64_t count, int64_t dim) {
-  const int64_t chain = (DIM ? DIM : dim) / kLanes;
-  Vec sums[kLanes];
+Vec score_cached(const float* query, const float* keys, const float* ahead, int64_t dim) {
+  const int64_t width = DIM ? DIM : dim, chain = width / kLanes;
+  Vec parts[DIM ? DIM / kLanes : 1], sums[kLanes];
+#pragma GCC unroll 8
+  for (int i = 0; i < DIM / kLanes; i++) parts[i] = _mm512_load_ps(query + i * kLanes);
 #pragma GCC unroll 16
   for (int key = 0; key < kLanes; key++) {
-    const float* row = keys + std::min<int64_t>(key, count - 1) * (DIM ? DIM : dim);
-    Vec sum = _mm512_mul_ps(_mm512_load_ps(query), _mm512_loadu_ps(row));
+    const float* row = keys + key * width;
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < (chain + 1) / 2; i++, ahead += kLanes) _mm_prefetch(ahead, _MM_HINT_T0);
+    Vec sum = _mm512_mul_ps(DIM ? parts[0] : _mm512_load_ps(query), _mm512_loadu_ps(row));
 #pragma GCC unroll 8
     for (int64_t i = 1; i < chain; i++) {
-      sum = _mm512_fmadd_ps(_mm512_load_ps(query + i * kLanes), _mm512_loadu_ps(row + i * kLanes), sum);
+      sum = _mm512_fmadd_ps(DIM ? parts[i] : _mm512_load_ps(query + i * kLanes), _mm512_loadu_ps(row + i * kLanes), sum);
     }
     sums[slot_of(key)] = sum;
+    // The compiler would read all keys' first parts, then all second ones: the processor fetches ahead best in memory's order.
+    asm volatile("" ::: "memory");
   }
   fold<8>(sums);
   fold<4>(sums);
@@ -277,6 +283,15 @@ struct Row {
   int64_t from, to;  // the keys that it sees
 };
 
+// The keys of one head, from a whole block on.
+struct Keys {
+  const float* cached;
+  const float* packed;  // null: they are scored as they are cached
+  const float* values;  // theirs
+  float* spare;         // room for a block
+  int64_t length;
+};
+
 // A call's arguments and what follows from them; `Row`s of a K/V head are numbered query by query, head by head within.
 class Attention {
  public:
@@ -342,8 +357,9 @@ class Attention {
     const int64_t base = first_key(sequence);
     Row row[kRowsOfTask];
     float* outputs[kRowsOfTask];
-    float* queries = task_scratch.of(padded * (dim + stride(sequence)));
+    float* queries = task_scratch.of(padded * (dim + stride(sequence)) + kLanes * dim);
     float* scores = queries + padded * dim;
+    float* spare = scores + padded * stride(sequence);
     for (int r = 0; r < count; r++) {
       const int64_t i = (first + r) / group_, head = kv_head * group_ + (first + r) % group_;
       row[r] = seen(sequence, i);
@@ -355,7 +371,8 @@ class Attention {
     std::fill(queries + count * dim, scores, 0.0f);
 
     const int64_t place = cached(b, kv_head) + base * dim;
-    score(queries, row, count, t.past_key + place, packed, sequence.length - base, scores, stride(sequence));
+    const Keys keys{t.past_key + place, packed, t.past_value + place, spare, sequence.length - base};
+    score(queries, row, count, keys, scores, stride(sequence));
     float inverse[kRowsOfTask];
     for (int r = 0; r < count; r++) inverse[r] = soften(scores + r * stride(sequence), row[r].from, row[r].to);
     add_values(row, count, t.past_value + place, scores, stride(sequence), outputs);
@@ -399,33 +416,42 @@ class Attention {
     }
   }
 
-  void score(const float* queries, const Row* row, int count, const float* keys, const float* packed, int64_t length,
-             float* scores, int64_t stride) const {
+  void score(const float* queries, const Row* row, int count, const Keys& keys, float* scores, int64_t stride) const {
     switch (s.head_dim) {
-      case 32: return score<32>(queries, row, count, keys, packed, length, scores, stride);
-      case 64: return score<64>(queries, row, count, keys, packed, length, scores, stride);
-      case 128: return score<128>(queries, row, count, keys, packed, length, scores, stride);
-      default: return score<0>(queries, row, count, keys, packed, length, scores, stride);
+      case 32: return score<32>(queries, row, count, keys, scores, stride);
+      case 64: return score<64>(queries, row, count, keys, scores, stride);
+      case 128: return score<128>(queries, row, count, keys, scores, stride);
+      default: return score<0>(queries, row, count, keys, scores, stride);
     }
   }
 
-  // Scores blocks of keys that any of some rows sees: `length` keys from the first on, rows in the order of what they see.
+  // Scores the blocks of keys that any of some rows sees; rows are in the order of what they see.
   template <int DIM>
-  void score(const float* queries, const Row* row, int count, const float* keys, const float* packed, int64_t length,
-             float* scores, int64_t stride) const {
+  void score(const float* queries, const Row* row, int count, const Keys& keys, float* scores, int64_t stride) const {
     const int64_t dim = DIM ? DIM : s.head_dim;
-    const int step = packed ? kTile : 1;
+    const int step = keys.packed ? kTile : 1;
     for (int64_t k = row[0].from / kLanes * kLanes; k < row[count - 1].to; k += kLanes) {
+      const float* block = (keys.packed ? keys.packed : keys.cached) + k * dim;
+      // While a block is scored, the next one is fetched, each row half a block; after the last the values.
+      const float* ahead = k + kLanes < keys.length ? block + kLanes * dim : keys.values;
+      if (!keys.packed && k + kLanes > keys.length) block = complete(block, keys.length - k, dim, keys.spare);
       for (int r = 0; r < count; r += step) {
         if (row[std::min(r + step, count) - 1].to <= k || row[r].from >= k + kLanes) continue;
         float* place = scores + r * stride + k;
-        if (packed) {
-          score_tile<DIM>(queries + r * dim, packed + k * dim, dim, place, stride);
+        if (keys.packed) {
+          score_tile<DIM>(queries + r * dim, block, dim, place, stride);
         } else {
-          _mm512_store_ps(place, score_cached<DIM>(queries + r * dim, keys + k * dim, length - k, dim));
+          _mm512_store_ps(place, score_cached<DIM>(queries + r * dim, block, ahead + std::min(r, 3) * (kLanes / 2) * dim, dim));
         }
       }
     }
+  }
+
+  // Copies the `count` keys that a block has, and zeros for those that it lacks: what follows may be no memory.
+  static const float* complete(const float* block, int64_t count, int64_t dim, float* spare) {
+    std::copy_n(block, count * dim, spare);
+    std::fill(spare + count * dim, spare + kLanes * dim, 0.0f);
+    return spare;
   }
 
   // Adds the values that rows see, times their weights, to the rows' outputs.

@@ -1,0 +1,299 @@
+"""The project's own operators: kernels say what the standard operators behind them say, and to each row alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from export.operators import (
+    ADD_RMS_NORM,
+    ATTENTION,
+    CONTRIB,
+    DOMAIN,
+    INT8_LINEAR,
+    SWIGLU,
+    add_functions,
+    pack_panels,
+    use_own,
+)
+from model import kernels
+
+Array = npt.NDArray[Any]
+Float32 = npt.NDArray[np.float32]
+
+_HAS_INSTRUCTIONS = "avx512_vnni" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+pytestmark = pytest.mark.skipif(not _HAS_INSTRUCTIONS, reason="this processor has no AVX-512 with VNNI")
+
+_TYPES = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int32): TensorProto.INT32}
+
+
+def _session(model: onnx.ModelProto, *, by_kernels: bool, threads: int = 2) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # refusals are asked for here
+    if by_kernels:
+        library = kernels.library()
+        assert library is not None, "the kernels are not built: python -m model.kernels"
+        options.register_custom_ops_library(str(library))
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def _model(
+    nodes: Sequence[onnx.NodeProto], feeds: Mapping[str, Array], outputs: Sequence[str], stored: Mapping[str, Array]
+) -> onnx.ModelProto:
+    inputs = [
+        helper.make_tensor_value_info(name, _TYPES[value.dtype], [None] * value.ndim) for name, value in feeds.items()
+    ]
+    graph = helper.make_graph(
+        list(nodes),
+        "own",
+        inputs,
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        [numpy_helper.from_array(value, name) for name, value in stored.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
+    add_functions(model)
+    return model
+
+
+def _linear(inner: int, outer: int, rng: np.random.Generator, *, positive: bool = False) -> onnx.ModelProto:
+    stored: dict[str, Array] = {
+        "panels": pack_panels(rng.integers(-127, 128, (inner, outer)).astype(np.int8)),
+        "scales": rng.uniform(0.001, 0.1, outer).astype(np.float32),
+        "bias": rng.standard_normal(outer).astype(np.float32),
+    }
+    step = np.float32(1) / np.float32(255 if positive else 127)
+    node = helper.make_node(INT8_LINEAR, ["x", *stored], ["y"], domain=DOMAIN)
+    attributes = {"step": float(step), "zero": 0 if positive else 128, "K": inner}
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
+    return _model([node], {"x": np.zeros((1, inner), np.float32)}, ["y"], stored)
+
+
+@given(
+    inner=st.integers(1, 130),
+    outer=st.integers(1, 100),
+    num_rows=st.integers(0, 40),
+    positive=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None, max_examples=40)
+def test_int8_linear_has_the_bits_of_its_function(
+    inner: int, outer: int, num_rows: int, positive: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    model = _linear(inner, outer, rng, positive=positive)
+    x = rng.standard_normal((num_rows, inner)).astype(np.float32) * rng.choice([1e-3, 1, 1e3], (num_rows, 1))
+    x = np.maximum(x, 0) if positive else x
+    x[: num_rows // 8] = 0
+    found = _session(model, by_kernels=True).run(None, {"x": x.astype(np.float32)})[0]
+    expected = _session(model, by_kernels=False).run(None, {"x": x.astype(np.float32)})[0]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_session_with_kernels_has_them_in_its_graph_and_one_without_has_standard_operators(tmp_path: Path) -> None:
+    model = _linear(64, 64, np.random.default_rng(0))
+    library = kernels.library()
+    assert library is not None
+    found = []
+    for is_registered in (True, False):
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+        if is_registered:
+            options.register_custom_ops_library(str(library))
+        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        found.append({(node.domain, node.op_type) for node in onnx.load(tmp_path / "optimised.onnx").graph.node})
+    assert found[0] == {(DOMAIN, INT8_LINEAR)}
+    assert (CONTRIB, "MatMulIntegerToFloat") in found[1]
+    assert DOMAIN not in {domain for domain, _ in found[1]}
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(0, 8), (1, 1), (3, 17), (40, 96), (130, 768)])
+def test_gates_and_norms_are_what_their_functions_say_and_each_rows_own(num_rows: int, width: int) -> None:
+    rng = np.random.default_rng(width)
+    x = (rng.standard_normal((num_rows, 2 * width)) * rng.choice([1e-3, 1, 30], (num_rows, 1))).astype(np.float32)
+    delta = rng.standard_normal((num_rows, 2 * width)).astype(np.float32)
+    weight = rng.standard_normal(2 * width).astype(np.float32)
+    gate = helper.make_node(SWIGLU, ["x"], ["gated"], domain=DOMAIN)
+    norm = helper.make_node(ADD_RMS_NORM, ["x", "delta", "weight"], ["sum", "normed"], domain=DOMAIN, epsilon=1e-5)
+    feeds = {"x": x, "delta": delta}
+    model = _model([gate, norm], feeds, ["gated", "sum", "normed"], {"weight": weight})
+    by_kernels, standard = (_session(model, by_kernels=each) for each in (True, False))
+    found = by_kernels.run(None, feeds)
+    gates, ups = x[:, :width].astype(np.float64), x[:, width:].astype(np.float64)
+    total = x.astype(np.float64) + delta
+    root = np.sqrt(np.square(total).mean(axis=-1, keepdims=True) + 1e-5)
+    exact = (gates / (1 + np.exp(-gates)) * ups, total, total / root * weight)
+    for ours, theirs, truth in zip(found, standard.run(None, feeds), exact, strict=True):
+        np.testing.assert_allclose(ours, truth, rtol=2e-6, atol=1e-12)
+        # ONNX Runtime's own sigmoid is shut from -18 on.
+        np.testing.assert_allclose(theirs, truth, rtol=1e-5, atol=2e-4)
+    for row in range(min(num_rows, 5)):
+        alone = by_kernels.run(None, {name: values[row : row + 1] for name, values in feeds.items()})
+        assert [each.tobytes() for each in alone] == [each[row : row + 1].tobytes() for each in found]
+
+
+def test_a_gate_is_open_or_shut_at_numbers_that_are_too_large_for_an_exponential() -> None:
+    node = helper.make_node(SWIGLU, ["x"], ["y"], domain=DOMAIN)
+    gates = np.array([-3e38, -1e4, -90, 0, 90, 1e4, 3e38], np.float32)
+    x = np.concatenate([gates, np.ones_like(gates)])[None]
+    found = _session(_model([node], {"x": x}, ["y"], {}), by_kernels=True).run(None, {"x": x})[0][0]
+    np.testing.assert_array_equal(found, [0, 0, found[2], 0, 90, 1e4, np.float32(3e38)])
+    assert -1e-36 < found[2] <= 0
+
+
+class _Attention:
+    """One attention over a cache, by kernels and by the operator of ONNX Runtime's own."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, dim: int, *, rotary: bool, window: int = -1, packed: bool = True, seed: int = 0
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.heads, self.kv_heads, self.dim, self.packed, self.rng = heads, kv_heads, dim, packed, rng
+        angles = np.outer(np.arange(600), 10000.0 ** (-np.arange(dim // 2) / (dim // 2)))
+        stored = {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)} if rotary else {}
+        new = {"query": np.zeros((1, 1, 1), np.float32)}
+        new |= {} if packed else {"key": new["query"], "value": new["query"]}
+        cache = np.zeros((1, 1, 1, 1), np.float32)
+        feeds = new | {"past_key": cache, "past_value": cache, "last": np.zeros(1, np.int32)}
+        names = [*[*new, "", ""][:3], "past_key", "past_value", "last", "total", *stored]
+        node = helper.make_node(ATTENTION, names, ["y", "new_key", "new_value"], domain=CONTRIB)
+        attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "do_rotary": int(rotary)}
+        attributes |= {"local_window_size": window} if window > 0 else {}
+        node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
+        self.standard_model = _model(
+            [node], feeds | {"total": np.zeros((), np.int32)}, ["y", "new_key", "new_value"], stored
+        )
+        self.standard_model.opset_import.append(helper.make_opsetid(CONTRIB, 1))
+        own = onnx.ModelProto()
+        own.CopyFrom(self.standard_model)
+        use_own(own)
+        add_functions(own)
+        self.own_model = own
+        self.own, self.standard = _session(own, by_kernels=True), _session(self.standard_model, by_kernels=False)
+
+    def new_tokens(self, batch: int, count: int) -> list[Float32]:
+        widths = [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim]
+        widths = [sum(widths)] if self.packed else widths
+        return [self.rng.standard_normal((batch, count, width)).astype(np.float32) for width in widths]
+
+    def cache(self, batch: int, capacity: int) -> tuple[Float32, Float32]:
+        shape = (batch, self.kv_heads, capacity, self.dim)
+        return self.rng.standard_normal(shape).astype(np.float32), self.rng.standard_normal(shape).astype(np.float32)
+
+    def run(
+        self,
+        session: ort.InferenceSession,
+        new: Sequence[Float32],
+        cache: tuple[Float32, Float32],
+        last: Sequence[int],
+    ) -> tuple[Float32, Float32, Float32]:
+        """Output and caches; the caches given stay as they are."""
+        names = ["query"] if len(new) == 1 else ["query", "key", "value"]
+        feeds: dict[str, Array] = dict(zip(names, new, strict=True))
+        feeds |= {"past_key": cache[0], "past_value": cache[1], "last": np.array(last, np.int32)}
+        feeds["total"] = np.array(max(last) + 1, np.int32)
+        y, key, value = session.run(None, feeds)
+        return y, key, value
+
+
+_HEADS = [(12, 4, 64, True), (4, 4, 32, False), (6, 1, 16, True), (2, 2, 80, False), (3, 3, 128, True)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), _HEADS)
+@pytest.mark.parametrize("window", [-1, 20])
+def test_attention_is_onnx_runtimes_in_decoding_ragged_rows_and_in_chunks(
+    heads: int, kv_heads: int, dim: int, rotary: bool, window: int
+) -> None:
+    attention = _Attention(heads, kv_heads, dim, rotary=rotary, window=window)
+    for batch, count, last in ((5, 1, (0, 16, 33, 150, 97)), (1, 40, (39,)), (1, 48, (147,)), (3, 12, (11, 4, 0))):
+        new, cache = attention.new_tokens(batch, count), attention.cache(batch, 160)
+        found = attention.run(attention.own, new, cache, last)
+        expected = attention.run(attention.standard, new, cache, last)
+        for row, end in enumerate(last):
+            past = 0 if max(last) + 1 == count else end + 1 - count
+            tokens = min(count, end + 1 - past)
+            np.testing.assert_allclose(found[0][row, :tokens], expected[0][row, :tokens], rtol=2e-5, atol=2e-5)
+            for ours, theirs in zip(found[1:], expected[1:], strict=True):
+                np.testing.assert_allclose(ours[row, :, : end + 1], theirs[row, :, : end + 1], rtol=1e-6, atol=1e-6)
+
+
+def test_attention_to_a_source_is_onnx_runtimes() -> None:
+    attention = _Attention(8, 8, 64, rotary=False, packed=False)
+    cache, last = attention.cache(4, 90), (0, 30, 89, 63)
+    query = attention.new_tokens(4, 1)[0]
+    nothing = np.zeros((4, 0, 512), np.float32)
+    found = attention.run(attention.own, (query, nothing, nothing), cache, last)
+    expected = attention.run(attention.standard, (query, nothing, nothing), cache, last)
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-5, atol=2e-5)
+    assert found[1].tobytes() == cache[0].tobytes()
+    assert found[2].tobytes() == cache[1].tobytes()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), _HEADS)
+def test_a_tokens_attention_has_the_same_bits_alone_in_company_in_chunks_and_decoded(
+    heads: int, kv_heads: int, dim: int, rotary: bool
+) -> None:
+    """And K/V behind a row's end are not felt, be they no numbers."""
+    attention = _Attention(heads, kv_heads, dim, rotary=rotary)
+    one_thread = _session(attention.own_model, by_kernels=True, threads=1)
+    length, (packed,) = 150, attention.new_tokens(1, 150)
+    empty = attention.cache(1, 200)
+    for part in empty:
+        part[:] = np.nan
+    whole, key, value = attention.run(attention.own, [packed], empty, [length - 1])
+    for chunk in (64, 16, 1):
+        cache, pieces = empty, []
+        for begin in range(0, length, chunk):
+            piece = packed[:, begin : begin + chunk]
+            y, *caches = attention.run(one_thread, [piece], cache, [begin + piece.shape[1] - 1])
+            cache = (caches[0], caches[1])
+            pieces.append(y)
+        assert np.concatenate(pieces, axis=1).tobytes() == whole.tobytes(), f"chunks of {chunk}"
+        assert [part[:, :, :length].tobytes() for part in cache] == [
+            part[:, :, :length].tobytes() for part in (key, value)
+        ]
+    # The last token decoded among others that are longer and shorter.
+    others = attention.cache(4, 200)
+    for part, ours in zip(others, (key, value), strict=True):
+        part[2] = ours[0]
+        part[2, :, length - 1 :] = np.nan
+        part[0, :, 10:] = np.nan
+    rows = attention.new_tokens(4, 1)[0]
+    rows[2] = packed[0, -1:]
+    together, *_ = attention.run(attention.own, [rows], others, [9, 199, length - 1, 0])
+    assert together[2].tobytes() == whole[0, -1:].tobytes()
+    assert np.isfinite(together).all()
+
+
+def test_kernels_refuse_what_they_cannot_compute_and_say_what() -> None:
+    attention = _Attention(4, 2, 32, rotary=True)
+    new, cache = attention.new_tokens(2, 1), attention.cache(2, 16)
+    cases: list[tuple[Sequence[Float32], tuple[Float32, Float32], Sequence[int], str]] = [
+        (new, cache, (3, 16), "seqlens_k must be within the cache"),
+        (new, (cache[0][:1], cache[1][:1]), (3, 3), "as many rows as query"),
+        (new, (cache[0][:, :1], cache[1][:, :1]), (3, 3), "kv_num_heads heads"),
+        ([new[0][..., :-1]], cache, (3, 3), "as wide as its heads"),
+        (new, (cache[0][..., :20], cache[1][..., :20]), (3, 3), "multiple of 16"),
+        (new, attention.cache(2, 700), (3, 650), "reach total_sequence_length"),
+    ]
+    for tokens, buffers, last, message in cases:
+        with pytest.raises(Exception, match=message):
+            attention.run(attention.own, tokens, buffers, last)
+    linear = _linear(40, 40, np.random.default_rng(0))
+    with pytest.raises(Exception, match="rows must be K numbers wide"):
+        _session(linear, by_kernels=True).run(None, {"x": np.zeros((2, 39), np.float32)})
+    del linear.graph.initializer[0]
+    linear.graph.initializer.append(numpy_helper.from_array(np.zeros((1, 10, 32, 4), np.int8), "panels"))
+    with pytest.raises(Exception, match=r"panels must be \[ceil\(N / 32\), ceil\(K / 4\), 32, 4\]"):
+        _session(linear, by_kernels=True)
