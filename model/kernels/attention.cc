@@ -14,10 +14,9 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <limits>
-#include <new>
+
+#include "scratch.h"
 
 namespace onward {
 
@@ -30,6 +29,11 @@ bool can_attend() {
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma")
 
+}  // namespace onward
+
+#include "exponential.h"
+
+namespace onward {
 namespace {
 
 using Vec = __m512;
@@ -40,38 +44,13 @@ constexpr int64_t kRowsToPack = 16;              // from this many query rows of
 constexpr int64_t kRowsOfTask = 48;              // query rows of one task at most: a multiple of kTile
 constexpr int64_t kScoresOfTask = 96 * 1024;     // floats that a task's scores should fit into: part of the L2 cache
 constexpr int64_t kValuesAtOnce = 64;            // keys whose values stay in the L1 cache while all rows pass over them
+constexpr int64_t kFetchAhead = 32;              // keys between the one that is scored and the one that is fetched meanwhile
+constexpr int64_t kFetched = 128;                // keys at the beginning of a cache that are fetched so
 constexpr int64_t kKeysOfPacking = 256;          // keys that one task packs: whole blocks
 constexpr int64_t kPackedAtOnce = 2 * 1024 * 1024;  // floats of packed K to hold at a time: part of the L3 cache
-constexpr float kLog2E = 1.44269504088896340736f;
 
-// Memory that its owner, a thread, uses again and again: it grows to the largest need and never shrinks.
-class Scratch {
- public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { std::free(memory_); }
-
-  float* of(int64_t floats) {
-    if (floats > size_) {
-      std::free(memory_);
-      size_ = (floats + kLanes - 1) / kLanes * kLanes;
-      memory_ = static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float)));
-      if (memory_ == nullptr) {
-        size_ = 0;
-        throw std::bad_alloc();
-      }
-    }
-    return memory_;
-  }
-
- private:
-  float* memory_ = nullptr;
-  int64_t size_ = 0;
-};
-
-thread_local Scratch packed_scratch;  // of the thread that calls: packed K, which all threads read
-thread_local Scratch task_scratch;    // of the thread that runs a task: its queries and scores
+thread_local Scratch<float> packed_scratch;  // of the thread that calls: packed K, which all threads read
+thread_local Scratch<float> task_scratch;    // of the thread that runs a task: its queries and scores
 
 int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
@@ -117,24 +96,9 @@ void fold(Vec* v) {
   }
 }
 
-// 2^x for x <= 0, within 1.1 units in the last place; 1 at 0 and 0 at minus infinity exactly.
-Vec power_of_two(Vec x) {
-  const Vec fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // in [-0.5, 0.5]; 0 of infinity
-  const Vec whole = _mm512_sub_ps(x, fraction);
-  // The polynomial of degree 6 through (0, 1) with the least largest relative error, 2e-9.
-  Vec power = _mm512_set1_ps(0x1.41fbbcp-13f);
-  power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0x1.5f3e54p-10f));
-  power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0x1.3b2d4cp-7f));
-  power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0x1.c6aee8p-5f));
-  power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0x1.ebfbdcp-3f));
-  power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0x1.62e43p-1f));
-  power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(power, whole);
-}
-
-// The scores of one query row for 16 keys as they lie in the cache; fetches the first half of as many floats from `ahead` on.
-// DIM is D, or 0 where `dim` says it.
-template <int DIM>
+// The scores of one query row for 16 keys as they lie in the cache. DIM is D, or 0 where `dim` says it. Where it FETCHES, it
+// brings half a block from `ahead` on into the L2 cache, a little with each key.
+template <int DIM, bool FETCHES>
 Vec score_cached(const float* query, const float* keys, const float* ahead, int64_t dim) {
   const int64_t width = DIM ? DIM : dim, chain = width / kLanes;
   Vec parts[DIM ? DIM / kLanes : 1], sums[kLanes];
@@ -143,15 +107,17 @@ Vec score_cached(const float* query, const float* keys, const float* ahead, int6
 #pragma GCC unroll 16
   for (int key = 0; key < kLanes; key++) {
     const float* row = keys + key * width;
+    if constexpr (FETCHES) {
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < (chain + 1) / 2; i++, ahead += kLanes) _mm_prefetch(ahead, _MM_HINT_T0);
+      for (int64_t i = 0; i < (chain + 1) / 2; i++, ahead += kLanes) _mm_prefetch(ahead, _MM_HINT_T1);
+    }
     Vec sum = _mm512_mul_ps(DIM ? parts[0] : _mm512_load_ps(query), _mm512_loadu_ps(row));
 #pragma GCC unroll 8
     for (int64_t i = 1; i < chain; i++) {
       sum = _mm512_fmadd_ps(DIM ? parts[i] : _mm512_load_ps(query + i * kLanes), _mm512_loadu_ps(row + i * kLanes), sum);
     }
     sums[slot_of(key)] = sum;
-    // The compiler would read all keys' first parts, then all second ones: the processor fetches ahead best in memory's order.
+    // The compiler would read all keys' first parts, then all second ones; the processor fetches ahead best in memory's order.
     asm volatile("" ::: "memory");
   }
   fold<8>(sums);
@@ -161,7 +127,7 @@ Vec score_cached(const float* query, const float* keys, const float* ahead, int6
   return sums[0];
 }
 
-// Packs 16 keys, of which `count` are there and zeros follow: [16, D] becomes [D, 16].
+// Packs 16 keys, of which `count` are there and zeros follow: [16, D] becomes [D, 16]. Fetches the 16 keys after them.
 void pack(const float* keys, int64_t count, int64_t dim, float* packed) {
   for (int64_t d = 0; d < dim; d += kLanes) {
     Vec v[kLanes];
@@ -174,7 +140,10 @@ void pack(const float* keys, int64_t count, int64_t dim, float* packed) {
     exchange<2>(v);
     exchange<1>(v);
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++) _mm512_store_ps(packed + (d + i) * kLanes, v[i]);
+    for (int i = 0; i < kLanes; i++) {
+      _mm512_store_ps(packed + (d + i) * kLanes, v[i]);
+      _mm_prefetch(keys + (dim + d + i) * kLanes, _MM_HINT_T0);  // as much of the next block
+    }
   }
 }
 
@@ -220,10 +189,10 @@ void score_tile(const float* queries, const float* packed, int64_t dim, float* s
 // their sum. Other scores of the first and the last block become 0.
 float soften(float* scores, int64_t from, int64_t to) {
   const int64_t first = from / kLanes * kLanes, end = round_up(to, kLanes);
-  constexpr float kUnseen = -std::numeric_limits<float>::infinity();
-  std::fill(scores + first, scores + from, kUnseen);
-  std::fill(scores + to, scores + end, kUnseen);
-  Vec largest = _mm512_set1_ps(kUnseen);
+  const Vec unseen = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  _mm512_mask_store_ps(scores + first, static_cast<__mmask16>((1u << (from - first)) - 1), unseen);
+  _mm512_mask_store_ps(scores + end - kLanes, static_cast<__mmask16>(0xFFFFu << (to - end + kLanes)), unseen);
+  Vec largest = unseen;
   for (int64_t k = first; k < end; k += kLanes) largest = _mm512_max_ps(largest, _mm512_load_ps(scores + k));
   largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
   Vec sum = _mm512_setzero_ps();
@@ -271,16 +240,19 @@ constexpr Weigh kWeigh[kTile][kSlab] = {
     {weigh<5, 1>, weigh<5, 2>, weigh<5, 3>, weigh<5, 4>}, {weigh<6, 1>, weigh<6, 2>, weigh<6, 3>, weigh<6, 4>},
 };
 
+// The keys that a query sees, from the first to behind the last.
+struct Seen {
+  int64_t from, to;
+};
+
 // One row of the batch: its tokens have positions below `length`, of which those from `past` on are new.
 struct Sequence {
   int64_t past;
   int64_t length;
   int64_t first_query, end_query;  // the queries that are tokens; others are padding
-};
-
-// One query of one head.
-struct Row {
-  int64_t from, to;  // the keys that it sees
+  int64_t base;                    // the first key of the first block that any query sees
+  // Floats between the scores of two rows: an odd number of blocks, for rows a power of two apart would share cache sets.
+  int64_t stride;
 };
 
 // The keys of one head, from a whole block on.
@@ -292,7 +264,7 @@ struct Keys {
   int64_t length;
 };
 
-// A call's arguments and what follows from them; `Row`s of a K/V head are numbered query by query, head by head within.
+// A call's arguments and what follows from them. A K/V head's rows, a query of a head each, are numbered query by query.
 class Attention {
  public:
   Attention(const AttentionShape& shape, const AttentionTensors& tensors)
@@ -302,23 +274,18 @@ class Attention {
 
   Sequence sequence(int64_t b) const {
     const int64_t tokens = int64_t{t.last[b]} + 1;
-    Sequence sequence;
+    Sequence sequence{};
     sequence.length = std::clamp<int64_t>(tokens, 0, s.capacity);
-    if (!s.appends) {
-      sequence.past = sequence.length;
-      sequence.first_query = 0;
+    if (s.appends) {
+      sequence.past = s.total_tokens == s.new_tokens ? 0 : tokens - s.new_tokens;
+      sequence.first_query = std::clamp<int64_t>(-sequence.past, 0, s.new_tokens);
+      sequence.end_query = std::clamp<int64_t>(sequence.length - sequence.past, sequence.first_query, s.new_tokens);
+    } else {
       sequence.end_query = sequence.length > 0 ? s.new_tokens : 0;
-      return sequence;
     }
-    sequence.past = s.total_tokens == s.new_tokens ? 0 : tokens - s.new_tokens;
-    sequence.first_query = std::clamp<int64_t>(-sequence.past, 0, s.new_tokens);
-    sequence.end_query = std::clamp<int64_t>(sequence.length - sequence.past, sequence.first_query, s.new_tokens);
+    sequence.base = std::min(seen(sequence, sequence.first_query).from, sequence.length) / kLanes * kLanes;
+    sequence.stride = (round_up(sequence.length - sequence.base, kLanes) / kLanes | 1) * kLanes;
     return sequence;
-  }
-
-  // The first key of the first block that any query of the sequence sees.
-  int64_t first_key(const Sequence& sequence) const {
-    return seen(sequence, sequence.first_query).from / kLanes * kLanes;
   }
 
   // Writes the new keys and values of one head whose positions are from `from` to `to` (exclusive) into the cache.
@@ -344,9 +311,9 @@ class Attention {
     }
   }
 
-  // Computes the outputs of rows `first` to `end` (exclusive, kRowsOfTask at most) of one head, whose keys from `first_key` on
-  // are packed, or not where `packed` is null.
-  void rows(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end, const float* packed) const {
+  // Computes the outputs of rows `first` to `end` (exclusive, kRowsOfTask at most) of one head, whose keys from `base` on are
+  // packed, or not where `packed` is null.
+  void attend(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end, const float* packed) const {
     const int64_t dim = s.head_dim;
     for (int64_t row = first; row < end; row++) std::fill_n(output(b, kv_head, row), dim, 0.0f);
     first = std::max(first, sequence.first_query * group_);
@@ -354,12 +321,12 @@ class Attention {
     if (first >= end) return;
 
     const int count = static_cast<int>(end - first), padded = static_cast<int>(round_up(count, kTile));
-    const int64_t base = first_key(sequence);
-    Row row[kRowsOfTask];
+    const int64_t base = sequence.base;
+    Seen row[kRowsOfTask];
     float* outputs[kRowsOfTask];
-    float* queries = task_scratch.of(padded * (dim + stride(sequence)) + kLanes * dim);
+    float* queries = task_scratch.at_least(padded * (dim + sequence.stride) + kLanes * dim);
     float* scores = queries + padded * dim;
-    float* spare = scores + padded * stride(sequence);
+    float* spare = scores + padded * sequence.stride;
     for (int r = 0; r < count; r++) {
       const int64_t i = (first + r) / group_, head = kv_head * group_ + (first + r) % group_;
       row[r] = seen(sequence, i);
@@ -372,22 +339,17 @@ class Attention {
 
     const int64_t place = cached(b, kv_head) + base * dim;
     const Keys keys{t.past_key + place, packed, t.past_value + place, spare, sequence.length - base};
-    score(queries, row, count, keys, scores, stride(sequence));
+    score(queries, row, count, keys, scores, sequence.stride);
     float inverse[kRowsOfTask];
-    for (int r = 0; r < count; r++) inverse[r] = soften(scores + r * stride(sequence), row[r].from, row[r].to);
-    add_values(row, count, t.past_value + place, scores, stride(sequence), outputs);
+    for (int r = 0; r < count; r++) inverse[r] = soften(scores + r * sequence.stride, row[r].from, row[r].to);
+    add_values(row, count, t.past_value + place, scores, sequence.stride, outputs);
     for (int r = 0; r < count; r++) {
       for (int64_t d = 0; d < dim; d++) outputs[r][d] *= inverse[r];
     }
   }
 
-  // Floats between the scores of two rows: an odd number of blocks, for rows a power of two apart would share cache sets.
-  int64_t stride(const Sequence& sequence) const {
-    return ((sequence.length - first_key(sequence) + kLanes - 1) / kLanes | 1) * kLanes;
-  }
-
  private:
-  Row seen(const Sequence& sequence, int64_t i) const {
+  Seen seen(const Sequence& sequence, int64_t i) const {
     if (!s.appends) return {0, sequence.length};
     const int64_t position = sequence.past + i;
     return {s.window > 0 ? std::max<int64_t>(0, position - s.window + 1) : 0, position + 1};
@@ -416,7 +378,7 @@ class Attention {
     }
   }
 
-  void score(const float* queries, const Row* row, int count, const Keys& keys, float* scores, int64_t stride) const {
+  void score(const float* queries, const Seen* row, int count, const Keys& keys, float* scores, int64_t stride) const {
     switch (s.head_dim) {
       case 32: return score<32>(queries, row, count, keys, scores, stride);
       case 64: return score<64>(queries, row, count, keys, scores, stride);
@@ -427,21 +389,25 @@ class Attention {
 
   // Scores the blocks of keys that any of some rows sees; rows are in the order of what they see.
   template <int DIM>
-  void score(const float* queries, const Row* row, int count, const Keys& keys, float* scores, int64_t stride) const {
+  void score(const float* queries, const Seen* row, int count, const Keys& keys, float* scores, int64_t stride) const {
     const int64_t dim = DIM ? DIM : s.head_dim;
     const int step = keys.packed ? kTile : 1;
     for (int64_t k = row[0].from / kLanes * kLanes; k < row[count - 1].to; k += kLanes) {
       const float* block = (keys.packed ? keys.packed : keys.cached) + k * dim;
-      // While a block is scored, the next one is fetched, each row half a block; after the last the values.
-      const float* ahead = k + kLanes < keys.length ? block + kLanes * dim : keys.values;
       if (!keys.packed && k + kLanes > keys.length) block = complete(block, keys.length - k, dim, keys.spare);
+      // The processor itself fetches ahead once it knows a stream: only the beginnings of keys and of values want help.
+      const int64_t next = k + kFetchAhead;
+      const bool fetches = next < kFetched || next >= keys.length;
+      const float* ahead = next < keys.length ? keys.cached + next * dim : keys.values + (next - keys.length) * dim;
       for (int r = 0; r < count; r += step) {
         if (row[std::min(r + step, count) - 1].to <= k || row[r].from >= k + kLanes) continue;
         float* place = scores + r * stride + k;
         if (keys.packed) {
           score_tile<DIM>(queries + r * dim, block, dim, place, stride);
         } else {
-          _mm512_store_ps(place, score_cached<DIM>(queries + r * dim, block, ahead + std::min(r, 3) * (kLanes / 2) * dim, dim));
+          const float* half = ahead + r * (kLanes / 2) * dim;
+          _mm512_store_ps(place, fetches && r < 2 ? score_cached<DIM, true>(queries + r * dim, block, half, dim)
+                                                  : score_cached<DIM, false>(queries + r * dim, block, half, dim));
         }
       }
     }
@@ -455,7 +421,7 @@ class Attention {
   }
 
   // Adds the values that rows see, times their weights, to the rows' outputs.
-  void add_values(const Row* row, int count, const float* values, const float* weights, int64_t stride,
+  void add_values(const Seen* row, int count, const float* values, const float* weights, int64_t stride,
                   float* const* outputs) const {
     for (int64_t begin = row[0].from; begin < row[count - 1].to; begin += kValuesAtOnce) {
       const int64_t end = begin + kValuesAtOnce;
@@ -501,7 +467,7 @@ void attend(const Parallel& parallel, const AttentionShape& shape, const Attenti
       const int64_t b = index / heads, head = index % heads;
       const Sequence sequence = attention.sequence(b);
       attention.append(b, head, sequence, 0, sequence.length);
-      attention.rows(b, head, sequence, 0, rows, nullptr);
+      attention.attend(b, head, sequence, 0, rows, nullptr);
     });
     return;
   }
@@ -509,12 +475,12 @@ void attend(const Parallel& parallel, const AttentionShape& shape, const Attenti
   int64_t most_keys = kLanes, longest_row = kLanes;
   for (int64_t b = 0; b < shape.batch; b++) {
     const Sequence sequence = attention.sequence(b);
-    most_keys = std::max(most_keys, round_up(sequence.length - attention.first_key(sequence), kLanes));
-    longest_row = std::max(longest_row, attention.stride(sequence));
+    most_keys = std::max(most_keys, round_up(sequence.length - sequence.base, kLanes));
+    longest_row = std::max(longest_row, sequence.stride);
   }
   const int64_t packed_size = most_keys * shape.head_dim;
   const int64_t at_once = std::clamp<int64_t>(kPackedAtOnce / (heads * packed_size), 1, shape.batch);
-  float* const packed = packed_scratch.of(at_once * heads * packed_size);
+  float* const packed = packed_scratch.at_least(at_once * heads * packed_size);
   const int64_t packings = (most_keys + kKeysOfPacking - 1) / kKeysOfPacking;
   const int64_t task_rows = std::clamp<int64_t>(kScoresOfTask / longest_row / kTile * kTile, kTile, kRowsOfTask);
   const int64_t tasks = (rows + task_rows - 1) / task_rows;
@@ -524,7 +490,7 @@ void attend(const Parallel& parallel, const AttentionShape& shape, const Attenti
     parallel(pairs * packings, [&](size_t index) {
       const int64_t pair = index / packings, b = begin + pair / heads, head = pair % heads;
       const Sequence sequence = attention.sequence(b);
-      const int64_t base = attention.first_key(sequence), offset = index % packings * kKeysOfPacking;
+      const int64_t base = sequence.base, offset = index % packings * kKeysOfPacking;
       const int64_t from = base + offset, to = std::min(from + kKeysOfPacking, sequence.length);
       attention.append(b, head, sequence, from, to);
       attention.pack_keys(b, head, sequence, from, to, packed + pair * packed_size + offset * shape.head_dim);
@@ -532,7 +498,7 @@ void attend(const Parallel& parallel, const AttentionShape& shape, const Attenti
     parallel(pairs * tasks, [&](size_t index) {
       const int64_t pair = index / tasks, b = begin + pair / heads, head = pair % heads;
       const int64_t first = (tasks - 1 - index % tasks) * task_rows;  // the longest rows first: short ones fill up the end
-      attention.rows(b, head, attention.sequence(b), first, std::min(first + task_rows, rows), packed + pair * packed_size);
+      attention.attend(b, head, attention.sequence(b), first, std::min(first + task_rows, rows), packed + pair * packed_size);
     });
   }
 }
