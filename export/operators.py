@@ -16,7 +16,7 @@ depends on weights alone once, when it loads. So one file is as fast as the mach
     SwiGLU(rows [..., 2 F]) → [..., F]
         silu(gate) · up of each row's first and second half (Shazeer, 2020).
 
-    AddRMSNorm(left, right, weight) → left + right, and that over its root mean square, times weight
+    AddRMSNorm(left, right, weight), AddLayerNorm(left, right, weight, bias) → left + right, and the norm of that
         The end of one residual block and the norm that opens the next.
 
     GroupQueryAttention(query, key?, value?, past_key, past_value, last, total, cosines?, sines?)
@@ -29,8 +29,9 @@ Knows ONNX and no model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ INT8_LINEAR = "Int8Linear"
 ATTENTION = "GroupQueryAttention"
 SWIGLU = "SwiGLU"
 ADD_RMS_NORM = "AddRMSNorm"
+ADD_LAYER_NORM = "AddLayerNorm"
 
 PANEL_COLUMNS = 32
 GROUP_ROWS = 4
@@ -68,6 +70,8 @@ _ATTENTION_INPUTS = (
 _ATTENTION_OUTPUTS = ("output", "present_key", "present_value")
 _ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "do_rotary", "local_window_size")
 _EVERYTHING = -1  # a window without an end
+# By what is fused with the sum before it: its own operator, and how many weights it has.
+_NORMS = {"RMSNormalization": (ADD_RMS_NORM, 1), "LayerNormalization": (ADD_LAYER_NORM, 2)}
 _PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits", INT8_LINEAR})
 
 
@@ -103,7 +107,7 @@ def use_own(model: onnx.ModelProto) -> None:
     places: dict[str, onnx.NodeProto] = {}
     gone: set[str] = set()
     for node in graph.node:
-        fused = _swiglu(node, writers) or _add_rms_norm(node, writers, stored)
+        fused = _swiglu(node, writers) or _add_norm(node, writers, stored)
         if fused is None or fused.place in places:  # a sum goes with one norm
             continue
         # What is written in between must be nobody else's.
@@ -158,18 +162,20 @@ def _swiglu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto]) -> _Fus
     return _Fused(fused, node.output[0], (split, sigmoid, silu, node), reads)
 
 
-def _add_rms_norm(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto], stored: set[str]) -> _Fused | None:
+def _add_norm(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto], stored: set[str]) -> _Fused | None:
     """The norm of a residual stream with what a block adds: both of one shape, as no product is a mere row."""
-    if node.op_type != "RMSNormalization" or _attributes(node).get("axis", -1) != -1 or node.input[1] not in stored:
+    kind, num_weights = _NORMS.get(node.op_type, ("", 0))
+    weights = node.input[1:]
+    if not kind or len(weights) != num_weights or not set(weights) <= stored or len(node.output) != 1:
         return None
-    add = writers.get(node.input[0])
-    if add is None or add.op_type != "Add" or set(add.input) & stored:
+    attributes, add = _attributes(node), writers.get(node.input[0])
+    if attributes.get("axis", -1) != -1 or add is None or add.op_type != "Add" or set(add.input) & stored:
         return None
     if not any(_is_product(name, writers, stored) for name in add.input):
         return None
-    inputs, outputs = [*add.input, node.input[1]], [add.output[0], node.output[0]]
-    fused = helper.make_node(ADD_RMS_NORM, inputs, outputs, name=_named(node, ADD_RMS_NORM), domain=DOMAIN)
-    fused.attribute.append(helper.make_attribute("epsilon", _attributes(node).get("epsilon", 1e-5)))
+    inputs, outputs = [*add.input, *weights], [add.output[0], node.output[0]]
+    fused = helper.make_node(kind, inputs, outputs, name=_named(node, kind), domain=DOMAIN)
+    fused.attribute.append(helper.make_attribute("epsilon", attributes.get("epsilon", 1e-5)))
     return _Fused(fused, add.output[0], (add, node), {})
 
 
@@ -259,11 +265,11 @@ def _swiglu_function() -> onnx.FunctionProto:
     return _function(SWIGLU, ["rows"], ["output"], body, [])
 
 
-def _add_rms_norm_function() -> onnx.FunctionProto:
-    norm = helper.make_node("RMSNormalization", ["sum", "weight"], ["normed"], axis=-1)
-    norm.attribute.append(_reference("epsilon", "epsilon", onnx.AttributeProto.FLOAT))
-    body = [helper.make_node("Add", ["left", "right"], ["sum"]), norm]
-    return _function(ADD_RMS_NORM, ["left", "right", "weight"], ["sum", "normed"], body, ["epsilon"])
+def _add_norm_function(kind: str, norm: str, weights: Sequence[str]) -> onnx.FunctionProto:
+    node = helper.make_node(norm, ["sum", *weights], ["normed"], axis=-1)
+    node.attribute.append(_reference("epsilon", "epsilon", onnx.AttributeProto.FLOAT))
+    body = [helper.make_node("Add", ["left", "right"], ["sum"]), node]
+    return _function(kind, ["left", "right", *weights], ["sum", "normed"], body, ["epsilon"])
 
 
 def _attention() -> onnx.FunctionProto:
@@ -272,11 +278,12 @@ def _attention() -> onnx.FunctionProto:
     return _function(ATTENTION, _ATTENTION_INPUTS, _ATTENTION_OUTPUTS, [node], _ATTENTION_ATTRIBUTES)
 
 
-_FUNCTIONS = {
+_FUNCTIONS: Mapping[str, Callable[[], onnx.FunctionProto]] = {
     INT8_LINEAR: _int8_linear,
     ATTENTION: _attention,
     SWIGLU: _swiglu_function,
-    ADD_RMS_NORM: _add_rms_norm_function,
+    ADD_RMS_NORM: partial(_add_norm_function, ADD_RMS_NORM, "RMSNormalization", ["weight"]),
+    ADD_LAYER_NORM: partial(_add_norm_function, ADD_LAYER_NORM, "LayerNormalization", ["weight", "bias"]),
 }
 
 

@@ -4,6 +4,7 @@
 // not registered. So an operator is registered only where the processor has the instructions that its kernel needs.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <exception>
@@ -295,34 +296,67 @@ class SwiGlu {
     const int64_t width = shape.back();
     const Tensor output = runtime.output(context, 0, std::move(shape));
     const Lender lender{&runtime, context};
-    swiglu(lender.parallel(), rows.as<float>(), width ? product(rows.shape) / (2 * width) : 0, width, output.as<float>());
+    const int64_t num_rows = width ? product(rows.shape) / (2 * width) : 0;
+    if (num_rows) swiglu(lender.parallel(), rows.as<float>(), num_rows, width, output.as<float>());
   }
 };
 
-// `AddRMSNorm(left, right, weight) → sum, normed`; see rows.h.
-class AddRmsNorm {
+// `AddRMSNorm(left, right, weight) → sum, normed` and `AddLayerNorm(left, right, weight, bias)`; see rows.h.
+class AddNorm {
  public:
-  static constexpr char kName[] = "AddRMSNorm";
-  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
   static constexpr size_t kOutputs = 2;
   static bool is_able() { return can_compute_rows(); }
 
-  AddRmsNorm(const Runtime& runtime, const ort::KernelInfo* info) : epsilon_(runtime.attribute<float>(info, "epsilon")) {}
+  AddNorm(const Runtime& runtime, const ort::KernelInfo* info) : epsilon_(runtime.attribute<float>(info, "epsilon")) {}
 
-  void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    const Tensor left = runtime.input(context, 0), right = runtime.input(context, 1), weight = runtime.input(context, 2);
-    runtime.require(left.shape == right.shape, "left and right must have one shape");
-    runtime.require(!left.shape.empty() && weight.shape == std::vector<int64_t>{left.shape.back()},
-                    "weight must be as long as a row");
-    const Tensor sums = runtime.output(context, 0, left.shape), output = runtime.output(context, 1, left.shape);
+ protected:
+  // Checks the inputs and hands `norm(parallel, addition, weights, epsilon, output)` what it needs.
+  template <typename Norm>
+  void compute(const Runtime& runtime, ort::KernelContext* context, size_t num_weights, Norm norm) const {
+    const Tensor left = runtime.input(context, 0), right = runtime.input(context, 1);
+    runtime.require(!left.shape.empty() && left.shape == right.shape, "left and right must have one shape");
     const int64_t width = left.shape.back();
+    std::array<const float*, 2> weights{};
+    for (size_t index = 0; index < num_weights; ++index) {
+      const Tensor weight = runtime.input(context, 2 + index);
+      runtime.require(weight.shape == std::vector<int64_t>{width}, "weight and bias must be as long as a row");
+      weights[index] = weight.as<float>();
+    }
+    const Tensor sums = runtime.output(context, 0, left.shape), output = runtime.output(context, 1, left.shape);
     const Lender lender{&runtime, context};
-    add_rms_norm(lender.parallel(), left.as<float>(), right.as<float>(), weight.as<float>(), epsilon_,
-                 width ? product(left.shape) / width : 0, width, sums.as<float>(), output.as<float>());
+    const int64_t num_rows = width ? product(left.shape) / width : 0;
+    const Addition addition{left.as<float>(), right.as<float>(), sums.as<float>(), num_rows, width};
+    if (num_rows) norm(lender.parallel(), addition, weights, epsilon_, output.as<float>());
   }
 
  private:
   float epsilon_;
+};
+
+class AddRmsNorm : public AddNorm {
+ public:
+  static constexpr char kName[] = "AddRMSNorm";
+  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
+  using AddNorm::AddNorm;
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    AddNorm::compute(runtime, context, 1, [](const auto& parallel, const auto& addition, auto weights, float epsilon, float* y) {
+      add_rms_norm(parallel, addition, weights[0], epsilon, y);
+    });
+  }
+};
+
+class AddLayerNorm : public AddNorm {
+ public:
+  static constexpr char kName[] = "AddLayerNorm";
+  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
+  using AddNorm::AddNorm;
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    AddNorm::compute(runtime, context, 2, [](const auto& parallel, const auto& addition, auto weights, float epsilon, float* y) {
+      add_layer_norm(parallel, addition, weights[0], weights[1], epsilon, y);
+    });
+  }
 };
 
 // An operator as ONNX Runtime wants it: a table of functions, filled from what `Kernel` says of itself.
@@ -384,7 +418,7 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
   static ort::Status* const failure = [&]() -> ort::Status* {
     if (ort::Status* status = api.create_domain(onward::kDomain, &domain)) return status;
     using namespace onward;
-    return add_operators<Int8Linear, GroupQueryAttention, SwiGlu, AddRmsNorm>(api, domain);
+    return add_operators<Int8Linear, GroupQueryAttention, SwiGlu, AddRmsNorm, AddLayerNorm>(api, domain);
   }();
   if (failure) return api.create_status(ort::kFail, "the operators of domain onward cannot be registered");
   return api.add_domain(options, domain);

@@ -13,9 +13,20 @@ bool can_compute_rows();
 // `output` `[num_rows, width]` = silu(gate) · up, where each of `rows` `[num_rows, 2 · width]` is a gate and an up.
 void swiglu(const Parallel& parallel, const float* rows, int64_t num_rows, int64_t width, float* output);
 
-// `sums` = left + right and `output` = sums / √(mean of sums² + epsilon) · weight, all `[num_rows, width]`, weight `[width]`.
-// `sums` may be one of the two.
-void add_rms_norm(const Parallel& parallel, const float* left, const float* right, const float* weight, float epsilon,
-                  int64_t num_rows, int64_t width, float* sums, float* output);
+// Two tensors `[num_rows, width]` and their sum, which may take the place of one of them.
+struct Addition {
+  const float* left;
+  const float* right;
+  float* sums;
+  int64_t num_rows;
+  int64_t width;
+};
+
+// `output` = sums / √(mean of sums² + epsilon) · weight, weight `[width]`.
+void add_rms_norm(const Parallel& parallel, const Addition& addition, const float* weight, float epsilon, float* output);
+
+// `output` = (sums - mean) / √(variance + epsilon) · weight + bias, weight and bias `[width]`.
+void add_layer_norm(const Parallel& parallel, const Addition& addition, const float* weight, const float* bias,
+                    float epsilon, float* output);
 
 }  // namespace onward

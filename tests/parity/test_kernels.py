@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from export.operators import (
+    ADD_LAYER_NORM,
     ADD_RMS_NORM,
     ATTENTION,
     CONTRIB,
@@ -123,19 +124,24 @@ def test_gates_and_norms_are_what_their_functions_say_and_each_rows_own(num_rows
     rng = np.random.default_rng(width)
     x = (rng.standard_normal((num_rows, 2 * width)) * rng.choice([1e-3, 1, 30], (num_rows, 1))).astype(np.float32)
     delta = rng.standard_normal((num_rows, 2 * width)).astype(np.float32)
-    weight = rng.standard_normal(2 * width).astype(np.float32)
+    weight, bias = (rng.standard_normal(2 * width).astype(np.float32) for _ in range(2))
     gate = helper.make_node(SWIGLU, ["x"], ["gated"], domain=DOMAIN)
     norm = helper.make_node(ADD_RMS_NORM, ["x", "delta", "weight"], ["sum", "normed"], domain=DOMAIN, epsilon=1e-5)
-    feeds = {"x": x, "delta": delta}
-    model = _model([gate, norm], feeds, ["gated", "sum", "normed"], {"weight": weight})
+    names = ["x", "delta", "weight", "bias"]
+    centred = helper.make_node(ADD_LAYER_NORM, names, ["sum_again", "centred"], domain=DOMAIN, epsilon=1e-5)
+    feeds, outputs = {"x": x, "delta": delta}, ["gated", "sum", "normed", "sum_again", "centred"]
+    model = _model([gate, norm, centred], feeds, outputs, {"weight": weight, "bias": bias})
     by_kernels, standard = (_session(model, by_kernels=each) for each in (True, False))
     found = by_kernels.run(None, feeds)
     gates, ups = x[:, :width].astype(np.float64), x[:, width:].astype(np.float64)
     total = x.astype(np.float64) + delta
     root = np.sqrt(np.square(total).mean(axis=-1, keepdims=True) + 1e-5)
-    exact = (gates / (1 + np.exp(-gates)) * ups, total, total / root * weight)
+    deviations = total - total.mean(axis=-1, keepdims=True)
+    spread = np.sqrt(np.square(deviations).mean(axis=-1, keepdims=True) + 1e-5)
+    silu = gates / (1 + np.exp(-gates))
+    exact = (silu * ups, total, total / root * weight, total, deviations / spread * weight + bias)
     for ours, theirs, truth in zip(found, standard.run(None, feeds), exact, strict=True):
-        np.testing.assert_allclose(ours, truth, rtol=2e-6, atol=1e-12)
+        np.testing.assert_allclose(ours, truth, rtol=2e-6, atol=2e-6)
         # ONNX Runtime's own sigmoid is shut from -18 on.
         np.testing.assert_allclose(theirs, truth, rtol=1e-5, atol=2e-4)
     for row in range(min(num_rows, 5)):
