@@ -1,12 +1,13 @@
-"""How long one step of a decoder graph takes: artefacts side by side, with and without ONNX Runtime's flash attention.
+"""How long one step of a decoder graph takes: artefacts side by side, by our kernels and by standard operators.
 
     python -m benchmarks.graphs ARTEFACT... [--threads N] [--rounds N] [--prefill TOKENS:CHUNK...]
-        [--decode ROWS:PAST...]
+        [--decode ROWS:PAST...] [--variants kernels standard plain]
 
-Each system takes its turn in every round, in an order drawn anew, so that what else the machine does falls on all
-alike; the figure is the median of the rounds in milliseconds. With one thread it is the thread's own CPU time, which a
-busy machine disturbs least, with more the time on the clock. Decoder-only artefacts; K/V is random. Progress goes to
-stderr; the last line of stdout is one JSON object.
+`kernels` computes the project's own operators by its kernels (docs/kernels.md), `standard` by the operators that they
+stand for, `plain` likewise without ONNX Runtime's flash attention. Each system takes its turn in every round, in an
+order drawn anew, so that what else the machine does falls on all alike; the figure is the median of the rounds in
+milliseconds. With one thread it is the thread's own CPU time, which a busy machine disturbs least, with more the time
+on the clock. Decoder-only artefacts; K/V is random. Progress goes to stderr; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from service.engine.session import Array, Binding, GraphSession, SessionOptions
 NO_FLASH = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 """What ONNX Runtime 1.31 reads when a session is created, and has no session option for."""
 
+_VARIANTS = ("kernels", "standard", "plain")
 _REPEATS = 4  # decoding steps are short
 Timed = Callable[[], float]
 
@@ -44,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prefill", type=_pair, nargs="*", default=[(512, 256), (1024, 256)], metavar="TOKENS:CHUNK")
     parser.add_argument("--decode", type=_pair, nargs="*", default=[(1, 128), (8, 128), (32, 128)], metavar="ROWS:PAST")
+    parser.add_argument("--variants", nargs="+", choices=_VARIANTS, default=list(_VARIANTS))
     given = parser.parse_args(arguments)
     rows = max((rows for rows, _ in given.decode), default=1)
     capacity = max([past + 1 for _, past in given.decode] + [tokens for tokens, _ in given.prefill], default=1)
@@ -51,9 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         for folder in given.artefacts:
             manifest = artifact.load(folder)
-            for flash in (True, False):
-                name = f"{folder} {'flash' if flash else 'plain'}"
-                graphs[name] = Graph(folder, manifest, given.threads, rows, capacity, flash=flash)
+            for variant in given.variants:
+                graphs[f"{folder} {variant}"] = Graph(folder, manifest, given.threads, rows, capacity, variant)
     except (ArtifactError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -89,20 +91,20 @@ class Graph:
         threads: within an operator.
         rows: how many sequences decode together at most.
         capacity: how long one may be.
-        flash: whether attention may use ONNX Runtime's flash kernels.
+        variant: "kernels", "standard" or "plain", as above.
 
     Raises:
         ValueError: when the model is an encoder-decoder, or its context is shorter than `capacity`.
     """
 
-    def __init__(
-        self, folder: Path, manifest: Manifest, threads: int, rows: int, capacity: int, *, flash: bool
-    ) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, threads: int, rows: int, capacity: int, variant: str) -> None:
         config = manifest.config
         if config.is_encoder_decoder or config.context < capacity:
             raise ValueError(f"{folder}: needs a decoder-only model with a context of {capacity} or more")
-        with _flash_attention(flash):
-            options = SessionOptions(intra_op_threads=threads)
+        with _flash_attention(variant != "plain"):
+            # Other graphs' threads must not be found spinning on the cores.
+            own_kernels = variant == "kernels"
+            options = SessionOptions(intra_op_threads=threads, stop_spinning=True, own_kernels=own_kernels)
             self._session = GraphSession(folder, manifest.graphs[DECODER], options)
         self._config = config
         self._clock = time.thread_time if threads == 1 else time.perf_counter

@@ -508,7 +508,8 @@ def test_steps_of_graphs_are_timed_side_by_side_and_the_environment_is_left_alon
     found = _last_line(capsys)["milliseconds"]
     assert found.keys() == {"prefill 33:16", "decode 1:8", "decode 3:90"}
     for figures in found.values():
-        assert figures.keys() == {f"{folder} {kind}" for folder in folders for kind in ("flash", "plain")}
+        variants = ("kernels", "standard", "plain")
+        assert figures.keys() == {f"{folder} {variant}" for folder in folders for variant in variants}
         assert all(milliseconds > 0 for milliseconds in figures.values())
     assert os.environ[graphs.NO_FLASH] == "0"
     assert graphs.main([str(tiny_artifact("encoder-decoder"))]) == 2
