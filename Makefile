@@ -11,7 +11,7 @@ RAY := build/ray-venv
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check serve bench scenarios scaling faults soak ray gpu-check image proto format serving-check client-check node-client clean
+.PHONY: help demo test check kernels .kernels serve bench scenarios scaling faults soak ray gpu-check image proto format serving-check client-check node-client clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -24,10 +24,14 @@ $(STAMP):
 	$(BIN)/python $(PIP_INSTALL) --editable '.[cpu,otel,train,dev]'
 	@rm -f $(VENV)/.installed-* && touch $@
 
-demo: $(STAMP) ## train two models, export, prove, serve and ask them
+# No stamp: the library's own name says what it was built of, and asking takes a moment.
+.kernels: $(STAMP)
+	@$(BIN)/python -m model.kernels --if-possible
+
+demo: $(STAMP) .kernels ## train two models, export, prove, serve and ask them
 	$(BIN)/python -m benchmarks.demo
 
-test: $(STAMP) ## run the test suite
+test: $(STAMP) .kernels ## run the test suite
 	$(BIN)/python -m pytest
 
 check: $(STAMP) ## lint, types, layers, wire contract
@@ -38,13 +42,16 @@ check: $(STAMP) ## lint, types, layers, wire contract
 	$(BIN)/buf lint proto
 	$(BIN)/python -m proto.generate --check
 
-serve: $(STAMP) ## serve what is under build/models
+kernels: $(STAMP) ## build the kernels for this machine's processor, which other verbs do where there is a C++ compiler
+	$(BIN)/python -m model.kernels
+
+serve: $(STAMP) .kernels ## serve what is under build/models
 	$(BIN)/python -m service serve --models build/models
 
-bench: $(STAMP) ## benchmark against peers, each in an environment of its own (BENCH="--quick" to try it)
+bench: $(STAMP) .kernels ## benchmark against peers, each in an environment of its own (BENCH="--quick" to try it)
 	$(BIN)/python -m benchmarks.bench $(BENCH)
 
-scenarios: $(STAMP) ## each situation with its promise: long prompts, prefixes, deadlines, other models (SCENARIOS="--quick")
+scenarios: $(STAMP) .kernels ## each situation with its promise: long prompts, prefixes, deadlines, other models (SCENARIOS="--quick")
 	$(BIN)/python -m benchmarks.interference $(SCENARIOS)
 	$(BIN)/python -m benchmarks.prefix $(SCENARIOS)
 	$(BIN)/python -m benchmarks.prediction $(SCENARIOS)
@@ -52,22 +59,23 @@ scenarios: $(STAMP) ## each situation with its promise: long prompts, prefixes, 
 	$(BIN)/python -m benchmarks.goodput $(SCENARIOS)
 	$(BIN)/python -m benchmarks.company $(SCENARIOS)
 
-scaling: $(STAMP) ## measure the quadratic law of attention, fit it, report it (SCALING="--quick")
+scaling: $(STAMP) .kernels ## measure the quadratic law of attention, fit it, report it (SCALING="--quick")
 	$(BIN)/python -m loadtest scaling $(SCALING)
 
-faults: $(STAMP) ## a hundred thousand fuzzed requests, two hundred killed clients (ten minutes and more)
+faults: $(STAMP) .kernels ## a hundred thousand fuzzed requests, two hundred killed clients (ten minutes and more)
 	$(BIN)/python -m pytest tests/faults --fuzz 100000 --kills 200 --timeout 3600
 
-soak: $(STAMP) ## ten minutes of load with cancels, then the same with a leak that must be found
+soak: $(STAMP) .kernels ## ten minutes of load with cancels, then the same with a leak that must be found
 	$(BIN)/python -m benchmarks.soak $(SOAK)
 	$(BIN)/python -m benchmarks.soak --leak-mb-per-hour 20 $(SOAK)
 
-ray: $(STAMP) ## install Ray Serve into an environment of its own (half a gigabyte) and try the server on it
+ray: $(STAMP) .kernels ## install Ray Serve into an environment of its own (half a gigabyte) and try the server on it
 	@test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/python $(PIP_INSTALL) --editable '.[cpu,ray]'
 	$(BIN)/python -m pytest tests/faults/test_ray.py
 
 gpu-check: ## check and measure all that needs CUDA, in the present interpreter (GPU="--only parity", GPU="--device cpu")
+	@$(PYTHON) -m model.kernels --if-possible
 	$(PYTHON) -m benchmarks.gpu_check $(GPU)
 
 image: ## build the container image (EXTRA=gpu for CUDA)
@@ -95,4 +103,4 @@ node-client: ## install what docs/clients/node needs, and schemas that no other 
 	npm ci --prefix tests/kubernetes --ignore-scripts --no-audit --no-fund
 
 clean: ## remove what was built, but not the environment
-	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build model/kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -10,6 +10,7 @@ import pkgutil
 import sys
 
 import service
+from model import kernels
 
 UNWANTED = ("torch", "onnx", "onnxscript", "babel", "matplotlib", "safetensors", "rich", "grpc_tools", "pytest")
 UNWANTED += ("opentelemetry", "sentencepiece", "transformers")
@@ -25,4 +26,8 @@ for name in names:
 assert len(names) > 10, f"only {names} were found: is the package whole?"
 loaded = [name for name in UNWANTED if name in sys.modules]
 assert not loaded, f"importing the server loaded {loaded}"
+sources = kernels.sources(kernels.FOLDER)
+assert sources, f"{kernels.FOLDER} has no sources of kernels to build"
+# The wheel is for every machine: what one has built stays there.
+assert (library := kernels.library()) is None, f"{library} came along with the sources"
 print(f"imported {len(names)} service modules from {service.__path__[0]}, without {', '.join(UNWANTED)}")
