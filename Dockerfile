@@ -1,4 +1,4 @@
-# The server's image: no compiler, no torch, no root.
+# The server's image: no compiler, no torch, no root. What is compiled is compiled in a stage of its own.
 #
 #   docker build --build-arg EXTRA=cpu -t onward .          EXTRA=gpu (the default) brings CUDA's libraries
 #   docker run --rm -p 8001:8001 -p 8002:8002 -v ./build/models:/models:ro onward       --gpus all hands it the GPU
@@ -12,6 +12,9 @@ FROM ${BASE_IMAGE} AS build
 ARG EXTRA=gpu
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
+# Whatever compiler the base's own release has: older versions are not kept for anyone to ask for.
+# hadolint ignore=DL3008
+RUN apt-get update -q && apt-get install -y -q --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY deploy/container/requirements-build.txt deploy/container/requirements-${EXTRA}.txt deploy/container/
 RUN python3 -m venv /build && python3 -m venv --without-pip /opt/onward \
  && /build/bin/pip install --quiet --require-hashes --requirement deploy/container/requirements-build.txt \
@@ -22,11 +25,12 @@ COPY proto proto
 COPY client client
 COPY model model
 COPY service service
-# The root is read-only where the image runs: bytecode is made here.
+# The root is read-only where the image runs: kernels and bytecode are made here. -I: of what is installed, not of /src.
 RUN /build/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels . \
  && /build/bin/pip --python /opt/onward/bin/python install --quiet --no-deps --no-index /wheels/*.whl \
  && find /opt/onward -type d -name tests -prune -exec rm -rf {} + \
- && /opt/onward/bin/python -c "import service.app, service.otel" \
+ && /opt/onward/bin/python -I -m model.kernels \
+ && /opt/onward/bin/python -I -c "import service.app, service.otel" \
  && /opt/onward/bin/python -m compileall -q -j 0 /opt/onward/lib
 
 FROM ${BASE_IMAGE}

@@ -109,6 +109,15 @@ def test_dockerfile_sets_variables_that_the_server_reads() -> None:
     assert (str(config.models), config.host) == ("/models", "0.0.0.0")
 
 
+def test_image_is_handed_what_a_compiler_made_and_no_compiler() -> None:
+    build, final = re.split(r"^FROM .*$", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]
+    assert "g++" in build
+    # Of what is installed: in /src lie the sources, whose library nobody would find.
+    assert build.index("/wheels/*.whl") < build.index("/opt/onward/bin/python -I -m model.kernels")
+    assert "apt-get" not in final
+    assert re.findall(r"^COPY .*$", final, re.MULTILINE) == ["COPY --from=build /opt/onward /opt/onward"]
+
+
 def test_image_has_the_projects_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"ARG VERSION={project['version']}\n" in (ROOT / "Dockerfile").read_text()
