@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
+from model import kernels
 from service.access import KeyAccess, OpenAccess
 from service.async_engine import AsyncEngine
-from service.config import Admission, MetricsCompat, ServeConfig
+from service.config import Admission, Kernels, MetricsCompat, ServeConfig
 from service.costing import CostModel
 from service.debug import from_loop, with_debug
 from service.devices import artefact_folder
@@ -32,7 +33,7 @@ from service.engine.engine import LastRun
 from service.engine.session import share_threads
 from service.engine.types import Device, PrefillProvider
 from service.engine_thread import StepEngine
-from service.errors import EngineFailed, RequestError
+from service.errors import EngineFailed, RequestError, StartupError
 from service.explainer import Explainer
 from service.exposition import exposing, metrics_app
 from service.generator import Generator
@@ -112,6 +113,8 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
     tracer = open_tracer(config.telemetry, config.otel_endpoint)
     config = settle_device(config)
     models = load_models(config.models, config.prefill_provider, config.device)
+    if config.device is not Device.CUDA:
+        tell_kernels(config.kernels)
     # Shared threads go on spinning when OpenVINO's want the cores; a GPU's graphs want none.
     is_on_cpu = config.device is not Device.CUDA
     if config.spin and is_on_cpu and all(model.prefill_provider is PrefillProvider.CPU for model in models):
@@ -226,7 +229,9 @@ class App:
             self._generator,
             self._models,
             lambda model: load_attention_graph(
-                artefact_folder(config.models / model.name, config.device), model.manifest
+                artefact_folder(config.models / model.name, config.device),
+                model.manifest,
+                own_kernels=config.kernels is Kernels.AUTO,
             ),
             self._prompts,
             config.limits.max_explain_tokens,
@@ -393,6 +398,31 @@ class App:
             task.cancel()
         if num_open := self._calls.num_open:
             _LOGGER.warning("%d calls outlived the grace and are ended", num_open)
+
+
+def tell_kernels(wanted: Kernels) -> None:
+    """Tells the log what computes our own operators on the processor.
+
+    Raises:
+        StartupError: when the kernels' library is there and cannot be loaded.
+    """
+    if wanted is Kernels.STANDARD:
+        _LOGGER.info("our own operators are computed by standard ones, as --kernels says")
+    elif (obstacle := kernels.why_not()) is not None:
+        _LOGGER.warning(
+            "our own operators are computed by standard ones, slower, as there are no kernels: %s", obstacle
+        )
+    elif operators := _operators():
+        _LOGGER.info("kernels compute these of our own operators: %s", ", ".join(operators))
+    else:
+        _LOGGER.warning("our own operators are computed by standard ones, slower: this processor can run no kernel")
+
+
+def _operators() -> tuple[str, ...]:
+    try:
+        return kernels.operators()
+    except OSError as error:
+        raise StartupError([f"the kernels cannot be loaded, --kernels standard does without them: {error}"]) from error
 
 
 def _is_loopback(host: str) -> bool:

@@ -54,6 +54,13 @@ class Admission(StrEnum):
     OFF = "off"
 
 
+class Kernels(StrEnum):
+    """What computes our own operators: the kernels that are built and that the processor can run, or standard ones."""
+
+    AUTO = "auto"
+    STANDARD = "standard"
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One flag: what it means, and how its text becomes a value. `parse` raises ValueError saying what is wanted."""
@@ -290,6 +297,14 @@ class ServeConfig:
             _choice(PrefillProvider),
         ),
     ] = PrefillProvider.AUTO
+    kernels: Annotated[
+        Kernels,
+        Option(
+            "what computes our own operators on a CPU: auto, the kernels that are built (python -m model.kernels) and "
+            "that the processor can run; or standard, the standard operators that they stand for, slower",
+            _choice(Kernels),
+        ),
+    ] = Kernels.AUTO
     kv_memory: Annotated[
         int | None,
         Option(

@@ -325,6 +325,7 @@ def trial_settings(config: ServeConfig, name: str, kv_memory: int | None = None)
         "device": str(config.device),
         "kv_memory": kv_memory,
         "threads": config.threads,
+        "kernels": str(config.kernels),
     }
 
 

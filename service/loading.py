@@ -17,7 +17,7 @@ from model.artifact import Device as BuiltFor
 from model.chat import Chat, ChatSettings
 from model.tokenizer import Tokenizer, TokenizerError
 from service.admission import PATIENCE_SECONDS
-from service.config import Admission, ServeConfig
+from service.config import Admission, Kernels, ServeConfig
 from service.devices import artefact_folder, choose_device
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
@@ -126,7 +126,11 @@ def build_engines(
         patience_seconds=PATIENCE_SECONDS if config.admission is Admission.DEADLINE else None,
     )
     shared = LastRun() if last_run is None else last_run
-    options = SessionOptions(intra_op_threads=config.threads or 0, allow_spinning=config.spin)
+    options = SessionOptions(
+        intra_op_threads=config.threads or 0,
+        allow_spinning=config.spin,
+        own_kernels=config.kernels is Kernels.AUTO,
+    )
     models = tuple(models)
     parts = share_memory(models, config).parts if kv_memory is None else kv_memory
 

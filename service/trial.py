@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.config import ServeConfig
+from service.config import Kernels, ServeConfig
 from service.engine.types import Device, PrefillProvider
 from service.errors import StartupError
 from service.library import prove
@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
         models=Path(settings.pop("folder")),
         prefill_provider=PrefillProvider(settings.pop("prefill_provider")),
         device=Device(settings.pop("device")),
+        kernels=Kernels(settings.pop("kernels")),
         spin=False,
         **settings,
     )

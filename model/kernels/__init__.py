@@ -10,6 +10,7 @@ nothing of ONNX Runtime, and needs the standard library alone.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import platform
 from functools import cache
@@ -51,6 +52,21 @@ def why_not() -> str | None:
     if library() is None:
         return f"they are not built in {FOLDER}: `python -m model.kernels` does it"
     return None
+
+
+def operators() -> tuple[str, ...]:
+    """The operators that the library has kernels for which this processor can run; none where there is no library.
+
+    Raises:
+        OSError: when it cannot be loaded.
+    """
+    path = library()
+    if path is None:
+        return ()
+    ask = ctypes.CDLL(str(path)).OnwardOperators
+    ask.restype = ctypes.c_char_p
+    names: bytes = ask()
+    return tuple(names.decode("ascii").split(",")) if names else ()
 
 
 def is_for_this_machine() -> bool:

@@ -397,15 +397,33 @@ const ort::CustomOp& operator_of() {
   return op;
 }
 
+// Of all kernels those that this processor can run.
 template <typename... Kernels>
-ort::Status* add_operators(const ort::Api& api, ort::CustomOpDomain* domain) {
-  ort::Status* status = nullptr;
-  ((status = status || !Kernels::is_able() ? status : api.add_to_domain(domain, &operator_of<Kernels>())), ...);
-  return status;
-}
+struct Able {
+  static ort::Status* add(const ort::Api& api, ort::CustomOpDomain* domain) {
+    ort::Status* status = nullptr;
+    ((status = status || !Kernels::is_able() ? status : api.add_to_domain(domain, &operator_of<Kernels>())), ...);
+    return status;
+  }
+
+  // With commas between them.
+  static std::string names() {
+    std::string names;
+    ((names += !Kernels::is_able() ? "" : (names.empty() ? "" : ",") + std::string(Kernels::kName)), ...);
+    return names;
+  }
+};
+
+using Operators = Able<Int8Linear, GroupQueryAttention, SwiGlu, AddRmsNorm, AddLayerNorm>;
 
 }  // namespace
 }  // namespace onward
+
+// The names of the operators that kernels compute on this processor, with commas between them: for a server's log.
+extern "C" __attribute__((visibility("default"))) const char* OnwardOperators() {
+  static const std::string names = onward::Operators::names();
+  return names.c_str();
+}
 
 // What ONNX Runtime calls when a session's options register this library.
 extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(ort::SessionOptions* options,
@@ -417,8 +435,7 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
   static ort::CustomOpDomain* domain = nullptr;
   static ort::Status* const failure = [&]() -> ort::Status* {
     if (ort::Status* status = api.create_domain(onward::kDomain, &domain)) return status;
-    using namespace onward;
-    return add_operators<Int8Linear, GroupQueryAttention, SwiGlu, AddRmsNorm, AddLayerNorm>(api, domain);
+    return onward::Operators::add(api, domain);
   }();
   if (failure) return api.create_status(ort::kFail, "the operators of domain onward cannot be registered");
   return api.add_domain(options, domain);

@@ -9,6 +9,7 @@ Knows graphs and artefacts; nothing of requests, threads or the event loop.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -35,13 +36,15 @@ class AttentionGraph:
     Args:
         folder: the artefact.
         manifest: what it says of the graph.
+        own_kernels: as in `SessionOptions`.
 
     Raises:
         StartupError: when the file cannot be loaded or is not the manifest's.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._session = GraphSession(folder, manifest.graphs[EXPLAIN], _OPTIONS)
+    def __init__(self, folder: Path, manifest: Manifest, *, own_kernels: bool = True) -> None:
+        options = dataclasses.replace(_OPTIONS, own_kernels=own_kernels)
+        self._session = GraphSession(folder, manifest.graphs[EXPLAIN], options)
 
     def run(self, decoder: Sequence[int], source: Sequence[int], outputs: Sequence[str]) -> list[Float32]:
         """Attention weights over one sequence.
@@ -63,12 +66,13 @@ class AttentionGraph:
         return self._session.run(feeds, outputs)
 
 
-def load_attention_graph(folder: Path, manifest: Manifest) -> AttentionGraph:
+def load_attention_graph(folder: Path, manifest: Manifest, *, own_kernels: bool = True) -> AttentionGraph:
     """Loads an artefact's explain graph and proves it.
 
     Args:
         folder: the artefact, as it is now.
         manifest: as it was when its model was loaded.
+        own_kernels: as in `SessionOptions`.
 
     Raises:
         NotServing: when the artefact is another one by now, or the graph does not answer as its golden cases say.
@@ -86,7 +90,7 @@ def load_attention_graph(folder: Path, manifest: Manifest) -> AttentionGraph:
         )
     cases = golden_attention.load(folder / GOLDEN_ATTENTION, manifest.config)
     began, before = time.monotonic(), resident_bytes()
-    graph = AttentionGraph(folder, manifest)
+    graph = AttentionGraph(folder, manifest, own_kernels=own_kernels)
     loaded = time.monotonic()
     for case in cases:
         names = list(case.weights)

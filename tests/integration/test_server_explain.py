@@ -70,7 +70,7 @@ class FakeGraph:
         self.running = threading.Event()
         self.failure: Exception | None = None
 
-    def load(self, folder: Any, manifest: Any) -> FakeGraph:
+    def load(self, folder: Any, manifest: Any, **_: Any) -> FakeGraph:
         self.loads.append(folder.name)
         if self.failure is not None:
             raise self.failure

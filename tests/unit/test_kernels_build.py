@@ -202,12 +202,21 @@ def test_kernels_are_found_without_torch_and_without_onnxruntime() -> None:
     assert done.stdout == "set()\n"
 
 
+def has_avx512_vnni() -> bool:
+    """As Linux tells it."""
+    return "avx512_vnni" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split()
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels are for x86-64")
 @pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="needs a C++ compiler")
-def test_the_real_sources_are_built_without_a_warning_and_registered(tmp_path: Path) -> None:
+def test_the_real_sources_are_built_without_a_warning_and_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "kernels"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.so", "__pycache__", ".building-*"))
     built = build.build(folder=folder)
     assert built.warnings == ""
     assert built.path.name == kernels.library_name(FOLDER)
     ort.SessionOptions().register_custom_ops_library(str(built.path))
+    monkeypatch.setattr(kernels, "library", lambda: built.path)
+    assert ("Int8Linear" in kernels.operators()) == has_avx512_vnni()
