@@ -13,8 +13,9 @@ from pathlib import Path
 
 from model.kernels import FLAGS, FOLDER, library_name, sources
 
-COMPILERS = ("g++", "c++", "clang++")
-"""By these names a compiler is looked for, in this order."""
+COMPILERS = ("g++", "c++")
+"""By these names a compiler is looked for, in this order. It has to be GCC: clang has another pragma for what GCC calls
+a target."""
 
 _LIBRARIES = "libonward-*.so"
 _MAX_LINES = 20
@@ -101,6 +102,6 @@ def _compile(compiler: str, paths: list[Path], made: Path) -> str:
     if done.returncode != 0 or not made.is_file():
         words = (done.stderr or done.stdout).strip().splitlines()[-_MAX_LINES:]
         wrote = "" if done.returncode else " and wrote no library"
-        advice = "GCC 12 is known to do, --compiler names another"
+        advice = "the sources are for GCC, of which 12 is known to do; --compiler names another"
         raise BuildError(f"{compiler} ended with {done.returncode}{wrote}: {advice}", "\n".join(words))
     return done.stderr.strip()
