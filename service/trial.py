@@ -11,8 +11,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from service.config import Kernels, ServeConfig
 from service.engine.types import Device, PrefillProvider
@@ -27,16 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Tries it out; 0 whether the model is fit or not."""
     os.nice(_NICENESS)
     (text,) = argv
-    settings = json.loads(text)
-    name = settings.pop("name")
-    config = ServeConfig(
-        models=Path(settings.pop("folder")),
-        prefill_provider=PrefillProvider(settings.pop("prefill_provider")),
-        device=Device(settings.pop("device")),
-        kernels=Kernels(settings.pop("kernels")),
-        spin=False,
-        **settings,
-    )
+    name, config = read_settings(json.loads(text))
     problems: list[str] = []
     seconds = 0.0
     try:
@@ -50,6 +42,15 @@ def main(argv: Sequence[str]) -> int:
         problems += error.problems
     sys.stdout.write(json.dumps({"problems": problems, "session_seconds": seconds}) + "\n")
     return 0
+
+
+def read_settings(settings: Mapping[str, Any]) -> tuple[str, ServeConfig]:
+    """The model's name and the configuration to load it by, of what `service.library.trial_settings` says."""
+    others = {name: value for name, value in settings.items() if name not in ("name", "folder")}
+    others["prefill_provider"] = PrefillProvider(settings["prefill_provider"])
+    others["device"] = Device(settings["device"])
+    others["kernels"] = Kernels(settings["kernels"])
+    return settings["name"], ServeConfig(models=Path(settings["folder"]), spin=False, **others)
 
 
 if __name__ == "__main__":

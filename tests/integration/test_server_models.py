@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import json
 import re
 import shutil
 import threading
@@ -24,10 +25,11 @@ from prometheus_client import CollectorRegistry
 
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
-from service import library
+from service import library, trial
 from service.app import App
-from service.config import ServeConfig
+from service.config import Kernels, ServeConfig
 from service.engine.engine import LastRun
+from service.engine.types import Device, PrefillProvider
 from service.loading import build_engines, load_models
 from service.models import ModelState
 from tests.artifacts import tiny_artifact
@@ -355,6 +357,29 @@ async def test_a_trial_is_told_all_that_makes_an_engine_what_it_is(tmp_path: Pat
     assert "prefill_chunk" in read_of_it
     told = library.trial_settings(ServeConfig(models=tmp_path), "a")
     assert read_of_it - own <= set(told)
+
+
+async def test_a_trial_loads_a_model_as_the_server_that_asks_for_it_would(tmp_path: Path) -> None:
+    asking = ServeConfig(
+        models=tmp_path,
+        max_batch_size=3,
+        prefill_chunk=17,
+        device=Device.CPU,
+        prefill_provider=PrefillProvider.OPENVINO,
+        kernels=Kernels.STANDARD,
+        kv_memory=1 << 20,
+        threads=5,
+        spin=False,
+    )
+    told = json.loads(json.dumps(library.trial_settings(asking, "a", asking.kv_memory)))
+    name, config = trial.read_settings(told)
+    assert (name, config) == ("a", asking)
+    # Equal to their names are these as well, but another by identity.
+    assert [type(value) for value in (config.device, config.prefill_provider, config.kernels)] == [
+        Device,
+        PrefillProvider,
+        Kernels,
+    ]
 
 
 async def test_unloading_ends_what_outlives_the_grace_with_a_status() -> None:

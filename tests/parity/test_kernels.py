@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,17 @@ from export.operators import (
     use_own,
 )
 from model import kernels
+from model.kernels.build import COMPILERS
 
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
 
 _HAS_INSTRUCTIONS = "avx512_vnni" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-pytestmark = pytest.mark.skipif(not _HAS_INSTRUCTIONS, reason="this processor has no AVX-512 with VNNI")
+_HAS_NONE = kernels.library() is None and not any(map(shutil.which, COMPILERS))
+pytestmark = [
+    pytest.mark.skipif(not _HAS_INSTRUCTIONS, reason="this processor has no AVX-512 with VNNI"),
+    pytest.mark.skipif(_HAS_NONE, reason="the kernels are not built, and there is no C++ compiler to do it"),
+]
 
 _TYPES = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int32): TensorProto.INT32}
 
