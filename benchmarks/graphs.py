@@ -7,7 +7,8 @@
 stand for, `plain` likewise without ONNX Runtime's flash attention. Each system takes its turn in every round, in an
 order drawn anew, so that what else the machine does falls on all alike; the figure is the median of the rounds in
 milliseconds. With one thread it is the thread's own CPU time, which a busy machine disturbs least, with more the time
-on the clock. Decoder-only artefacts; K/V is random. Progress goes to stderr; the last line of stdout is one JSON object.
+on the clock. Decoder-only artefacts; K/V is random. Progress goes to stderr; the last line of stdout is one JSON
+object.
 """
 
 from __future__ import annotations
