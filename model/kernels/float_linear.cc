@@ -1,0 +1,165 @@
+// One result is 16 lanes of sums over K, so that both sides are read as they lie in memory; 3 rows meet 8 columns at a
+// time, and each register that is loaded counts for 3 or 8 products. Of few rows the time is that of reading the matrix,
+// hence its next columns are asked for while these are multiplied; of many it is that of arithmetic, hence K in parts that
+// stay in the nearest cache.
+#include "float_linear.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+
+#include "scratch.h"
+
+namespace onward {
+
+bool can_multiply_floats() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq"); }
+
+}  // namespace onward
+
+// All above runs on any processor, all below where that is true.
+#pragma GCC target("avx512f,avx512dq")
+
+#include "fold.h"
+#include "lanes.h"
+
+namespace onward {
+namespace {
+
+constexpr int64_t kTileRows = 3;     // with eight columns: 24 sums, and registers are left for what is multiplied
+constexpr int64_t kTileColumns = 8;  // half a register of results
+constexpr int64_t kPart = 768;       // of K at most at a time: a tile's columns take three quarters of the nearest cache
+constexpr int64_t kBlock = 1 << 17;  // numbers, those of rows that stay in the next cache while all columns pass
+constexpr int64_t kLine = 64;
+// Columns a multiple of this far apart take the same few places of the nearest cache. Where so many tiles of rows meet them,
+// copying them apart pays.
+constexpr int64_t kAliased = 1024;
+constexpr int64_t kLeastTilesToCopy = 8;
+
+// What 16 lanes have added up to so far.
+struct Sum {
+  __m512 lanes;
+};
+
+// What a tile is the product of: one part of K.
+struct Part {
+  const float* columns;
+  int64_t column_stride;
+  int64_t begin, end;  // of K, where `columns` begin
+  bool is_first, is_last;
+  int64_t lines_ahead;  // to ask for with each 16 numbers of K
+};
+
+// Adds the products of 16 numbers of each row and column, those of `mask`, to a tile's sums.
+template <int num_rows, int num_columns>
+[[gnu::always_inline]] inline void add_products(const float* rows, int64_t row_stride, const float* columns,
+                                                int64_t column_stride, __mmask16 mask, __m512* sums) {
+  __m512 left[num_rows];
+#pragma GCC unroll 3
+  for (int row = 0; row < num_rows; ++row) left[row] = _mm512_maskz_loadu_ps(mask, rows + row * row_stride);
+#pragma GCC unroll 8
+  for (int column = 0; column < num_columns; ++column) {
+    __m512 right = _mm512_maskz_loadu_ps(mask, columns + column * column_stride);
+    // Loaded once: the compiler would have each multiplication load it anew, and loads are as scarce as multiplications.
+    asm("" : "+v"(right));
+#pragma GCC unroll 3
+    for (int row = 0; row < num_rows; ++row) {
+      __m512& sum = sums[row * num_columns + column];
+      sum = _mm512_fmadd_ps(left[row], right, sum);
+    }
+  }
+}
+
+// Adds up one part of K for a tile of results; between parts the sums wait in `waiting`. Fetches from `ahead` on.
+template <int num_rows, int num_columns>
+void multiply_tile(const float* rows, const FloatMatrix& matrix, int64_t column, const Part& part, const char* ahead,
+                   Sum* waiting, float* output) {
+  const int64_t stride = matrix.num_rows;
+  const float* columns = part.columns;
+  __m512 sums[num_rows * num_columns];
+#pragma GCC unroll 24
+  for (int i = 0; i < num_rows * num_columns; ++i) sums[i] = part.is_first ? _mm512_setzero_ps() : waiting[i].lanes;
+  int64_t k = part.begin;
+  for (; k + kLanes <= part.end; k += kLanes, columns += kLanes) {
+    for (int64_t i = 0; i < part.lines_ahead; ++i, ahead += kLine) _mm_prefetch(ahead, _MM_HINT_T1);
+    add_products<num_rows, num_columns>(rows + k, stride, columns, part.column_stride, 0xFFFF, sums);
+  }
+  if (k < part.end)
+    add_products<num_rows, num_columns>(rows + k, stride, columns, part.column_stride, first_lanes(part.end - k), sums);
+  if (!part.is_last) {
+#pragma GCC unroll 24
+    for (int i = 0; i < num_rows * num_columns; ++i) waiting[i].lanes = sums[i];
+    return;
+  }
+  // One row's results are one after the other.
+  fold<num_rows * num_columns>(sums);
+  alignas(64) float results[2 * kLanes];
+  for (int i = 0; i < num_rows * num_columns; i += kLanes) _mm512_store_ps(results + i, sums[i / kLanes]);
+  const __mmask16 mask = first_lanes(num_columns);
+  for (int row = 0; row < num_rows; ++row) {
+    __m512 y = _mm512_maskz_loadu_ps(mask, results + row * num_columns);
+    if (matrix.bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, matrix.bias + column));
+    _mm512_mask_storeu_ps(output + row * matrix.num_columns + column, mask, y);
+  }
+}
+
+using Tile = void (*)(const float*, const FloatMatrix&, int64_t, const Part&, const char*, Sum*, float*);
+template <int num_columns>
+constexpr Tile kTilesOf[kTileRows] = {multiply_tile<1, num_columns>, multiply_tile<2, num_columns>,
+                                      multiply_tile<3, num_columns>};
+constexpr const Tile* kTiles[kTileColumns] = {kTilesOf<1>, kTilesOf<2>, kTilesOf<3>, kTilesOf<4>,
+                                              kTilesOf<5>, kTilesOf<6>, kTilesOf<7>, kTilesOf<8>};
+
+int64_t ceil_div(int64_t count, int64_t unit) { return (count + unit - 1) / unit; }
+
+// Columns `begin` to `end` for `num_rows` rows, which stay in cache.
+void multiply_block(const float* rows, int64_t num_rows, const FloatMatrix& matrix, int64_t begin, int64_t end,
+                    float* output) {
+  thread_local Scratch<Sum> sums;
+  thread_local Scratch<float> copies;
+  const int64_t width = matrix.num_rows, num_tiles = ceil_div(num_rows, kTileRows);
+  // A single tile meets its columns once: nothing to keep near.
+  const int64_t num_parts = num_tiles == 1 ? 1 : std::max<int64_t>(ceil_div(width, kPart), 1);
+  const int64_t step = ceil_div(ceil_div(width, num_parts), kLanes) * kLanes;
+  const bool is_copied = num_tiles >= kLeastTilesToCopy && width % kAliased == 0;
+  // An odd number of lines: columns begin at different places of the cache.
+  const int64_t stride = is_copied ? (step / kLanes | 1) * kLanes : width;
+  Sum* const waiting = sums.at_least(num_parts == 1 ? 0 : num_rows * kTileColumns);
+  float* const copy = copies.at_least(is_copied ? kTileColumns * stride : 0);
+  for (int64_t column = begin; column < end; column += kTileColumns) {
+    const int64_t num_columns = std::min(kTileColumns, end - column);
+    const float* columns = matrix.weights + column * width;
+    const char* ahead = reinterpret_cast<const char*>(columns + num_columns * width);
+    const int64_t lines_ahead = column + num_columns < end ? ceil_div(kTileColumns, num_tiles) : 0;
+    for (int64_t index = 0; index < num_parts; ++index) {
+      const int64_t first = index * step, last = std::min(first + step, width);
+      if (is_copied) {
+        for (int64_t each = 0; each < num_columns; ++each)
+          std::copy_n(columns + each * width + first, last - first, copy + each * stride);
+      }
+      const Part part{is_copied ? copy : columns + first, stride, first, last, index == 0, index == num_parts - 1,
+                      lines_ahead};
+      for (int64_t row = 0; row < num_rows; row += kTileRows) {
+        const int64_t count = std::min(kTileRows, num_rows - row);
+        kTiles[num_columns - 1][count - 1](rows + row * width, matrix, column, part, ahead, waiting + row * kTileColumns,
+                                           output + row * matrix.num_columns);
+        ahead += ceil_div(last - first, kLanes) * lines_ahead * kLine;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, const FloatMatrix& matrix, float* output) {
+  if (num_rows == 0 || matrix.num_columns == 0) return;
+  const int64_t width = matrix.num_rows;
+  const int64_t block = std::max(kBlock / std::max<int64_t>(width, 1) / kTileRows, int64_t{1}) * kTileRows;
+  share(parallel, ceil_div(matrix.num_columns, kTileColumns), [=, &matrix](int64_t begin, int64_t end) {
+    begin *= kTileColumns, end = std::min(end * kTileColumns, matrix.num_columns);
+    for (int64_t row = 0; row < num_rows; row += block)
+      multiply_block(rows + row * width, std::min(block, num_rows - row), matrix, begin, end,
+                     output + row * matrix.num_columns);
+  });
+}
+
+}  // namespace onward
