@@ -2,7 +2,6 @@
 
 #include <immintrin.h>
 
-#include <algorithm>
 #include <cstring>
 
 #include "scratch.h"
@@ -19,37 +18,16 @@ bool can_multiply() {
 // All above runs on any processor, all below where that is true.
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 
+#include "lanes.h"
+#include "rounding.h"
+
 namespace onward {
 namespace {
 
-constexpr int64_t kLanes = 16;
 constexpr int64_t kTileRows = 8;  // with two registers of columns: sixteen sums, which hide the latency of adding to one
-constexpr float kLeastPeak = 1e-30f;
-// Below this many numbers, rounding them is over before another thread has woken.
-constexpr int64_t kRoundedAlone = 1 << 14;
-__mmask16 first_lanes(int64_t count) { return count >= kLanes ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1); }
 
 // How many bytes a rounded row takes: whole groups. What is in the last beyond the row meets weights of zero.
 int64_t padded(int64_t width) { return (width + kGroupRows - 1) / kGroupRows * kGroupRows; }
-
-// Writes a row's bytes and returns its scale.
-float round_row(const float* row, int64_t width, const Rounding& rounding, uint8_t* bytes) {
-  __m512 peaks = _mm512_setzero_ps();
-  for (int64_t i = 0; i < width; i += kLanes)
-    peaks = _mm512_max_ps(peaks, _mm512_abs_ps(_mm512_maskz_loadu_ps(first_lanes(width - i), row + i)));
-  const float scale = std::max(_mm512_reduce_max_ps(peaks), kLeastPeak) * rounding.step;
-  const __m512 divisor = _mm512_set1_ps(scale);
-  const __m512i zero = _mm512_set1_epi32(rounding.zero);
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const __mmask16 mask = first_lanes(width - i);
-    const __m512 quotients = _mm512_div_ps(_mm512_maskz_loadu_ps(mask, row + i), divisor);
-    const __m512i rounded = _mm512_add_epi32(_mm512_cvtps_epi32(quotients), zero);
-    // What rounding led past the ends of a byte comes back to them.
-    const __m512i positive = _mm512_max_epi32(rounded, _mm512_setzero_si512());
-    _mm_mask_storeu_epi8(bytes + i, mask, _mm512_cvtusepi32_epi8(positive));
-  }
-  return scale;
-}
 
 // One panel's columns for `num_rows` rounded rows.
 template <int num_rows>
@@ -111,23 +89,11 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
   uint8_t* const rounded = bytes.at_least(num_rows * stride);
   float* const row_scales = scales.at_least(num_rows);
 
-  const auto round_rows = [=](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      row_scales[row] = round_row(rows + row * width, width, rounding, rounded + row * stride);
-  };
-  if (num_rows * width <= kRoundedAlone) {
-    round_rows(0, num_rows);
-  } else {
-    share(parallel, num_rows, round_rows);
-  }
-  share(parallel, num_panels, [=, &matrix](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      // A panel stays in the nearest cache while all rows meet it.
-      for (int64_t row = 0; row < num_rows; row += kTileRows) {
-        const int64_t count = std::min(kTileRows, num_rows - row);
-        kTiles[count - 1](rounded + row * stride, row_scales + row, matrix, panel, output + row * matrix.num_columns);
-      }
-    }
+  for_each_row(parallel, num_rows, width, [=](int64_t row) {
+    row_scales[row] = round_row(rows + row * width, width, rounding.step, rounding.zero, rounded + row * stride);
+  });
+  for_each_tile(parallel, num_panels, num_rows, kTileRows, [=, &matrix](int64_t panel, int64_t row, int64_t count) {
+    kTiles[count - 1](rounded + row * stride, row_scales + row, matrix, panel, output + row * matrix.num_columns);
   });
 }
 

@@ -1,0 +1,66 @@
+// Rows of floats rounded to bytes, each row with a scale of its own. For files that are compiled for AVX-512.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "lanes.h"
+#include "parallel.h"
+
+namespace onward {
+
+constexpr float kLeastPeak = 1e-30f;
+// Below this many numbers, rounding them is over before another thread has woken.
+constexpr int64_t kRoundedAlone = 1 << 14;
+
+// Writes a row's bytes, round(x / scale) + zero, and returns the scale, max(max |x|, 1e-30) · step.
+template <typename Byte>
+float round_row(const float* row, int64_t width, float step, int32_t zero, Byte* bytes) {
+  __m512 peaks = _mm512_setzero_ps();
+  for (int64_t i = 0; i < width; i += kLanes)
+    peaks = _mm512_max_ps(peaks, _mm512_abs_ps(_mm512_maskz_loadu_ps(first_lanes(width - i), row + i)));
+  const float scale = std::max(_mm512_reduce_max_ps(peaks), kLeastPeak) * step;
+  const __m512 divisor = _mm512_set1_ps(scale);
+  const __m512i zeros = _mm512_set1_epi32(zero);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const __mmask16 mask = first_lanes(width - i);
+    const __m512 quotients = _mm512_div_ps(_mm512_maskz_loadu_ps(mask, row + i), divisor);
+    const __m512i rounded = _mm512_add_epi32(_mm512_cvtps_epi32(quotients), zeros);
+    // What rounding led past the ends of a byte comes back to them.
+    if constexpr (std::is_signed_v<Byte>) {
+      _mm_mask_storeu_epi8(bytes + i, mask, _mm512_cvtsepi32_epi8(rounded));
+    } else {
+      const __m512i positive = _mm512_max_epi32(rounded, _mm512_setzero_si512());
+      _mm_mask_storeu_epi8(bytes + i, mask, _mm512_cvtusepi32_epi8(positive));
+    }
+  }
+  return scale;
+}
+
+// Calls `body(row)` for each row that is to be rounded.
+template <typename Body>
+void for_each_row(const Parallel& parallel, int64_t num_rows, int64_t width, const Body& body) {
+  const auto round = [&body](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) body(row);
+  };
+  if (num_rows * width <= kRoundedAlone) {
+    round(0, num_rows);
+  } else {
+    share(parallel, num_rows, round);
+  }
+}
+
+// Calls `body(panel, row, count)` for each panel and tile of rows. A panel stays in the nearest cache while all rows meet it.
+template <typename Body>
+void for_each_tile(const Parallel& parallel, int64_t num_panels, int64_t num_rows, int64_t tile_rows, const Body& body) {
+  share(parallel, num_panels, [=, &body](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      for (int64_t row = 0; row < num_rows; row += tile_rows) body(panel, row, std::min(tile_rows, num_rows - row));
+    }
+  });
+}
+
+}  // namespace onward
