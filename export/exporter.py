@@ -278,8 +278,13 @@ def _quantize(folder: Path, draft: Manifest, precision: Precision, on_stage: Cal
 
 
 def _use_own_operators(folder: Path, draft: Manifest) -> None:
-    """Rewrites the graphs in `folder` to the project's own operators, but the prefill graph: another provider's."""
+    """Rewrites the graphs in `folder` to the project's own operators.
+
+    Of a prefill graph, which is another provider's, products alone, so that its weights are the decoder's.
+    """
     for name, graph in draft.graphs.items():
+        if draft.precision is Precision.FP32:
+            quantize.quantize_file(folder / graph.file, Precision.FP32)
         if name != PREFILL:
             operators.use_own_file(folder / graph.file)
 

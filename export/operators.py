@@ -4,6 +4,9 @@ A processor that a kernel exists for computes a node by it (`model.kernels`). Ev
 reads ONNX, the node is what its function says: ONNX Runtime puts the function's nodes in its place and computes what
 depends on weights alone once, when it loads. So one file is as fast as the machine allows and runs on all.
 
+    Linear(rows [..., K], weight [N, K], bias [N]) → [..., N]
+        Rows times a matrix in float32, which lies as PyTorch has it, plus a bias.
+
     Int8Linear(rows [..., K], panels, scales [N], bias [N]) → [..., N]
         Rows times a matrix of bytes, plus a bias. Rows are rounded to bytes, each with a scale of its own:
 
@@ -12,6 +15,16 @@ depends on weights alone once, when it loads. So one file is as fast as the mach
 
         `panels` `[⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8` is the matrix `[K, N]` as a processor reads it: 32 columns together,
         of which four rows lie together, zeros where the matrix ends. Kernel and function give the same bits.
+
+    Int4Linear(rows [..., K], panels, scales, bias [N]) → [..., N]
+        Rows times a matrix of four bits a weight, in blocks of 32 along K, plus a bias. Its function is `MatMulNBits`,
+        which rounds rows block by block; the kernel rounds them as a whole, to signed bytes:
+
+            y = Σ over blocks (Σ byte · (code - 8) · block scale) · scale + bias
+
+        `panels` `[⌈N / 16⌉, K / 32, 4, 16, 4] uint8` has column n's code of k = 32 b + 8 i + j at
+        `[n / 16, b, i, n % 16, j]` in the low bits, that of k + 4 in the high ones; `scales`, in float16, are
+        `[⌈N / 16⌉, K / 32, 16]`. Columns past N are zeros.
 
     SwiGLU(rows [..., 2 F]) → [..., F]
         silu(gate) · up of each row's first and second half (Shazeer, 2020).
@@ -42,7 +55,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 DOMAIN = "onward"
 CONTRIB = "com.microsoft"
+LINEAR = "Linear"
 INT8_LINEAR = "Int8Linear"
+INT4_LINEAR = "Int4Linear"
 ATTENTION = "GroupQueryAttention"
 SWIGLU = "SwiGLU"
 ADD_RMS_NORM = "AddRMSNorm"
@@ -50,6 +65,8 @@ ADD_LAYER_NORM = "AddLayerNorm"
 
 PANEL_COLUMNS = 32
 GROUP_ROWS = 4
+INT4_PANEL_COLUMNS = 16
+INT4_BLOCK = 32
 LEAST_PEAK = np.float32(1e-30)
 """What a row's largest magnitude counts as at least: a row of zeros stays one, and nothing divides by zero."""
 
@@ -69,10 +86,11 @@ _ATTENTION_INPUTS = (
 )
 _ATTENTION_OUTPUTS = ("output", "present_key", "present_value")
 _ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "do_rotary", "local_window_size")
+_EIGHT_BIT_ROWS = 4  # an accuracy level
 _EVERYTHING = -1  # a window without an end
 # By what is fused with the sum before it: its own operator, and how many weights it has.
 _NORMS = {"RMSNormalization": (ADD_RMS_NORM, 1), "LayerNormalization": (ADD_LAYER_NORM, 2)}
-_PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits", INT8_LINEAR})
+_PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits", LINEAR, INT8_LINEAR, INT4_LINEAR})
 
 
 def pack_panels(weight: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
@@ -81,6 +99,23 @@ def pack_panels(weight: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
     padded = np.pad(weight, [(0, -inner % GROUP_ROWS), (0, -outer % PANEL_COLUMNS)])
     groups = padded.reshape(-1, GROUP_ROWS, padded.shape[1] // PANEL_COLUMNS, PANEL_COLUMNS)
     return np.ascontiguousarray(groups.transpose(2, 0, 3, 1))
+
+
+def pack_int4_panels(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Codes `[N, K / 32, 32]` of 0 to 15 as the panels of `Int4Linear`, `[⌈N / 16⌉, K / 32, 4, 16, 4]`."""
+    outer, num_blocks, _ = codes.shape
+    padded = np.pad(codes, [(0, -outer % INT4_PANEL_COLUMNS), (0, 0), (0, 0)])
+    pairs = padded.reshape(-1, INT4_PANEL_COLUMNS, num_blocks, 4, 2, 4)
+    both: npt.NDArray[np.uint8] = pairs[..., 0, :] | pairs[..., 1, :] << 4
+    return np.ascontiguousarray(both.transpose(0, 2, 3, 1, 4))
+
+
+def pack_int4_scales(scales: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
+    """Scales `[N, K / 32]` as those of `Int4Linear`, `[⌈N / 16⌉, K / 32, 16]`."""
+    outer, num_blocks = scales.shape
+    padded = np.pad(scales, [(0, -outer % INT4_PANEL_COLUMNS), (0, 0)])
+    panels = padded.reshape(-1, INT4_PANEL_COLUMNS, num_blocks).transpose(0, 2, 1)
+    return np.ascontiguousarray(panels).astype(np.float16)
 
 
 def use_own_file(path: Path) -> None:
@@ -191,7 +226,10 @@ def add_functions(model: onnx.ModelProto) -> None:
     """Gives a model the functions of those operators of `DOMAIN` that it uses and has none for yet."""
     used = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
     known = {function.name for function in model.functions if function.domain == DOMAIN}
-    model.functions.extend(_FUNCTIONS[name]() for name in sorted(used - known))
+    for name in sorted(used - known):
+        function = _FUNCTIONS[name]()
+        function.opset_import.extend(opset for opset in model.opset_import if not opset.domain)
+        model.functions.append(function)
     domains = {opset.domain for opset in model.opset_import}
     wanted = {DOMAIN: _VERSION, CONTRIB: 1} if used else {}
     model.opset_import.extend(
@@ -255,6 +293,60 @@ def _int8_linear() -> onnx.FunctionProto:
     return _function(INT8_LINEAR, ["rows", "panels", "scales", "bias"], ["output"], body, ["step", "zero", "K"])
 
 
+def _linear() -> onnx.FunctionProto:
+    body = [
+        helper.make_node("Transpose", ["weight"], ["matrix"], perm=[1, 0]),
+        helper.make_node("MatMul", ["rows", "matrix"], ["unbiased"]),
+        helper.make_node("Add", ["unbiased", "bias"], ["output"]),
+    ]
+    return _function(LINEAR, ["rows", "weight", "bias"], ["output"], body, [])
+
+
+def _int4_linear() -> onnx.FunctionProto:
+    constants = {
+        "low_bits": np.uint8(15),
+        "four": np.uint8(4),
+        "first": np.array([0], np.int64),
+        "even": np.array(0, np.int64),
+        "odd": np.array(1, np.int64),
+        "high_axis": np.array([4], np.int64),
+        "minus_one": np.array([-1], np.int64),
+        "pairs_of_codes": np.array([INT4_BLOCK // 2, 2], np.int64),
+    }
+    body = [
+        *(_constant(name, value) for name, value in constants.items()),
+        # Panels to bytes of neighbours along K, as `MatMulNBits` has them: [N, K / 32, 16].
+        helper.make_node("BitwiseAnd", ["panels", "low_bits"], ["low"]),
+        helper.make_node("BitShift", ["panels", "four"], ["high"], direction="RIGHT"),
+        helper.make_node("Unsqueeze", ["low", "high_axis"], ["low_half"]),
+        helper.make_node("Unsqueeze", ["high", "high_axis"], ["high_half"]),
+        helper.make_node("Concat", ["low_half", "high_half"], ["halves"], axis=4),
+        helper.make_node("Transpose", ["halves"], ["columns"], perm=[0, 3, 1, 2, 4, 5]),
+        helper.make_node("Flatten", ["columns"], ["flat_columns"], axis=2),
+        helper.make_node("Shape", ["scales"], ["scales_shape"], start=1, end=2),
+        helper.make_node("Concat", ["minus_one", "scales_shape", "pairs_of_codes"], ["codes_shape"], axis=0),
+        helper.make_node("Reshape", ["flat_columns", "codes_shape"], ["codes"]),
+        helper.make_node("Gather", ["codes", "even"], ["even_codes"], axis=3),
+        helper.make_node("Gather", ["codes", "odd"], ["odd_codes"], axis=3),
+        helper.make_node("BitShift", ["odd_codes", "four"], ["raised_codes"], direction="LEFT"),
+        helper.make_node("BitwiseOr", ["even_codes", "raised_codes"], ["all_bytes"]),
+        helper.make_node("Shape", ["bias"], ["num_columns"]),
+        helper.make_node("Slice", ["all_bytes", "first", "num_columns"], ["bytes"]),
+        # And the scales: [N, K / 32].
+        helper.make_node("Cast", ["scales"], ["float_scales"], to=TensorProto.FLOAT),
+        helper.make_node("Transpose", ["float_scales"], ["scale_columns"], perm=[0, 2, 1]),
+        helper.make_node("Concat", ["minus_one", "scales_shape"], ["all_scales_shape"], axis=0),
+        helper.make_node("Reshape", ["scale_columns", "all_scales_shape"], ["all_scales"]),
+        helper.make_node("Slice", ["all_scales", "first", "num_columns"], ["block_scales"]),
+    ]
+    product = helper.make_node("MatMulNBits", ["rows", "bytes", "block_scales"], ["unbiased"], domain=CONTRIB)
+    fixed = {"bits": 4, "block_size": INT4_BLOCK, "accuracy_level": _EIGHT_BIT_ROWS}
+    product.attribute.extend(helper.make_attribute(name, value) for name, value in fixed.items())
+    product.attribute.extend(_reference(name, name, onnx.AttributeProto.INT) for name in ("K", "N"))
+    body += [product, helper.make_node("Add", ["unbiased", "bias"], ["output"])]
+    return _function(INT4_LINEAR, ["rows", "panels", "scales", "bias"], ["output"], body, ["K", "N"])
+
+
 def _swiglu_function() -> onnx.FunctionProto:
     body = [
         helper.make_node("Split", ["rows"], ["gate", "up"], axis=-1, num_outputs=2),
@@ -279,7 +371,9 @@ def _attention() -> onnx.FunctionProto:
 
 
 _FUNCTIONS: Mapping[str, Callable[[], onnx.FunctionProto]] = {
+    LINEAR: _linear,
     INT8_LINEAR: _int8_linear,
+    INT4_LINEAR: _int4_linear,
     ATTENTION: _attention,
     SWIGLU: _swiglu_function,
     ADD_RMS_NORM: partial(_add_norm_function, ADD_RMS_NORM, "RMSNormalization", ["weight"]),
@@ -299,7 +393,7 @@ def _named(node: onnx.NodeProto, kind: str) -> str:
 def _function(
     name: str, inputs: Sequence[str], outputs: Sequence[str], body: Iterable[onnx.NodeProto], attributes: Sequence[str]
 ) -> onnx.FunctionProto:
-    opsets = [helper.make_opsetid("", 24), helper.make_opsetid(CONTRIB, 1)]
+    opsets = [helper.make_opsetid(CONTRIB, 1)]  # standard operators' is the model's
     return helper.make_function(DOMAIN, name, list(inputs), list(outputs), list(body), opsets, list(attributes))
 
 

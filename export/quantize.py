@@ -1,10 +1,11 @@
-"""A float32 graph rewritten so that its products with weights take fewer bits: a pure function on ONNX models.
+"""A graph rewritten so that its products with weights take fewer bits, or are our own: a pure function on ONNX models.
 
+    fp32    what it was, by the operator of this project's own (`onward.Linear`, see `export.operators`)
     int8    weights have one scale for each output channel and activations one for each row, that is each token;
-            products of bytes add up exactly in int32 (`onward.Int8Linear`, see `export.operators`)
-    int4    weights have one scale for each block of 32 along their input; what activations are rounded to is the
-            operator's affair, block by block of one row (`MatMulNBits`, accuracy level 4). The output head is int8:
-            its errors reach the logits undiminished
+            products of bytes add up exactly in int32 (`onward.Int8Linear`)
+    int4    weights have one scale for each block of 32 along their input, and activations one for each row or, by
+            standard operators, each block of a row (`onward.Int4Linear`; `MatMulNBits` where an input is not a multiple
+            of 32 or float16 holds no scale). The output head is int8: its errors reach the logits undiminished
 
 Rewritten is every product of activations with a stored matrix: the projections around attention, the feed-forward
 networks, the output head. All else stays float32: attention itself with its scores and K/V, norms, biases, and the
@@ -34,7 +35,18 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from export.operators import CONTRIB, DOMAIN, INT8_LINEAR, add_functions, pack_panels
+from export.operators import (
+    CONTRIB,
+    DOMAIN,
+    INT4_BLOCK,
+    INT4_LINEAR,
+    INT8_LINEAR,
+    LINEAR,
+    add_functions,
+    pack_int4_panels,
+    pack_int4_scales,
+    pack_panels,
+)
 from model.artifact import Precision
 from model.config import ModelConfig
 
@@ -55,6 +67,8 @@ _BYTES = (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
 _INT4_ZERO = 8
 # By how much of its largest magnitude a block's scale reaches; the least squared error decides.
 _INT4_REACHES = np.linspace(1.0, 0.7, 7, dtype=np.float32)
+# What float16 holds in full.
+_LEAST_FLOAT16, _LARGEST_FLOAT16 = np.finfo(np.float16).tiny, np.finfo(np.float16).max
 _ACCURACY_LEVEL = 4  # activations in eight bits
 
 
@@ -88,17 +102,15 @@ def quantize(model: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
 
     Args:
         model: with its weights loaded; left as it is.
-        precision: float32 gives a copy.
+        precision: float32 gives products as they were, by the operator of this project's own.
 
     Raises:
         ValueError: when a weight's input is not a multiple of any block (int4), or the precision is none of these.
     """
-    quantized = onnx.ModelProto()
-    quantized.CopyFrom(model)
-    if precision is Precision.FP32:
-        return quantized
     if precision not in _REWRITES:
         raise ValueError(f"no graph is rewritten to {precision}")
+    quantized = onnx.ModelProto()
+    quantized.CopyFrom(model)
     graph = _Graph.of(quantized.graph)
     rewrite = _REWRITES[precision](graph)
     taken: set[str] = set()
@@ -227,6 +239,11 @@ class _Graph:
         is_row = len(others) == 1 and others[0] in self.stored and len(self.stored[others[0]].dims) == 1
         return readers[0] if is_row else None
 
+    def bias_of(self, product: _Product) -> str:
+        """The stored row that is added to a product: its bias, or zeros."""
+        outer = product.weight.shape[1]
+        return product.bias or self.store(f"no_bias_{outer}", np.zeros(outer, np.float32))
+
     def store(self, name: str, values: npt.ArrayLike) -> str:
         """Adds a tensor, once for each name; returns the name."""
         if name not in self.stored:
@@ -245,6 +262,18 @@ class _Graph:
 
 
 @dataclass(slots=True)
+class _Float:
+    """Leaves products what they are, by the operator of our own, which takes matrices as PyTorch stores them."""
+
+    graph: _Graph
+
+    def __call__(self, product: _Product) -> Iterator[onnx.NodeProto]:
+        weight = self.graph.store(product.name, product.weight.T)
+        inputs = [product.rows, weight, self.graph.bias_of(product)]
+        yield _node(product, LINEAR, inputs, product.output, domain=DOMAIN)
+
+
+@dataclass(slots=True)
 class _Int8:
     """Rewrites products to int8: `export.operators` says how rows are rounded.
 
@@ -259,7 +288,7 @@ class _Int8:
             product.rows,
             self.graph.store(f"{product.name}_int8", pack_panels(weight)),
             self.graph.store(f"{product.name}_scale", column_scales),
-            product.bias or self.graph.store(f"int8.no_bias_{len(column_scales)}", np.zeros_like(column_scales)),
+            self.graph.bias_of(product),
         ]
         is_positive = product.rows in self.graph.positives
         rounding = {
@@ -287,6 +316,20 @@ class _Int4:
         if block_size is None:
             raise ValueError(f"{product.name} has {inner} inputs, int4 needs a multiple of {BLOCK_SIZES[-1]}")
         weight, scales = quantize_blocks(product.weight, block_size)
+        if (
+            block_size == INT4_BLOCK
+            and np.abs(scales).min() >= _LEAST_FLOAT16
+            and np.abs(scales).max() <= _LARGEST_FLOAT16
+        ):
+            codes = np.stack([weight & 15, weight >> 4], axis=-1).reshape(outer, -1, INT4_BLOCK)
+            inputs = [
+                product.rows,
+                self.graph.store(f"{product.name}_int4", pack_int4_panels(codes)),
+                self.graph.store(f"{product.name}_scale", pack_int4_scales(scales)),
+                self.graph.bias_of(product),
+            ]
+            yield _node(product, INT4_LINEAR, inputs, product.output, domain=DOMAIN, K=inner, N=outer)
+            return
         inputs = [
             product.rows,
             self.graph.store(f"{product.name}_int4", weight),
@@ -300,6 +343,7 @@ class _Int4:
 
 
 _REWRITES: Mapping[Precision, Callable[[_Graph], Callable[[_Product], Iterator[onnx.NodeProto]]]] = {
+    Precision.FP32: _Float,
     Precision.INT8: _Int8,
     Precision.INT4: _Int4,
 }

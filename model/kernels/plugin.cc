@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "attention.h"
+#include "float_linear.h"
+#include "int4_linear.h"
 #include "linear.h"
 #include "onnxruntime_abi.h"
 #include "parallel.h"
@@ -138,6 +140,13 @@ int64_t product(const std::vector<int64_t>& shape) {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
 }
 
+std::vector<int64_t> with_last(std::vector<int64_t> shape, int64_t last) {
+  shape.back() = last;
+  return shape;
+}
+
+int64_t num_rows_of(const Tensor& rows) { return product({rows.shape.begin(), rows.shape.end() - 1}); }
+
 // An operator's inputs and outputs: their types, and which may be absent.
 struct Port {
   ort::ElementType type;
@@ -170,13 +179,9 @@ class Int8Linear {
     const Tensor bias = runtime.input(context, 3);
     runtime.require(bias.shape == scales.shape, "bias must be as long as scales");
     runtime.require(!rows.shape.empty() && rows.shape.back() == num_rows_, "rows must be K numbers wide");
-    std::vector<int64_t> shape = rows.shape;
-    shape.pop_back();
-    const int64_t count = product(shape);
-    shape.push_back(scales.shape[0]);
-    const Tensor output = runtime.output(context, 0, std::move(shape));
+    const Tensor output = runtime.output(context, 0, with_last(rows.shape, scales.shape[0]));
     const Lender lender{&runtime, context};
-    multiply(lender.parallel(), rows.as<float>(), count, rounding_, matrix(panels, scales, bias),
+    multiply(lender.parallel(), rows.as<float>(), num_rows_of(rows), rounding_, matrix(panels, scales, bias),
              output.as<float>());
   }
 
@@ -188,6 +193,56 @@ class Int8Linear {
   Rounding rounding_;
   int64_t num_rows_;
   std::vector<int32_t> offsets_;
+};
+
+// `Int4Linear(rows [..., K], panels [⌈N / 16⌉, K / 32, 4, 16, 4] uint8, scales [⌈N / 16⌉, K / 32, 16] float16, bias [N])
+// → [..., N]`; see int4_linear.h.
+class Int4Linear {
+ public:
+  static constexpr char kName[] = "Int4Linear";
+  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kUint8}, {ort::kFloat16}, {ort::kFloat}};
+  static constexpr size_t kOutputs = 1;
+  static bool is_able() { return can_multiply_int4(); }
+
+  Int4Linear(const Runtime&, const ort::KernelInfo*) {}
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    const Tensor rows = runtime.input(context, 0), panels = runtime.input(context, 1), scales = runtime.input(context, 2);
+    const Tensor bias = runtime.input(context, 3);
+    runtime.require(bias.shape.size() == 1, "bias must have 1 dimension");
+    runtime.require(!rows.shape.empty() && rows.shape.back() % kInt4Block == 0, "rows must be a multiple of 32 wide");
+    const int64_t num_columns = bias.shape[0], num_blocks = rows.shape.back() / kInt4Block;
+    const int64_t num_panels = (num_columns + kInt4PanelColumns - 1) / kInt4PanelColumns;
+    runtime.require(panels.shape == std::vector<int64_t>{num_panels, num_blocks, 4, kInt4PanelColumns, 4} &&
+                        scales.shape == std::vector<int64_t>{num_panels, num_blocks, kInt4PanelColumns},
+                    "panels must be [ceil(N / 16), K / 32, 4, 16, 4] and scales [ceil(N / 16), K / 32, 16]");
+    const Int4Matrix matrix{panels.as<uint8_t>(), scales.as<uint16_t>(), rows.shape.back(), num_columns, bias.as<float>()};
+    const Tensor output = runtime.output(context, 0, with_last(rows.shape, num_columns));
+    const Lender lender{&runtime, context};
+    multiply(lender.parallel(), rows.as<float>(), num_rows_of(rows), matrix, output.as<float>());
+  }
+};
+
+// `Linear(rows [..., K], weight [N, K], bias [N]) → [..., N]`; see float_linear.h.
+class Linear {
+ public:
+  static constexpr char kName[] = "Linear";
+  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
+  static constexpr size_t kOutputs = 1;
+  static bool is_able() { return can_multiply_floats(); }
+
+  Linear(const Runtime&, const ort::KernelInfo*) {}
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    const Tensor rows = runtime.input(context, 0), weight = runtime.input(context, 1), bias = runtime.input(context, 2);
+    runtime.require(weight.shape.size() == 2 && bias.shape == std::vector<int64_t>{weight.shape[0]},
+                    "weight must be [N, K] and bias [N]");
+    runtime.require(!rows.shape.empty() && rows.shape.back() == weight.shape[1], "rows must be K numbers wide");
+    const FloatMatrix matrix{weight.as<float>(), weight.shape[1], weight.shape[0], bias.as<float>()};
+    const Tensor output = runtime.output(context, 0, with_last(rows.shape, weight.shape[0]));
+    const Lender lender{&runtime, context};
+    multiply(lender.parallel(), rows.as<float>(), num_rows_of(rows), matrix, output.as<float>());
+  }
 };
 
 // `GroupQueryAttention` of `com.microsoft` over float32 K/V, without what no graph of ours asks for; see attention.h.
@@ -291,12 +346,9 @@ class SwiGlu {
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
     const Tensor rows = runtime.input(context, 0);
     runtime.require(!rows.shape.empty() && rows.shape.back() % 2 == 0, "rows must be gate and up beside each other");
-    std::vector<int64_t> shape = rows.shape;
-    shape.back() /= 2;
-    const int64_t width = shape.back();
-    const Tensor output = runtime.output(context, 0, std::move(shape));
+    const int64_t width = rows.shape.back() / 2, num_rows = num_rows_of(rows);
+    const Tensor output = runtime.output(context, 0, with_last(rows.shape, width));
     const Lender lender{&runtime, context};
-    const int64_t num_rows = width ? product(rows.shape) / (2 * width) : 0;
     if (num_rows) swiglu(lender.parallel(), rows.as<float>(), num_rows, width, output.as<float>());
   }
 };
@@ -324,7 +376,7 @@ class AddNorm {
     }
     const Tensor sums = runtime.output(context, 0, left.shape), output = runtime.output(context, 1, left.shape);
     const Lender lender{&runtime, context};
-    const int64_t num_rows = width ? product(left.shape) / width : 0;
+    const int64_t num_rows = num_rows_of(left);
     const Addition addition{left.as<float>(), right.as<float>(), sums.as<float>(), num_rows, width};
     if (num_rows) norm(lender.parallel(), addition, weights, epsilon_, output.as<float>());
   }
@@ -414,7 +466,7 @@ struct Able {
   }
 };
 
-using Operators = Able<Int8Linear, GroupQueryAttention, SwiGlu, AddRmsNorm, AddLayerNorm>;
+using Operators = Able<Linear, Int8Linear, Int4Linear, GroupQueryAttention, SwiGlu, AddRmsNorm, AddLayerNorm>;
 
 }  // namespace
 }  // namespace onward

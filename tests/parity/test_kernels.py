@@ -22,9 +22,14 @@ from export.operators import (
     ATTENTION,
     CONTRIB,
     DOMAIN,
+    INT4_BLOCK,
+    INT4_LINEAR,
     INT8_LINEAR,
+    LINEAR,
     SWIGLU,
     add_functions,
+    pack_int4_panels,
+    pack_int4_scales,
     pack_panels,
     use_own,
 )
@@ -105,6 +110,62 @@ def test_int8_linear_has_the_bits_of_its_function(
     found = _session(model, by_kernels=True).run(None, {"x": x.astype(np.float32)})[0]
     expected = _session(model, by_kernels=False).run(None, {"x": x.astype(np.float32)})[0]
     np.testing.assert_array_equal(found, expected)
+
+
+@given(
+    inner=st.integers(1, 130),
+    outer=st.integers(1, 100),
+    num_rows=st.integers(0, 40),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None, max_examples=40)
+def test_linear_is_the_product_and_each_rows_own(inner: int, outer: int, num_rows: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weight, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((outer, inner), (outer,)))
+    x = rng.standard_normal((num_rows, inner)).astype(np.float32)
+    node = helper.make_node(LINEAR, ["x", "weight", "bias"], ["y"], domain=DOMAIN)
+    model = _model([node], {"x": x}, ["y"], {"weight": weight, "bias": bias})
+    session = _session(model, by_kernels=True)
+    (found,) = session.run(None, {"x": x})
+    room = 1e-6 * (np.abs(x).astype(np.float64) @ np.abs(weight).T + 1)
+    assert (np.abs(found - (x.astype(np.float64) @ weight.T + bias)) <= room).all()
+    (standard,) = _session(model, by_kernels=False).run(None, {"x": x})
+    assert (np.abs(found - standard) <= 2 * room).all()
+    for row in range(min(num_rows, 3)):
+        assert session.run(None, {"x": x[row : row + 1]})[0].tobytes() == found[row : row + 1].tobytes()
+
+
+@given(
+    num_blocks=st.integers(1, 5),
+    outer=st.integers(1, 60),
+    num_rows=st.integers(0, 40),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None, max_examples=40)
+def test_int4_linear_is_its_definition_and_each_rows_own(num_blocks: int, outer: int, num_rows: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    inner = num_blocks * INT4_BLOCK
+    codes = rng.integers(0, 16, (outer, num_blocks, INT4_BLOCK)).astype(np.uint8)
+    scales = rng.uniform(-0.1, 0.1, (outer, num_blocks)).astype(np.float16).astype(np.float32)
+    bias = rng.standard_normal(outer).astype(np.float32)
+    stored = {"panels": pack_int4_panels(codes), "scales": pack_int4_scales(scales), "bias": bias}
+    x = rng.standard_normal((num_rows, inner)).astype(np.float32) * rng.choice([1e-3, 1, 1e3], (num_rows, 1))
+    x = x.astype(np.float32)
+    node = helper.make_node(INT4_LINEAR, ["x", *stored], ["y"], domain=DOMAIN, K=inner, N=outer)
+    model = _model([node], {"x": x}, ["y"], stored)
+    session = _session(model, by_kernels=True)
+    (found,) = session.run(None, {"x": x})
+    weight = ((codes.astype(np.float64) - 8) * scales[..., None]).reshape(outer, inner)
+    row_scales = np.abs(x).max(axis=-1, keepdims=True) * (np.float32(1) / np.float32(127))
+    rounded = np.rint(x / row_scales) * row_scales.astype(np.float64)
+    room = 1e-6 * (np.abs(x) @ np.abs(weight).T + 1)
+    assert (np.abs(found - (rounded @ weight.T + bias)) <= room).all()
+    # The function rounds rows block by block: by less, if anything.
+    (standard,) = _session(model, by_kernels=False).run(None, {"x": x})
+    step = 0.51 * row_scales * np.abs(weight).sum(axis=-1)
+    assert (np.abs(standard - (x.astype(np.float64) @ weight.T + bias)) <= step + room).all()
+    for row in range(min(num_rows, 3)):
+        assert session.run(None, {"x": x[row : row + 1]})[0].tobytes() == found[row : row + 1].tobytes()
 
 
 def test_a_session_with_kernels_has_them_in_its_graph_and_one_without_has_standard_operators(tmp_path: Path) -> None:
