@@ -153,7 +153,9 @@ void multiply_block(const float* rows, int64_t num_rows, const FloatMatrix& matr
 void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, const FloatMatrix& matrix, float* output) {
   if (num_rows == 0 || matrix.num_columns == 0) return;
   const int64_t width = matrix.num_rows;
-  const int64_t block = std::max(kBlock / std::max<int64_t>(width, 1) / kTileRows, int64_t{1}) * kTileRows;
+  // Blocks of one size: a block of a few rows would be all reading of the matrix.
+  const int64_t num_blocks = std::max<int64_t>(ceil_div(num_rows * width, kBlock), 1);
+  const int64_t block = ceil_div(ceil_div(num_rows, num_blocks), kTileRows) * kTileRows;
   share(parallel, ceil_div(matrix.num_columns, kTileColumns), [=, &matrix](int64_t begin, int64_t end) {
     begin *= kTileColumns, end = std::min(end * kTileColumns, matrix.num_columns);
     for (int64_t row = 0; row < num_rows; row += block)
