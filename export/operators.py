@@ -4,27 +4,30 @@ A processor that a kernel exists for computes a node by it (`model.kernels`). Ev
 reads ONNX, the node is what its function says: ONNX Runtime puts the function's nodes in its place and computes what
 depends on weights alone once, when it loads. So one file is as fast as the machine allows and runs on all.
 
-    Linear(rows [..., K], weight [N, K], bias [N]) → [..., N]
-        Rows times a matrix in float32, which lies as PyTorch has it, plus a bias.
+    Linear(rows [..., K], weight [N, K]) → [..., N]
+        Rows times a matrix in float32, which lies as PyTorch has it.
 
-    Int8Linear(rows [..., K], panels, scales [N], bias [N]) → [..., N]
-        Rows times a matrix of bytes, plus a bias. Rows are rounded to bytes, each with a scale of its own:
+    Int8Linear(rows [..., K], panels, scales [N]) → [..., N]
+        Rows times a matrix of bytes. Rows are rounded to bytes, each with a scale of its own:
 
             scale = max(max |x|, tiny) · step        byte = round(x / scale) + zero
-            y = Σ (byte - zero) · weight · column scale · scale + bias
+            y = Σ (byte - zero) · weight · column scale · scale
 
         `panels` `[⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8` is the matrix `[K, N]` as a processor reads it: 32 columns together,
         of which four rows lie together, zeros where the matrix ends. Kernel and function give the same bits.
 
-    Int4Linear(rows [..., K], panels, scales, bias [N]) → [..., N]
-        Rows times a matrix of four bits a weight, in blocks of 32 along K, plus a bias. Its function is `MatMulNBits`,
+    Int4Linear(rows [..., K], panels, scales) → [..., N]
+        Rows times a matrix of four bits a weight, in blocks of 32 along K. Its function is `MatMulNBits`,
         which rounds rows block by block; the kernel rounds them as a whole, to signed bytes:
 
-            y = Σ over blocks (Σ byte · (code - 8) · block scale) · scale + bias
+            y = Σ over blocks (Σ byte · (code - 8) · block scale) · scale
 
         `panels` `[⌈N / 16⌉, K / 32, 4, 16, 4] uint8` has column n's code of k = 32 b + 8 i + j at
         `[n / 16, b, i, n % 16, j]` in the low bits, that of k + 4 in the high ones; `scales`, in float16, are
         `[⌈N / 16⌉, K / 32, 16]`. Columns past N are zeros.
+
+    BiasedLinear, BiasedInt8Linear, BiasedInt4Linear
+        The same with one more input, a bias `[N]`, which is added last.
 
     SwiGLU(rows [..., 2 F]) → [..., F]
         silu(gate) · up of each row's first and second half (Shazeer, 2020).
@@ -58,6 +61,8 @@ CONTRIB = "com.microsoft"
 LINEAR = "Linear"
 INT8_LINEAR = "Int8Linear"
 INT4_LINEAR = "Int4Linear"
+BIASED = "Biased"
+"""What begins the name of each of these where a bias is added."""
 ATTENTION = "GroupQueryAttention"
 SWIGLU = "SwiGLU"
 ADD_RMS_NORM = "AddRMSNorm"
@@ -90,7 +95,8 @@ _EIGHT_BIT_ROWS = 4  # an accuracy level
 _EVERYTHING = -1  # a window without an end
 # By what is fused with the sum before it: its own operator, and how many weights it has.
 _NORMS = {"RMSNormalization": (ADD_RMS_NORM, 1), "LayerNormalization": (ADD_LAYER_NORM, 2)}
-_PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits", LINEAR, INT8_LINEAR, INT4_LINEAR})
+_OWN_PRODUCTS = frozenset(f"{bias}{kind}" for bias in ("", BIASED) for kind in (LINEAR, INT8_LINEAR, INT4_LINEAR))
+_PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits"}) | _OWN_PRODUCTS
 
 
 def pack_panels(weight: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
@@ -106,7 +112,7 @@ def pack_int4_panels(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     outer, num_blocks, _ = codes.shape
     padded = np.pad(codes, [(0, -outer % INT4_PANEL_COLUMNS), (0, 0), (0, 0)])
     pairs = padded.reshape(-1, INT4_PANEL_COLUMNS, num_blocks, 4, 2, 4)
-    both: npt.NDArray[np.uint8] = pairs[..., 0, :] | pairs[..., 1, :] << 4
+    both: npt.NDArray[np.uint8] = pairs[..., 0, :] | np.left_shift(pairs[..., 1, :], np.uint8(4))
     return np.ascontiguousarray(both.transpose(0, 2, 3, 1, 4))
 
 
@@ -246,7 +252,7 @@ def add_functions(model: onnx.ModelProto) -> None:
     )
 
 
-def _int8_linear() -> onnx.FunctionProto:
+def _int8_linear(*, is_biased: bool) -> onnx.FunctionProto:
     constants = {
         "one": np.float32(1),
         "least_peak": LEAST_PEAK,
@@ -283,26 +289,26 @@ def _int8_linear() -> onnx.FunctionProto:
             "MatMulIntegerToFloat", ["bytes", "weight", "one", "scales", "zero_byte"], ["sums"], domain=CONTRIB
         ),
         helper.make_node("Unsqueeze", ["row_scales", "second"], ["column_of_scales"]),
-        helper.make_node("Mul", ["sums", "column_of_scales"], ["unbiased"]),
-        helper.make_node("Add", ["unbiased", "bias"], ["products"]),
+        helper.make_node("Mul", ["sums", "column_of_scales"], ["products"]),
         helper.make_node("Shape", ["rows"], ["shape"]),
         helper.make_node("Slice", ["shape", "first", "last"], ["leading"]),
         helper.make_node("Concat", ["leading", "num_columns"], ["new_shape"], axis=0),
-        helper.make_node("Reshape", ["products", "new_shape"], ["output"]),
+        helper.make_node("Reshape", ["products", "new_shape"], [_product(is_biased)]),
     ]
-    return _function(INT8_LINEAR, ["rows", "panels", "scales", "bias"], ["output"], body, ["step", "zero", "K"])
+    return _product_function(
+        INT8_LINEAR, ["rows", "panels", "scales"], body, ["step", "zero", "K"], is_biased=is_biased
+    )
 
 
-def _linear() -> onnx.FunctionProto:
+def _linear(*, is_biased: bool) -> onnx.FunctionProto:
     body = [
         helper.make_node("Transpose", ["weight"], ["matrix"], perm=[1, 0]),
-        helper.make_node("MatMul", ["rows", "matrix"], ["unbiased"]),
-        helper.make_node("Add", ["unbiased", "bias"], ["output"]),
+        helper.make_node("MatMul", ["rows", "matrix"], [_product(is_biased)]),
     ]
-    return _function(LINEAR, ["rows", "weight", "bias"], ["output"], body, [])
+    return _product_function(LINEAR, ["rows", "weight"], body, [], is_biased=is_biased)
 
 
-def _int4_linear() -> onnx.FunctionProto:
+def _int4_linear(*, is_biased: bool) -> onnx.FunctionProto:
     constants = {
         "low_bits": np.uint8(15),
         "four": np.uint8(4),
@@ -315,6 +321,7 @@ def _int4_linear() -> onnx.FunctionProto:
     }
     body = [
         *(_constant(name, value) for name, value in constants.items()),
+        _attribute("N", "int"),
         # Panels to bytes of neighbours along K, as `MatMulNBits` has them: [N, K / 32, 16].
         helper.make_node("BitwiseAnd", ["panels", "low_bits"], ["low"]),
         helper.make_node("BitShift", ["panels", "four"], ["high"], direction="RIGHT"),
@@ -330,7 +337,7 @@ def _int4_linear() -> onnx.FunctionProto:
         helper.make_node("Gather", ["codes", "odd"], ["odd_codes"], axis=3),
         helper.make_node("BitShift", ["odd_codes", "four"], ["raised_codes"], direction="LEFT"),
         helper.make_node("BitwiseOr", ["even_codes", "raised_codes"], ["all_bytes"]),
-        helper.make_node("Shape", ["bias"], ["num_columns"]),
+        helper.make_node("Unsqueeze", ["N", "first"], ["num_columns"]),
         helper.make_node("Slice", ["all_bytes", "first", "num_columns"], ["bytes"]),
         # And the scales: [N, K / 32].
         helper.make_node("Cast", ["scales"], ["float_scales"], to=TensorProto.FLOAT),
@@ -339,12 +346,28 @@ def _int4_linear() -> onnx.FunctionProto:
         helper.make_node("Reshape", ["scale_columns", "all_scales_shape"], ["all_scales"]),
         helper.make_node("Slice", ["all_scales", "first", "num_columns"], ["block_scales"]),
     ]
-    product = helper.make_node("MatMulNBits", ["rows", "bytes", "block_scales"], ["unbiased"], domain=CONTRIB)
+    inputs, output = ["rows", "bytes", "block_scales"], _product(is_biased)
+    product = helper.make_node("MatMulNBits", inputs, [output], domain=CONTRIB)
     fixed = {"bits": 4, "block_size": INT4_BLOCK, "accuracy_level": _EIGHT_BIT_ROWS}
     product.attribute.extend(helper.make_attribute(name, value) for name, value in fixed.items())
     product.attribute.extend(_reference(name, name, onnx.AttributeProto.INT) for name in ("K", "N"))
-    body += [product, helper.make_node("Add", ["unbiased", "bias"], ["output"])]
-    return _function(INT4_LINEAR, ["rows", "panels", "scales", "bias"], ["output"], body, ["K", "N"])
+    return _product_function(
+        INT4_LINEAR, ["rows", "panels", "scales"], [*body, product], ["K", "N"], is_biased=is_biased
+    )
+
+
+def _product(is_biased: bool) -> str:  # noqa: FBT001 (it has no other argument)
+    """What a product's function calls what its bias is to be added to."""
+    return "unbiased" if is_biased else "output"
+
+
+def _product_function(
+    name: str, inputs: Sequence[str], body: Sequence[onnx.NodeProto], attributes: Sequence[str], *, is_biased: bool
+) -> onnx.FunctionProto:
+    if not is_biased:
+        return _function(name, inputs, ["output"], body, attributes)
+    add = helper.make_node("Add", ["unbiased", "bias"], ["output"])
+    return _function(f"{BIASED}{name}", [*inputs, "bias"], ["output"], [*body, add], attributes)
 
 
 def _swiglu_function() -> onnx.FunctionProto:
@@ -371,9 +394,12 @@ def _attention() -> onnx.FunctionProto:
 
 
 _FUNCTIONS: Mapping[str, Callable[[], onnx.FunctionProto]] = {
-    LINEAR: _linear,
-    INT8_LINEAR: _int8_linear,
-    INT4_LINEAR: _int4_linear,
+    LINEAR: partial(_linear, is_biased=False),
+    INT8_LINEAR: partial(_int8_linear, is_biased=False),
+    INT4_LINEAR: partial(_int4_linear, is_biased=False),
+    f"{BIASED}{LINEAR}": partial(_linear, is_biased=True),
+    f"{BIASED}{INT8_LINEAR}": partial(_int8_linear, is_biased=True),
+    f"{BIASED}{INT4_LINEAR}": partial(_int4_linear, is_biased=True),
     ATTENTION: _attention,
     SWIGLU: _swiglu_function,
     ADD_RMS_NORM: partial(_add_norm_function, ADD_RMS_NORM, "RMSNormalization", ["weight"]),

@@ -36,6 +36,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from export.operators import (
+    BIASED,
     CONTRIB,
     DOMAIN,
     INT4_BLOCK,
@@ -208,7 +209,8 @@ class _Graph:
 
     def product(self, node: onnx.NodeProto) -> _Product | None:
         """What a node multiplies, if it is activations with a stored matrix; None for any other node."""
-        if node.op_type not in ("MatMul", "Gemm") or node.domain:
+        is_own = node.domain == DOMAIN and node.op_type in (LINEAR, f"{BIASED}{LINEAR}")
+        if not is_own and (node.op_type not in ("MatMul", "Gemm") or node.domain):
             return None
         attributes = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
         rows, name, *rest = node.input
@@ -225,7 +227,7 @@ class _Graph:
             scope=node.name.rpartition("/")[0] or name.rpartition(".")[0],
             name=name.removesuffix("_transposed"),
             rows=rows,
-            weight=weight.T if attributes.get("transB", 0) else weight,
+            weight=weight.T if is_own or attributes.get("transB", 0) else weight,
             bias=bias,
             output=output,
         )
@@ -238,11 +240,6 @@ class _Graph:
         others = [name for name in readers[0].input if name != product]
         is_row = len(others) == 1 and others[0] in self.stored and len(self.stored[others[0]].dims) == 1
         return readers[0] if is_row else None
-
-    def bias_of(self, product: _Product) -> str:
-        """The stored row that is added to a product: its bias, or zeros."""
-        outer = product.weight.shape[1]
-        return product.bias or self.store(f"no_bias_{outer}", np.zeros(outer, np.float32))
 
     def store(self, name: str, values: npt.ArrayLike) -> str:
         """Adds a tensor, once for each name; returns the name."""
@@ -269,8 +266,7 @@ class _Float:
 
     def __call__(self, product: _Product) -> Iterator[onnx.NodeProto]:
         weight = self.graph.store(product.name, product.weight.T)
-        inputs = [product.rows, weight, self.graph.bias_of(product)]
-        yield _node(product, LINEAR, inputs, product.output, domain=DOMAIN)
+        yield _own_node(product, LINEAR, [product.rows, weight])
 
 
 @dataclass(slots=True)
@@ -288,7 +284,6 @@ class _Int8:
             product.rows,
             self.graph.store(f"{product.name}_int8", pack_panels(weight)),
             self.graph.store(f"{product.name}_scale", column_scales),
-            self.graph.bias_of(product),
         ]
         is_positive = product.rows in self.graph.positives
         rounding = {
@@ -296,7 +291,7 @@ class _Int8:
             "zero": 0 if is_positive else ROW_ZERO,
             "K": len(weight),
         }
-        yield _node(product, INT8_LINEAR, inputs, product.output, domain=DOMAIN, **rounding)
+        yield _own_node(product, INT8_LINEAR, inputs, **rounding)
 
 
 @dataclass(slots=True)
@@ -326,9 +321,8 @@ class _Int4:
                 product.rows,
                 self.graph.store(f"{product.name}_int4", pack_int4_panels(codes)),
                 self.graph.store(f"{product.name}_scale", pack_int4_scales(scales)),
-                self.graph.bias_of(product),
             ]
-            yield _node(product, INT4_LINEAR, inputs, product.output, domain=DOMAIN, K=inner, N=outer)
+            yield _own_node(product, INT4_LINEAR, inputs, K=inner, N=outer)
             return
         inputs = [
             product.rows,
@@ -347,6 +341,13 @@ _REWRITES: Mapping[Precision, Callable[[_Graph], Callable[[_Product], Iterator[o
     Precision.INT8: _Int8,
     Precision.INT4: _Int4,
 }
+
+
+def _own_node(product: _Product, kind: str, inputs: Sequence[str], **attributes: Any) -> onnx.NodeProto:
+    """The product by an operator of this project's own, with its bias if it has one."""
+    if product.bias is not None:
+        kind, inputs = f"{BIASED}{kind}", [*inputs, product.bias]
+    return _node(product, kind, inputs, product.output, domain=DOMAIN, **attributes)
 
 
 def _node(product: _Product, kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:

@@ -52,11 +52,12 @@ void multiply_tile(const uint8_t* rows, const float* row_scales, const Int8Matri
     const __mmask16 mask = first_lanes(matrix.num_columns - column);
     const __m512 scales = _mm512_maskz_loadu_ps(mask, matrix.scales + column);
     const __m512i offsets = _mm512_maskz_loadu_epi32(mask, matrix.offsets + column);
-    const __m512 bias = _mm512_maskz_loadu_ps(mask, matrix.bias + column);
+    const __m512 bias = matrix.bias ? _mm512_maskz_loadu_ps(mask, matrix.bias + column) : _mm512_setzero_ps();
     for (int row = 0; row < num_rows; ++row) {
       const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[row][half], offsets));
-      const __m512 product = _mm512_mul_ps(_mm512_mul_ps(exact, scales), _mm512_set1_ps(row_scales[row]));
-      _mm512_mask_storeu_ps(output + row * matrix.num_columns + column, mask, _mm512_add_ps(product, bias));
+      __m512 y = _mm512_mul_ps(_mm512_mul_ps(exact, scales), _mm512_set1_ps(row_scales[row]));
+      if (matrix.bias) y = _mm512_add_ps(y, bias);
+      _mm512_mask_storeu_ps(output + row * matrix.num_columns + column, mask, y);
     }
   }
 }

@@ -16,7 +16,7 @@ struct Int8Matrix {
   int64_t num_rows;        // K
   int64_t num_columns;     // N
   const float* scales;     // [N]
-  const float* bias;       // [N]
+  const float* bias;       // [N], or nullptr for none
   const int32_t* offsets;  // [N], each column's sum times the byte that stands for zero in a row
 };
 

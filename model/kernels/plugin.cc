@@ -149,15 +149,24 @@ int64_t num_rows_of(const Tensor& rows) { return product({rows.shape.begin(), ro
 
 // An operator's inputs and outputs: their types, and which may be absent.
 struct Port {
-  ort::ElementType type;
+  ort::ElementType type = ort::kFloat;
   ort::Characteristic presence = ort::kRequired;
 };
 
-// `Int8Linear(rows [..., K], panels [⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8, scales [N], bias [N]) → [..., N]`; see linear.h.
+// The bias of a product that has one, `[N]`.
+const float* bias_of(const Runtime& runtime, const ort::KernelContext* context, size_t index, int64_t num_columns) {
+  const Tensor bias = runtime.input(context, index);
+  runtime.require(bias.shape == std::vector<int64_t>{num_columns}, "bias must be as long as the matrix has columns");
+  return bias.as<float>();
+}
+
+// `Int8Linear(rows [..., K], panels [⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8, scales [N]) → [..., N]`, and `BiasedInt8Linear` with
+// one more input, `[N]`; see linear.h.
+template <bool kIsBiased>
 class Int8Linear {
  public:
-  static constexpr char kName[] = "Int8Linear";
-  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kInt8}, {ort::kFloat}, {ort::kFloat}};
+  static constexpr const char* kName = kIsBiased ? "BiasedInt8Linear" : "Int8Linear";
+  static constexpr std::array<Port, 3 + kIsBiased> kInputs = {{{ort::kFloat}, {ort::kInt8}, {ort::kFloat}}};
   static constexpr size_t kOutputs = 1;
   static bool is_able() { return can_multiply(); }
 
@@ -171,13 +180,12 @@ class Int8Linear {
                                         (num_rows_ + kGroupRows - 1) / kGroupRows, kPanelColumns, kGroupRows};
     runtime.require(panels.shape == shape, "panels must be [ceil(N / 32), ceil(K / 4), 32, 4]");
     offsets_.resize(scales.shape[0]);
-    sum_columns(matrix(panels, scales, scales), rounding_.zero, offsets_.data());
+    sum_columns(matrix(panels, scales, nullptr), rounding_.zero, offsets_.data());
   }
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
     const Tensor rows = runtime.input(context, 0), panels = runtime.input(context, 1), scales = runtime.input(context, 2);
-    const Tensor bias = runtime.input(context, 3);
-    runtime.require(bias.shape == scales.shape, "bias must be as long as scales");
+    const float* bias = kIsBiased ? bias_of(runtime, context, 3, scales.shape[0]) : nullptr;
     runtime.require(!rows.shape.empty() && rows.shape.back() == num_rows_, "rows must be K numbers wide");
     const Tensor output = runtime.output(context, 0, with_last(rows.shape, scales.shape[0]));
     const Lender lender{&runtime, context};
@@ -186,8 +194,8 @@ class Int8Linear {
   }
 
  private:
-  Int8Matrix matrix(const Tensor& panels, const Tensor& scales, const Tensor& bias) const {
-    return {panels.as<int8_t>(), num_rows_, scales.shape[0], scales.as<float>(), bias.as<float>(), offsets_.data()};
+  Int8Matrix matrix(const Tensor& panels, const Tensor& scales, const float* bias) const {
+    return {panels.as<int8_t>(), num_rows_, scales.shape[0], scales.as<float>(), bias, offsets_.data()};
   }
 
   Rounding rounding_;
@@ -195,50 +203,54 @@ class Int8Linear {
   std::vector<int32_t> offsets_;
 };
 
-// `Int4Linear(rows [..., K], panels [⌈N / 16⌉, K / 32, 4, 16, 4] uint8, scales [⌈N / 16⌉, K / 32, 16] float16, bias [N])
-// → [..., N]`; see int4_linear.h.
+// `Int4Linear(rows [..., K], panels [⌈N / 16⌉, K / 32, 4, 16, 4] uint8, scales [⌈N / 16⌉, K / 32, 16] float16) → [..., N]`,
+// and `BiasedInt4Linear` with one more input, `[N]`; see int4_linear.h.
+template <bool kIsBiased>
 class Int4Linear {
  public:
-  static constexpr char kName[] = "Int4Linear";
-  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kUint8}, {ort::kFloat16}, {ort::kFloat}};
+  static constexpr const char* kName = kIsBiased ? "BiasedInt4Linear" : "Int4Linear";
+  static constexpr std::array<Port, 3 + kIsBiased> kInputs = {{{ort::kFloat}, {ort::kUint8}, {ort::kFloat16}}};
   static constexpr size_t kOutputs = 1;
   static bool is_able() { return can_multiply_int4(); }
 
-  Int4Linear(const Runtime&, const ort::KernelInfo*) {}
+  Int4Linear(const Runtime& runtime, const ort::KernelInfo* info) : num_columns_(runtime.attribute<int64_t>(info, "N")) {}
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
     const Tensor rows = runtime.input(context, 0), panels = runtime.input(context, 1), scales = runtime.input(context, 2);
-    const Tensor bias = runtime.input(context, 3);
-    runtime.require(bias.shape.size() == 1, "bias must have 1 dimension");
+    const float* bias = kIsBiased ? bias_of(runtime, context, 3, num_columns_) : nullptr;
     runtime.require(!rows.shape.empty() && rows.shape.back() % kInt4Block == 0, "rows must be a multiple of 32 wide");
-    const int64_t num_columns = bias.shape[0], num_blocks = rows.shape.back() / kInt4Block;
-    const int64_t num_panels = (num_columns + kInt4PanelColumns - 1) / kInt4PanelColumns;
+    const int64_t num_blocks = rows.shape.back() / kInt4Block;
+    const int64_t num_panels = (num_columns_ + kInt4PanelColumns - 1) / kInt4PanelColumns;
     runtime.require(panels.shape == std::vector<int64_t>{num_panels, num_blocks, 4, kInt4PanelColumns, 4} &&
                         scales.shape == std::vector<int64_t>{num_panels, num_blocks, kInt4PanelColumns},
                     "panels must be [ceil(N / 16), K / 32, 4, 16, 4] and scales [ceil(N / 16), K / 32, 16]");
-    const Int4Matrix matrix{panels.as<uint8_t>(), scales.as<uint16_t>(), rows.shape.back(), num_columns, bias.as<float>()};
-    const Tensor output = runtime.output(context, 0, with_last(rows.shape, num_columns));
+    const Int4Matrix matrix{panels.as<uint8_t>(), scales.as<uint16_t>(), rows.shape.back(), num_columns_, bias};
+    const Tensor output = runtime.output(context, 0, with_last(rows.shape, num_columns_));
     const Lender lender{&runtime, context};
     multiply(lender.parallel(), rows.as<float>(), num_rows_of(rows), matrix, output.as<float>());
   }
+
+ private:
+  int64_t num_columns_;
 };
 
-// `Linear(rows [..., K], weight [N, K], bias [N]) → [..., N]`; see float_linear.h.
+// `Linear(rows [..., K], weight [N, K]) → [..., N]`, and `BiasedLinear` with one more input, `[N]`; see float_linear.h.
+template <bool kIsBiased>
 class Linear {
  public:
-  static constexpr char kName[] = "Linear";
-  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
+  static constexpr const char* kName = kIsBiased ? "BiasedLinear" : "Linear";
+  static constexpr std::array<Port, 2 + kIsBiased> kInputs = {};
   static constexpr size_t kOutputs = 1;
   static bool is_able() { return can_multiply_floats(); }
 
   Linear(const Runtime&, const ort::KernelInfo*) {}
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    const Tensor rows = runtime.input(context, 0), weight = runtime.input(context, 1), bias = runtime.input(context, 2);
-    runtime.require(weight.shape.size() == 2 && bias.shape == std::vector<int64_t>{weight.shape[0]},
-                    "weight must be [N, K] and bias [N]");
+    const Tensor rows = runtime.input(context, 0), weight = runtime.input(context, 1);
+    runtime.require(weight.shape.size() == 2, "weight must be [N, K]");
+    const float* bias = kIsBiased ? bias_of(runtime, context, 2, weight.shape[0]) : nullptr;
     runtime.require(!rows.shape.empty() && rows.shape.back() == weight.shape[1], "rows must be K numbers wide");
-    const FloatMatrix matrix{weight.as<float>(), weight.shape[1], weight.shape[0], bias.as<float>()};
+    const FloatMatrix matrix{weight.as<float>(), weight.shape[1], weight.shape[0], bias};
     const Tensor output = runtime.output(context, 0, with_last(rows.shape, weight.shape[0]));
     const Lender lender{&runtime, context};
     multiply(lender.parallel(), rows.as<float>(), num_rows_of(rows), matrix, output.as<float>());
@@ -466,7 +478,8 @@ struct Able {
   }
 };
 
-using Operators = Able<Linear, Int8Linear, Int4Linear, GroupQueryAttention, SwiGlu, AddRmsNorm, AddLayerNorm>;
+using Operators = Able<Linear<false>, Linear<true>, Int8Linear<false>, Int8Linear<true>, Int4Linear<false>, Int4Linear<true>,
+                        GroupQueryAttention, SwiGlu, AddRmsNorm, AddLayerNorm>;
 
 }  // namespace
 }  // namespace onward

@@ -20,6 +20,7 @@ from export.operators import (
     ADD_LAYER_NORM,
     ADD_RMS_NORM,
     ATTENTION,
+    BIASED,
     CONTRIB,
     DOMAIN,
     INT4_BLOCK,
@@ -78,14 +79,16 @@ def _model(
     return model
 
 
-def _linear(inner: int, outer: int, rng: np.random.Generator, *, positive: bool = False) -> onnx.ModelProto:
+def _linear(
+    inner: int, outer: int, rng: np.random.Generator, *, positive: bool = False, biased: bool = False
+) -> onnx.ModelProto:
     stored: dict[str, Array] = {
         "panels": pack_panels(rng.integers(-127, 128, (inner, outer)).astype(np.int8)),
         "scales": rng.uniform(0.001, 0.1, outer).astype(np.float32),
-        "bias": rng.standard_normal(outer).astype(np.float32),
     }
+    stored |= {"bias": rng.standard_normal(outer).astype(np.float32)} if biased else {}
     step = np.float32(1) / np.float32(255 if positive else 127)
-    node = helper.make_node(INT8_LINEAR, ["x", *stored], ["y"], domain=DOMAIN)
+    node = helper.make_node(f"{BIASED if biased else ''}{INT8_LINEAR}", ["x", *stored], ["y"], domain=DOMAIN)
     attributes = {"step": float(step), "zero": 0 if positive else 128, "K": inner}
     node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
     return _model([node], {"x": np.zeros((1, inner), np.float32)}, ["y"], stored)
@@ -96,14 +99,15 @@ def _linear(inner: int, outer: int, rng: np.random.Generator, *, positive: bool 
     outer=st.integers(1, 100),
     num_rows=st.integers(0, 40),
     positive=st.booleans(),
+    biased=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None, max_examples=40)
 def test_int8_linear_has_the_bits_of_its_function(
-    inner: int, outer: int, num_rows: int, positive: bool, seed: int
+    inner: int, outer: int, num_rows: int, positive: bool, biased: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    model = _linear(inner, outer, rng, positive=positive)
+    model = _linear(inner, outer, rng, positive=positive, biased=biased)
     x = rng.standard_normal((num_rows, inner)).astype(np.float32) * rng.choice([1e-3, 1, 1e3], (num_rows, 1))
     x = np.maximum(x, 0) if positive else x
     x[: num_rows // 8] = 0
@@ -116,15 +120,20 @@ def test_int8_linear_has_the_bits_of_its_function(
     inner=st.integers(1, 130),
     outer=st.integers(1, 100),
     num_rows=st.integers(0, 40),
+    biased=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None, max_examples=40)
-def test_linear_is_the_product_and_each_rows_own(inner: int, outer: int, num_rows: int, seed: int) -> None:
+def test_linear_is_the_product_and_each_rows_own(
+    inner: int, outer: int, num_rows: int, biased: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
-    weight, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((outer, inner), (outer,)))
+    weight = rng.standard_normal((outer, inner)).astype(np.float32)
+    bias = rng.standard_normal(outer).astype(np.float32) * biased
     x = rng.standard_normal((num_rows, inner)).astype(np.float32)
-    node = helper.make_node(LINEAR, ["x", "weight", "bias"], ["y"], domain=DOMAIN)
-    model = _model([node], {"x": x}, ["y"], {"weight": weight, "bias": bias})
+    stored = {"weight": weight} | ({"bias": bias} if biased else {})
+    node = helper.make_node(f"{BIASED if biased else ''}{LINEAR}", ["x", *stored], ["y"], domain=DOMAIN)
+    model = _model([node], {"x": x}, ["y"], stored)
     session = _session(model, by_kernels=True)
     (found,) = session.run(None, {"x": x})
     room = 1e-6 * (np.abs(x).astype(np.float64) @ np.abs(weight).T + 1)
@@ -139,19 +148,24 @@ def test_linear_is_the_product_and_each_rows_own(inner: int, outer: int, num_row
     num_blocks=st.integers(1, 5),
     outer=st.integers(1, 60),
     num_rows=st.integers(0, 40),
+    biased=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None, max_examples=40)
-def test_int4_linear_is_its_definition_and_each_rows_own(num_blocks: int, outer: int, num_rows: int, seed: int) -> None:
+def test_int4_linear_is_its_definition_and_each_rows_own(
+    num_blocks: int, outer: int, num_rows: int, biased: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     inner = num_blocks * INT4_BLOCK
     codes = rng.integers(0, 16, (outer, num_blocks, INT4_BLOCK)).astype(np.uint8)
     scales = rng.uniform(-0.1, 0.1, (outer, num_blocks)).astype(np.float16).astype(np.float32)
-    bias = rng.standard_normal(outer).astype(np.float32)
-    stored = {"panels": pack_int4_panels(codes), "scales": pack_int4_scales(scales), "bias": bias}
+    bias = rng.standard_normal(outer).astype(np.float32) * biased
+    stored: dict[str, Array] = {"panels": pack_int4_panels(codes), "scales": pack_int4_scales(scales)}
+    stored |= {"bias": bias} if biased else {}
     x = rng.standard_normal((num_rows, inner)).astype(np.float32) * rng.choice([1e-3, 1, 1e3], (num_rows, 1))
     x = x.astype(np.float32)
-    node = helper.make_node(INT4_LINEAR, ["x", *stored], ["y"], domain=DOMAIN, K=inner, N=outer)
+    kind = f"{BIASED if biased else ''}{INT4_LINEAR}"
+    node = helper.make_node(kind, ["x", *stored], ["y"], domain=DOMAIN, K=inner, N=outer)
     model = _model([node], {"x": x}, ["y"], stored)
     session = _session(model, by_kernels=True)
     (found,) = session.run(None, {"x": x})
