@@ -72,6 +72,8 @@ PANEL_COLUMNS = 32
 GROUP_ROWS = 4
 INT4_PANEL_COLUMNS = 16
 INT4_BLOCK = 32
+HEAD_DIM_MULTIPLE = 16
+"""How wide heads must be a multiple of for attention by the project's own operator."""
 LEAST_PEAK = np.float32(1e-30)
 """What a row's largest magnitude counts as at least: a row of zeros stays one, and nothing divides by zero."""
 
@@ -136,8 +138,9 @@ def use_own_file(path: Path) -> None:
 def use_own(model: onnx.ModelProto) -> None:
     """Rewrites a model's graph to operators of `DOMAIN` wherever it says what one of them means; products aside."""
     graph = model.graph
+    shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in graph.input}
     for node in graph.node:
-        if _is_known_attention(node):
+        if _is_known_attention(node) and shapes[node.input[3]][-1] % HEAD_DIM_MULTIPLE == 0:
             node.domain = DOMAIN
             if "local_window_size" not in _attributes(node):
                 node.attribute.append(helper.make_attribute("local_window_size", _EVERYTHING))
