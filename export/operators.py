@@ -39,6 +39,10 @@ depends on weights alone once, when it loads. So one file is as fast as the mach
             → output, present_key, present_value
         The operator of this name of `com.microsoft`, with float32 K/V, and that is its function.
 
+    Int8CacheAttention(query, key?, value?, past_key, past_value, last, total, cosines?, sines?, sinks?,
+                       key_scales [1, Hkv, 1, D], value_scales) → output, present_key, present_value
+        The same over K/V in int8, each channel with a scale. Kernel and function round new K/V alike.
+
 Knows ONNX and no model.
 """
 
@@ -64,6 +68,7 @@ INT4_LINEAR = "Int4Linear"
 BIASED = "Biased"
 """What begins the name of each of these where a bias is added."""
 ATTENTION = "GroupQueryAttention"
+INT8_ATTENTION = "Int8CacheAttention"
 SWIGLU = "SwiGLU"
 ADD_RMS_NORM = "AddRMSNorm"
 ADD_LAYER_NORM = "AddLayerNorm"
@@ -80,6 +85,7 @@ LEAST_PEAK = np.float32(1e-30)
 _VERSION = 1
 # Past every length: where a slice has no end.
 _END = np.iinfo(np.int64).max
+# Inputs of the contrib operator, by its own names.
 _ATTENTION_INPUTS = (
     "query",
     "key",
@@ -91,9 +97,16 @@ _ATTENTION_INPUTS = (
     "cos_cache",
     "sin_cache",
 )
+_UNUSED_INPUTS = ("position_ids", "attention_bias")
+_INT8_INPUTS = ("head_sink", "k_scale", "v_scale")
 _ATTENTION_OUTPUTS = ("output", "present_key", "present_value")
 _ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "do_rotary", "local_window_size")
 _EIGHT_BIT_ROWS = 4  # an accuracy level
+_INT8_ATTRIBUTES: dict[str, Any] = {
+    "k_quant_type": b"PER_CHANNEL",
+    "v_quant_type": b"PER_CHANNEL",
+    "kv_cache_bit_width": 8,
+}
 _EVERYTHING = -1  # a window without an end
 # By what is fused with the sum before it: its own operator, and how many weights it has.
 _NORMS = {"RMSNormalization": (ADD_RMS_NORM, 1), "LayerNormalization": (ADD_LAYER_NORM, 2)}
@@ -140,10 +153,8 @@ def use_own(model: onnx.ModelProto) -> None:
     graph = model.graph
     shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in graph.input}
     for node in graph.node:
-        if _is_known_attention(node) and shapes[node.input[3]][-1] % HEAD_DIM_MULTIPLE == 0:
-            node.domain = DOMAIN
-            if "local_window_size" not in _attributes(node):
-                node.attribute.append(helper.make_attribute("local_window_size", _EVERYTHING))
+        if node.op_type == ATTENTION and node.domain == CONTRIB and shapes[node.input[3]][-1] % HEAD_DIM_MULTIPLE == 0:
+            _use_own_attention(node)
     outputs = {output.name for output in graph.output}
     stored = {tensor.name for tensor in graph.initializer}
     writers = {name: node for node in graph.node for name in node.output}
@@ -177,13 +188,26 @@ class _Fused:
     reads: Mapping[str, int]
 
 
-def _is_known_attention(node: onnx.NodeProto) -> bool:
-    is_attention = node.op_type == ATTENTION and node.domain == CONTRIB
-    return (
-        is_attention
-        and len(node.input) <= len(_ATTENTION_INPUTS)
-        and _attributes(node).keys() <= set(_ATTENTION_ATTRIBUTES)
-    )
+def _use_own_attention(node: onnx.NodeProto) -> None:
+    """Makes a node of `CONTRIB` one of `DOMAIN`, if one of those computes the same."""
+    attributes = _attributes(node)
+    inputs, kind = list(node.input), ATTENTION
+    if attributes.keys() & _INT8_ATTRIBUTES.keys():
+        if any(attributes.pop(name, None) != value for name, value in _INT8_ATTRIBUTES.items()):
+            return
+        unused = slice(len(_ATTENTION_INPUTS), len(_ATTENTION_INPUTS) + len(_UNUSED_INPUTS))
+        if any(inputs[unused]) or len(inputs) != unused.stop + len(_INT8_INPUTS):
+            return
+        del inputs[unused]
+        kind = INT8_ATTENTION
+    elif len(inputs) > len(_ATTENTION_INPUTS):
+        return
+    if not attributes.keys() <= set(_ATTENTION_ATTRIBUTES):
+        return
+    own = helper.make_node(kind, inputs, list(node.output), name=node.name, domain=DOMAIN)
+    attributes.setdefault("local_window_size", _EVERYTHING)
+    own.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
+    node.CopyFrom(own)
 
 
 def _swiglu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto]) -> _Fused | None:
@@ -247,10 +271,11 @@ def add_functions(model: onnx.ModelProto) -> None:
     # ONNX knows nothing of what `CONTRIB` computes, and checks no function whose inputs have no type.
     typed = {value.name for value in (*model.graph.output, *model.graph.value_info)}
     model.graph.value_info.extend(
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+        helper.make_tensor_value_info(name, TensorProto.INT8 if is_cache else TensorProto.FLOAT, None)
         for node in model.graph.node
         if used and node.domain in (DOMAIN, CONTRIB)
-        for name in node.output
+        for index, name in enumerate(node.output)
+        for is_cache in [node.op_type == INT8_ATTENTION and index > 0]
         if name and name not in typed
     )
 
@@ -391,9 +416,21 @@ def _add_norm_function(kind: str, norm: str, weights: Sequence[str]) -> onnx.Fun
 
 
 def _attention() -> onnx.FunctionProto:
-    node = helper.make_node(ATTENTION, list(_ATTENTION_INPUTS), list(_ATTENTION_OUTPUTS), domain=CONTRIB)
-    node.attribute.extend(_reference(name, name, onnx.AttributeProto.INT) for name in _ATTENTION_ATTRIBUTES)
-    return _function(ATTENTION, _ATTENTION_INPUTS, _ATTENTION_OUTPUTS, [node], _ATTENTION_ATTRIBUTES)
+    return _attention_function(ATTENTION, _ATTENTION_INPUTS, _ATTENTION_INPUTS, {})
+
+
+def _int8_attention() -> onnx.FunctionProto:
+    inputs = [*_ATTENTION_INPUTS, *_INT8_INPUTS]
+    given = [*_ATTENTION_INPUTS, *[""] * len(_UNUSED_INPUTS), *_INT8_INPUTS]
+    return _attention_function(INT8_ATTENTION, inputs, given, _INT8_ATTRIBUTES)
+
+
+def _attention_function(
+    name: str, inputs: Sequence[str], given: Sequence[str], constants: Mapping[str, Any]
+) -> onnx.FunctionProto:
+    node = helper.make_node(ATTENTION, list(given), list(_ATTENTION_OUTPUTS), domain=CONTRIB, **constants)
+    node.attribute.extend(_reference(each, each, onnx.AttributeProto.INT) for each in _ATTENTION_ATTRIBUTES)
+    return _function(name, inputs, _ATTENTION_OUTPUTS, [node], _ATTENTION_ATTRIBUTES)
 
 
 _FUNCTIONS: Mapping[str, Callable[[], onnx.FunctionProto]] = {
@@ -404,6 +441,7 @@ _FUNCTIONS: Mapping[str, Callable[[], onnx.FunctionProto]] = {
     f"{BIASED}{INT8_LINEAR}": partial(_int8_linear, is_biased=True),
     f"{BIASED}{INT4_LINEAR}": partial(_int4_linear, is_biased=True),
     ATTENTION: _attention,
+    INT8_ATTENTION: _int8_attention,
     SWIGLU: _swiglu_function,
     ADD_RMS_NORM: partial(_add_norm_function, ADD_RMS_NORM, "RMSNormalization", ["weight"]),
     ADD_LAYER_NORM: partial(_add_norm_function, ADD_LAYER_NORM, "LayerNormalization", ["weight", "bias"]),

@@ -1,28 +1,32 @@
 // Attention over a cache that it extends in place, for processors with AVX-512.
 //
-// Decoding is bound by the reading of K and V, a prompt's prefill by arithmetic, hence two ways to the scores: few query rows
-// read K as it lies in the cache, many have it packed once, 16 keys side by side. Both add in the same order, and so does all
-// that follows, so that a token's output is the same bits whichever way, chunk, tile or thread it came by:
+// Decoding is bound by the reading of K and V, a prompt's prefill by arithmetic, hence two ways to the scores: few query
+// rows read K as it lies in the cache, many have it packed once, 16 keys side by side. Both add in the same order, and so
+// does all that follows, so that a token's output is the same bits whichever way, chunk, tile or thread it came by:
 //
-//   - a dot product is 16 chains, chain c over dimensions c, c + 16, c + 32, ..., and then a binary tree over the chains;
+//   - a dot product is 16 chains, chain c over dimensions c, c + 16, c + 32, ..., and then a tree over the chains;
 //   - a softmax sums in 16 lanes, key k in lane k % 16, in the order of keys, and then over the lanes;
 //   - an output adds up its values key by key, from the first key that the query sees to the last.
 //
 // Keys that a query does not see take no part: their scores are overwritten, their values never multiplied.
+//
+// K/V in eight bits become floats as they are loaded, or where several rows want them, once for all; either way exactly.
+// Their scales are nowhere near: a key's are in the query, a value's in the last factor of the output.
 #include "attention.h"
 
 #include <immintrin.h>
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "scratch.h"
 
 namespace onward {
 
 bool can_attend() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
 }
 
 // All above runs on any processor, all below only where `can_attend`.
@@ -44,18 +48,51 @@ constexpr int64_t kRowsToPack = 16;              // from this many query rows of
 constexpr int64_t kRowsOfTask = 48;              // query rows of one task at most: a multiple of kTile
 constexpr int64_t kScoresOfTask = 96 * 1024;     // floats that a task's scores should fit into: part of the L2 cache
 constexpr int64_t kValuesAtOnce = 64;            // keys whose values stay in the L1 cache while all rows pass over them
-constexpr int64_t kFetchAhead = 32;              // keys between the one that is scored and the one that is fetched meanwhile
-constexpr int64_t kFetched = 128;                // keys at the beginning of a cache that are fetched so
 constexpr int64_t kKeysOfPacking = 256;          // keys that one task packs: whole blocks
+constexpr int64_t kLine = 64;                    // bytes that are fetched together
 constexpr int64_t kPackedAtOnce = 2 * 1024 * 1024;  // floats of packed K to hold at a time: part of the L3 cache
 
+// How keys are fetched ahead of those that are scored. The processor itself fetches ahead once it knows a stream, but of
+// eight bits a stream is too short for that.
+template <typename Number>
+struct Fetching {
+  static constexpr bool kIsShort = sizeof(Number) == 1;
+  static constexpr int64_t kAhead = kIsShort ? 64 : 32;  // keys between what is scored and what is fetched
+  static constexpr int64_t kKeys = kIsShort ? std::numeric_limits<int64_t>::max() : 128;  // at the beginning of a cache
+  static constexpr int kRows = kIsShort ? 1 : 2;  // query rows that share in it
+};
+
 thread_local Scratch<float> packed_scratch;  // of the thread that calls: packed K, which all threads read
-thread_local Scratch<float> task_scratch;    // of the thread that runs a task: its queries and scores
+thread_local Scratch<float> task_scratch;    // of the thread that runs a task: its queries, scores and K/V as floats
 
 int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-// Both halves of an exchange between two vectors DISTANCE apart: 16 vectors that go through it at distances 8, 4, 2 and 1
-// are transposed, but for the order of lanes, see `slot_of`.
+Vec load(const float* numbers) { return _mm512_loadu_ps(numbers); }
+
+Vec load(const int8_t* numbers) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers))));
+}
+
+// Numbers as they are cached, as floats; `count` is a multiple of kLanes.
+template <typename Number>
+void widen(const Number* numbers, int64_t count, float* floats) {
+  for (int64_t i = 0; i < count; i += kLanes) _mm512_storeu_ps(floats + i, load(numbers + i));
+}
+
+// Numbers as they are to be cached, see attention.h.
+void narrow(const float* floats, const float* scales, int64_t count, int8_t* numbers) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Vec inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_loadu_ps(scales + i));
+    const Vec steps = _mm512_mul_ps(_mm512_loadu_ps(floats + i), inverse);
+    // Of no number and 127, the smaller is the second: in this order.
+    const Vec bounded = _mm512_max_ps(_mm512_min_ps(steps, _mm512_set1_ps(127.0f)), _mm512_set1_ps(-128.0f));
+    const __m512i whole = _mm512_cvt_roundps_epi32(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(numbers + i), _mm512_cvtepi32_epi8(whole));
+  }
+}
+
+// Both halves of an exchange between two vectors DISTANCE apart: 16 vectors that go through it at distances 8, 4, 2 and
+// 1 are transposed, but for the order of lanes, see `slot_of`.
 template <int DISTANCE>
 Vec low(Vec a, Vec b) {
   if constexpr (DISTANCE == 8) return _mm512_shuffle_f32x4(a, b, 0x44);
@@ -72,7 +109,7 @@ Vec high(Vec a, Vec b) {
   if constexpr (DISTANCE == 1) return _mm512_shuffle_ps(a, b, 0xDD);
 }
 
-// The vector from which the exchanges bring a key into the lane of its own number: bits 3 and 2 swapped, and bits 1 and 0.
+// The vector from which the exchanges bring a key into the lane of its own number: bits 3 and 2 swapped, bits 1 and 0 too.
 constexpr int slot_of(int key) { return (key & 8) >> 1 | (key & 4) << 1 | (key & 2) >> 1 | (key & 1) << 1; }
 
 template <int DISTANCE>
@@ -96,28 +133,33 @@ void fold(Vec* v) {
   }
 }
 
-// The scores of one query row for 16 keys as they lie in the cache. DIM is D, or 0 where `dim` says it. Where it FETCHES, it
-// brings half a block from `ahead` on into the L2 cache, a little with each key.
-template <int DIM, bool FETCHES>
-Vec score_cached(const float* query, const float* keys, const float* ahead, int64_t dim) {
+// The scores of one query row for 16 keys as they lie in the cache, or as floats. DIM is D, or 0 where `dim` says it.
+// Where it FETCHES, it brings a row's share of a block of the cache, from `ahead` on, into the L2 cache, a little with
+// each key.
+template <int DIM, bool FETCHES, typename Number, typename Cached>
+Vec score_cached(const float* query, const Number* keys, const Cached* ahead, int64_t dim) {
   const int64_t width = DIM ? DIM : dim, chain = width / kLanes;
+  const int64_t share = width * static_cast<int64_t>(sizeof(Cached)) / Fetching<Cached>::kRows;  // bytes of each key
   Vec parts[DIM ? DIM / kLanes : 1], sums[kLanes];
 #pragma GCC unroll 8
   for (int i = 0; i < DIM / kLanes; i++) parts[i] = _mm512_load_ps(query + i * kLanes);
 #pragma GCC unroll 16
   for (int key = 0; key < kLanes; key++) {
-    const float* row = keys + key * width;
+    const Number* row = keys + key * width;
     if constexpr (FETCHES) {
 #pragma GCC unroll 8
-      for (int64_t i = 0; i < (chain + 1) / 2; i++, ahead += kLanes) _mm_prefetch(ahead, _MM_HINT_T1);
+      for (int64_t at = round_up(key * share, kLine); at < (key + 1) * share; at += kLine) {
+        _mm_prefetch(reinterpret_cast<const char*>(ahead) + at, _MM_HINT_T1);
+      }
     }
-    Vec sum = _mm512_mul_ps(DIM ? parts[0] : _mm512_load_ps(query), _mm512_loadu_ps(row));
+    Vec sum = _mm512_mul_ps(DIM ? parts[0] : _mm512_load_ps(query), load(row));
 #pragma GCC unroll 8
     for (int64_t i = 1; i < chain; i++) {
-      sum = _mm512_fmadd_ps(DIM ? parts[i] : _mm512_load_ps(query + i * kLanes), _mm512_loadu_ps(row + i * kLanes), sum);
+      sum = _mm512_fmadd_ps(DIM ? parts[i] : _mm512_load_ps(query + i * kLanes), load(row + i * kLanes), sum);
     }
     sums[slot_of(key)] = sum;
-    // The compiler would read all keys' first parts, then all second ones; the processor fetches ahead best in memory's order.
+    // The compiler would read all keys' first parts, then all second ones; the processor fetches ahead best in the order
+    // of memory.
     asm volatile("" ::: "memory");
   }
   fold<8>(sums);
@@ -128,12 +170,13 @@ Vec score_cached(const float* query, const float* keys, const float* ahead, int6
 }
 
 // Packs 16 keys, of which `count` are there and zeros follow: [16, D] becomes [D, 16]. Fetches the 16 keys after them.
-void pack(const float* keys, int64_t count, int64_t dim, float* packed) {
+template <typename Number>
+void pack(const Number* keys, int64_t count, int64_t dim, float* packed) {
   for (int64_t d = 0; d < dim; d += kLanes) {
     Vec v[kLanes];
 #pragma GCC unroll 16
     for (int key = 0; key < kLanes; key++) {
-      v[slot_of(key)] = key < count ? _mm512_loadu_ps(keys + key * dim + d) : _mm512_setzero_ps();
+      v[slot_of(key)] = key < count ? load(keys + key * dim + d) : _mm512_setzero_ps();
     }
     exchange<8>(v);
     exchange<4>(v);
@@ -142,7 +185,9 @@ void pack(const float* keys, int64_t count, int64_t dim, float* packed) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; i++) {
       _mm512_store_ps(packed + (d + i) * kLanes, v[i]);
-      _mm_prefetch(keys + (dim + d + i) * kLanes, _MM_HINT_T0);  // as much of the next block
+      if (i % (kLine / (kLanes * sizeof(Number))) == 0) {
+        _mm_prefetch(keys + (dim + d + i) * kLanes, _MM_HINT_T0);  // as much of the next block
+      }
     }
   }
 }
@@ -151,8 +196,8 @@ struct TileSums {
   Vec row[kTile];
 };
 
-// The part of a tile's scores for 16 packed keys that chains FIRST, FIRST + STEP, FIRST + 2 STEP, ... add up to: the tree of
-// `score_cached`, lane for lane, walked depth first so that few sums wait.
+// The part of a tile's scores for 16 packed keys that chains FIRST, FIRST + STEP, FIRST + 2 STEP, ... add up to: the tree
+// of `score_cached`, lane for lane, walked depth first so that few sums wait.
 template <int DIM, int FIRST, int STEP>
 [[gnu::always_inline]] inline TileSums score_packed(const float* queries, const float* packed, int64_t dim) {
   TileSums sums;
@@ -185,14 +230,14 @@ void score_tile(const float* queries, const float* packed, int64_t dim, float* s
   for (int r = 0; r < kTile; r++) _mm512_store_ps(scores + r * stride, sums.row[r]);
 }
 
-// Turns scores `from` to `to` (exclusive) of a row into their exponentials, relative to the largest; returns the inverse of
-// their sum. Other scores of the first and the last block become 0.
-float soften(float* scores, int64_t from, int64_t to) {
+// Turns scores `from` to `to` (exclusive) of a row into their exponentials, relative to the largest; returns the inverse
+// of their sum, the sink's among them. Other scores of the first and the last block become 0.
+float soften(float* scores, int64_t from, int64_t to, float sink) {
   const int64_t first = from / kLanes * kLanes, end = round_up(to, kLanes);
   const Vec unseen = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   _mm512_mask_store_ps(scores + first, static_cast<__mmask16>((1u << (from - first)) - 1), unseen);
   _mm512_mask_store_ps(scores + end - kLanes, static_cast<__mmask16>(0xFFFFu << (to - end + kLanes)), unseen);
-  Vec largest = unseen;
+  Vec largest = _mm512_set1_ps(sink);
   for (int64_t k = first; k < end; k += kLanes) largest = _mm512_max_ps(largest, _mm512_load_ps(scores + k));
   largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
   Vec sum = _mm512_setzero_ps();
@@ -201,13 +246,14 @@ float soften(float* scores, int64_t from, int64_t to) {
     _mm512_store_ps(scores + k, weight);
     sum = _mm512_add_ps(sum, weight);
   }
-  return 1.0f / _mm512_reduce_add_ps(sum);
+  const Vec rest = power_of_two(_mm512_sub_ps(_mm512_set1_ps(sink), largest));
+  return 1.0f / (_mm512_reduce_add_ps(sum) + _mm512_cvtss_f32(rest));
 }
 
 // Adds `count` values, times each row's weights, to the outputs of ROWS rows, VECS vectors of them.
-template <int ROWS, int VECS>
-void weigh(const float* weights, int64_t stride, const float* values, int64_t dim, int64_t count, float* const* outputs,
-           int64_t offset) {
+template <typename Number, int ROWS, int VECS>
+void weigh(const float* weights, int64_t stride, const Number* values, int64_t dim, int64_t count,
+           float* const* outputs, int64_t offset) {
   Vec sums[ROWS][VECS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) {
@@ -217,7 +263,7 @@ void weigh(const float* weights, int64_t stride, const float* values, int64_t di
   for (int64_t k = 0; k < count; k++) {
     Vec value[VECS];
 #pragma GCC unroll 8
-    for (int i = 0; i < VECS; i++) value[i] = _mm512_loadu_ps(values + k * dim + offset + i * kLanes);
+    for (int i = 0; i < VECS; i++) value[i] = load(values + k * dim + offset + i * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
       const Vec weight = _mm512_set1_ps(weights[r * stride + k]);
@@ -233,12 +279,16 @@ void weigh(const float* weights, int64_t stride, const float* values, int64_t di
 }
 
 constexpr int kSlab = 4;  // vectors of an output that a tile's sums hold at a time
-using Weigh = decltype(&weigh<1, 1>);
-constexpr Weigh kWeigh[kTile][kSlab] = {
-    {weigh<1, 1>, weigh<1, 2>, weigh<1, 3>, weigh<1, 4>}, {weigh<2, 1>, weigh<2, 2>, weigh<2, 3>, weigh<2, 4>},
-    {weigh<3, 1>, weigh<3, 2>, weigh<3, 3>, weigh<3, 4>}, {weigh<4, 1>, weigh<4, 2>, weigh<4, 3>, weigh<4, 4>},
-    {weigh<5, 1>, weigh<5, 2>, weigh<5, 3>, weigh<5, 4>}, {weigh<6, 1>, weigh<6, 2>, weigh<6, 3>, weigh<6, 4>},
-};
+
+template <typename Number>
+using Weigh = decltype(&weigh<Number, 1, 1>);
+
+template <typename Number, int ROWS>
+constexpr Weigh<Number> kWeighRows[kSlab] = {weigh<Number, ROWS, 1>, weigh<Number, ROWS, 2>, weigh<Number, ROWS, 3>,
+                                             weigh<Number, ROWS, 4>};
+template <typename Number>
+constexpr const Weigh<Number>* kWeigh[kTile] = {kWeighRows<Number, 1>, kWeighRows<Number, 2>, kWeighRows<Number, 3>,
+                                                kWeighRows<Number, 4>, kWeighRows<Number, 5>, kWeighRows<Number, 6>};
 
 // The keys that a query sees, from the first to behind the last.
 struct Seen {
@@ -251,23 +301,25 @@ struct Sequence {
   int64_t length;
   int64_t first_query, end_query;  // the queries that are tokens; others are padding
   int64_t base;                    // the first key of the first block that any query sees
-  // Floats between the scores of two rows: an odd number of blocks, for rows a power of two apart would share cache sets.
+  // Floats between the scores of two rows: an odd number of blocks, as rows a power of two apart would share cache sets.
   int64_t stride;
 };
 
 // The keys of one head, from a whole block on.
+template <typename Number>
 struct Keys {
-  const float* cached;
-  const float* packed;  // null: they are scored as they are cached
-  const float* values;  // theirs
-  float* spare;         // room for a block
+  const Number* cached;
+  const float* packed;   // null: they are scored as they are cached
+  const Number* values;  // theirs
+  float* spare;          // room for kValuesAtOnce of either
   int64_t length;
 };
 
 // A call's arguments and what follows from them. A K/V head's rows, a query of a head each, are numbered query by query.
+template <typename Number>
 class Attention {
  public:
-  Attention(const AttentionShape& shape, const AttentionTensors& tensors)
+  Attention(const AttentionShape& shape, const AttentionTensors<Number>& tensors)
       : s(shape), t(tensors), group_(shape.num_heads / shape.num_kv_heads), rows_(shape.new_tokens * group_) {}
 
   int64_t rows() const { return rows_; }
@@ -297,23 +349,32 @@ class Attention {
     for (int64_t i = first; i < end; i++) {
       const int64_t position = sequence.past + i, token = (b * s.new_tokens + i) * t.key_stride + kv_head * dim;
       const int64_t place = cached(b, kv_head) + position * dim;
-      turn(t.key + token, position, 1.0f, t.past_key + place);
-      std::copy_n(t.value + token, dim, t.past_value + place);
+      if constexpr (kIsRounded) {
+        float* turned = task_scratch.at_least(dim);
+        turn(t.key + token, position, 1.0f, turned);
+        narrow(turned, t.key_scales + kv_head * dim, dim, t.past_key + place);
+        narrow(t.value + token, t.value_scales + kv_head * dim, dim, t.past_value + place);
+      } else {
+        turn(t.key + token, position, 1.0f, t.past_key + place);
+        std::copy_n(t.value + token, dim, t.past_value + place);
+      }
     }
   }
 
   // Packs the keys of one head from block `first` to `end` (exclusive, and those of no token as zeros).
-  void pack_keys(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end, float* packed) const {
+  void pack_keys(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end,
+                 float* packed) const {
     const int64_t dim = s.head_dim;
-    const float* keys = t.past_key + cached(b, kv_head);
+    const Number* keys = t.past_key + cached(b, kv_head);
     for (int64_t k = first; k < end; k += kLanes, packed += kLanes * dim) {
       pack(keys + k * dim, std::min(sequence.length - k, kLanes), dim, packed);
     }
   }
 
-  // Computes the outputs of rows `first` to `end` (exclusive, kRowsOfTask at most) of one head, whose keys from `base` on are
-  // packed, or not where `packed` is null.
-  void attend(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end, const float* packed) const {
+  // Computes the outputs of rows `first` to `end` (exclusive, kRowsOfTask at most) of one head, whose keys from `base` on
+  // are packed, or not where `packed` is null.
+  void attend(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end,
+              const float* packed) const {
     const int64_t dim = s.head_dim;
     for (int64_t row = first; row < end; row++) std::fill_n(output(b, kv_head, row), dim, 0.0f);
     first = std::max(first, sequence.first_query * group_);
@@ -324,7 +385,7 @@ class Attention {
     const int64_t base = sequence.base;
     Seen row[kRowsOfTask];
     float* outputs[kRowsOfTask];
-    float* queries = task_scratch.at_least(padded * (dim + sequence.stride) + kLanes * dim);
+    float* queries = task_scratch.at_least(padded * (dim + sequence.stride) + kValuesAtOnce * dim);
     float* scores = queries + padded * dim;
     float* spare = scores + padded * sequence.stride;
     for (int r = 0; r < count; r++) {
@@ -334,21 +395,35 @@ class Attention {
       outputs[r] = output(b, kv_head, first + r);
       const float* query = t.query + (b * s.new_tokens + i) * t.query_stride + head * dim;
       turn(query, sequence.past + i, s.scale * kLog2E, queries + r * dim);
+      if constexpr (kIsRounded) {
+        for (int64_t d = 0; d < dim; d++) queries[r * dim + d] *= t.key_scales[kv_head * dim + d];
+      }
     }
     std::fill(queries + count * dim, scores, 0.0f);
 
     const int64_t place = cached(b, kv_head) + base * dim;
-    const Keys keys{t.past_key + place, packed, t.past_value + place, spare, sequence.length - base};
+    const Keys<Number> keys{t.past_key + place, packed, t.past_value + place, spare, sequence.length - base};
     score(queries, row, count, keys, scores, sequence.stride);
     float inverse[kRowsOfTask];
-    for (int r = 0; r < count; r++) inverse[r] = soften(scores + r * sequence.stride, row[r].from, row[r].to);
-    add_values(row, count, t.past_value + place, scores, sequence.stride, outputs);
     for (int r = 0; r < count; r++) {
-      for (int64_t d = 0; d < dim; d++) outputs[r][d] *= inverse[r];
+      const float sink = t.sinks ? t.sinks[kv_head * group_ + (first + r) % group_] * kLog2E : kNothing;
+      inverse[r] = soften(scores + r * sequence.stride, row[r].from, row[r].to, sink);
+    }
+    add_values(row, count, keys, scores, sequence.stride, outputs);
+    for (int r = 0; r < count; r++) {
+      if constexpr (kIsRounded) {
+        for (int64_t d = 0; d < dim; d++) outputs[r][d] *= inverse[r] * t.value_scales[kv_head * dim + d];
+      } else {
+        for (int64_t d = 0; d < dim; d++) outputs[r][d] *= inverse[r];
+      }
     }
   }
 
  private:
+  using Fetch = Fetching<Number>;
+  static constexpr bool kIsRounded = !std::is_same_v<Number, float>;
+  static constexpr float kNothing = -std::numeric_limits<float>::infinity();  // the score of what has no weight
+
   Seen seen(const Sequence& sequence, int64_t i) const {
     if (!s.appends) return {0, sequence.length};
     const int64_t position = sequence.past + i;
@@ -378,7 +453,8 @@ class Attention {
     }
   }
 
-  void score(const float* queries, const Seen* row, int count, const Keys& keys, float* scores, int64_t stride) const {
+  void score(const float* queries, const Seen* row, int count, const Keys<Number>& keys, float* scores,
+             int64_t stride) const {
     switch (s.head_dim) {
       case 32: return score<32>(queries, row, count, keys, scores, stride);
       case 64: return score<64>(queries, row, count, keys, scores, stride);
@@ -389,78 +465,105 @@ class Attention {
 
   // Scores the blocks of keys that any of some rows sees; rows are in the order of what they see.
   template <int DIM>
-  void score(const float* queries, const Seen* row, int count, const Keys& keys, float* scores, int64_t stride) const {
+  void score(const float* queries, const Seen* row, int count, const Keys<Number>& keys, float* scores,
+             int64_t stride) const {
     const int64_t dim = DIM ? DIM : s.head_dim;
     const int step = keys.packed ? kTile : 1;
     for (int64_t k = row[0].from / kLanes * kLanes; k < row[count - 1].to; k += kLanes) {
-      const float* block = (keys.packed ? keys.packed : keys.cached) + k * dim;
-      if (!keys.packed && k + kLanes > keys.length) block = complete(block, keys.length - k, dim, keys.spare);
-      // The processor itself fetches ahead once it knows a stream: only the beginnings of keys and of values want help.
-      const int64_t next = k + kFetchAhead;
-      const bool fetches = next < kFetched || next >= keys.length;
-      const float* ahead = next < keys.length ? keys.cached + next * dim : keys.values + (next - keys.length) * dim;
+      const Number* cached = keys.cached + k * dim;
+      const float* block = keys.packed ? keys.packed + k * dim : as_floats(cached, keys, k, count, dim);
+      const int64_t next = k + Fetch::kAhead;
+      const bool fetches = next < Fetch::kKeys || next >= keys.length;  // keys, then the beginning of values
+      const Number* ahead = next < keys.length ? keys.cached + next * dim : keys.values + (next - keys.length) * dim;
       for (int r = 0; r < count; r += step) {
         if (row[std::min(r + step, count) - 1].to <= k || row[r].from >= k + kLanes) continue;
+        const float* query = queries + r * dim;
         float* place = scores + r * stride + k;
         if (keys.packed) {
-          score_tile<DIM>(queries + r * dim, block, dim, place, stride);
+          score_tile<DIM>(query, block, dim, place, stride);
         } else {
-          const float* half = ahead + r * (kLanes / 2) * dim;
-          _mm512_store_ps(place, fetches && r < 2 ? score_cached<DIM, true>(queries + r * dim, block, half, dim)
-                                                  : score_cached<DIM, false>(queries + r * dim, block, half, dim));
+          const Number* share = fetches && r < Fetch::kRows ? ahead + r * (kLanes / Fetch::kRows) * dim : nullptr;
+          _mm512_store_ps(place, block ? score_block<DIM>(query, block, share, dim)
+                                       : score_block<DIM>(query, cached, share, dim));
         }
       }
     }
   }
 
-  // Copies the `count` keys that a block has, and zeros for those that it lacks: what follows may be no memory.
-  static const float* complete(const float* block, int64_t count, int64_t dim, float* spare) {
-    std::copy_n(block, count * dim, spare);
-    std::fill(spare + count * dim, spare + kLanes * dim, 0.0f);
-    return spare;
+  template <int DIM, typename Block>
+  static Vec score_block(const float* query, const Block* keys, const Number* ahead, int64_t dim) {
+    return ahead ? score_cached<DIM, true>(query, keys, ahead, dim) : score_cached<DIM, false>(query, keys, ahead, dim);
+  }
+
+  // Key `k` and those after it of its block as floats, with zeros for those that are not there: what follows may be no
+  // memory. Null where they are best scored as they are cached.
+  static const float* as_floats(const Number* block, const Keys<Number>& keys, int64_t k, int count, int64_t dim) {
+    const int64_t there = std::min(keys.length - k, kLanes);
+    if (there == kLanes) {
+      if constexpr (!kIsRounded) return block;
+      if (count == 1) return nullptr;
+    }
+    widen(block, there * dim, keys.spare);
+    std::fill(keys.spare + there * dim, keys.spare + kLanes * dim, 0.0f);
+    return keys.spare;
   }
 
   // Adds the values that rows see, times their weights, to the rows' outputs.
-  void add_values(const Seen* row, int count, const float* values, const float* weights, int64_t stride,
+  void add_values(const Seen* row, int count, const Keys<Number>& keys, const float* weights, int64_t stride,
                   float* const* outputs) const {
+    const int64_t dim = s.head_dim;
     for (int64_t begin = row[0].from; begin < row[count - 1].to; begin += kValuesAtOnce) {
-      const int64_t end = begin + kValuesAtOnce;
-      for (int r = 0; r < count; r += kTile) {
-        const int tile = std::min(count - r, kTile);
-        // What all rows of the tile see they read together, what comes before and after it each by itself.
-        const int64_t from = std::clamp(row[r + tile - 1].from, begin, end);
-        const int64_t to = std::clamp(row[r].to, from, end);
-        for (int i = r; i < r + tile; i++) {
-          add_values(1, std::max(row[i].from, begin), std::min(from, row[i].to), values, weights + i * stride, 0, outputs + i);
-        }
-        add_values(tile, from, to, values, weights + r * stride, stride, outputs + r);
-        for (int i = r; i < r + tile; i++) {
-          add_values(1, std::max(row[i].from, to), std::min(row[i].to, end), values, weights + i * stride, 0, outputs + i);
-        }
+      const Number* values = keys.values + begin * dim;
+      if (kIsRounded && count > kTile) {
+        widen(values, (std::min(begin + kValuesAtOnce, row[count - 1].to) - begin) * dim, keys.spare);
+        add_block(row, count, begin, keys.spare, weights + begin, stride, outputs);
+      } else {
+        add_block(row, count, begin, values, weights + begin, stride, outputs);
       }
     }
   }
 
-  void add_values(int rows, int64_t from, int64_t to, const float* values, const float* weights, int64_t stride,
-                  float* const* outputs) const {
+  // The same for kValuesAtOnce values, of which the first is that of key `begin`, and so are the weights.
+  template <typename Block>
+  void add_block(const Seen* row, int count, int64_t begin, const Block* values, const float* weights, int64_t stride,
+                 float* const* outputs) const {
+    const auto place = [=](int64_t key) { return std::clamp<int64_t>(key - begin, 0, kValuesAtOnce); };
+    for (int r = 0; r < count; r += kTile) {
+      const int tile = std::min(count - r, kTile);
+      // What all rows of the tile see they read together, what comes before and after it each by itself.
+      const int64_t from = place(row[r + tile - 1].from), to = std::max(from, place(row[r].to));
+      for (int i = r; i < r + tile; i++) {
+        add(1, place(row[i].from), std::min(from, place(row[i].to)), values, weights + i * stride, 0, outputs + i);
+      }
+      add(tile, from, to, values, weights + r * stride, stride, outputs + r);
+      for (int i = r; i < r + tile; i++) {
+        add(1, std::max(to, place(row[i].from)), place(row[i].to), values, weights + i * stride, 0, outputs + i);
+      }
+    }
+  }
+
+  template <typename Block>
+  void add(int rows, int64_t from, int64_t to, const Block* values, const float* weights, int64_t stride,
+           float* const* outputs) const {
     if (from >= to) return;
     const int64_t dim = s.head_dim;
     for (int64_t d = 0; d < dim; d += kSlab * kLanes) {
       const int64_t slab = std::min<int64_t>((dim - d) / kLanes, kSlab);
-      kWeigh[rows - 1][slab - 1](weights + from, stride, values + from * dim, dim, to - from, outputs, d);
+      kWeigh<Block>[rows - 1][slab - 1](weights + from, stride, values + from * dim, dim, to - from, outputs, d);
     }
   }
 
   const AttentionShape& s;
-  const AttentionTensors& t;
+  const AttentionTensors<Number>& t;
   const int64_t group_;  // heads that share a K/V head
   const int64_t rows_;   // of a K/V head
 };
 
 }  // namespace
 
-void attend(const Parallel& parallel, const AttentionShape& shape, const AttentionTensors& tensors) {
-  const Attention attention(shape, tensors);
+template <typename Number>
+void attend(const Parallel& parallel, const AttentionShape& shape, const AttentionTensors<Number>& tensors) {
+  const Attention<Number> attention(shape, tensors);
   const int64_t heads = shape.num_kv_heads, rows = attention.rows();
   if (rows < kRowsToPack) {
     parallel(shape.batch * heads, [&](size_t index) {
@@ -497,11 +600,15 @@ void attend(const Parallel& parallel, const AttentionShape& shape, const Attenti
     });
     parallel(pairs * tasks, [&](size_t index) {
       const int64_t pair = index / tasks, b = begin + pair / heads, head = pair % heads;
-      const int64_t first = (tasks - 1 - index % tasks) * task_rows;  // the longest rows first: short ones fill up the end
-      attention.attend(b, head, attention.sequence(b), first, std::min(first + task_rows, rows), packed + pair * packed_size);
+      const int64_t first = (tasks - 1 - index % tasks) * task_rows;  // the longest first: short ones fill up the end
+      attention.attend(b, head, attention.sequence(b), first, std::min(first + task_rows, rows),
+                       packed + pair * packed_size);
     });
   }
 }
+
+template void attend(const Parallel&, const AttentionShape&, const AttentionTensors<float>&);
+template void attend(const Parallel&, const AttentionShape&, const AttentionTensors<int8_t>&);
 
 #pragma GCC pop_options
 

@@ -11,6 +11,7 @@
 #include <functional>
 #include <numeric>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
@@ -147,7 +148,7 @@ std::vector<int64_t> with_last(std::vector<int64_t> shape, int64_t last) {
 
 int64_t num_rows_of(const Tensor& rows) { return product({rows.shape.begin(), rows.shape.end() - 1}); }
 
-// An operator's inputs and outputs: their types, and which may be absent.
+// An operator's input: its type, and whether it may be absent. All outputs are there.
 struct Port {
   ort::ElementType type = ort::kFloat;
   ort::Characteristic presence = ort::kRequired;
@@ -167,7 +168,7 @@ class Int8Linear {
  public:
   static constexpr const char* kName = kIsBiased ? "BiasedInt8Linear" : "Int8Linear";
   static constexpr std::array<Port, 3 + kIsBiased> kInputs = {{{ort::kFloat}, {ort::kInt8}, {ort::kFloat}}};
-  static constexpr size_t kOutputs = 1;
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static bool is_able() { return can_multiply(); }
 
   Int8Linear(const Runtime& runtime, const ort::KernelInfo* info)
@@ -210,7 +211,7 @@ class Int4Linear {
  public:
   static constexpr const char* kName = kIsBiased ? "BiasedInt4Linear" : "Int4Linear";
   static constexpr std::array<Port, 3 + kIsBiased> kInputs = {{{ort::kFloat}, {ort::kUint8}, {ort::kFloat16}}};
-  static constexpr size_t kOutputs = 1;
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static bool is_able() { return can_multiply_int4(); }
 
   Int4Linear(const Runtime& runtime, const ort::KernelInfo* info) : num_columns_(runtime.attribute<int64_t>(info, "N")) {}
@@ -240,7 +241,7 @@ class Linear {
  public:
   static constexpr const char* kName = kIsBiased ? "BiasedLinear" : "Linear";
   static constexpr std::array<Port, 2 + kIsBiased> kInputs = {};
-  static constexpr size_t kOutputs = 1;
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static bool is_able() { return can_multiply_floats(); }
 
   Linear(const Runtime&, const ort::KernelInfo*) {}
@@ -257,17 +258,14 @@ class Linear {
   }
 };
 
-// `GroupQueryAttention` of `com.microsoft` over float32 K/V, without what no graph of ours asks for; see attention.h.
-class GroupQueryAttention {
+// `GroupQueryAttention` of `com.microsoft`, without what no graph of ours asks for; see attention.h. Number is what K/V are
+// kept in.
+template <typename Number>
+class AttentionOver {
  public:
-  static constexpr char kName[] = "GroupQueryAttention";
-  static constexpr Port kInputs[] = {
-      {ort::kFloat},  {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional}, {ort::kFloat}, {ort::kFloat}, {ort::kInt32},
-      {ort::kInt32},  {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional}};
-  static constexpr size_t kOutputs = 3;
   static bool is_able() { return can_attend(); }
 
-  GroupQueryAttention(const Runtime& runtime, const ort::KernelInfo* info)
+  AttentionOver(const Runtime& runtime, const ort::KernelInfo* info)
       : num_heads_(runtime.attribute<int64_t>(info, "num_heads")),
         num_kv_heads_(runtime.attribute<int64_t>(info, "kv_num_heads")),
         rotates_(runtime.attribute<int64_t>(info, "do_rotary") != 0),
@@ -313,8 +311,19 @@ class GroupQueryAttention {
     for (int64_t row = 0; shape.appends && row < shape.batch; ++row)
       runtime.require(last.as<int32_t>()[row] < shape.capacity, "seqlens_k must be within the cache");
 
+    AttentionTensors<Number> tensors{};
+    if constexpr (std::is_same_v<Number, int8_t>) {
+      const Tensor sinks = runtime.input(context, kSinksAt);
+      const Tensor key_scales = runtime.input(context, kSinksAt + 1), value_scales = runtime.input(context, kSinksAt + 2);
+      runtime.require(!sinks.data || sinks.shape == std::vector<int64_t>{num_heads_}, "sinks must be one of each head");
+      const std::vector<int64_t> wanted = {1, num_kv_heads_, 1, shape.head_dim};
+      runtime.require(key_scales.shape == wanted && value_scales.shape == wanted,
+                      "key_scales and value_scales must be [1, kv_num_heads, 1, head_dim]");
+      tensors.sinks = sinks.as<float>();
+      tensors.key_scales = key_scales.as<float>();
+      tensors.value_scales = value_scales.as<float>();
+    }
     const Tensor output = runtime.output(context, 0, {shape.batch, shape.new_tokens, width});
-    AttentionTensors tensors{};
     tensors.query = query.as<float>();
     tensors.query_stride = query.shape[2];
     tensors.key = is_packed ? tensors.query + width : key.as<float>();
@@ -332,12 +341,13 @@ class GroupQueryAttention {
 
  private:
   static constexpr int64_t kHeadDimMultiple = 16;
+  static constexpr size_t kSinksAt = 9;
 
   // The cache that is written: the very one that was read where the caller has tied both to one place, else a copy.
-  static float* present(const Runtime& runtime, ort::KernelContext* context, size_t index, const Tensor& past) {
+  static Number* present(const Runtime& runtime, ort::KernelContext* context, size_t index, const Tensor& past) {
     const Tensor present = runtime.output(context, index, past.shape);
-    if (present.data != past.data) std::copy_n(past.as<float>(), product(past.shape), present.as<float>());
-    return present.as<float>();
+    if (present.data != past.data) std::copy_n(past.as<Number>(), product(past.shape), present.as<Number>());
+    return present.as<Number>();
   }
 
   int64_t num_heads_, num_kv_heads_;
@@ -345,12 +355,38 @@ class GroupQueryAttention {
   int64_t window_;
 };
 
+class GroupQueryAttention : public AttentionOver<float> {
+ public:
+  using AttentionOver::AttentionOver;
+  static constexpr char kName[] = "GroupQueryAttention";
+  static constexpr Port kInputs[] = {
+      {ort::kFloat}, {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional},   // query, key, value
+      {ort::kFloat}, {ort::kFloat},                                                  // past
+      {ort::kInt32}, {ort::kInt32},                                                  // last, total
+      {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional}};                 // cosines, sines
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat, ort::kFloat, ort::kFloat};
+};
+
+// The same over K/V in eight bits, with a scale for each channel.
+class Int8CacheAttention : public AttentionOver<int8_t> {
+ public:
+  using AttentionOver::AttentionOver;
+  static constexpr char kName[] = "Int8CacheAttention";
+  static constexpr Port kInputs[] = {
+      {ort::kFloat}, {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional},   // query, key, value
+      {ort::kInt8}, {ort::kInt8},                                                    // past
+      {ort::kInt32}, {ort::kInt32},                                                  // last, total
+      {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional},                  // cosines, sines
+      {ort::kFloat, ort::kOptional}, {ort::kFloat}, {ort::kFloat}};                  // sinks, scales
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat, ort::kInt8, ort::kInt8};
+};
+
 // `SwiGLU(rows [..., 2 · width]) → [..., width]`; see rows.h.
 class SwiGlu {
  public:
   static constexpr char kName[] = "SwiGLU";
   static constexpr Port kInputs[] = {{ort::kFloat}};
-  static constexpr size_t kOutputs = 1;
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static bool is_able() { return can_compute_rows(); }
 
   SwiGlu(const Runtime&, const ort::KernelInfo*) {}
@@ -368,7 +404,7 @@ class SwiGlu {
 // `AddRMSNorm(left, right, weight) → sum, normed` and `AddLayerNorm(left, right, weight, bias)`; see rows.h.
 class AddNorm {
  public:
-  static constexpr size_t kOutputs = 2;
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat, ort::kFloat};
   static bool is_able() { return can_compute_rows(); }
 
   AddNorm(const Runtime& runtime, const ort::KernelInfo* info) : epsilon_(runtime.attribute<float>(info, "epsilon")) {}
@@ -440,8 +476,8 @@ const ort::CustomOp& operator_of() {
     table.input_characteristic = [](const ort::CustomOp*, size_t index) {
       return Kernel::kInputs[index].presence;
     };
-    table.num_outputs = [](const ort::CustomOp*) { return Kernel::kOutputs; };
-    table.output_type = [](const ort::CustomOp*, size_t) { return ort::kFloat; };
+    table.num_outputs = [](const ort::CustomOp*) { return std::size(Kernel::kOutputs); };
+    table.output_type = [](const ort::CustomOp*, size_t index) { return Kernel::kOutputs[index]; };
     table.output_characteristic = [](const ort::CustomOp*, size_t) { return ort::kRequired; };
     table.input_memory = [](const ort::CustomOp*, size_t) { return ort::kDefaultMemory; };
     table.variadic_input_min_arity = table.variadic_input_homogeneity = [](const ort::CustomOp*) { return 1; };
@@ -479,7 +515,7 @@ struct Able {
 };
 
 using Operators = Able<Linear<false>, Linear<true>, Int8Linear<false>, Int8Linear<true>, Int4Linear<false>, Int4Linear<true>,
-                        GroupQueryAttention, SwiGlu, AddRmsNorm, AddLayerNorm>;
+                        GroupQueryAttention, Int8CacheAttention, SwiGlu, AddRmsNorm, AddLayerNorm>;
 
 }  // namespace
 }  // namespace onward

@@ -25,6 +25,7 @@ from export.operators import (
     DOMAIN,
     INT4_BLOCK,
     INT4_LINEAR,
+    INT8_ATTENTION,
     INT8_LINEAR,
     LINEAR,
     SWIGLU,
@@ -47,7 +48,11 @@ pytestmark = [
     pytest.mark.skipif(_HAS_NONE, reason="the kernels are not built, and there is no C++ compiler to do it"),
 ]
 
-_TYPES = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int32): TensorProto.INT32}
+_TYPES = {
+    np.dtype(np.float32): TensorProto.FLOAT,
+    np.dtype(np.int32): TensorProto.INT32,
+    np.dtype(np.int8): TensorProto.INT8,
+}
 
 
 def _session(model: onnx.ModelProto, *, by_kernels: bool, threads: int = 2) -> ort.InferenceSession:
@@ -62,8 +67,14 @@ def _session(model: onnx.ModelProto, *, by_kernels: bool, threads: int = 2) -> o
 
 
 def _model(
-    nodes: Sequence[onnx.NodeProto], feeds: Mapping[str, Array], outputs: Sequence[str], stored: Mapping[str, Array]
+    nodes: Sequence[onnx.NodeProto],
+    feeds: Mapping[str, Array],
+    outputs: Sequence[str],
+    stored: Mapping[str, Array],
+    types: Mapping[str, int] | None = None,
 ) -> onnx.ModelProto:
+    """A model of these nodes; its outputs are float32, but for those of other `types`."""
+    types = types or {}
     inputs = [
         helper.make_tensor_value_info(name, _TYPES[value.dtype], [None] * value.ndim) for name, value in feeds.items()
     ]
@@ -71,7 +82,7 @@ def _model(
         list(nodes),
         "own",
         inputs,
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        [helper.make_tensor_value_info(name, types.get(name, TensorProto.FLOAT), None) for name in outputs],
         [numpy_helper.from_array(value, name) for name, value in stored.items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
@@ -230,6 +241,16 @@ def test_gates_and_norms_are_what_their_functions_say_and_each_rows_own(num_rows
         assert [each.tobytes() for each in alone] == [each[row : row + 1].tobytes() for each in found]
 
 
+def test_a_gates_exponential_is_good_to_the_last_places() -> None:
+    """Where a gate is shut it is an exponential and little else: a coefficient that is off by 2e-5 shows."""
+    gates = np.linspace(-12, 4, 20_001, dtype=np.float32)
+    x = np.concatenate([gates, np.ones_like(gates)])[None]
+    node = helper.make_node(SWIGLU, ["x"], ["y"], domain=DOMAIN)
+    found = _session(_model([node], {"x": x}, ["y"], {}), by_kernels=True).run(None, {"x": x})[0][0]
+    exact = gates / (1 + np.exp(-gates.astype(np.float64)))
+    np.testing.assert_allclose(found, exact, rtol=6e-7, atol=1e-30)
+
+
 def test_a_gate_is_open_or_shut_at_numbers_that_are_too_large_for_an_exponential() -> None:
     node = helper.make_node(SWIGLU, ["x"], ["y"], domain=DOMAIN)
     gates = np.array([-3e38, -1e4, -90, 0, 90, 1e4, 3e38], np.float32)
@@ -240,32 +261,56 @@ def test_a_gate_is_open_or_shut_at_numbers_that_are_too_large_for_an_exponential
 
 
 class _Attention:
-    """One attention over a cache, by kernels and by the operator of ONNX Runtime's own."""
+    """One attention over a cache, by kernels and by the operator of ONNX Runtime's own.
+
+    `int8` keeps K/V in eight bits; `sinks` are a score of each head besides, which goes with that alone.
+    """
 
     def __init__(
-        self, heads: int, kv_heads: int, dim: int, *, rotary: bool, window: int = -1, packed: bool = True, seed: int = 0
+        self,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        *,
+        rotary: bool,
+        window: int = -1,
+        packed: bool = True,
+        int8: bool = False,
+        sinks: float | None = None,
+        seed: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed)
         self.heads, self.kv_heads, self.dim, self.packed, self.rng = heads, kv_heads, dim, packed, rng
+        self.dtype = np.dtype(np.int8 if int8 else np.float32)
         angles = np.outer(np.arange(600), 10000.0 ** (-np.arange(dim // 2) / (dim // 2)))
         stored = {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)} if rotary else {}
         new = {"query": np.zeros((1, 1, 1), np.float32)}
         new |= {} if packed else {"key": new["query"], "value": new["query"]}
-        cache = np.zeros((1, 1, 1, 1), np.float32)
+        cache = np.zeros((1, 1, 1, 1), self.dtype)
         feeds = new | {"past_key": cache, "past_value": cache, "last": np.zeros(1, np.int32)}
         names = [*[*new, "", ""][:3], "past_key", "past_value", "last", "total", *stored]
+        # A step of a normal number's eight bits: few saturate, at either end.
+        self.scales = [np.exp(rng.normal(-3.8, 0.3, (1, kv_heads, 1, dim))).astype(np.float32) for _ in range(2)]
+        if int8:
+            names += [""] * (11 - len(names)) + ["" if sinks is None else "sinks", "key_scale", "value_scale"]
+            stored |= dict(zip(("key_scale", "value_scale"), self.scales, strict=True))
+            stored |= {} if sinks is None else {"sinks": (sinks + rng.standard_normal(heads)).astype(np.float32)}
         node = helper.make_node(ATTENTION, names, ["y", "new_key", "new_value"], domain=CONTRIB)
         attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "do_rotary": int(rotary)}
         attributes |= {"local_window_size": window} if window > 0 else {}
+        quantized = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+        attributes |= quantized if int8 else {}
         node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
-        self.standard_model = _model(
-            [node], feeds | {"total": np.zeros((), np.int32)}, ["y", "new_key", "new_value"], stored
-        )
+        types = dict.fromkeys(("new_key", "new_value"), _TYPES[self.dtype])
+        feeds |= {"total": np.zeros((), np.int32)}
+        self.standard_model = _model([node], feeds, ["y", *types], stored, types)
         self.standard_model.opset_import.append(helper.make_opsetid(CONTRIB, 1))
         own = onnx.ModelProto()
         own.CopyFrom(self.standard_model)
         use_own(own)
         add_functions(own)
+        assert [node.op_type for node in own.graph.node] == [INT8_ATTENTION if int8 else ATTENTION]
+        assert own.graph.node[0].domain == DOMAIN
         self.own_model = own
         self.own, self.standard = _session(own, by_kernels=True), _session(self.standard_model, by_kernels=False)
 
@@ -274,17 +319,26 @@ class _Attention:
         widths = [sum(widths)] if self.packed else widths
         return [self.rng.standard_normal((batch, count, width)).astype(np.float32) for width in widths]
 
-    def cache(self, batch: int, capacity: int) -> tuple[Float32, Float32]:
+    def cache(self, batch: int, capacity: int) -> tuple[Array, Array]:
         shape = (batch, self.kv_heads, capacity, self.dim)
-        return self.rng.standard_normal(shape).astype(np.float32), self.rng.standard_normal(shape).astype(np.float32)
+        key, value = (self.rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+        if self.dtype == np.float32:
+            return key, value
+        key, value = (np.rint(part / scale) for part, scale in zip((key, value), self.scales, strict=True))
+        return key.clip(-128, 127).astype(np.int8), value.clip(-128, 127).astype(np.int8)
+
+    @property
+    def nothing(self) -> float:
+        """What lies behind a row's end: no number where there is one such, else the largest."""
+        return np.nan if self.dtype == np.float32 else -128
 
     def run(
         self,
         session: ort.InferenceSession,
         new: Sequence[Float32],
-        cache: tuple[Float32, Float32],
+        cache: tuple[Array, Array],
         last: Sequence[int],
-    ) -> tuple[Float32, Float32, Float32]:
+    ) -> tuple[Float32, Array, Array]:
         """Output and caches; the caches given stay as they are."""
         names = ["query"] if len(new) == 1 else ["query", "key", "value"]
         feeds: dict[str, Array] = dict(zip(names, new, strict=True))
@@ -299,10 +353,11 @@ _HEADS = [(12, 4, 64, True), (4, 4, 32, False), (6, 1, 16, True), (2, 2, 80, Fal
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), _HEADS)
 @pytest.mark.parametrize("window", [-1, 20])
+@pytest.mark.parametrize("int8", [False, True])
 def test_attention_is_onnx_runtimes_in_decoding_ragged_rows_and_in_chunks(
-    heads: int, kv_heads: int, dim: int, rotary: bool, window: int
+    heads: int, kv_heads: int, dim: int, rotary: bool, window: int, int8: bool
 ) -> None:
-    attention = _Attention(heads, kv_heads, dim, rotary=rotary, window=window)
+    attention = _Attention(heads, kv_heads, dim, rotary=rotary, window=window, int8=int8)
     for batch, count, last in ((5, 1, (0, 16, 33, 150, 97)), (1, 40, (39,)), (1, 48, (147,)), (3, 12, (11, 4, 0))):
         new, cache = attention.new_tokens(batch, count), attention.cache(batch, 160)
         found = attention.run(attention.own, new, cache, last)
@@ -315,8 +370,43 @@ def test_attention_is_onnx_runtimes_in_decoding_ragged_rows_and_in_chunks(
                 np.testing.assert_allclose(ours[row, :, : end + 1], theirs[row, :, : end + 1], rtol=1e-6, atol=1e-6)
 
 
-def test_attention_to_a_source_is_onnx_runtimes() -> None:
-    attention = _Attention(8, 8, 64, rotary=False, packed=False)
+@pytest.mark.parametrize("count", [1, 50])
+def test_new_keys_and_values_are_rounded_to_eight_bits_as_by_onnx_runtime_to_the_bit(count: int) -> None:
+    """Halves, what lies beyond the ends, infinities and what is no number among them."""
+    attention = _Attention(4, 4, 64, rotary=False, packed=False, int8=True)
+    rng = np.random.default_rng(count)
+    steps = rng.integers(-140, 141, (2, 20, count, 4, 64)) + rng.choice([0, 0.5, 0.5, 0.25, 0.4999999], (64,))
+    steps[:, 0, 0, 0, :6] = [np.nan, np.inf, -np.inf, 1e30, -1e30, -0.0]
+    query = np.ones((20, count, 256), np.float32)
+    scales = [np.swapaxes(scale, 1, 2) for scale in attention.scales]  # [1, 1, Hkv, D]
+    key, value = ((part * scale).astype(np.float32) for part, scale in zip(steps, scales, strict=True))
+    new = (query, key.reshape(query.shape), value.reshape(query.shape))
+    cache, last = attention.cache(20, count), [count - 1] * 20
+    found, expected = (attention.run(each, new, cache, last) for each in (attention.own, attention.standard))
+    assert found[1].tobytes() == expected[1].tobytes()
+    assert found[2].tobytes() == expected[2].tobytes()
+    assert {-128, 127} <= set(found[1].ravel().tolist())
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), _HEADS)
+def test_sinks_take_their_part_of_the_weights(heads: int, kv_heads: int, dim: int, rotary: bool) -> None:
+    found = []
+    for sinks in (0.5, -1e30, None):
+        attention = _Attention(heads, kv_heads, dim, rotary=rotary, int8=True, sinks=sinks)
+        attention.rng = np.random.default_rng(1)
+        for batch, count, last in ((3, 1, (0, 40, 17)), (1, 30, (29,))):
+            new, cache = attention.new_tokens(batch, count), attention.cache(batch, 48)
+            ours, theirs = (attention.run(each, new, cache, last)[0] for each in (attention.own, attention.standard))
+            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+            found.append(ours)
+    for with_part, without, absent in zip(found[:2], found[2:4], found[4:], strict=True):
+        assert without.tobytes() == absent.tobytes()
+        assert np.abs(with_part - absent).max() > 0.01
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_attention_to_a_source_is_onnx_runtimes(int8: bool) -> None:
+    attention = _Attention(8, 8, 64, rotary=False, packed=False, int8=int8)
     cache, last = attention.cache(4, 90), (0, 30, 89, 63)
     query = attention.new_tokens(4, 1)[0]
     nothing = np.zeros((4, 0, 512), np.float32)
@@ -328,16 +418,17 @@ def test_attention_to_a_source_is_onnx_runtimes() -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), _HEADS)
+@pytest.mark.parametrize("int8", [False, True])
 def test_a_tokens_attention_has_the_same_bits_alone_in_company_in_chunks_and_decoded(
-    heads: int, kv_heads: int, dim: int, rotary: bool
+    heads: int, kv_heads: int, dim: int, rotary: bool, int8: bool
 ) -> None:
     """And K/V behind a row's end are not felt, be they no numbers."""
-    attention = _Attention(heads, kv_heads, dim, rotary=rotary)
+    attention = _Attention(heads, kv_heads, dim, rotary=rotary, int8=int8)
     one_thread = _session(attention.own_model, by_kernels=True, threads=1)
     length, (packed,) = 150, attention.new_tokens(1, 150)
     empty = attention.cache(1, 200)
     for part in empty:
-        part[:] = np.nan
+        part[:] = attention.nothing
     whole, key, value = attention.run(attention.own, [packed], empty, [length - 1])
     for chunk in (64, 16, 1):
         cache, pieces = empty, []
@@ -354,8 +445,8 @@ def test_a_tokens_attention_has_the_same_bits_alone_in_company_in_chunks_and_dec
     others = attention.cache(4, 200)
     for part, ours in zip(others, (key, value), strict=True):
         part[2] = ours[0]
-        part[2, :, length - 1 :] = np.nan
-        part[0, :, 10:] = np.nan
+        part[2, :, length - 1 :] = attention.nothing
+        part[0, :, 10:] = attention.nothing
     rows = attention.new_tokens(4, 1)[0]
     rows[2] = packed[0, -1:]
     together, *_ = attention.run(attention.own, [rows], others, [9, 199, length - 1, 0])
@@ -377,6 +468,14 @@ def test_kernels_refuse_what_they_cannot_compute_and_say_what() -> None:
     for tokens, buffers, last, message in cases:
         with pytest.raises(Exception, match=message):
             attention.run(attention.own, tokens, buffers, last)
+    int8 = _Attention(4, 2, 32, rotary=False, int8=True, sinks=0.0)
+    for name, shape, message in (("key_scale", (1, 1, 1, 32), "head_dim"), ("sinks", (2,), "one of each head")):
+        model = onnx.ModelProto()
+        model.CopyFrom(int8.own_model)
+        (tensor,) = (each for each in model.graph.initializer if each.name == name)
+        tensor.CopyFrom(numpy_helper.from_array(np.ones(shape, np.float32), name))
+        with pytest.raises(Exception, match=message):
+            int8.run(_session(model, by_kernels=True), int8.new_tokens(2, 1), int8.cache(2, 16), (3, 3))
     linear = _linear(40, 40, np.random.default_rng(0))
     with pytest.raises(Exception, match="rows must be K numbers wide"):
         _session(linear, by_kernels=True).run(None, {"x": np.zeros((2, 39), np.float32)})
