@@ -250,10 +250,16 @@ float soften(float* scores, int64_t from, int64_t to, float sink) {
   return 1.0f / (_mm512_reduce_add_ps(sum) + _mm512_cvtss_f32(rest));
 }
 
+// Numbers to bring into the L2 cache while others are computed with, in rows as those.
+struct Ahead {
+  const int8_t* rows;
+  int64_t count;
+};
+
 // Adds `count` values, times each row's weights, to the outputs of ROWS rows, VECS vectors of them.
 template <typename Number, int ROWS, int VECS>
 void weigh(const float* weights, int64_t stride, const Number* values, int64_t dim, int64_t count,
-           float* const* outputs, int64_t offset) {
+           float* const* outputs, int64_t offset, Ahead ahead) {
   Vec sums[ROWS][VECS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) {
@@ -261,6 +267,9 @@ void weigh(const float* weights, int64_t stride, const Number* values, int64_t d
     for (int i = 0; i < VECS; i++) sums[r][i] = _mm512_loadu_ps(outputs[r] + offset + i * kLanes);
   }
   for (int64_t k = 0; k < count; k++) {
+    if constexpr (Fetching<Number>::kIsShort) {
+      if (k < ahead.count) _mm_prefetch(ahead.rows + k * dim + offset, _MM_HINT_T1);
+    }
     Vec value[VECS];
 #pragma GCC unroll 8
     for (int i = 0; i < VECS; i++) value[i] = load(values + k * dim + offset + i * kLanes);
@@ -311,6 +320,7 @@ struct Keys {
   const Number* cached;
   const float* packed;   // null: they are scored as they are cached
   const Number* values;  // theirs
+  Ahead next;            // the first of the next head
   float* spare;          // room for kValuesAtOnce of either
   int64_t length;
 };
@@ -350,6 +360,9 @@ class Attention {
       const int64_t position = sequence.past + i, token = (b * s.new_tokens + i) * t.key_stride + kv_head * dim;
       const int64_t place = cached(b, kv_head) + position * dim;
       if constexpr (kIsRounded) {
+        // The next head's place, while there is other work to do.
+        __builtin_prefetch(t.past_key + place + s.capacity * dim, 1);
+        __builtin_prefetch(t.past_value + place + s.capacity * dim, 1);
         float* turned = task_scratch.at_least(dim);
         turn(t.key + token, position, 1.0f, turned);
         narrow(turned, t.key_scales + kv_head * dim, dim, t.past_key + place);
@@ -402,7 +415,12 @@ class Attention {
     std::fill(queries + count * dim, scores, 0.0f);
 
     const int64_t place = cached(b, kv_head) + base * dim;
-    const Keys<Number> keys{t.past_key + place, packed, t.past_value + place, spare, sequence.length - base};
+    const int64_t length = sequence.length - base;
+    Ahead next{};
+    if constexpr (kIsRounded) {
+      if (kv_head + 1 < s.num_kv_heads) next = {t.past_key + place + s.capacity * dim, std::min(length, Fetch::kAhead)};
+    }
+    const Keys<Number> keys{t.past_key + place, packed, t.past_value + place, next, spare, length};
     score(queries, row, count, keys, scores, sequence.stride);
     float inverse[kRowsOfTask];
     for (int r = 0; r < count; r++) {
@@ -516,9 +534,14 @@ class Attention {
       const Number* values = keys.values + begin * dim;
       if (kIsRounded && count > kTile) {
         widen(values, (std::min(begin + kValuesAtOnce, row[count - 1].to) - begin) * dim, keys.spare);
-        add_block(row, count, begin, keys.spare, weights + begin, stride, outputs);
+        add_block(row, count, begin, keys.spare, weights + begin, stride, outputs, {});
       } else {
-        add_block(row, count, begin, values, weights + begin, stride, outputs);
+        Ahead ahead = keys.next;
+        if constexpr (kIsRounded) {
+          const int64_t rest = row[count - 1].to - begin - kValuesAtOnce;
+          if (rest > 0) ahead = {values + kValuesAtOnce * dim, rest};
+        }
+        add_block(row, count, begin, values, weights + begin, stride, outputs, ahead);
       }
     }
   }
@@ -526,30 +549,30 @@ class Attention {
   // The same for kValuesAtOnce values, of which the first is that of key `begin`, and so are the weights.
   template <typename Block>
   void add_block(const Seen* row, int count, int64_t begin, const Block* values, const float* weights, int64_t stride,
-                 float* const* outputs) const {
+                 float* const* outputs, Ahead ahead) const {
     const auto place = [=](int64_t key) { return std::clamp<int64_t>(key - begin, 0, kValuesAtOnce); };
     for (int r = 0; r < count; r += kTile) {
       const int tile = std::min(count - r, kTile);
       // What all rows of the tile see they read together, what comes before and after it each by itself.
       const int64_t from = place(row[r + tile - 1].from), to = std::max(from, place(row[r].to));
       for (int i = r; i < r + tile; i++) {
-        add(1, place(row[i].from), std::min(from, place(row[i].to)), values, weights + i * stride, 0, outputs + i);
+        add(1, place(row[i].from), std::min(from, place(row[i].to)), values, weights + i * stride, 0, outputs + i, {});
       }
-      add(tile, from, to, values, weights + r * stride, stride, outputs + r);
+      add(tile, from, to, values, weights + r * stride, stride, outputs + r, ahead);
       for (int i = r; i < r + tile; i++) {
-        add(1, std::max(to, place(row[i].from)), place(row[i].to), values, weights + i * stride, 0, outputs + i);
+        add(1, std::max(to, place(row[i].from)), place(row[i].to), values, weights + i * stride, 0, outputs + i, {});
       }
     }
   }
 
   template <typename Block>
   void add(int rows, int64_t from, int64_t to, const Block* values, const float* weights, int64_t stride,
-           float* const* outputs) const {
+           float* const* outputs, Ahead ahead) const {
     if (from >= to) return;
     const int64_t dim = s.head_dim;
     for (int64_t d = 0; d < dim; d += kSlab * kLanes) {
       const int64_t slab = std::min<int64_t>((dim - d) / kLanes, kSlab);
-      kWeigh<Block>[rows - 1][slab - 1](weights + from, stride, values + from * dim, dim, to - from, outputs, d);
+      kWeigh<Block>[rows - 1][slab - 1](weights + from, stride, values + from * dim, dim, to - from, outputs, d, ahead);
     }
   }
 
