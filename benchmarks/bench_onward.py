@@ -9,12 +9,14 @@ with its words. `-kv8` behind a precision keeps keys and values in eight bits.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
@@ -37,15 +39,25 @@ def artefact(options: Options) -> Path:
     return options.work / options.precision / MODEL
 
 
+@cache
+def _exporter() -> str:
+    """A digest of the exporter's sources: what another one has made is another artefact."""
+    folder = Path(__file__).parent.parent / "export"
+    sources = [(path.name, path.read_bytes()) for path in sorted(folder.glob("*.py"))]
+    return hashlib.sha256(repr(sources).encode()).hexdigest()
+
+
 def export(options: Options) -> None:
-    """Exports the checkpoint, unless that was done before.
+    """Exports the checkpoint, unless this very exporter has done so before or somebody else has put an artefact there.
 
     Raises:
         RuntimeError: with the exporter's last words.
     """
     place = artefact(options)
-    if place.exists():
+    stamp = place.parent.with_suffix(".exporter")
+    if place.exists() and (not stamp.exists() or stamp.read_text(encoding="utf-8") == _exporter()):
         return
+    shutil.rmtree(place.parent, ignore_errors=True)
     staged = options.work / f"{options.precision}.part"
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
@@ -56,6 +68,7 @@ def export(options: Options) -> None:
     if done.returncode != 0:
         raise RuntimeError(f"export exited with {done.returncode}: {done.stderr.strip()[-_MAX_SAID:]}")
     staged.rename(place.parent)
+    stamp.write_text(_exporter(), encoding="utf-8")
 
 
 class Onward:

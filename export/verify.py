@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from export.replay import PROVIDER, AttentionReplayer, PagedReplayer, Replayer, ReplayError
-from model import artifact, golden, golden_attention
+from model import artifact, golden, golden_attention, kernels
 from model.artifact import EXPLAIN, PREFILL, ArtifactError, Device, KVLayout, KVPrecision, Manifest, Precision
 from model.golden import CaseResult, GoldenCase, Tolerance, tolerance_of
 from model.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionResult
@@ -245,8 +245,14 @@ def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:
 
 
 def runtime_versions() -> dict[str, str]:
-    """What computes a replay."""
-    return {"python": platform.python_version(), "numpy": np.__version__, "onnxruntime": ort.__version__}
+    """What computes a replay; `kernels` is the library that computes our own operators, or "standard"."""
+    library = kernels.library()
+    return {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "onnxruntime": ort.__version__,
+        "kernels": "standard" if library is None else library.name,
+    }
 
 
 def finite(value: Any) -> Any:
