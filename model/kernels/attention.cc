@@ -10,7 +10,7 @@
 //
 // Keys that a query does not see take no part: their scores are overwritten, their values never multiplied.
 //
-// K/V in eight bits become floats as they are loaded, or where several rows want them, once for all; either way exactly.
+// K/V in eight bits become floats as they are loaded, or where many rows want them, once for all; either way exactly.
 // Their scales are nowhere near: a key's are in the query, a value's in the last factor of the output.
 #include "attention.h"
 
@@ -44,22 +44,23 @@ using Vec = __m512;
 
 constexpr int64_t kLanes = 16;                   // floats in a Vec, keys in a block
 constexpr int kTile = 6;                         // query rows that share what is loaded: their sums fill the registers
+constexpr int kRowsAtOnce = 3;                   // query rows that share what becomes a float as it is loaded
 constexpr int64_t kRowsToPack = 16;              // from this many query rows of one K/V head on, packing K pays
 constexpr int64_t kRowsOfTask = 48;              // query rows of one task at most: a multiple of kTile
 constexpr int64_t kScoresOfTask = 96 * 1024;     // floats that a task's scores should fit into: part of the L2 cache
 constexpr int64_t kValuesAtOnce = 64;            // keys whose values stay in the L1 cache while all rows pass over them
 constexpr int64_t kKeysOfPacking = 256;          // keys that one task packs: whole blocks
+constexpr int64_t kFetchAhead = 32;              // keys between the one that is scored and the one that is fetched
+constexpr int64_t kFetched = 128;                // keys at the beginning of a cache that are fetched so
+constexpr int64_t kInt8FetchAhead = 64;          // the same of eight bits, of which all are fetched
 constexpr int64_t kLine = 64;                    // bytes that are fetched together
 constexpr int64_t kPackedAtOnce = 2 * 1024 * 1024;  // floats of packed K to hold at a time: part of the L3 cache
 
-// How keys are fetched ahead of those that are scored. The processor itself fetches ahead once it knows a stream, but of
-// eight bits a stream is too short for that.
-template <typename Number>
-struct Fetching {
-  static constexpr bool kIsShort = sizeof(Number) == 1;
-  static constexpr int64_t kAhead = kIsShort ? 64 : 32;  // keys between what is scored and what is fetched
-  static constexpr int64_t kKeys = kIsShort ? std::numeric_limits<int64_t>::max() : 128;  // at the beginning of a cache
-  static constexpr int kRows = kIsShort ? 1 : 2;  // query rows that share in it
+// Eight bits are read so fast that the processor's own fetching comes late at each head: rows of them to bring into the
+// L2 cache while others, as wide, are computed with.
+struct Ahead {
+  const int8_t* rows;
+  int64_t count;
 };
 
 thread_local Scratch<float> packed_scratch;  // of the thread that calls: packed K, which all threads read
@@ -133,24 +134,20 @@ void fold(Vec* v) {
   }
 }
 
-// The scores of one query row for 16 keys as they lie in the cache, or as floats. DIM is D, or 0 where `dim` says it.
-// Where it FETCHES, it brings a row's share of a block of the cache, from `ahead` on, into the L2 cache, a little with
-// each key.
-template <int DIM, bool FETCHES, typename Number, typename Cached>
-Vec score_cached(const float* query, const Number* keys, const Cached* ahead, int64_t dim) {
+// The scores of one query row for 16 keys as they lie in the cache. DIM is D, or 0 where `dim` says it. Where it FETCHES,
+// it brings half a block from `ahead` on into the L2 cache, a little with each key.
+template <int DIM, bool FETCHES>
+Vec score_cached(const float* query, const float* keys, const float* ahead, int64_t dim) {
   const int64_t width = DIM ? DIM : dim, chain = width / kLanes;
-  const int64_t share = width * static_cast<int64_t>(sizeof(Cached)) / Fetching<Cached>::kRows;  // bytes of each key
   Vec parts[DIM ? DIM / kLanes : 1], sums[kLanes];
 #pragma GCC unroll 8
   for (int i = 0; i < DIM / kLanes; i++) parts[i] = _mm512_load_ps(query + i * kLanes);
 #pragma GCC unroll 16
   for (int key = 0; key < kLanes; key++) {
-    const Number* row = keys + key * width;
+    const float* row = keys + key * width;
     if constexpr (FETCHES) {
 #pragma GCC unroll 8
-      for (int64_t at = round_up(key * share, kLine); at < (key + 1) * share; at += kLine) {
-        _mm_prefetch(reinterpret_cast<const char*>(ahead) + at, _MM_HINT_T1);
-      }
+      for (int64_t i = 0; i < (chain + 1) / 2; i++, ahead += kLanes) _mm_prefetch(ahead, _MM_HINT_T1);
     }
     Vec sum = _mm512_mul_ps(DIM ? parts[0] : _mm512_load_ps(query), load(row));
 #pragma GCC unroll 8
@@ -167,6 +164,64 @@ Vec score_cached(const float* query, const Number* keys, const Cached* ahead, in
   fold<2>(sums);
   fold<1>(sums);
   return sums[0];
+}
+
+template <int ROWS>
+struct Sums {
+  Vec row[ROWS];
+};
+
+// The part of the scores of ROWS query rows for 16 keys that keys whose slots are FIRST, FIRST + STEP, ... have: the tree
+// of `score_cached`, walked depth first so that few sums wait and rows can share what is loaded. Each key fetches a row.
+template <int DIM, int ROWS, int FIRST, int STEP, typename Number>
+[[gnu::always_inline]] inline Sums<ROWS> score_keys(const float* queries, const Number* keys, Ahead ahead, int64_t dim) {
+  const int64_t width = DIM ? DIM : dim;
+  Sums<ROWS> sums;
+  if constexpr (STEP < kLanes) {
+    sums = score_keys<DIM, ROWS, FIRST, 2 * STEP>(queries, keys, ahead, dim);
+    const auto others = score_keys<DIM, ROWS, FIRST + STEP, 2 * STEP>(queries, keys, ahead, dim);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      const Vec a = sums.row[r], b = others.row[r];
+      sums.row[r] = _mm512_add_ps(low<STEP>(a, b), high<STEP>(a, b));
+    }
+  } else {
+    const Number* row = keys + slot_of(FIRST) * width;
+    if (ahead.count) {
+      for (int64_t d = 0; d < width; d += kLine) _mm_prefetch(ahead.rows + slot_of(FIRST) * width + d, _MM_HINT_T1);
+    }
+    const Vec key = load(row);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) sums.row[r] = _mm512_mul_ps(_mm512_load_ps(queries + r * width), key);
+#pragma GCC unroll 8
+    for (int64_t d = kLanes; d < width; d += kLanes) {
+      const Vec next = load(row + d);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        sums.row[r] = _mm512_fmadd_ps(_mm512_load_ps(queries + r * width + d), next, sums.row[r]);
+      }
+    }
+  }
+  return sums;
+}
+
+template <int DIM, int ROWS, typename Number>
+void score_rows(const float* queries, const Number* keys, Ahead ahead, int64_t dim, float* scores, int64_t stride) {
+  const auto sums = score_keys<DIM, ROWS, 0, 1>(queries, keys, ahead, dim);
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++) _mm512_store_ps(scores + r * stride, sums.row[r]);
+}
+
+// The scores of `rows` query rows, kRowsAtOnce at most, for 16 keys.
+template <int DIM, typename Number>
+void score_rows(int rows, const float* queries, const Number* keys, Ahead ahead, int64_t dim, float* scores,
+                int64_t stride) {
+  static_assert(kRowsAtOnce == 3);
+  switch (rows) {
+    case 1: return score_rows<DIM, 1>(queries, keys, ahead, dim, scores, stride);
+    case 2: return score_rows<DIM, 2>(queries, keys, ahead, dim, scores, stride);
+    default: return score_rows<DIM, 3>(queries, keys, ahead, dim, scores, stride);
+  }
 }
 
 // Packs 16 keys, of which `count` are there and zeros follow: [16, D] becomes [D, 16]. Fetches the 16 keys after them.
@@ -192,9 +247,7 @@ void pack(const Number* keys, int64_t count, int64_t dim, float* packed) {
   }
 }
 
-struct TileSums {
-  Vec row[kTile];
-};
+using TileSums = Sums<kTile>;
 
 // The part of a tile's scores for 16 packed keys that chains FIRST, FIRST + STEP, FIRST + 2 STEP, ... add up to: the tree
 // of `score_cached`, lane for lane, walked depth first so that few sums wait.
@@ -250,12 +303,6 @@ float soften(float* scores, int64_t from, int64_t to, float sink) {
   return 1.0f / (_mm512_reduce_add_ps(sum) + _mm512_cvtss_f32(rest));
 }
 
-// Numbers to bring into the L2 cache while others are computed with, in rows as those.
-struct Ahead {
-  const int8_t* rows;
-  int64_t count;
-};
-
 // Adds `count` values, times each row's weights, to the outputs of ROWS rows, VECS vectors of them.
 template <typename Number, int ROWS, int VECS>
 void weigh(const float* weights, int64_t stride, const Number* values, int64_t dim, int64_t count,
@@ -267,7 +314,7 @@ void weigh(const float* weights, int64_t stride, const Number* values, int64_t d
     for (int i = 0; i < VECS; i++) sums[r][i] = _mm512_loadu_ps(outputs[r] + offset + i * kLanes);
   }
   for (int64_t k = 0; k < count; k++) {
-    if constexpr (Fetching<Number>::kIsShort) {
+    if constexpr (sizeof(Number) == 1) {
       if (k < ahead.count) _mm_prefetch(ahead.rows + k * dim + offset, _MM_HINT_T1);
     }
     Vec value[VECS];
@@ -418,7 +465,7 @@ class Attention {
     const int64_t length = sequence.length - base;
     Ahead next{};
     if constexpr (kIsRounded) {
-      if (kv_head + 1 < s.num_kv_heads) next = {t.past_key + place + s.capacity * dim, std::min(length, Fetch::kAhead)};
+      if (kv_head + 1 < s.num_kv_heads) next = {t.past_key + place + s.capacity * dim, std::min(length, kInt8FetchAhead)};
     }
     const Keys<Number> keys{t.past_key + place, packed, t.past_value + place, next, spare, length};
     score(queries, row, count, keys, scores, sequence.stride);
@@ -438,7 +485,6 @@ class Attention {
   }
 
  private:
-  using Fetch = Fetching<Number>;
   static constexpr bool kIsRounded = !std::is_same_v<Number, float>;
   static constexpr float kNothing = -std::numeric_limits<float>::infinity();  // the score of what has no weight
 
@@ -486,12 +532,11 @@ class Attention {
   void score(const float* queries, const Seen* row, int count, const Keys<Number>& keys, float* scores,
              int64_t stride) const {
     const int64_t dim = DIM ? DIM : s.head_dim;
-    const int step = keys.packed ? kTile : 1;
+    const int step = keys.packed ? kTile : kIsRounded ? kRowsAtOnce : 1;
     for (int64_t k = row[0].from / kLanes * kLanes; k < row[count - 1].to; k += kLanes) {
       const Number* cached = keys.cached + k * dim;
       const float* block = keys.packed ? keys.packed + k * dim : as_floats(cached, keys, k, count, dim);
-      const int64_t next = k + Fetch::kAhead;
-      const bool fetches = next < Fetch::kKeys || next >= keys.length;  // keys, then the beginning of values
+      const int64_t next = k + (kIsRounded ? kInt8FetchAhead : kFetchAhead);
       const Number* ahead = next < keys.length ? keys.cached + next * dim : keys.values + (next - keys.length) * dim;
       for (int r = 0; r < count; r += step) {
         if (row[std::min(r + step, count) - 1].to <= k || row[r].from >= k + kLanes) continue;
@@ -499,18 +544,23 @@ class Attention {
         float* place = scores + r * stride + k;
         if (keys.packed) {
           score_tile<DIM>(query, block, dim, place, stride);
+        } else if constexpr (kIsRounded) {
+          const int rows = std::min(count - r, step);
+          const Ahead fetched = r == 0 ? Ahead{ahead, kLanes} : Ahead{};
+          if (block) {
+            score_rows<DIM>(rows, query, block, fetched, dim, place, stride);
+          } else {
+            score_rows<DIM>(rows, query, cached, fetched, dim, place, stride);
+          }
         } else {
-          const Number* share = fetches && r < Fetch::kRows ? ahead + r * (kLanes / Fetch::kRows) * dim : nullptr;
-          _mm512_store_ps(place, block ? score_block<DIM>(query, block, share, dim)
-                                       : score_block<DIM>(query, cached, share, dim));
+          // The processor itself fetches ahead once it knows a stream: only the beginnings of keys and of values want help.
+          const bool fetches = r < 2 && (next < kFetched || next >= keys.length);
+          const float* half = ahead + r * (kLanes / 2) * dim;
+          _mm512_store_ps(place, fetches ? score_cached<DIM, true>(query, block, half, dim)
+                                         : score_cached<DIM, false>(query, block, half, dim));
         }
       }
     }
-  }
-
-  template <int DIM, typename Block>
-  static Vec score_block(const float* query, const Block* keys, const Number* ahead, int64_t dim) {
-    return ahead ? score_cached<DIM, true>(query, keys, ahead, dim) : score_cached<DIM, false>(query, keys, ahead, dim);
   }
 
   // Key `k` and those after it of its block as floats, with zeros for those that are not there: what follows may be no
@@ -519,7 +569,7 @@ class Attention {
     const int64_t there = std::min(keys.length - k, kLanes);
     if (there == kLanes) {
       if constexpr (!kIsRounded) return block;
-      if (count == 1) return nullptr;
+      if (count <= 2 * kRowsAtOnce) return nullptr;
     }
     widen(block, there * dim, keys.spare);
     std::fill(keys.spare + there * dim, keys.spare + kLanes * dim, 0.0f);
