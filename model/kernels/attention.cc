@@ -1,8 +1,9 @@
 // Attention over a cache that it extends in place, for processors with AVX-512.
 //
-// Decoding is bound by the reading of K and V, a prompt's prefill by arithmetic, hence two ways to the scores: few query
-// rows read K as it lies in the cache, many have it packed once, 16 keys side by side. Both add in the same order, and so
-// does all that follows, so that a token's output is the same bits whichever way, chunk, tile or thread it came by:
+// Decoding is bound by the reading of K and V, a prompt's prefill by arithmetic, hence two ways to the scores: few
+// query rows read K as it lies in the cache, many have it packed once, 16 keys side by side. Both add in the same
+// order, and so does all that follows, so that a token's output is the same bits whichever way, chunk, tile or thread
+// it came by:
 //
 //   - a dot product is 16 chains, chain c over dimensions c, c + 16, c + 32, ..., and then a tree over the chains;
 //   - a softmax sums in 16 lanes, key k in lane k % 16, in the order of keys, and then over the lanes;
@@ -110,7 +111,8 @@ Vec high(Vec a, Vec b) {
   if constexpr (DISTANCE == 1) return _mm512_shuffle_ps(a, b, 0xDD);
 }
 
-// The vector from which the exchanges bring a key into the lane of its own number: bits 3 and 2 swapped, bits 1 and 0 too.
+// The vector from which the exchanges bring a key into the lane of its own number: bits 3 and 2 swapped, bits 1 and 0
+// too.
 constexpr int slot_of(int key) { return (key & 8) >> 1 | (key & 4) << 1 | (key & 2) >> 1 | (key & 1) << 1; }
 
 template <int DISTANCE>
@@ -134,8 +136,8 @@ void fold(Vec* v) {
   }
 }
 
-// The scores of one query row for 16 keys as they lie in the cache. DIM is D, or 0 where `dim` says it. Where it FETCHES,
-// it brings half a block from `ahead` on into the L2 cache, a little with each key.
+// The scores of one query row for 16 keys as they lie in the cache. DIM is D, or 0 where `dim` says it. Where it
+// FETCHES, it brings half a block from `ahead` on into the L2 cache, a little with each key.
 template <int DIM, bool FETCHES>
 Vec score_cached(const float* query, const float* keys, const float* ahead, int64_t dim) {
   const int64_t width = DIM ? DIM : dim, chain = width / kLanes;
@@ -155,8 +157,8 @@ Vec score_cached(const float* query, const float* keys, const float* ahead, int6
       sum = _mm512_fmadd_ps(DIM ? parts[i] : _mm512_load_ps(query + i * kLanes), load(row + i * kLanes), sum);
     }
     sums[slot_of(key)] = sum;
-    // The compiler would read all keys' first parts, then all second ones; the processor fetches ahead best in the order
-    // of memory.
+    // The compiler would read all keys' first parts, then all second ones; the processor fetches ahead best in the
+    // order of memory.
     asm volatile("" ::: "memory");
   }
   fold<8>(sums);
@@ -171,10 +173,12 @@ struct Sums {
   Vec row[ROWS];
 };
 
-// The part of the scores of ROWS query rows for 16 keys that keys whose slots are FIRST, FIRST + STEP, ... have: the tree
-// of `score_cached`, walked depth first so that few sums wait and rows can share what is loaded. Each key fetches a row.
+// The part of the scores of ROWS query rows for 16 keys that keys whose slots are FIRST, FIRST + STEP, ... have: the
+// tree of `score_cached`, walked depth first so that few sums wait and rows can share what is loaded. Each key fetches
+// a row.
 template <int DIM, int ROWS, int FIRST, int STEP, typename Number>
-[[gnu::always_inline]] inline Sums<ROWS> score_keys(const float* queries, const Number* keys, Ahead ahead, int64_t dim) {
+[[gnu::always_inline]] inline Sums<ROWS> score_keys(const float* queries, const Number* keys, Ahead ahead,
+                                                    int64_t dim) {
   const int64_t width = DIM ? DIM : dim;
   Sums<ROWS> sums;
   if constexpr (STEP < kLanes) {
@@ -249,8 +253,8 @@ void pack(const Number* keys, int64_t count, int64_t dim, float* packed) {
 
 using TileSums = Sums<kTile>;
 
-// The part of a tile's scores for 16 packed keys that chains FIRST, FIRST + STEP, FIRST + 2 STEP, ... add up to: the tree
-// of `score_cached`, lane for lane, walked depth first so that few sums wait.
+// The part of a tile's scores for 16 packed keys that chains FIRST, FIRST + STEP, FIRST + 2 STEP, ... add up to: the
+// tree of `score_cached`, lane for lane, walked depth first so that few sums wait.
 template <int DIM, int FIRST, int STEP>
 [[gnu::always_inline]] inline TileSums score_packed(const float* queries, const float* packed, int64_t dim) {
   TileSums sums;
@@ -283,8 +287,8 @@ void score_tile(const float* queries, const float* packed, int64_t dim, float* s
   for (int r = 0; r < kTile; r++) _mm512_store_ps(scores + r * stride, sums.row[r]);
 }
 
-// Turns scores `from` to `to` (exclusive) of a row into their exponentials, relative to the largest; returns the inverse
-// of their sum, the sink's among them. Other scores of the first and the last block become 0.
+// Turns scores `from` to `to` (exclusive) of a row into their exponentials, relative to the largest; returns the
+// inverse of their sum, the sink's among them. Other scores of the first and the last block become 0.
 float soften(float* scores, int64_t from, int64_t to, float sink) {
   const int64_t first = from / kLanes * kLanes, end = round_up(to, kLanes);
   const Vec unseen = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
@@ -357,7 +361,8 @@ struct Sequence {
   int64_t length;
   int64_t first_query, end_query;  // the queries that are tokens; others are padding
   int64_t base;                    // the first key of the first block that any query sees
-  // Floats between the scores of two rows: an odd number of blocks, as rows a power of two apart would share cache sets.
+  // Floats between the scores of two rows: an odd number of blocks, as rows a power of two apart would share cache
+  // sets.
   int64_t stride;
 };
 
@@ -372,7 +377,8 @@ struct Keys {
   int64_t length;
 };
 
-// A call's arguments and what follows from them. A K/V head's rows, a query of a head each, are numbered query by query.
+// A call's arguments and what follows from them. A K/V head's rows, a query of a head each, are numbered query by
+// query.
 template <typename Number>
 class Attention {
  public:
@@ -431,8 +437,8 @@ class Attention {
     }
   }
 
-  // Computes the outputs of rows `first` to `end` (exclusive, kRowsOfTask at most) of one head, whose keys from `base` on
-  // are packed, or not where `packed` is null.
+  // Computes the outputs of rows `first` to `end` (exclusive, kRowsOfTask at most) of one head, whose keys from `base`
+  // on are packed, or not where `packed` is null.
   void attend(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end,
               const float* packed) const {
     const int64_t dim = s.head_dim;
@@ -465,7 +471,8 @@ class Attention {
     const int64_t length = sequence.length - base;
     Ahead next{};
     if constexpr (kIsRounded) {
-      if (kv_head + 1 < s.num_kv_heads) next = {t.past_key + place + s.capacity * dim, std::min(length, kInt8FetchAhead)};
+      const bool is_last = kv_head + 1 == s.num_kv_heads;
+      if (!is_last) next = {t.past_key + place + s.capacity * dim, std::min(length, kInt8FetchAhead)};
     }
     const Keys<Number> keys{t.past_key + place, packed, t.past_value + place, next, spare, length};
     score(queries, row, count, keys, scores, sequence.stride);
@@ -553,7 +560,8 @@ class Attention {
             score_rows<DIM>(rows, query, cached, fetched, dim, place, stride);
           }
         } else {
-          // The processor itself fetches ahead once it knows a stream: only the beginnings of keys and of values want help.
+          // The processor itself fetches ahead once it knows a stream: only the beginnings of keys and of values want
+          // help.
           const bool fetches = r < 2 && (next < kFetched || next >= keys.length);
           const float* half = ahead + r * (kLanes / 2) * dim;
           _mm512_store_ps(place, fetches ? score_cached<DIM, true>(query, block, half, dim)

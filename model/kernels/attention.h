@@ -21,9 +21,9 @@ struct AttentionShape {
 };
 
 // Tensors are in the order of their dimensions, without gaps, but for those that have a stride. Number is what K/V are
-// kept in: float, or int8_t with scales. What is appended is rounded then, and queries see it so, new keys of
-// their own among them: a number x of scale s becomes x · (1 / s), to the nearest whole one, even of two that are as near,
-// from -128 to 127; no number becomes 127. ONNX Runtime rounds so, to the bit.
+// kept in: float, or int8_t with scales. What is appended is rounded then, and queries see it so, new keys of their own
+// among them: a number x of scale s becomes x · (1 / s), to the nearest whole one, even of two that are as near, from
+// -128 to 127; no number becomes 127. ONNX Runtime rounds so, to the bit.
 template <typename Number>
 struct AttentionTensors {
   const float* query;      // B, S rows of H * D, `query_stride` apart

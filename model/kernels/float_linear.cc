@@ -1,7 +1,7 @@
 // One result is 16 lanes of sums over K, so that both sides are read as they lie in memory; 3 rows meet 8 columns at a
-// time, and each register that is loaded counts for 3 or 8 products. Of few rows the time is that of reading the matrix,
-// hence its next columns are asked for while these are multiplied; of many it is that of arithmetic, hence K in parts that
-// stay in the nearest cache.
+// time, and each register that is loaded counts for 3 or 8 products. Of few rows the time is that of reading the
+// matrix, hence its next columns are asked for while these are multiplied; of many it is that of arithmetic, hence K in
+// parts that stay in the nearest cache.
 #include "float_linear.h"
 
 #include <immintrin.h>
@@ -27,11 +27,11 @@ namespace {
 
 constexpr int64_t kTileRows = 3;     // with eight columns: 24 sums, and registers are left for what is multiplied
 constexpr int64_t kTileColumns = 8;  // half a register of results
-constexpr int64_t kPart = 768;       // of K at most at a time: a tile's columns take three quarters of the nearest cache
+constexpr int64_t kPart = 768;       // of K at most at a time: a tile's columns take three quarters of the first cache
 constexpr int64_t kBlock = 1 << 17;  // numbers, those of rows that stay in the next cache while all columns pass
 constexpr int64_t kLine = 64;
-// Columns a multiple of this far apart take the same few places of the nearest cache. Where so many tiles of rows meet them,
-// copying them apart pays.
+// Columns a multiple of this far apart take the same few places of the nearest cache. Where so many tiles of rows meet
+// them, copying them apart pays.
 constexpr int64_t kAliased = 1024;
 constexpr int64_t kLeastTilesToCopy = 8;
 
@@ -59,7 +59,8 @@ template <int num_rows, int num_columns>
 #pragma GCC unroll 8
   for (int column = 0; column < num_columns; ++column) {
     __m512 right = _mm512_maskz_loadu_ps(mask, columns + column * column_stride);
-    // Loaded once: the compiler would have each multiplication load it anew, and loads are as scarce as multiplications.
+    // Loaded once: the compiler would have each multiplication load it anew, and loads are as scarce as
+    // multiplications.
     asm("" : "+v"(right));
 #pragma GCC unroll 3
     for (int row = 0; row < num_rows; ++row) {
@@ -140,8 +141,8 @@ void multiply_block(const float* rows, int64_t num_rows, const FloatMatrix& matr
                       lines_ahead};
       for (int64_t row = 0; row < num_rows; row += kTileRows) {
         const int64_t count = std::min(kTileRows, num_rows - row);
-        kTiles[num_columns - 1][count - 1](rows + row * width, matrix, column, part, ahead, waiting + row * kTileColumns,
-                                           output + row * matrix.num_columns);
+        kTiles[num_columns - 1][count - 1](rows + row * width, matrix, column, part, ahead,
+                                           waiting + row * kTileColumns, output + row * matrix.num_columns);
         ahead += ceil_div(last - first, kLanes) * lines_ahead * kLine;
       }
     }

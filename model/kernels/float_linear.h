@@ -20,8 +20,9 @@ bool can_multiply_floats();
 
 // `output` `[num_rows, N]` = rows `[num_rows, K]` times matrix, plus bias.
 //
-// A number is 16 chains of additions, chain c over k = c, c + 16, c + 32, ..., and then the tree of fold.h over the chains,
-// so that a row's result depends on nothing but the row: it has the same bits alone, among others and on any thread.
+// A number is 16 chains of additions, chain c over k = c, c + 16, c + 32, ..., and then the tree of fold.h over the
+// chains, so that a row's result depends on nothing but the row: it has the same bits alone, among others and on any
+// thread.
 void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, const FloatMatrix& matrix, float* output);
 
 }  // namespace onward

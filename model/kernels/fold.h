@@ -13,7 +13,8 @@ namespace onward {
 template <int count>
 [[gnu::always_inline]] inline void fold(__m512* vectors) {
   constexpr int pairs = (count + 1) / 2, fours = (pairs + 1) / 2, eights = (fours + 1) / 2, sixteens = (eights + 1) / 2;
-  // Each step adds one half of every sum to the other, and two registers become one; the last without a partner is its own.
+  // Each step adds one half of every sum to the other, and two registers become one; the last without a partner is its
+  // own.
 #pragma GCC unroll 16
   for (int i = 0; i < pairs; ++i) {
     const __m512 a = vectors[2 * i], b = vectors[2 * i + 1 < count ? 2 * i + 1 : 2 * i];

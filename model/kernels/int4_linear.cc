@@ -9,8 +9,9 @@
 namespace onward {
 
 bool can_multiply_int4() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni");
 }
 
 }  // namespace onward
@@ -29,7 +30,7 @@ constexpr int32_t kZeroCode = 8;
 constexpr float kStep = 1.0f / 127;
 constexpr int64_t kGroup = 4;   // codes of a column, which one instruction multiplies
 constexpr int kPairs = 4;       // of groups in a block, each pair in one register
-constexpr int kChains = 4;      // of additions hide the latency of one: those of rows or, where these are few, parts of them
+constexpr int kChains = 4;      // of additions hide the latency of one: those of rows or, of few rows, parts of them
 constexpr int64_t kBlockBytes = kPairs * 64;
 // How many blocks ahead of its use a panel is asked for.
 constexpr int64_t kAhead = 8;

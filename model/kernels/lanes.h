@@ -10,6 +10,8 @@ namespace onward {
 constexpr int64_t kLanes = 16;
 
 // The lanes that the first `count` numbers take.
-inline __mmask16 first_lanes(int64_t count) { return count >= kLanes ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1); }
+inline __mmask16 first_lanes(int64_t count) {
+  return count >= kLanes ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1);
+}
 
 }  // namespace onward

@@ -9,8 +9,9 @@
 namespace onward {
 
 bool can_multiply() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni");
 }
 
 }  // namespace onward
@@ -24,14 +25,15 @@ bool can_multiply() {
 namespace onward {
 namespace {
 
-constexpr int64_t kTileRows = 8;  // with two registers of columns: sixteen sums, which hide the latency of adding to one
+constexpr int64_t kTileRows = 8;  // with two registers of columns: sixteen sums hide the latency of adding to one
 
 // How many bytes a rounded row takes: whole groups. What is in the last beyond the row meets weights of zero.
 int64_t padded(int64_t width) { return (width + kGroupRows - 1) / kGroupRows * kGroupRows; }
 
 // One panel's columns for `num_rows` rounded rows.
 template <int num_rows>
-void multiply_tile(const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix, int64_t panel, float* output) {
+void multiply_tile(const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix, int64_t panel,
+                   float* output) {
   const int64_t width = padded(matrix.num_rows);
   const int8_t* weights = matrix.panels + panel * kPanelColumns * width;
   __m512i sums[num_rows][2];

@@ -1,7 +1,8 @@
 // The part of ONNX Runtime's C interface that custom operators need, declared here because its wheels bring no header.
 //
-// ONNX Runtime promises that the table of functions is only ever added to, so that a function's place in it is its name:
-// places, signatures and the order of `CustomOp`'s members are those of interface version 18 (ONNX Runtime 1.18 and newer).
+// ONNX Runtime promises that the table of functions is only ever added to, so that a function's place in it is its
+// name: places, signatures and the order of `CustomOp`'s members are those of interface version 18 (ONNX Runtime 1.18
+// and newer).
 #pragma once
 
 #include <cstddef>

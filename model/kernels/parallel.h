@@ -7,7 +7,8 @@
 
 namespace onward {
 
-// Runs `fn(data, index)` once for each index below `count`, on however many threads there are; returns when all are done.
+// Runs `fn(data, index)` once for each index below `count`, on however many threads there are; returns when all are
+// done.
 struct Parallel {
   void* context;
   void (*run)(void* context, void (*fn)(void* data, size_t index), size_t count, void* data);

@@ -1,7 +1,7 @@
 // The kernels as custom operators of ONNX Runtime, in the domain `onward`: what `RegisterCustomOps` adds to a session.
 //
-// Each operator has a body of standard ones in every graph that uses it, which ONNX Runtime computes where this library is
-// not registered. So an operator is registered only where the processor has the instructions that its kernel needs.
+// Each operator has a body of standard ones in every graph that uses it, which ONNX Runtime computes where this library
+// is not registered. So an operator is registered only where the processor has the instructions that its kernel needs.
 
 #include <algorithm>
 #include <array>
@@ -104,7 +104,8 @@ class Runtime {
     if (!status) status = api_.dimensions(info, tensor.shape.data(), rank);
     api_.release(info);
     check(status);
-    // What is read is not written, but for what one buffer is both of: the caller says so by tying it to an output, too.
+    // What is read is not written, but for what one buffer is both of: the caller says so by tying it to an output,
+    // too.
     check(api_.data(const_cast<ort::Value*>(value), &tensor.data));
     return tensor;
   }
@@ -161,8 +162,8 @@ const float* bias_of(const Runtime& runtime, const ort::KernelContext* context, 
   return bias.as<float>();
 }
 
-// `Int8Linear(rows [..., K], panels [⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8, scales [N]) → [..., N]`, and `BiasedInt8Linear` with
-// one more input, `[N]`; see linear.h.
+// `Int8Linear(rows [..., K], panels [⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8, scales [N]) → [..., N]`, and `BiasedInt8Linear`
+// with one more input, `[N]`; see linear.h.
 template <bool kIsBiased>
 class Int8Linear {
  public:
@@ -172,7 +173,8 @@ class Int8Linear {
   static bool is_able() { return can_multiply(); }
 
   Int8Linear(const Runtime& runtime, const ort::KernelInfo* info)
-      : rounding_{runtime.attribute<float>(info, "step"), static_cast<int32_t>(runtime.attribute<int64_t>(info, "zero"))},
+      : rounding_{runtime.attribute<float>(info, "step"),
+                  static_cast<int32_t>(runtime.attribute<int64_t>(info, "zero"))},
         num_rows_(runtime.attribute<int64_t>(info, "K")) {
     // Weights are stored, and what is derived from them is as good as stored.
     const Tensor panels = runtime.stored(info, 1, "panels"), scales = runtime.stored(info, 2, "scales");
@@ -185,7 +187,8 @@ class Int8Linear {
   }
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    const Tensor rows = runtime.input(context, 0), panels = runtime.input(context, 1), scales = runtime.input(context, 2);
+    const Tensor rows = runtime.input(context, 0), panels = runtime.input(context, 1);
+    const Tensor scales = runtime.input(context, 2);
     const float* bias = kIsBiased ? bias_of(runtime, context, 3, scales.shape[0]) : nullptr;
     runtime.require(!rows.shape.empty() && rows.shape.back() == num_rows_, "rows must be K numbers wide");
     const Tensor output = runtime.output(context, 0, with_last(rows.shape, scales.shape[0]));
@@ -204,8 +207,8 @@ class Int8Linear {
   std::vector<int32_t> offsets_;
 };
 
-// `Int4Linear(rows [..., K], panels [⌈N / 16⌉, K / 32, 4, 16, 4] uint8, scales [⌈N / 16⌉, K / 32, 16] float16) → [..., N]`,
-// and `BiasedInt4Linear` with one more input, `[N]`; see int4_linear.h.
+// `Int4Linear(rows [..., K], panels [⌈N / 16⌉, K / 32, 4, 16, 4] uint8, scales [⌈N / 16⌉, K / 32, 16] float16) →
+// [..., N]`, and `BiasedInt4Linear` with one more input, `[N]`; see int4_linear.h.
 template <bool kIsBiased>
 class Int4Linear {
  public:
@@ -214,10 +217,12 @@ class Int4Linear {
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static bool is_able() { return can_multiply_int4(); }
 
-  Int4Linear(const Runtime& runtime, const ort::KernelInfo* info) : num_columns_(runtime.attribute<int64_t>(info, "N")) {}
+  Int4Linear(const Runtime& runtime, const ort::KernelInfo* info)
+      : num_columns_(runtime.attribute<int64_t>(info, "N")) {}
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    const Tensor rows = runtime.input(context, 0), panels = runtime.input(context, 1), scales = runtime.input(context, 2);
+    const Tensor rows = runtime.input(context, 0), panels = runtime.input(context, 1);
+    const Tensor scales = runtime.input(context, 2);
     const float* bias = kIsBiased ? bias_of(runtime, context, 3, num_columns_) : nullptr;
     runtime.require(!rows.shape.empty() && rows.shape.back() % kInt4Block == 0, "rows must be a multiple of 32 wide");
     const int64_t num_blocks = rows.shape.back() / kInt4Block;
@@ -258,8 +263,8 @@ class Linear {
   }
 };
 
-// `GroupQueryAttention` of `com.microsoft`, without what no graph of ours asks for; see attention.h. Number is what K/V are
-// kept in.
+// `GroupQueryAttention` of `com.microsoft`, without what no graph of ours asks for; see attention.h. Number is what K/V
+// are kept in.
 template <typename Number>
 class AttentionOver {
  public:
@@ -301,11 +306,12 @@ class AttentionOver {
                     "past_key and seqlens_k must have as many rows as query");
     if (!is_packed && shape.appends) {
       const std::vector<int64_t> wanted = {shape.batch, shape.new_tokens, kv_width};
-      runtime.require(key.shape == wanted && value.shape == wanted, "key and value must be as many and wide as their heads");
+      runtime.require(key.shape == wanted && value.shape == wanted,
+                      "key and value must be as many and wide as their heads");
     }
     if (rotates_) {
-      runtime.require(cosines.shape.size() == 2 && cosines.shape[1] * 2 == shape.head_dim && cosines.shape == sines.shape &&
-                          cosines.shape[0] >= shape.total_tokens,
+      runtime.require(cosines.shape.size() == 2 && cosines.shape[1] * 2 == shape.head_dim &&
+                          cosines.shape == sines.shape && cosines.shape[0] >= shape.total_tokens,
                       "cos_cache and sin_cache must reach total_sequence_length and be half as wide as a head");
     }
     for (int64_t row = 0; shape.appends && row < shape.batch; ++row)
@@ -314,7 +320,8 @@ class AttentionOver {
     AttentionTensors<Number> tensors{};
     if constexpr (std::is_same_v<Number, int8_t>) {
       const Tensor sinks = runtime.input(context, kSinksAt);
-      const Tensor key_scales = runtime.input(context, kSinksAt + 1), value_scales = runtime.input(context, kSinksAt + 2);
+      const Tensor key_scales = runtime.input(context, kSinksAt + 1);
+      const Tensor value_scales = runtime.input(context, kSinksAt + 2);
       runtime.require(!sinks.data || sinks.shape == std::vector<int64_t>{num_heads_}, "sinks must be one of each head");
       const std::vector<int64_t> wanted = {1, num_kv_heads_, 1, shape.head_dim};
       runtime.require(key_scales.shape == wanted && value_scales.shape == wanted,
@@ -440,7 +447,9 @@ class AddRmsNorm : public AddNorm {
   using AddNorm::AddNorm;
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    AddNorm::compute(runtime, context, 1, [](const auto& parallel, const auto& addition, auto weights, float epsilon, float* y) {
+    constexpr size_t kWeights = 1;
+    AddNorm::compute(runtime, context, kWeights, [](const auto& parallel, const auto& addition, auto weights,
+                                                    float epsilon, float* y) {
       add_rms_norm(parallel, addition, weights[0], epsilon, y);
     });
   }
@@ -453,7 +462,9 @@ class AddLayerNorm : public AddNorm {
   using AddNorm::AddNorm;
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    AddNorm::compute(runtime, context, 2, [](const auto& parallel, const auto& addition, auto weights, float epsilon, float* y) {
+    constexpr size_t kWeights = 2;
+    AddNorm::compute(runtime, context, kWeights, [](const auto& parallel, const auto& addition, auto weights,
+                                                    float epsilon, float* y) {
       add_layer_norm(parallel, addition, weights[0], weights[1], epsilon, y);
     });
   }
@@ -514,8 +525,9 @@ struct Able {
   }
 };
 
-using Operators = Able<Linear<false>, Linear<true>, Int8Linear<false>, Int8Linear<true>, Int4Linear<false>, Int4Linear<true>,
-                        GroupQueryAttention, Int8CacheAttention, SwiGlu, AddRmsNorm, AddLayerNorm>;
+using Operators =
+    Able<Linear<false>, Linear<true>, Int8Linear<false>, Int8Linear<true>, Int4Linear<false>, Int4Linear<true>,
+         GroupQueryAttention, Int8CacheAttention, SwiGlu, AddRmsNorm, AddLayerNorm>;
 
 }  // namespace
 }  // namespace onward

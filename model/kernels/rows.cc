@@ -65,7 +65,8 @@ void swiglu(const Parallel& parallel, const float* rows, int64_t num_rows, int64
   });
 }
 
-void add_rms_norm(const Parallel& parallel, const Addition& addition, const float* weight, float epsilon, float* output) {
+void add_rms_norm(const Parallel& parallel, const Addition& addition, const float* weight, float epsilon,
+                  float* output) {
   share_rows(parallel, addition.num_rows, addition.width, [=, &addition](int64_t begin, int64_t end) {
     const int64_t width = addition.width;
     for (int64_t row = begin; row < end; ++row) {
@@ -80,7 +81,8 @@ void add_rms_norm(const Parallel& parallel, const Addition& addition, const floa
       for (int64_t i = 0; i < width; i += kLanes) {
         const __mmask16 mask = first_lanes(width - i);
         const __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, sums + i), scale);
-        _mm512_mask_storeu_ps(output + row * width + i, mask, _mm512_mul_ps(x, _mm512_maskz_loadu_ps(mask, weight + i)));
+        const __m512 y = _mm512_mul_ps(x, _mm512_maskz_loadu_ps(mask, weight + i));
+        _mm512_mask_storeu_ps(output + row * width + i, mask, y);
       }
     }
   });
@@ -107,7 +109,8 @@ void add_layer_norm(const Parallel& parallel, const Addition& addition, const fl
       for (int64_t i = 0; i < width; i += kLanes) {
         const __mmask16 mask = first_lanes(width - i);
         const __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, sums + i), mean), scale);
-        const __m512 y = _mm512_fmadd_ps(x, _mm512_maskz_loadu_ps(mask, weight + i), _mm512_maskz_loadu_ps(mask, bias + i));
+        const __m512 factor = _mm512_maskz_loadu_ps(mask, weight + i), shift = _mm512_maskz_loadu_ps(mask, bias + i);
+        const __m512 y = _mm512_fmadd_ps(x, factor, shift);
         _mm512_mask_storeu_ps(output + row * width + i, mask, y);
       }
     }

@@ -23,7 +23,8 @@ struct Addition {
 };
 
 // `output` = sums / √(mean of sums² + epsilon) · weight, weight `[width]`.
-void add_rms_norm(const Parallel& parallel, const Addition& addition, const float* weight, float epsilon, float* output);
+void add_rms_norm(const Parallel& parallel, const Addition& addition, const float* weight, float epsilon,
+                  float* output);
 
 // `output` = (sums - mean) / √(variance + epsilon) · weight + bias, weight and bias `[width]`.
 void add_layer_norm(const Parallel& parallel, const Addition& addition, const float* weight, const float* bias,

@@ -17,7 +17,8 @@ class Scratch {
       constexpr size_t kLine = 64;
       memory_.reset();
       size_ = 0;
-      memory_.reset(static_cast<Number*>(std::aligned_alloc(kLine, (count * sizeof(Number) + kLine - 1) / kLine * kLine)));
+      const size_t bytes = (count * sizeof(Number) + kLine - 1) / kLine * kLine;
+      memory_.reset(static_cast<Number*>(std::aligned_alloc(kLine, bytes)));
       if (!memory_) throw std::bad_alloc();
       size_ = count;
     }

@@ -300,7 +300,7 @@ class _Attention:
             stored |= dict(zip(("key_scale", "value_scale"), self.scales, strict=True))
             stored |= {} if sinks is None else {"sinks": (sinks + rng.standard_normal(heads)).astype(np.float32)}
         node = helper.make_node(ATTENTION, names, ["y", "new_key", "new_value"], domain=CONTRIB)
-        attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "do_rotary": int(rotary)}
+        attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": kv_heads, "do_rotary": int(rotary)}
         attributes |= {"local_window_size": window} if window > 0 else {}
         quantized = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
         attributes |= quantized if int8 else {}
