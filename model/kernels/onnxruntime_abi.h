@@ -74,6 +74,12 @@ struct Api {
   }
   void release(Status* status) const { at<93, void(Status*)>()(status); }
   void release(TensorInfo* info) const { at<99, void(TensorInfo*)>()(info); }
+  Status* has_config_entry(const SessionOptions* options, const char* key, int* has_entry) const {
+    return at<237, Status*(const SessionOptions*, const char*, int*)>()(options, key, has_entry);
+  }
+  Status* config_entry(const SessionOptions* options, const char* key, char* value, size_t* size) const {
+    return at<238, Status*(const SessionOptions*, const char*, char*, size_t*)>()(options, key, value, size);
+  }
   Status* constant_input(const KernelInfo* info, size_t index, int* is_constant, const Value** value) const {
     return at<249, Status*(const KernelInfo*, size_t, int*, const Value**)>()(info, index, is_constant, value);
   }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <numeric>
 #include <string>
 #include <type_traits>
@@ -20,6 +21,7 @@
 #include "linear.h"
 #include "onnxruntime_abi.h"
 #include "parallel.h"
+#include "resident.h"
 #include "rows.h"
 
 namespace onward {
@@ -47,7 +49,7 @@ struct Tensor {
 // ONNX Runtime's interface with errors as exceptions.
 class Runtime {
  public:
-  explicit Runtime(void* const* functions) : api_{functions} {}
+  Runtime(void* const* functions, bool copies_weights) : api_{functions}, copies_weights_(copies_weights) {}
 
   void require(bool is_so, const std::string& message) const {
     if (!is_so) throw Refused(api_.create_status(ort::kInvalidArgument, message.c_str()));
@@ -67,6 +69,18 @@ class Runtime {
     check(api_.constant_input(info, index, &is_constant, &value));
     require(is_constant != 0 && value != nullptr, std::string(name) + " must be stored in the graph");
     return read(value);
+  }
+
+  // A copy of a stored input of `num_bytes` a number in huge pages; null where weights are to stay in the file, or the
+  // input is not stored or is small.
+  std::shared_ptr<const void> resident(const ort::KernelInfo* info, size_t index, size_t num_bytes) const {
+    int is_constant = 0;
+    const ort::Value* value = nullptr;
+    if (copies_weights_) check(api_.constant_input(info, index, &is_constant, &value));
+    if (!is_constant || !value) return nullptr;
+    const Tensor tensor = read(value);
+    const size_t size = std::accumulate(tensor.shape.begin(), tensor.shape.end(), num_bytes, std::multiplies<>());
+    return size < kLeastResident ? nullptr : make_resident(tensor.data, size);
   }
 
   Tensor input(const ort::KernelContext* context, size_t index) const {
@@ -110,7 +124,10 @@ class Runtime {
     return tensor;
   }
 
+  static constexpr size_t kLeastResident = 1 << 16;
+
   ort::Api api_;
+  bool copies_weights_;
 };
 
 // Lends kernels the threads of the session that computes.
@@ -155,6 +172,12 @@ struct Port {
   ort::Characteristic presence = ort::kRequired;
 };
 
+// Where a stored input is read: its copy, if there is one.
+template <typename Number>
+const Number* where(const std::shared_ptr<const void>& resident, const Tensor& stored) {
+  return resident ? static_cast<const Number*>(resident.get()) : stored.as<Number>();
+}
+
 // The bias of a product that has one, `[N]`.
 const float* bias_of(const Runtime& runtime, const ort::KernelContext* context, size_t index, int64_t num_columns) {
   const Tensor bias = runtime.input(context, index);
@@ -175,7 +198,8 @@ class Int8Linear {
   Int8Linear(const Runtime& runtime, const ort::KernelInfo* info)
       : rounding_{runtime.attribute<float>(info, "step"),
                   static_cast<int32_t>(runtime.attribute<int64_t>(info, "zero"))},
-        num_rows_(runtime.attribute<int64_t>(info, "K")) {
+        num_rows_(runtime.attribute<int64_t>(info, "K")),
+        resident_(runtime.resident(info, 1, sizeof(int8_t))) {
     // Weights are stored, and what is derived from them is as good as stored.
     const Tensor panels = runtime.stored(info, 1, "panels"), scales = runtime.stored(info, 2, "scales");
     runtime.require(scales.shape.size() == 1 && panels.shape.size() == 4, "panels must have 4 dimensions and scales 1");
@@ -199,11 +223,12 @@ class Int8Linear {
 
  private:
   Int8Matrix matrix(const Tensor& panels, const Tensor& scales, const float* bias) const {
-    return {panels.as<int8_t>(), num_rows_, scales.shape[0], scales.as<float>(), bias, offsets_.data()};
+    return {where<int8_t>(resident_, panels), num_rows_, scales.shape[0], scales.as<float>(), bias, offsets_.data()};
   }
 
   Rounding rounding_;
   int64_t num_rows_;
+  std::shared_ptr<const void> resident_;
   std::vector<int32_t> offsets_;
 };
 
@@ -218,7 +243,9 @@ class Int4Linear {
   static bool is_able() { return can_multiply_int4(); }
 
   Int4Linear(const Runtime& runtime, const ort::KernelInfo* info)
-      : num_columns_(runtime.attribute<int64_t>(info, "N")) {}
+      : num_columns_(runtime.attribute<int64_t>(info, "N")),
+        resident_panels_(runtime.resident(info, 1, sizeof(uint8_t))),
+        resident_scales_(runtime.resident(info, 2, sizeof(uint16_t))) {}
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
     const Tensor rows = runtime.input(context, 0), panels = runtime.input(context, 1);
@@ -230,7 +257,8 @@ class Int4Linear {
     runtime.require(panels.shape == std::vector<int64_t>{num_panels, num_blocks, 4, kInt4PanelColumns, 4} &&
                         scales.shape == std::vector<int64_t>{num_panels, num_blocks, kInt4PanelColumns},
                     "panels must be [ceil(N / 16), K / 32, 4, 16, 4] and scales [ceil(N / 16), K / 32, 16]");
-    const Int4Matrix matrix{panels.as<uint8_t>(), scales.as<uint16_t>(), rows.shape.back(), num_columns_, bias};
+    const Int4Matrix matrix{where<uint8_t>(resident_panels_, panels), where<uint16_t>(resident_scales_, scales),
+                            rows.shape.back(), num_columns_, bias};
     const Tensor output = runtime.output(context, 0, with_last(rows.shape, num_columns_));
     const Lender lender{&runtime, context};
     multiply(lender.parallel(), rows.as<float>(), num_rows_of(rows), matrix, output.as<float>());
@@ -238,6 +266,8 @@ class Int4Linear {
 
  private:
   int64_t num_columns_;
+  std::shared_ptr<const void> resident_panels_;
+  std::shared_ptr<const void> resident_scales_;
 };
 
 // `Linear(rows [..., K], weight [N, K]) → [..., N]`, and `BiasedLinear` with one more input, `[N]`; see float_linear.h.
@@ -249,18 +279,21 @@ class Linear {
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static bool is_able() { return can_multiply_floats(); }
 
-  Linear(const Runtime&, const ort::KernelInfo*) {}
+  Linear(const Runtime& runtime, const ort::KernelInfo* info) : resident_(runtime.resident(info, 1, sizeof(float))) {}
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
     const Tensor rows = runtime.input(context, 0), weight = runtime.input(context, 1);
     runtime.require(weight.shape.size() == 2, "weight must be [N, K]");
     const float* bias = kIsBiased ? bias_of(runtime, context, 2, weight.shape[0]) : nullptr;
     runtime.require(!rows.shape.empty() && rows.shape.back() == weight.shape[1], "rows must be K numbers wide");
-    const FloatMatrix matrix{weight.as<float>(), weight.shape[1], weight.shape[0], bias};
+    const FloatMatrix matrix{where<float>(resident_, weight), weight.shape[1], weight.shape[0], bias};
     const Tensor output = runtime.output(context, 0, with_last(rows.shape, weight.shape[0]));
     const Lender lender{&runtime, context};
     multiply(lender.parallel(), rows.as<float>(), num_rows_of(rows), matrix, output.as<float>());
   }
+
+ private:
+  std::shared_ptr<const void> resident_;
 };
 
 // `GroupQueryAttention` of `com.microsoft`, without what no graph of ours asks for; see attention.h. Number is what K/V
@@ -471,7 +504,7 @@ class AddLayerNorm : public AddNorm {
 };
 
 // An operator as ONNX Runtime wants it: a table of functions, filled from what `Kernel` says of itself.
-template <typename Kernel>
+template <typename Kernel, bool kCopiesWeights>
 const ort::CustomOp& operator_of() {
   struct Instance {
     Runtime runtime;
@@ -495,7 +528,7 @@ const ort::CustomOp& operator_of() {
     table.variadic_output_min_arity = table.variadic_output_homogeneity = [](const ort::CustomOp*) { return 1; };
     table.start_version = table.end_version = [](const ort::CustomOp*) { return 1; };
     table.create_kernel = [](const ort::CustomOp*, void* const* api, const ort::KernelInfo* info, void** kernel) {
-      const Runtime runtime(api);
+      const Runtime runtime(api, kCopiesWeights);
       return guarded(runtime, [&] { *kernel = new Instance{runtime, Kernel(runtime, info)}; });
     };
     table.compute = [](void* kernel, ort::KernelContext* context) {
@@ -511,9 +544,12 @@ const ort::CustomOp& operator_of() {
 // Of all kernels those that this processor can run.
 template <typename... Kernels>
 struct Able {
+  template <bool kCopiesWeights>
   static ort::Status* add(const ort::Api& api, ort::CustomOpDomain* domain) {
     ort::Status* status = nullptr;
-    ((status = status || !Kernels::is_able() ? status : api.add_to_domain(domain, &operator_of<Kernels>())), ...);
+    ((status = status || !Kernels::is_able() ? status
+                                             : api.add_to_domain(domain, &operator_of<Kernels, kCopiesWeights>())),
+     ...);
     return status;
   }
 
@@ -528,6 +564,31 @@ struct Able {
 using Operators =
     Able<Linear<false>, Linear<true>, Int8Linear<false>, Int8Linear<true>, Int4Linear<false>, Int4Linear<true>,
          GroupQueryAttention, Int8CacheAttention, SwiGlu, AddRmsNorm, AddLayerNorm>;
+
+// Adds the operators to a session's options. Sessions refer to the domain for as long as they live: one for all of them,
+// as long as the process.
+template <bool kCopiesWeights>
+ort::Status* add_domain(const ort::Api& api, ort::SessionOptions* options) {
+  static ort::CustomOpDomain* domain = nullptr;
+  static ort::Status* const failure = [&]() -> ort::Status* {
+    if (ort::Status* status = api.create_domain(kDomain, &domain)) return status;
+    return Operators::add<kCopiesWeights>(api, domain);
+  }();
+  if (failure) return api.create_status(ort::kFail, "the operators of domain onward cannot be registered");
+  return api.add_domain(options, domain);
+}
+
+// Whether a session's options have ONNX Runtime leave weights where they are, as ours then do as well.
+bool leaves_weights(const ort::Api& api, const ort::SessionOptions* options) {
+  constexpr char kEntry[] = "session.disable_prepacking";
+  int has_entry = 0;
+  char value[2] = {};
+  size_t size = sizeof value;
+  ort::Status* status = api.has_config_entry(options, kEntry, &has_entry);
+  if (!status && has_entry) status = api.config_entry(options, kEntry, value, &size);
+  if (status) api.release(status);
+  return !status && has_entry && value[0] == '1';
+}
 
 }  // namespace
 }  // namespace onward
@@ -544,12 +605,6 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
   void* const* functions = base->get_api(ort::kVersion);
   if (!functions) return ort::Api{base->get_api(1)}.create_status(ort::kFail, "this ONNX Runtime is older than 1.18");
   const ort::Api api{functions};
-  // Sessions refer to the domain for as long as they live: one for all of them, as long as the process.
-  static ort::CustomOpDomain* domain = nullptr;
-  static ort::Status* const failure = [&]() -> ort::Status* {
-    if (ort::Status* status = api.create_domain(onward::kDomain, &domain)) return status;
-    return onward::Operators::add(api, domain);
-  }();
-  if (failure) return api.create_status(ort::kFail, "the operators of domain onward cannot be registered");
-  return api.add_domain(options, domain);
+  return onward::leaves_weights(api, options) ? onward::add_domain<false>(api, options)
+                                              : onward::add_domain<true>(api, options);
 }

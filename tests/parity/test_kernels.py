@@ -487,3 +487,36 @@ def test_kernels_refuse_what_they_cannot_compute_and_say_what() -> None:
     linear.graph.initializer.append(numpy_helper.from_array(np.zeros((1, 10, 32, 4), np.int8), "panels"))
     with pytest.raises(Exception, match=r"panels must be \[ceil\(N / 32\), ceil\(K / 4\), 32, 4\]"):
         _session(linear, by_kernels=True)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_weights_are_read_from_pages_of_their_own_unless_they_are_to_stay_in_the_file(
+    stays: bool, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    weight, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((2048, 1024), (2, 1024)))
+    node = helper.make_node(LINEAR, ["x", "weight"], ["y"], domain=DOMAIN)
+    path = tmp_path / "linear.onnx"
+    onnx.save(_model([node], {"x": x}, ["y"], {"weight": weight}), path, save_as_external_data=True, location="weights")
+    library = kernels.library()
+    assert library is not None
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.disable_prepacking", str(int(stays)))
+    options.register_custom_ops_library(str(library))
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    found = session.run(None, {"x": x})[0]
+    np.testing.assert_allclose(found, x.astype(np.float64) @ weight.T, rtol=1e-5, atol=1e-3)
+    resident, share = _resident_bytes(tmp_path / "weights"), 0.9
+    assert resident >= share * weight.nbytes if stays else resident <= (1 - share) * weight.nbytes
+
+
+def _resident_bytes(path: Path) -> int:
+    """How much of a file is in this process's memory by being mapped."""
+    found, is_of_file = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name == "Rss" and is_of_file:
+            found += int(value.split()[0]) * 1024
+        elif "-" in line.split(maxsplit=1)[0]:
+            is_of_file = line.endswith(str(path))
+    return found

@@ -1,0 +1,94 @@
+#include "resident.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <mutex>
+#include <new>
+#include <string>
+
+namespace onward {
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kSlab = 16 * kHugePage;  // no more of it is resident than what is written
+constexpr size_t kLine = 64;
+
+size_t round_up(size_t count, size_t unit) { return (count + unit - 1) / unit * unit; }
+
+class Slab {
+ public:
+  explicit Slab(size_t size) : size_(size), memory_(static_cast<char*>(std::aligned_alloc(kHugePage, size))) {
+    if (!memory_) throw std::bad_alloc();
+    // Where the system has none to give, pages of the usual size do.
+    madvise(memory_, size, MADV_HUGEPAGE);
+  }
+  Slab(const Slab&) = delete;
+  Slab& operator=(const Slab&) = delete;
+  ~Slab() { std::free(memory_); }
+
+  // Room for `size` bytes, or null where there is none left.
+  char* take(size_t size) {
+    if (size_ - used_ < size) return nullptr;
+    char* const place = memory_ + used_;
+    used_ += round_up(size, kLine);
+    used_ = std::min(used_, size_);
+    return place;
+  }
+
+ private:
+  size_t size_;
+  size_t used_ = 0;
+  char* memory_;
+};
+
+// Whether bytes are a part of a file that is mapped for this process alone: the system has them, whoever gives them back.
+bool is_mapped(uintptr_t begin, uintptr_t end) {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    uintptr_t first = 0, last = 0;
+    char rights[5] = {};
+    unsigned long inode = 0;
+    if (std::sscanf(line.c_str(), "%lx-%lx %4s %*x %*s %lu", &first, &last, rights, &inode) != 4) continue;
+    if (first <= begin && end <= last) return inode != 0 && rights[3] == 'p';
+  }
+  return false;
+}
+
+// Gives back the pages of what has been copied, where they are a file's: it is not read any more.
+void release(const void* bytes, size_t size) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = round_up(reinterpret_cast<uintptr_t>(bytes), page);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(bytes) + size) / page * page;
+  if (begin < end && is_mapped(begin, end)) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+}
+
+}  // namespace
+
+std::shared_ptr<const void> make_resident(const void* bytes, size_t size) {
+  static std::mutex mutex;
+  static std::weak_ptr<Slab> current;
+  std::shared_ptr<Slab> slab;
+  char* place = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    slab = current.lock();
+    place = slab ? slab->take(size) : nullptr;
+    if (!place) {
+      slab = std::make_shared<Slab>(round_up(std::max(size, kSlab), kHugePage));
+      place = slab->take(size);
+      current = slab;
+    }
+  }
+  std::memcpy(place, bytes, size);
+  release(bytes, size);
+  return {slab, place};
+}
+
+}  // namespace onward
