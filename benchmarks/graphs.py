@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from model import artifact
+from model import artifact, kernels
 from model.artifact import DECODER, ArtifactError, Manifest
 from model.config import Positions
 from service.engine.session import Array, Binding, GraphSession, SessionOptions
@@ -49,6 +49,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--decode", type=_pair, nargs="*", default=[(1, 128), (8, 128), (32, 128)], metavar="ROWS:PAST")
     parser.add_argument("--variants", nargs="+", choices=_VARIANTS, default=list(_VARIANTS))
     given = parser.parse_args(arguments)
+    if "kernels" in given.variants and not kernels.operators():
+        print(f"no kernels to time: {kernels.why_not() or 'this processor can run none'}", file=sys.stderr)
+        return 2
     rows = max((rows for rows, _ in given.decode), default=1)
     capacity = max([past + 1 for _, past in given.decode] + [tokens for tokens, _ in given.prefill], default=1)
     graphs: dict[str, Graph] = {}

@@ -111,6 +111,8 @@ _EVERYTHING = -1  # a window without an end
 # By what is fused with the sum before it: its own operator, and how many weights it has.
 _NORMS = {"RMSNormalization": (ADD_RMS_NORM, 1), "LayerNormalization": (ADD_LAYER_NORM, 2)}
 _OWN_PRODUCTS = frozenset(f"{bias}{kind}" for bias in ("", BIASED) for kind in (LINEAR, INT8_LINEAR, INT4_LINEAR))
+# Of `[B, S, width]`, which is what everything between embedding and head is.
+_LAST_AXES = (-1, 2)
 _PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits"}) | _OWN_PRODUCTS
 
 
@@ -153,8 +155,10 @@ def use_own(model: onnx.ModelProto) -> None:
     graph = model.graph
     shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in graph.input}
     for node in graph.node:
-        if node.op_type == ATTENTION and node.domain == CONTRIB and shapes[node.input[3]][-1] % HEAD_DIM_MULTIPLE == 0:
-            _use_own_attention(node)
+        if node.op_type == ATTENTION and node.domain == CONTRIB:
+            head_dim = shapes.get(node.input[3], [0])[-1]
+            if head_dim > 0 and head_dim % HEAD_DIM_MULTIPLE == 0:
+                _use_own_attention(node)
     outputs = {output.name for output in graph.output}
     stored = {tensor.name for tensor in graph.initializer}
     writers = {name: node for node in graph.node for name in node.output}
@@ -202,10 +206,11 @@ def _use_own_attention(node: onnx.NodeProto) -> None:
         kind = INT8_ATTENTION
     elif len(inputs) > len(_ATTENTION_INPUTS):
         return
-    if not attributes.keys() <= set(_ATTENTION_ATTRIBUTES):
+    if not attributes.keys() <= set(_ATTENTION_ATTRIBUTES) or len(node.output) > len(_ATTENTION_OUTPUTS):
         return
     own = helper.make_node(kind, inputs, list(node.output), name=node.name, domain=DOMAIN)
     attributes.setdefault("local_window_size", _EVERYTHING)
+    attributes.setdefault("do_rotary", 0)
     own.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
     node.CopyFrom(own)
 
@@ -221,6 +226,8 @@ def _swiglu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto]) -> _Fus
     if sigmoid is None or sigmoid.op_type != "Sigmoid" or split is None or split.op_type != "Split":
         return None
     if len(split.output) != 2 or len(split.input) != 1:  # with a second input, not halves
+        return None
+    if _attributes(split).get("axis", 0) not in _LAST_AXES:
         return None
     gate, up = split.output
     if (sigmoid.input[0], silu.input[0], node.input[1]) != (gate, gate, up):
@@ -239,7 +246,7 @@ def _add_norm(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto], store
     attributes, add = _attributes(node), writers.get(node.input[0])
     if attributes.get("axis", -1) != -1 or add is None or add.op_type != "Add" or set(add.input) & stored:
         return None
-    if not any(_is_product(name, writers, stored) for name in add.input):
+    if not any(_is_product(name, writers, stored) for name in add.input) or not set(add.input) <= writers.keys():
         return None
     inputs, outputs = [*add.input, *weights], [add.output[0], node.output[0]]
     fused = helper.make_node(kind, inputs, outputs, name=_named(node, kind), domain=DOMAIN)

@@ -220,7 +220,10 @@ class _Graph:
             return None
         weight = numpy_helper.to_array(self.stored[name])
         bias, output = (rest[0] if rest and rest[0] else None), node.output[0]
-        if bias is None and (add := self._bias_of(output)) is not None:
+        outer = weight.shape[0 if is_own or attributes.get("transB", 0) else 1]
+        if bias is not None and not self._is_row(bias, outer):
+            return None
+        if bias is None and (add := self._bias_of(output, outer)) is not None:
             bias = next(name for name in add.input if name != output)
             output = add.output[0]
         return _Product(
@@ -232,14 +235,20 @@ class _Graph:
             output=output,
         )
 
-    def _bias_of(self, product: str) -> onnx.NodeProto | None:
+    def _is_row(self, name: str, length: int) -> bool:
+        return name in self.stored and list(self.stored[name].dims) == [length]
+
+    def values(self, name: str) -> npt.NDArray[Any]:
+        """Of a stored tensor."""
+        return numpy_helper.to_array(self.stored[name])
+
+    def _bias_of(self, product: str, outer: int) -> onnx.NodeProto | None:
         """The node that adds a stored row to a product that nobody else reads."""
         readers = self.readers.get(product, [])
         if len(readers) != 1 or readers[0].op_type != "Add" or product in self.outputs:
             return None
         others = [name for name in readers[0].input if name != product]
-        is_row = len(others) == 1 and others[0] in self.stored and len(self.stored[others[0]].dims) == 1
-        return readers[0] if is_row else None
+        return readers[0] if len(others) == 1 and self._is_row(others[0], outer) else None
 
     def store(self, name: str, values: npt.ArrayLike) -> str:
         """Adds a tensor, once for each name; returns the name."""
@@ -265,8 +274,10 @@ class _Float:
     graph: _Graph
 
     def __call__(self, product: _Product) -> Iterator[onnx.NodeProto]:
-        weight = self.graph.store(product.name, product.weight.T)
-        yield _own_node(product, LINEAR, [product.rows, weight])
+        name = product.name
+        if name in self.graph.stored and not np.array_equal(self.graph.values(name), product.weight.T):
+            name = f"{name}_rows"
+        yield _own_node(product, LINEAR, [product.rows, self.graph.store(name, product.weight.T)])
 
 
 @dataclass(slots=True)

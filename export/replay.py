@@ -344,10 +344,10 @@ def _continuation(name: str) -> str:
 
 
 def _open(folder: Path, graph: GraphSpec) -> ort.InferenceSession:
-    settings = ort.SessionOptions()
-    if (library := kernels.library()) is not None:  # as a server would
-        settings.register_custom_ops_library(str(library))
     try:
+        settings = ort.SessionOptions()
+        if (library := kernels.library()) is not None:  # as a server would
+            settings.register_custom_ops_library(str(library))
         session = ort.InferenceSession(str(folder / graph.file), settings, providers=[PROVIDER])
     except Exception as error:  # as above
         raise ArtifactError(folder, [f"{graph.file}: {error}"]) from error

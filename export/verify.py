@@ -246,7 +246,7 @@ def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:
 
 def runtime_versions() -> dict[str, str]:
     """What computes a replay; `kernels` is the library that computes our own operators, or "standard"."""
-    library = kernels.library()
+    library = kernels.library() if kernels.operators() else None
     return {
         "python": platform.python_version(),
         "numpy": np.__version__,

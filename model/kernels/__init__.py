@@ -19,6 +19,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 """Where the sources are."""
 
+# The library carries what it needs of GCC's, so that it runs where there is no GCC, or an older one's libraries.
 # What a source needs of newer processors it says itself, so that one library runs on all of them. Products and sums are
 # rounded each by itself where the source does not say otherwise. The last two are false alarms of GCC's own headers.
 FLAGS = (
@@ -27,6 +28,8 @@ FLAGS = (
     "-fPIC",
     "-shared",
     "-ffp-contract=off",
+    "-static-libgcc",
+    "-static-libstdc++",
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <new>
 
 namespace onward {
 
@@ -13,16 +15,32 @@ struct Parallel {
   void* context;
   void (*run)(void* context, void (*fn)(void* data, size_t index), size_t count, void* data);
 
-  // The same for anything that can be called with an index.
+  // The same for anything that can be called with an index. What fails for want of memory, the only way that kernels
+  // fail, is told when all others are done: threads that are lent take no exceptions.
   template <typename Body>
   void operator()(size_t count, Body body) const {
     if (count == 1) return body(size_t{0});
-    run(context, [](void* data, size_t index) { (*static_cast<Body*>(data))(index); }, count, &body);
+    struct Call {
+      Body& body;
+      std::atomic<bool> has_failed{false};
+    } call{body};
+    run(
+        context,
+        [](void* data, size_t index) {
+          auto* call = static_cast<Call*>(data);
+          try {
+            call->body(index);
+          } catch (const std::bad_alloc&) {
+            call->has_failed = true;
+          }
+        },
+        count, &call);
+    if (call.has_failed) throw std::bad_alloc();
   }
 };
 
 // Into how many pieces `share` cuts, at most: threads that come late or are held up find less left to do.
-constexpr int64_t kPieces = 16;
+constexpr int64_t kPieces = 64;
 
 // Calls `body(begin, end)` for pieces that together are all below `count`, which is not 0.
 template <typename Body>

@@ -28,7 +28,6 @@ namespace onward {
 namespace {
 
 constexpr char kDomain[] = "onward";
-constexpr int32_t kZeroByte = 128;
 
 // An error on its way to ONNX Runtime, which takes no exceptions.
 struct Refused : std::exception {
@@ -51,8 +50,8 @@ class Runtime {
  public:
   Runtime(void* const* functions, bool copies_weights) : api_{functions}, copies_weights_(copies_weights) {}
 
-  void require(bool is_so, const std::string& message) const {
-    if (!is_so) throw Refused(api_.create_status(ort::kInvalidArgument, message.c_str()));
+  void require(bool is_so, const char* message) const {
+    if (!is_so) throw Refused(api_.create_status(ort::kInvalidArgument, message));
   }
 
   template <typename Number>
@@ -63,11 +62,11 @@ class Runtime {
   }
 
   // A stored input; not one that is computed.
-  Tensor stored(const ort::KernelInfo* info, size_t index, const char* name) const {
+  Tensor stored(const ort::KernelInfo* info, size_t index) const {
     int is_constant = 0;
     const ort::Value* value = nullptr;
     check(api_.constant_input(info, index, &is_constant, &value));
-    require(is_constant != 0 && value != nullptr, std::string(name) + " must be stored in the graph");
+    require(is_constant != 0 && value != nullptr, "panels and scales must be stored in the graph");
     return read(value);
   }
 
@@ -201,11 +200,12 @@ class Int8Linear {
         num_rows_(runtime.attribute<int64_t>(info, "K")),
         resident_(runtime.resident(info, 1, sizeof(int8_t))) {
     // Weights are stored, and what is derived from them is as good as stored.
-    const Tensor panels = runtime.stored(info, 1, "panels"), scales = runtime.stored(info, 2, "scales");
+    const Tensor panels = runtime.stored(info, 1), scales = runtime.stored(info, 2);
     runtime.require(scales.shape.size() == 1 && panels.shape.size() == 4, "panels must have 4 dimensions and scales 1");
     const std::vector<int64_t> shape = {(scales.shape[0] + kPanelColumns - 1) / kPanelColumns,
                                         (num_rows_ + kGroupRows - 1) / kGroupRows, kPanelColumns, kGroupRows};
     runtime.require(panels.shape == shape, "panels must be [ceil(N / 32), ceil(K / 4), 32, 4]");
+    runtime.require(num_rows_ <= kMostRows, "K must be such that sums of bytes stay exact: 65536 at most");
     offsets_.resize(scales.shape[0]);
     sum_columns(matrix(panels, scales, nullptr), rounding_.zero, offsets_.data());
   }
@@ -225,6 +225,8 @@ class Int8Linear {
   Int8Matrix matrix(const Tensor& panels, const Tensor& scales, const float* bias) const {
     return {where<int8_t>(resident_, panels), num_rows_, scales.shape[0], scales.as<float>(), bias, offsets_.data()};
   }
+
+  static constexpr int64_t kMostRows = 1 << 16;
 
   Rounding rounding_;
   int64_t num_rows_;
@@ -308,7 +310,8 @@ class AttentionOver {
         num_kv_heads_(runtime.attribute<int64_t>(info, "kv_num_heads")),
         rotates_(runtime.attribute<int64_t>(info, "do_rotary") != 0),
         window_(std::max<int64_t>(runtime.attribute<int64_t>(info, "local_window_size"), 0)) {
-    runtime.require(num_kv_heads_ > 0 && num_heads_ % num_kv_heads_ == 0, "kv_num_heads must divide num_heads");
+    runtime.require(num_heads_ > 0 && num_kv_heads_ > 0 && num_heads_ % num_kv_heads_ == 0,
+                    "kv_num_heads must divide num_heads");
   }
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
@@ -317,6 +320,7 @@ class AttentionOver {
     const Tensor last = runtime.input(context, 5), total = runtime.input(context, 6);
     const Tensor cosines = runtime.input(context, 7), sines = runtime.input(context, 8);
     runtime.require(query.shape.size() == 3 && past_key.shape.size() == 4, "query must have 3 dimensions, past_key 4");
+    runtime.require(total.data && product(total.shape) == 1, "total_sequence_length must be one number");
     runtime.require(past_key.shape[1] == num_kv_heads_ && past_key.shape == past_value.shape,
                     "past_key and past_value must have kv_num_heads heads");
     AttentionShape shape{};
@@ -330,10 +334,11 @@ class AttentionOver {
     shape.window = window_;
     shape.scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
     const bool is_packed = !key.data && key.shape.empty();
+    runtime.require(is_packed || key.shape.size() == 3, "key must have 3 dimensions");
     // Keys that are given and none are those of a source, which is cached already.
     shape.appends = is_packed || key.shape[1] > 0;
     const int64_t width = num_heads_ * shape.head_dim, kv_width = num_kv_heads_ * shape.head_dim;
-    runtime.require(shape.head_dim % kHeadDimMultiple == 0, "heads must be a multiple of 16 wide");
+    runtime.require(shape.head_dim > 0 && shape.head_dim % kHeadDimMultiple == 0, "heads must be a multiple of 16 wide");
     runtime.require(query.shape[2] == (is_packed ? width + 2 * kv_width : width), "query must be as wide as its heads");
     runtime.require(past_key.shape[0] == shape.batch && last.shape == std::vector<int64_t>{shape.batch},
                     "past_key and seqlens_k must have as many rows as query");
@@ -347,8 +352,11 @@ class AttentionOver {
                           cosines.shape == sines.shape && cosines.shape[0] >= shape.total_tokens,
                       "cos_cache and sin_cache must reach total_sequence_length and be half as wide as a head");
     }
-    for (int64_t row = 0; shape.appends && row < shape.batch; ++row)
-      runtime.require(last.as<int32_t>()[row] < shape.capacity, "seqlens_k must be within the cache");
+    for (int64_t row = 0; shape.appends && row < shape.batch; ++row) {
+      const int64_t position = last.as<int32_t>()[row];
+      runtime.require(position < shape.capacity, "seqlens_k must be within the cache");
+      runtime.require(position < shape.total_tokens, "seqlens_k must be within total_sequence_length");
+    }
 
     AttentionTensors<Number> tensors{};
     if constexpr (std::is_same_v<Number, int8_t>) {
@@ -376,7 +384,7 @@ class AttentionOver {
     tensors.sines = rotates_ ? sines.as<float>() : nullptr;
     tensors.output = output.as<float>();
     const Lender lender{&runtime, context};
-    attend(lender.parallel(), shape, tensors);
+    if (shape.batch > 0 && shape.new_tokens > 0) attend(lender.parallel(), shape, tensors);
   }
 
  private:

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "lanes.h"
@@ -16,13 +17,19 @@ constexpr float kLeastPeak = 1e-30f;
 // Below this many numbers, rounding them is over before another thread has woken.
 constexpr int64_t kRoundedAlone = 1 << 14;
 
-// Writes a row's bytes, round(x / scale) + zero, and returns the scale, max(max |x|, 1e-30) · step.
+// Writes a row's bytes, round(x / scale) + zero, and returns the scale, max(max |x|, 1e-30) · step; of a row in which a
+// number is none, so is the scale, and with it whatever the row is multiplied by.
 template <typename Byte>
 float round_row(const float* row, int64_t width, float step, int32_t zero, Byte* bytes) {
   __m512 peaks = _mm512_setzero_ps();
-  for (int64_t i = 0; i < width; i += kLanes)
-    peaks = _mm512_max_ps(peaks, _mm512_abs_ps(_mm512_maskz_loadu_ps(first_lanes(width - i), row + i)));
-  const float scale = std::max(_mm512_reduce_max_ps(peaks), kLeastPeak) * step;
+  __mmask16 undefined = 0;
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const __m512 x = _mm512_maskz_loadu_ps(first_lanes(width - i), row + i);
+    undefined |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    peaks = _mm512_max_ps(peaks, _mm512_abs_ps(x));
+  }
+  const float peak = undefined ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(peaks);
+  const float scale = std::max(peak, kLeastPeak) * step;
   const __m512 divisor = _mm512_set1_ps(scale);
   const __m512i zeros = _mm512_set1_epi32(zero);
   for (int64_t i = 0; i < width; i += kLanes) {

@@ -1,8 +1,8 @@
 """The law of company, asked of the kernels: a row's numbers have the same bits alone and in any company.
 
-The graphs run as a server runs them, rows as a prefix of shared buffers bound in place. Stale K/V beyond a row's length
-is NaN here, so a kernel that reads it cannot hide. Sizes are chosen to be awkward for vectorised kernels: odd
-vocabularies, inner widths and buffers, few heads, and widths beside the round ones.
+The graphs run as a server runs them, by our kernels where they are built, rows as a prefix of shared buffers bound in
+place. Stale K/V beyond a row's length is NaN here, so a kernel that reads it cannot hide. Sizes are chosen to be
+awkward for vectorised kernels: odd vocabularies, inner widths and buffers, few heads, and widths beside the round ones.
 
 Fewer bits keep the law too, as each row is rounded by itself. In int4 widths are multiples of 16. K/V in eight bits has
 no NaN: there it is random, loud or silent, what lies beyond a row's length.
@@ -25,8 +25,10 @@ import pytest
 
 from export.emit import emit
 from export.graphs import DecoderGraph, EncoderGraph
+from export.operators import use_own_file
 from export.quantize import quantize_file
 from export.quantize_kv import calibrate, quantize_kv_file, quantize_sources_file
+from model import kernels
 from model.artifact import DECODER, ENCODER, KVPrecision, Precision
 from model.config import AttentionScore, ModelConfig
 from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_config
@@ -129,8 +131,8 @@ def _session(
             emit(graph(random_model(config)), path)
         if kv_precision is KV_INT8:
             _quantize_kv(path, config)
-        if precision is not FP32:
-            quantize_file(path, precision)
+        quantize_file(path, precision)
+        use_own_file(path)
         return _open(path)
 
 
@@ -148,6 +150,8 @@ def _quantize_kv(path: Path, config: ModelConfig) -> None:
 def _open(path: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 2
+    if (library := kernels.library()) is not None:
+        options.register_custom_ops_library(str(library))
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 

@@ -35,9 +35,12 @@ from export.operators import (
     pack_panels,
     use_own,
 )
+from export.quantize import quantize
 from model import kernels
+from model.artifact import Precision
 from model.kernels.build import COMPILERS
 
+FP32, INT8, INT4 = Precision.FP32, Precision.INT8, Precision.INT4
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
 
@@ -66,6 +69,11 @@ def _session(model: onnx.ModelProto, *, by_kernels: bool, threads: int = 2) -> o
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
+def _shape(name: str, value: Array) -> list[int | None]:
+    """Unknown, but for how wide the heads of a cache are."""
+    return [*[None] * (value.ndim - 1), value.shape[-1] if name.startswith("past_") else None][: value.ndim]
+
+
 def _model(
     nodes: Sequence[onnx.NodeProto],
     feeds: Mapping[str, Array],
@@ -76,7 +84,7 @@ def _model(
     """A model of these nodes; its outputs are float32, but for those of other `types`."""
     types = types or {}
     inputs = [
-        helper.make_tensor_value_info(name, _TYPES[value.dtype], [None] * value.ndim) for name, value in feeds.items()
+        helper.make_tensor_value_info(name, _TYPES[value.dtype], _shape(name, value)) for name, value in feeds.items()
     ]
     graph = helper.make_graph(
         list(nodes),
@@ -290,7 +298,7 @@ class _Attention:
         stored = {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)} if rotary else {}
         new = {"query": np.zeros((1, 1, 1), np.float32)}
         new |= {} if packed else {"key": new["query"], "value": new["query"]}
-        cache = np.zeros((1, 1, 1, 1), self.dtype)
+        cache = np.zeros((1, 1, 1, dim), self.dtype)
         feeds = new | {"past_key": cache, "past_value": cache, "last": np.zeros(1, np.int32)}
         names = [*[*new, "", ""][:3], "past_key", "past_value", "last", "total", *stored]
         # A step of a normal number's eight bits: few saturate, at either end.
@@ -466,12 +474,15 @@ def test_kernels_refuse_what_they_cannot_compute_and_say_what() -> None:
         (new, (cache[0][:1], cache[1][:1]), (3, 3), "as many rows as query"),
         (new, (cache[0][:, :1], cache[1][:, :1]), (3, 3), "kv_num_heads heads"),
         ([new[0][..., :-1]], cache, (3, 3), "as wide as its heads"),
-        (new, (cache[0][..., :20], cache[1][..., :20]), (3, 3), "multiple of 16"),
         (new, attention.cache(2, 700), (3, 650), "reach total_sequence_length"),
     ]
     for tokens, buffers, last, message in cases:
         with pytest.raises(Exception, match=message):
             attention.run(attention.own, tokens, buffers, last)
+    feeds = {"query": new[0], "past_key": cache[0], "past_value": cache[1], "last": np.array([9, 3], np.int32)}
+    for total, message in (([4], "within total_sequence_length"), ([], "must be one number")):
+        with pytest.raises(Exception, match=message):
+            attention.own.run(None, feeds | {"total": np.array(total, np.int32)})
     int8 = _Attention(4, 2, 32, rotary=False, int8=True, sinks=0.0)
     for name, shape, message in (("key_scale", (1, 1, 1, 32), "head_dim"), ("sinks", (2,), "one of each head")):
         model = onnx.ModelProto()
@@ -487,6 +498,70 @@ def test_kernels_refuse_what_they_cannot_compute_and_say_what() -> None:
     linear.graph.initializer.append(numpy_helper.from_array(np.zeros((1, 10, 32, 4), np.int8), "panels"))
     with pytest.raises(Exception, match=r"panels must be \[ceil\(N / 32\), ceil\(K / 4\), 32, 4\]"):
         _session(linear, by_kernels=True)
+
+
+@pytest.mark.parametrize("kind", [LINEAR, INT8_LINEAR, INT4_LINEAR])
+@pytest.mark.parametrize(("num_rows", "inner", "outer"), [(25, 2048, 70), (200, 1536, 300), (64, 768, 700)])
+def test_products_of_the_sizes_of_models_are_their_functions_and_each_rows_own(
+    kind: str, num_rows: int, inner: int, outer: int
+) -> None:
+    """Several parts of K, blocks of rows, panels a piece, and rows that threads share the rounding of."""
+    rng = np.random.default_rng(outer)
+    x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((num_rows, inner), (inner, outer)))
+    low = quantize(_plain_product(weight), {LINEAR: FP32, INT8_LINEAR: INT8, INT4_LINEAR: INT4}[kind])
+    assert [node.op_type for node in low.graph.node if node.domain == DOMAIN] == [kind]
+    session = _session(low, by_kernels=True)
+    (found,) = session.run(None, {"x": x})
+    (standard,) = _session(low, by_kernels=False).run(None, {"x": x})
+    room = {LINEAR: 1e-5, INT8_LINEAR: 0, INT4_LINEAR: 2e-2}[kind]
+    assert np.abs(found - standard).max() <= room * np.abs(standard).max()
+    assert (
+        np.abs(found - x @ weight).max()
+        <= {LINEAR: 1e-5, INT8_LINEAR: 2e-2, INT4_LINEAR: 0.15}[kind] * np.abs(standard).max()
+    )
+    for row in (0, 2, num_rows - 1):
+        assert session.run(None, {"x": x[row : row + 1]})[0].tobytes() == found[row : row + 1].tobytes()
+
+
+def _plain_product(weight: Float32) -> onnx.ModelProto:
+    """A product that is read by another node, so that its head is not the graph's."""
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["z"]), helper.make_node("Identity", ["z"], ["y"])]
+    x = np.zeros((1, len(weight)), np.float32)
+    return _model(nodes, {"x": x}, ["y"], {"w": weight})
+
+
+def test_a_square_matrix_is_not_taken_for_its_transpose() -> None:
+    rng = np.random.default_rng(0)
+    x, weight = (rng.standard_normal((8, 8)).astype(np.float32) for _ in range(2))
+    model = quantize(_plain_product(weight), FP32)
+    for by_kernels in (True, False):
+        found = _session(model, by_kernels=by_kernels).run(None, {"x": x})[0]
+        np.testing.assert_allclose(found, x @ weight, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_is_no_number_stays_none_and_is_nobody_elses_affair() -> None:
+    rng = np.random.default_rng(0)
+    x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 64), (64, 40)))
+    x[1, 5] = np.nan
+    for precision in (FP32, INT8, INT4):
+        session = _session(quantize(_plain_product(weight), precision), by_kernels=True)
+        found = session.run(None, {"x": x})[0]
+        assert np.isnan(found[1]).all()
+        assert np.isfinite(found[[0, 2]]).all()
+
+
+@pytest.mark.parametrize(("batch", "count", "past"), [(1, 128, 2900), (1, 600, 0), (40, 1, 300), (2, 70, 0)])
+def test_attention_to_many_keys_is_onnx_runtimes_and_each_rows_own(batch: int, count: int, past: int) -> None:
+    attention = _Attention(6, 2, 64, rotary=False)
+    new, cache = attention.new_tokens(batch, count), attention.cache(batch, past + count)
+    last = [past + count - 1] * batch
+    found = attention.run(attention.own, new, cache, last)
+    expected = attention.run(attention.standard, new, cache, last)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+    row = batch - 1
+    alone = attention.run(attention.own, [new[0][row:]], (cache[0][row:], cache[1][row:]), last[row:])
+    assert alone[0].tobytes() == found[0][row:].tobytes()
 
 
 @pytest.mark.parametrize("stays", [False, True])
