@@ -6,17 +6,7 @@
 
 #include "scratch.h"
 
-namespace onward {
-
-bool can_multiply_int4() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512vnni");
-}
-
-}  // namespace onward
-
-// All above runs on any processor, all below where that is true.
+// What follows runs only where `can_multiply` of linear.h.
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 
 #include "lanes.h"

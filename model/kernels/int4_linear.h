@@ -23,9 +23,6 @@ struct Int4Matrix {
   const float* bias;    // [N], or nullptr for none
 };
 
-// Whether this processor has the instructions that the product below is made of.
-bool can_multiply_int4();
-
 // `output` `[num_rows, N]` = rows `[num_rows, K]` times matrix, plus bias.
 //
 //   scale = max(max |x|, 1e-30) · (1 / 127)        byte = round(x / scale)

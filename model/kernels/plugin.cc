@@ -242,7 +242,7 @@ class Int4Linear {
   static constexpr const char* kName = kIsBiased ? "BiasedInt4Linear" : "Int4Linear";
   static constexpr std::array<Port, 3 + kIsBiased> kInputs = {{{ort::kFloat}, {ort::kUint8}, {ort::kFloat16}}};
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
-  static bool is_able() { return can_multiply_int4(); }
+  static bool is_able() { return can_multiply(); }
 
   Int4Linear(const Runtime& runtime, const ort::KernelInfo* info)
       : num_columns_(runtime.attribute<int64_t>(info, "N")),

@@ -17,15 +17,13 @@ bool can_compute_rows() {
 #pragma GCC target("avx512f,avx512dq,fma")
 
 #include "exponential.h"
+#include "lanes.h"
 
 namespace onward {
 namespace {
 
-constexpr int64_t kLanes = 16;
 // Below this many numbers, all is over before another thread has woken.
 constexpr int64_t kDoneAlone = 1 << 13;
-
-__mmask16 first_lanes(int64_t count) { return count >= kLanes ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1); }
 
 template <typename Body>
 void share_rows(const Parallel& parallel, int64_t num_rows, int64_t width, const Body& body) {
