@@ -5,7 +5,7 @@
             products of bytes add up exactly in int32 (`onward.Int8Linear`)
     int4    weights have one scale for each block of 32 along their input, and activations one for each row or, by
             standard operators, each block of a row (`onward.Int4Linear`; `MatMulNBits` where an input is not a multiple
-            of 32 or float16 holds no scale). The output head is int8: its errors reach the logits undiminished
+            of 32 or float16 holds no scale)
 
 Rewritten is every product of activations with a stored matrix: the projections around attention, the feed-forward
 networks, the output head. All else stays float32: attention itself with its scores and K/V, norms, biases, and the
@@ -307,16 +307,11 @@ class _Int8:
 
 @dataclass(slots=True)
 class _Int4:
-    """Rewrites products to int4, and one that is an output of the graph, as the head's is, to int8."""
+    """Rewrites products to int4."""
 
     graph: _Graph
 
     def __call__(self, product: _Product) -> Iterator[onnx.NodeProto]:
-        if product.output in self.graph.outputs:
-            return _Int8(self.graph)(product)
-        return self._rewrite(product)
-
-    def _rewrite(self, product: _Product) -> Iterator[onnx.NodeProto]:
         inner, outer = product.weight.shape
         block_size = _block_size(inner)
         if block_size is None:

@@ -20,7 +20,7 @@ from benchmarks import hf_folder, import_large, imports
 from benchmarks.imports import CASES, Case, Outcome, make_folder
 from export.__main__ import main as export_main
 from export.exporter import export
-from export.operators import BIASED, INT8_LINEAR, LINEAR
+from export.operators import BIASED, INT4_LINEAR, INT8_LINEAR, LINEAR
 from export.verify import Verdict
 from model import checkpoint
 from model.__main__ import main
@@ -121,12 +121,13 @@ def test_imported_checkpoint_is_proven_in_fewer_bits(
     report = export(loaded, artefact, Device.CPU, precision, lambda _: None, KVFormat(kv_precision))
     assert report.verdict is Verdict.PASSED
     kinds = [node.op_type.removeprefix(BIASED) for node in onnx.load(artefact / "decoder.onnx").graph.node]
-    products = [kind for kind in kinds if kind in _PRODUCTS]
-    assert products[-1] == INT8_LINEAR, "the head is int8, with its bias or without"
-    assert not {"MatMul", "Gemm", LINEAR} & set(products)
+    products = {kind for kind in kinds if kind in _PRODUCTS}
+    # The feed-forward width is no multiple of 32: blocks of 16 are the operator's of ONNX Runtime's own.
+    expected = {INT8_LINEAR} if precision is Precision.INT8 else {INT4_LINEAR, "MatMulNBits"}
+    assert products == expected, "the head too, biased or not"
 
 
-_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", LINEAR, INT8_LINEAR)
+_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", LINEAR, INT8_LINEAR, INT4_LINEAR)
 
 
 def test_numbers_come_through_in_every_dtype_and_from_shards(tmp_path: Path) -> None:
