@@ -68,17 +68,19 @@ class Admission:
         """
         return await self._engine._cached_tokens(self._stream, request)
 
-    def submit(self, request: GenerationRequest, cached_tokens: int = 0) -> None:
+    def submit(self, request: GenerationRequest, cached_tokens: int = 0, *, is_streamed: bool = True) -> None:
         """Hands the request to the engine, once; leaving the `with` block aborts it if it is not over by then.
 
         Args:
             request: with the model and id of this place.
             cached_tokens: what `cached_tokens` told.
+            is_streamed: whether its events are wanted as they come; if not, they come when many wait, and at its end.
 
         Raises:
             DeadlineUnreachable: when it could not be answered before its deadline.
             RequestError: when the engine has ended since the place was taken.
         """
+        self._stream.is_streamed = is_streamed
         self._engine._submit(self._stream, request, cached_tokens)
 
     @property
@@ -378,8 +380,7 @@ class AsyncEngine:
             self._recorder.step_done(model, output, now)
             lane.kv_usage_ratio = output.stats.kv_usage_ratio
             lane.forecaster.step_done(output.stats, output.events)
-            self._hand_out(lane.metrics, output, now)
-            if output.events:
+            if self._hand_out(lane.metrics, output, now):
                 self._handing_seconds.append(time.monotonic() - now)
             self._watch(model, output)
 
@@ -410,7 +411,9 @@ class AsyncEngine:
                 self._refuse_and_fail_all(self._fault)
                 self._thread.stop()
 
-    def _hand_out(self, metrics: ModelMetrics, output: StepOutput, now: float) -> None:
+    def _hand_out(self, metrics: ModelMetrics, output: StepOutput, now: float) -> bool:
+        """Gives events to their streams; whether anybody waits for one of them."""
+        is_awaited = False
         metrics.step_done(output.stats)
         metrics.tokens_generated(sum(event.token_id is not None for event in output.events))
         for event in output.events:
@@ -423,9 +426,11 @@ class AsyncEngine:
                 metrics.prompt_done(stream.request.num_prompt_tokens, event.num_cached_tokens)
             if event.finish_reason is not None:
                 self._end_output(stream, event.output_index, event.finish_reason, now)
+            is_awaited = is_awaited or stream.is_streamed or event.is_terminal
             stream.push(event)
             if event.is_terminal:
                 self._finish(stream, event)
+        return is_awaited
 
     def _watch(self, model: str, output: StepOutput) -> None:
         """Counts steps that fail one after the other; one that computes something ends the row."""
@@ -464,7 +469,7 @@ class AsyncEngine:
         stream.quote = stream.forecaster.submitted(request)
         stream.trace.submitted(request)
         stream.request = request
-        self._thread.submit(stream.model, request)
+        self._thread.submit(stream.model, request, is_streamed=stream.is_streamed)
 
     async def _cached_tokens(self, stream: Stream, request: GenerationRequest) -> int:
         lane = stream.lane

@@ -166,7 +166,7 @@ class Explainer:
         )
         token_ids: list[int] = []
         left = None if deadline is None else deadline - time.monotonic()
-        async with aclosing(self._generator.run(request, left)) as parts:
+        async with aclosing(self._generator.run(request, left, is_streamed=False)) as parts:
             async for part in parts:
                 if isinstance(part, Piece):
                     token_ids += part.token_ids

@@ -129,13 +129,16 @@ class Generator:
         self._models = models
         self._executor = executor
 
-    async def run(self, call: GenerateCall, time_remaining: float | None) -> AsyncGenerator[Part, None]:
+    async def run(
+        self, call: GenerateCall, time_remaining: float | None, *, is_streamed: bool = True
+    ) -> AsyncGenerator[Part, None]:
         """One `Accepted`, any `PromptScores`, the outputs' `Piece` and `Finished`, one `Outcome`.
 
         Pieces of several outputs alternate; each output has one `Finished`, behind its last piece. Leaving early aborts
         the request.
 
         `time_remaining` is the transport's own deadline in seconds from now; the call's timeout counts if it is less.
+        Where it is not to be streamed, pieces are few and long.
 
         Raises:
             RequestError: whatever ended the request other than success.
@@ -152,7 +155,7 @@ class Generator:
                 request = await self._prepare(call, model, arrival, time_remaining)
                 cached_tokens = await place.cached_tokens(request)
             # Before `Accepted` is told: a client that is slow to read it must not be late in the queue.
-            place.submit(request, cached_tokens)
+            place.submit(request, cached_tokens, is_streamed=is_streamed)
             yield Accepted(request.request_id, request.model)
             outputs = _Outputs(request, model.output_tokenizer.decode)
             async with aclosing(place.events()) as batches:
@@ -190,7 +193,7 @@ class Generator:
                 model = current
                 task, request = await self._prepare_score(call, model, arrival, time_remaining)
                 cached_tokens = await place.cached_tokens(request)
-            place.submit(request, cached_tokens)
+            place.submit(request, cached_tokens, is_streamed=False)
             told: list[TokenEvent] = []
             async with aclosing(place.events()) as batches:
                 async for events in batches:

@@ -20,6 +20,9 @@ from service.tracing import RequestTrace
 
 # A client far behind gets many tokens in a message, but not so many that no message holds them.
 _MAX_EVENTS_TAKEN = 128
+# Who does not wait for single events takes so many at once: waking up costs more than any of them, and text for all of
+# a long answer at its end would hold up others.
+_EVENTS_GATHERED = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +38,8 @@ class Tokens:
 class Stream:
     """One request between admission and its last event. `request` is None until it is handed to the engine.
 
+    Where it `is_streamed`, its events are wanted as they come.
+
     `quote` is what `forecaster` knew of its future then, `cost` what became of it, where it came to a token;
     `prediction` is what `admission` went by, where it has a deadline.
     """
@@ -44,6 +49,7 @@ class Stream:
     lane: Lane
     trace: RequestTrace
     request: GenerationRequest | None = None
+    is_streamed: bool = True
     events: list[TokenEvent] = field(default_factory=list)
     waiter: asyncio.Future[None] | None = None
     admission: DeadlineAdmission | None = None
@@ -98,9 +104,10 @@ class Stream:
         self.tokens[event.output_index] = Tokens(now, now)
 
     def push(self, event: TokenEvent) -> None:
-        """Adds an event, and wakes whoever waits for one."""
+        """Adds an event, and wakes whoever waits for it."""
         self.events.append(event)
-        if self.waiter is not None and not self.waiter.done():
+        is_wanted = self.is_streamed or event.is_terminal or len(self.events) >= _EVENTS_GATHERED
+        if is_wanted and self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
     async def take(self) -> tuple[TokenEvent, ...]:

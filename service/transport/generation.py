@@ -55,7 +55,8 @@ class GenerationServicer(GenerationServiceServicer):
         response = pb.GenerateResponse()
         # Joined once: a message's text cannot be appended to, only replaced.
         texts: defaultdict[int, list[str]] = defaultdict(list)
-        async with aclosing(self._generator.run(self._decode(request), context.time_remaining())) as parts:
+        run = self._generator.run(self._decode(request), context.time_remaining(), is_streamed=False)
+        async with aclosing(run) as parts:
             async for part in parts:
                 match part:
                     case Accepted():

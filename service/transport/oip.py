@@ -99,7 +99,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         ends: list[Finished] = []
         model, parameters = request.model_name, {}
         try:
-            async with aclosing(self._run(call, context.time_remaining())) as parts:
+            async with aclosing(self._run(call, context.time_remaining(), is_streamed=False)) as parts:
                 async for part in parts:
                     match part:
                         case Accepted():
@@ -208,13 +208,13 @@ class InferenceServicer(GRPCInferenceServiceServicer):
             self._generator.refused(request.model_name, error)
             raise
 
-    def _run(self, call: InferCall, time_remaining: float | None) -> AsyncGenerator[Any, None]:
+    def _run(self, call: InferCall, time_remaining: float | None, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
         try:
             decoded = codec.decode_generate(call.request, self._limits)
         except RequestError as error:
             self._generator.refused(call.request.model, error)
             raise
-        return self._generator.run(decoded, time_remaining)
+        return self._generator.run(decoded, time_remaining, is_streamed=is_streamed)
 
     async def _stream(
         self,
@@ -235,7 +235,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
             with each_request():
                 call = self._decode(request)
                 reasons: dict[int, str] = {}
-                async with aclosing(self._run(call, context.time_remaining())) as parts:
+                async with aclosing(self._run(call, context.time_remaining(), is_streamed=True)) as parts:
                     async for part in parts:
                         match part:
                             case Accepted():

@@ -16,12 +16,13 @@ from prometheus_client import CollectorRegistry
 from service.async_engine import AsyncEngine
 from service.engine.batch import ScheduledBatch
 from service.engine.session import DeviceLost
-from service.engine.types import FinishReason, GenerationRequest, SamplingParams, TokenEvent
-from service.engine_thread import StepEngine, _Outbox
+from service.engine.types import FinishReason, GenerationRequest, RequestTimings, SamplingParams, TokenEvent
+from service.engine_thread import _GATHER_SECONDS, StepEngine, _Outbox
 from service.errors import DeadlineUnreachable, EngineFailed, InvalidRequest, NotServing, Overloaded
 from service.forecast import Forecast
 from service.lane import LaneLimits
 from service.metrics import Metrics
+from service.stream import _EVENTS_GATHERED
 from tests.fakes import Death, FakeRunner, Gate, expected_tokens, fake_costs, fake_engine, request
 from tests.scripted import ScriptedEngine, token
 
@@ -29,6 +30,7 @@ MODEL = "fake"
 SLOTS, QUEUE = 4, 2
 ENDLESS = 60_000
 FOREVER = 3600.0
+TIMINGS = RequestTimings(arrival_time=0.0, scheduled_time=0.0, first_token_time=0.0, finished_time=1.0)
 
 
 @pytest.fixture
@@ -538,6 +540,96 @@ def test_outbox_a_callback_at_fault_keeps_nothing_from_those_behind_it() -> None
         posted.pop()()
     posted.pop()()
     assert told == [1]
+
+
+def test_outbox_what_is_left_goes_with_the_next_that_is_sent_in_order() -> None:
+    box, posted = outbox()
+    told: list[int] = []
+    for number in range(3):
+        box.leave(100.0, told.append, number)
+    assert not posted
+    box.send(told.append, 3)
+    assert len(posted) == 1
+    posted.pop()()
+    assert told == [0, 1, 2, 3]
+    box.flush()
+    assert not posted, "nothing is left"
+
+
+def test_outbox_what_is_left_waits_no_longer_than_a_moment() -> None:
+    box, posted = outbox()
+    told: list[int] = []
+    box.leave(100.0, told.append, 0)
+    box.leave(100.0 + 0.9 * _GATHER_SECONDS, told.append, 1)
+    assert not posted
+    box.leave(100.0 + 1.1 * _GATHER_SECONDS, told.append, 2)
+    posted.pop()()
+    assert told == [0, 1, 2]
+    box.leave(200.0, told.append, 3)
+    assert not posted, "the next moment begins with what is left then"
+    box.flush()
+    posted.pop()()
+    assert told == [0, 1, 2, 3]
+
+
+class Deliveries(AsyncEngine):
+    """Counts how often the event loop is told of steps, and of how many."""
+
+    def start(self) -> None:
+        super().start()
+        outbox = self._thread._outbox
+        deliver, self.sizes = outbox._deliver, list[int]()
+
+        def counted() -> None:
+            self.sizes.append(len(outbox._calls))
+            deliver()
+
+        outbox._deliver = counted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_of_a_request_that_is_not_streamed_single_steps_are_not_told(
+    monkeypatch: pytest.MonkeyPatch, *, is_streamed: bool
+) -> None:
+    # However slow this machine is, no moment is over before the request is.
+    monkeypatch.setattr("service.engine_thread._GATHER_SECONDS", FOREVER)
+    gate = Gate()
+    fakes = {MODEL: fake_engine(FakeRunner(before_run=gate), context=ENDLESS + 1)}
+    costs = {MODEL: fake_costs(fakes[MODEL].pieces)}
+    limits = LaneLimits(max_batch_size=SLOTS, max_queue_size=QUEUE)
+    engine = Deliveries(fakes, Metrics(CollectorRegistry()), costs, limits)
+    engine.start()
+    try:
+        with engine.admit(MODEL, "a") as place, gate.closed():
+            place.submit(request("a", max_tokens=100), is_streamed=is_streamed)
+            batches = place.events()
+            await gate.until_entered()
+            gate.open.set()
+            told = [events async for events in batches]
+        assert tokens(told) == expected_tokens((5,), 100)
+        if not is_streamed:
+            # The last step brings all before it along; the consumer takes them as one batch.
+            assert (engine.sizes, len(told)) == ([100], 1)
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(("is_streamed", "at_least"), [(True, 1), (False, _EVENTS_GATHERED)])
+async def test_stream_wakes_its_consumer_when_enough_events_wait(is_streamed: bool, at_least: int) -> None:
+    async with started() as engine:
+        with engine.admit(MODEL, "a") as place:
+            stream = place._stream
+            stream.is_streamed = is_streamed
+            taken = asyncio.create_task(stream.take())
+            for number in range(at_least):
+                await asyncio.sleep(0)
+                assert not taken.done(), number
+                stream.push(TokenEvent(request_id="a", token_id=number))
+            assert len(await taken) == at_least
+            ended = asyncio.create_task(stream.take())
+            await asyncio.sleep(0)
+            stream.push(TokenEvent(request_id="a", finish_reason=FinishReason.LENGTH, timings=TIMINGS))
+            assert (await ended)[-1].is_terminal
 
 
 async def test_cost_that_cannot_be_counted_is_none_and_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
