@@ -305,6 +305,14 @@ class ServeConfig:
             _choice(Kernels),
         ),
     ] = Kernels.AUTO
+    look_up: Annotated[
+        int,
+        Option(
+            "tokens of a request that runs alone to guess from its own text and check at once, for decoder-only models "
+            "computed by our kernels; 0: none; answers are the same bits",
+            _integer(0, 16),
+        ),
+    ] = 0
     kv_memory: Annotated[
         int | None,
         Option(

@@ -326,6 +326,7 @@ def trial_settings(config: ServeConfig, name: str, kv_memory: int | None = None)
         "kv_memory": kv_memory,
         "threads": config.threads,
         "kernels": str(config.kernels),
+        "look_up": config.look_up,
     }
 
 

@@ -124,6 +124,7 @@ def build_engines(
         prefill_chunk=config.chunk_tokens,
         max_prefill_tokens=config.chunk_tokens,
         patience_seconds=PATIENCE_SECONDS if config.admission is Admission.DEADLINE else None,
+        look_up=config.look_up,
     )
     shared = LastRun() if last_run is None else last_run
     options = SessionOptions(

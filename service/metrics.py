@@ -112,6 +112,11 @@ class Metrics:
         self.preemptions = make(
             Counter, "preemptions", "Times that a request lost its place to more urgent ones.", _MODEL
         )
+        self.drafts = make(Counter, "spec_decode_num_drafts", "Steps in which tokens were guessed ahead.", _MODEL)
+        self.draft_tokens = make(Counter, "spec_decode_num_draft_tokens", "Tokens that were guessed.", _MODEL)
+        self.accepted_tokens = make(
+            Counter, "spec_decode_num_accepted_tokens", "Tokens that were guessed and came true.", _MODEL
+        )
         self.requests = make(
             Counter, "requests", "Requests that ended or were refused, by reason or error.", _MODEL, "finish_reason"
         )
@@ -173,6 +178,9 @@ class ModelMetrics:
         self._generation_tokens = metrics.generation_tokens.labels(model)
         self._padding_tokens = metrics.padding_tokens.labels(model)
         self._preemptions = metrics.preemptions.labels(model)
+        self._drafts = metrics.drafts.labels(model)
+        self._draft_tokens = metrics.draft_tokens.labels(model)
+        self._accepted_tokens = metrics.accepted_tokens.labels(model)
         self._first_token = metrics.first_token.labels(model)
         self._inter_token = metrics.inter_token.labels(model)
         self._per_token = metrics.per_token.labels(model)
@@ -229,6 +237,10 @@ class ModelMetrics:
             self._step_tokens.observe(stats.num_tokens)
             self._padding_tokens.inc(stats.num_padding_tokens)
             self._run.observe(stats.run_seconds)
+        if stats.num_draft_tokens:
+            self._drafts.inc()
+            self._draft_tokens.inc(stats.num_draft_tokens)
+            self._accepted_tokens.inc(stats.num_accepted_tokens)
         if stats.host_seconds is not None:
             self._host.observe(stats.host_seconds)
 

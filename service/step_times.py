@@ -14,7 +14,8 @@ what 6 take, and a step of more rows costs no less.
 Steps of several kinds of work at once teach all terms together: it is one law. It is linear, so that many short steps
 are learned from as one observation, of all their work and all their seconds. How many is decided before the first of
 them: whoever looked whenever some time is over would see the long ones more often than there are. Pairs are those of
-one layer, for each head. Coefficients are seconds.
+one layer, for each head. Coefficients are seconds. A step in which guesses came true (`service.engine.look_up`) is
+learned from as the several that it stands for, so that a row alone is foretold at the rate at which it lately came on.
 
 Source of the law: Vaswani et al., "Attention Is All You Need" (2017), table 1.
 """
@@ -141,6 +142,11 @@ class _Steps:
         return _Steps(min(wanted, _MOST_AT_ONCE))
 
     def add(self, stats: StepStats, *, wakes: bool) -> None:
+        """Adds a step; one whose guesses came true counts as the steps that it saved, too: of these there is less time.
+
+        So a step of one row is learned to take what a token takes.
+        """
+        num_steps = 1 + stats.num_accepted_tokens
         self.count += 1
         self.seconds += stats.run_seconds
         self.num_runs += stats.num_prefill_runs + stats.num_encoder_runs
@@ -148,7 +154,7 @@ class _Steps:
         self.num_pairs += stats.num_prefill_pairs + stats.num_encoder_pairs
         self.num_decode_pairs += stats.num_decode_pairs
         self.num_wakes += wakes
-        self.rows[stats.num_decode_rows] = self.rows.get(stats.num_decode_rows, 0) + 1
+        self.rows[stats.num_decode_rows] = self.rows.get(stats.num_decode_rows, 0) + num_steps
 
     def prompts(self, knots: tuple[int, ...]) -> Float64:
         """Features of what is not the rows'."""
@@ -190,7 +196,7 @@ class StepTimes:
         self._host = RecursiveFit(
             [0.1 * _FIRST_STEP_SECONDS, 0.01 * _FIRST_STEP_SECONDS], _HOST_MEMORY_SECONDS, _HOST_DRIFT
         )
-        self._last_rows = 0
+        self._last_rows, self._last_steps = 0, 1
         # Not yet learned from: steps without prompts or sources and those with them, the host's, and who shared them.
         self._unlearned = [_Steps(), _Steps()]
         self._unlearned_host = np.zeros(3)
@@ -209,9 +215,10 @@ class StepTimes:
         if not stats.num_tokens:
             return
         last_rows, self._last_rows = self._last_rows, stats.num_rows
+        last_steps, self._last_steps = self._last_steps, 1 + stats.num_accepted_tokens
         if stats.host_seconds is not None:
             # Most of it is what is done with the rows of the step before.
-            self._unlearned_host += (1.0, last_rows, stats.host_seconds)
+            self._unlearned_host += (last_steps, last_steps * last_rows, stats.host_seconds)
         has_prompts = stats.num_prefill_runs + stats.num_encoder_runs > 0
         steps = self._unlearned[has_prompts]
         steps.add(stats, wakes=stats.host_seconds is None and not is_calibration)

@@ -2,7 +2,8 @@
 
 A collector: whatever was observed once is shown a second time when somebody looks, and nothing is done before that.
 Labels are vLLM's, units agree, buckets stay ours. A server of ours is vLLM's engine 0. What we have no counterpart of
-is left out: parameters of requests, KV blocks, LoRA, multi-modal inputs, speculation, sleep and its HTTP server.
+is left out: parameters of requests, KV blocks, LoRA, multi-modal inputs, guesses by their place, sleep and its HTTP
+server.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class VllmNames(Collector):
             "num_requests_waiting": metrics.waiting,
             "kv_cache_usage_perc": metrics.kv_usage,
             "num_preemptions": metrics.preemptions,
+            "spec_decode_num_drafts": metrics.drafts,
+            "spec_decode_num_draft_tokens": metrics.draft_tokens,
+            "spec_decode_num_accepted_tokens": metrics.accepted_tokens,
             "prompt_tokens": metrics.prompt_tokens,
             "prompt_tokens_cached": metrics.cached_prompt_tokens,
             "prefix_cache_queries": metrics.prompt_tokens,

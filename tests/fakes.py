@@ -117,6 +117,8 @@ class FakeRunner:
     Args:
         next_token: (source, decoder tokens) to the token that greedy decoding must choose; None leaves it to `noise`.
         before_run: called with every batch; may raise, to fail the step, or block.
+        memory: how many of a row's last tokens `noise` goes by, so that texts come back to where they were; None is all
+            of them.
     """
 
     def __init__(
@@ -125,7 +127,9 @@ class FakeRunner:
         vocab_size: int = VOCAB_SIZE,
         next_token: NextToken | None = None,
         before_run: Callable[[ScheduledBatch], None] | None = None,
+        memory: int | None = None,
     ) -> None:
+        self._num_remembered = memory or 0
         self.batches: list[ScheduledBatch] = []
         self.poisoned_tokens: set[int] = set()
         self._next_token = next_token
@@ -227,7 +231,7 @@ class FakeRunner:
         assert len(tokens) >= start, f"slot {slot}: {len(tokens)} tokens cached, fed at {start}"
         tokens[start:] = token_ids
         source = self._sources[slot][:source_length]
-        row = noise(source, tokens, self._logits.shape[1])
+        row = noise(source, tokens[-self._num_remembered :], self._logits.shape[1])
         if self._next_token is not None:
             row[self._next_token(source, tuple(tokens))] = 100.0
         if self.poisoned_tokens & set(tokens):

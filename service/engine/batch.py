@@ -133,12 +133,16 @@ class PrefillChunk:
     The logits after the last `num_scored` of them, where there are any, are the next rows behind the slots' in the
     runner's output, in the order of chunks and tokens. Row `slot` has the logits after the last one as always, until
     the next chunk of the slot.
+
+    Where the last `num_drafts` tokens are guesses, it is no prompt that is computed but the only row, which decodes: as
+    many of them stay as come true, and what is computed of the others is written over.
     """
 
     slot: int
     start: int
     token_ids: tuple[int, ...]
     num_scored: int = 0
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,9 @@ class SampleRow:
     Several outputs of a request choose their first tokens from one row, each by its own draws, which `output_index`
     tells apart. `rules` are the sequence's own, None where it has none: what they count changes when the step is
     committed.
+
+    What comes behind a row with a `draft`, in the same output, is of use only if that very token is chosen. The logits
+    of such rows lie behind the slots'.
     """
 
     slot: int
@@ -157,6 +164,7 @@ class SampleRow:
     seed: int
     logprobs: int | None
     rules: LogitsRules | None = None
+    draft: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,18 +217,28 @@ class ScheduledBatch:
     def num_rows(self) -> int:
         """Rows that compute something."""
         prefilled = {row.slot for group in self.prefill_groups for row in group.rows}
-        prefilled.update(chunk.slot for chunk in self.prefills)
+        prefilled.update(chunk.slot for chunk in self._prompt_chunks)
         return self.num_decode_rows + len(prefilled)
 
     @property
+    def drafted(self) -> PrefillChunk | None:
+        """The row that decodes with tokens that are guessed, None where there is none."""
+        return next((chunk for chunk in self.prefills if chunk.num_drafts), None)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens of it that are guessed."""
+        return 0 if self.drafted is None else self.drafted.num_drafts
+
+    @property
     def has_prompts(self) -> bool:
-        """Whether it computes more than the batched run: sources, or several tokens of a row at once."""
-        return bool(self.encodes or self.prefill_groups or self.prefills)
+        """Whether it computes more than rows that decode: sources, or prompts."""
+        return bool(self.encodes or self.prefill_groups or self._prompt_chunks)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that do work: sources encoded, prompts prefilled, one for each decoding row."""
-        return self.num_encoder_tokens + self.num_decode_rows + self.num_prefill_tokens
+        """Tokens that do work: sources encoded, prompts prefilled, one for each decoding row, and those guessed."""
+        return self.num_encoder_tokens + self.num_decode_rows + self.num_prefill_tokens + self.num_draft_tokens
 
     @property
     def num_padding_tokens(self) -> int:
@@ -232,29 +250,30 @@ class ScheduledBatch:
     @property
     def num_prefill_runs(self) -> int:
         """Runs of a graph that compute prompts: one for each group and each chunk."""
-        return len(self.prefill_groups) + len(self.prefills)
+        return len(self.prefill_groups) + len(self._prompt_chunks)
 
     @property
     def num_prefill_tokens(self) -> int:
         """Tokens of prompts computed by them, padding aside."""
         grouped = sum(len(row.token_ids) for group in self.prefill_groups for row in group.rows)
-        return grouped + sum(len(chunk.token_ids) for chunk in self.prefills)
+        return grouped + sum(len(chunk.token_ids) for chunk in self._prompt_chunks)
 
     @property
     def num_prefill_pairs(self) -> int:
         """Pairs of a query and a key that the mask lets meet for these tokens, in one layer, for each head."""
         grouped = sum(causal_pairs(len(row.token_ids)) for group in self.prefill_groups for row in group.rows)
-        return grouped + sum(causal_pairs(len(chunk.token_ids), chunk.start) for chunk in self.prefills)
+        return grouped + sum(causal_pairs(len(chunk.token_ids), chunk.start) for chunk in self._prompt_chunks)
 
     @property
     def num_decode_rows(self) -> int:
-        """Rows of the one-token run, padding aside."""
-        return sum(not row.is_padding for row in self.decode)
+        """Rows that decode: those of the one-token run, padding aside, or the one with tokens that are guessed."""
+        return sum(not row.is_padding for row in self.decode) + (self.drafted is not None)
 
     @property
     def num_decode_pairs(self) -> int:
-        """Pairs of these rows: each with all tokens that it then has, and with those of its source."""
-        return sum(row.position + 1 + row.source_length for row in self.decode if not row.is_padding)
+        """Pairs of these rows, one token each: with all tokens that a row then has, and with those of its source."""
+        alone = 0 if self.drafted is None else self.drafted.start + 1
+        return alone + sum(row.position + 1 + row.source_length for row in self.decode if not row.is_padding)
 
     @property
     def num_encoder_runs(self) -> int:
@@ -270,3 +289,7 @@ class ScheduledBatch:
     def num_encoder_pairs(self) -> int:
         """Pairs of these tokens, each with all of its source."""
         return sum(len(row.token_ids) ** 2 for group in self.encodes for row in group.rows)
+
+    @property
+    def _prompt_chunks(self) -> tuple[PrefillChunk, ...]:
+        return tuple(chunk for chunk in self.prefills if not chunk.num_drafts)

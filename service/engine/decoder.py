@@ -59,6 +59,10 @@ class SlotDecoder:
                 inputs[f"cross_{name}"] = outputs[f"cross_{part}_out_{layer}"] = buffer[rows]
         return self._session.bind(inputs, outputs)
 
+    def bind_logits(self, binding: Binding, logits_rows: slice) -> None:
+        """Ties what `bind` made to other rows of the output."""
+        binding.bind_outputs({"logits": self._logits[logits_rows]})
+
     def bind_apart(self, own: Sequence[Array], num_tokens: int, logits: Float32) -> Binding:
         """Ties the graph to K/V outside the slots, in which all rows are full with `num_tokens`, as `bind` does.
 

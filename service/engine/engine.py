@@ -6,20 +6,25 @@ calls `add_request`, `abort` and `step` from it. Knows no transport, no queues b
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from model.cost import causal_pairs
 from model.golden import CaseResult, GoldenCase, Tolerance, compare
 from service.engine.batch import KVFree, KVRetain, ScheduledBatch
 from service.engine.calibration import calibrate, rounds
 from service.engine.failure import report_failure
+from service.engine.look_up_proof import find_difference
 from service.engine.plan import Pieces
 from service.engine.replay import replay_all
 from service.engine.runner import Runner
 from service.engine.sampler import Sampler
 from service.engine.scheduler import Scheduler
 from service.engine.types import GenerationRequest, StepOutput, StepStats
+
+_LOGGER = logging.getLogger(__name__)
 
 # As many requests as a log entry names.
 _MAX_NAMED = 32
@@ -46,6 +51,7 @@ class Engine:
         clock: monotonic seconds; deadlines are compared with it.
         rehearse: what is to be done once, on the thread that steps, before golden cases are replayed or steps are
             timed; nothing unless given.
+        name: what the log calls it.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class Engine:
         last_run: LastRun,
         clock: Callable[[], float] = time.monotonic,
         rehearse: Callable[[], None] | None = None,
+        name: str = "a model",
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -63,7 +70,8 @@ class Engine:
         self._last_run = last_run
         self._clock = clock
         self._rehearse = rehearse
-        self._num_preemptions = 0
+        self._name = name
+        self._num_preemptions = self._num_accepted_drafts = 0
 
     @property
     def has_work(self) -> bool:
@@ -153,7 +161,9 @@ class Engine:
     def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> tuple[CaseResult, ...]:
         """Replays golden cases on the runner that serves; the proof to ask for before taking requests.
 
-        Nothing that was kept for later requests outlives it.
+        Nothing that was kept for later requests outlives it. Where `EngineLimits.look_up` asks for guesses, it is also
+        found out whether they change a bit (`service.engine.look_up_proof`): if so, the log says where, and there are
+        none.
 
         Args:
             cases: what PyTorch answered.
@@ -173,6 +183,8 @@ class Engine:
             empty = ScheduledBatch(kv_operations=(KVRetain(frozenset()), *map(KVFree, range(max_rows))))
             self._runner.run(empty)
             answers = replay_all(self._runner, cases, pieces, num_slots)
+            if cases and self._scheduler.limits.look_up:
+                self._prove_look_up(cases)
             return tuple(compare(case, logits, tolerance) for case, logits in zip(cases, answers, strict=True))
         finally:
             self._scheduler.forget_kv()
@@ -180,7 +192,8 @@ class Engine:
     def calibrate(self, max_seconds: float, goes_on: Callable[[], bool] = lambda: True) -> tuple[StepStats, ...]:
         """Runs steps of a few sizes for so long at most (`service.engine.calibration`), to learn how long they take.
 
-        Nothing that was kept for later requests outlives it, and other engines of the thread hear nothing of it.
+        Nothing that was kept for later requests outlives it, and other engines of the thread hear nothing of it. Tokens
+        are computed one by one.
 
         Args:
             max_seconds: how long.
@@ -195,11 +208,30 @@ class Engine:
         limits, shared = self._scheduler.limits, self._last_run
         shared.ended, self._last_run = None, LastRun()
         plan = rounds(self.pieces, limits.max_batch_size, limits.max_prefill_tokens)
+        guesses = self._scheduler.may_guess
+        self._scheduler.let_guess(is_proven=False)
         try:
             return calibrate(self, tuple(plan), max_seconds, goes_on, self._clock)
         finally:
             self._last_run = shared
+            self._scheduler.let_guess(is_proven=guesses)
             self._scheduler.forget_kv()
+
+    def _prove_look_up(self, cases: Sequence[GoldenCase]) -> None:
+        """Has the scheduler guess if that is proven to change nothing, and tells the log."""
+        limits = self._scheduler.limits
+        problem = find_difference(
+            self._runner,
+            cases,
+            num_slots=limits.max_batch_size,
+            longest_chunk=limits.look_up + 1,
+            max_tokens=limits.max_prefill_tokens,
+        )
+        self._scheduler.let_guess(is_proven=problem is None)
+        if problem is None:
+            _LOGGER.info("%s: up to %d tokens are guessed by look-up, which changes no bit", self._name, limits.look_up)
+        else:
+            _LOGGER.warning("%s: no tokens are guessed by look-up, it would change answers: %s", self._name, problem)
 
     def _rehearse_once(self) -> None:
         if self._rehearse is not None:
@@ -220,9 +252,16 @@ class Engine:
         self._num_preemptions = total
         return total - before
 
+    def _take_accepted_drafts(self) -> int:
+        total, before = self._scheduler.num_accepted_drafts, self._num_accepted_drafts
+        self._num_accepted_drafts = total
+        return total - before
+
     def _stats(
         self, batch: ScheduledBatch, started: float, run_seconds: float, host_seconds: float | None
     ) -> StepStats:
+        num_accepted, drafted = self._take_accepted_drafts(), batch.drafted
+        accepted_pairs = 0 if drafted is None else causal_pairs(num_accepted, drafted.start + 1)
         return StepStats(
             start_time=started,
             num_rows=batch.num_rows,
@@ -238,8 +277,10 @@ class Engine:
             num_prefill_tokens=batch.num_prefill_tokens,
             num_prefill_pairs=batch.num_prefill_pairs,
             num_decode_rows=batch.num_decode_rows,
-            num_decode_pairs=batch.num_decode_pairs,
+            num_decode_pairs=batch.num_decode_pairs + accepted_pairs,
             num_encoder_runs=batch.num_encoder_runs,
             num_encoder_tokens=batch.num_encoder_tokens,
             num_encoder_pairs=batch.num_encoder_pairs,
+            num_draft_tokens=batch.num_draft_tokens,
+            num_accepted_tokens=num_accepted,
         )

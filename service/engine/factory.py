@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from model.artifact import DECODER, ENCODER, MOVE, PREFILL, KVLayout, Manifest
@@ -21,6 +21,7 @@ from service.engine.kv_memory import (
     graph_bytes,
     plan_kv_memory,
 )
+from service.engine.look_up_proof import describe_foreign, find_obstacles
 from service.engine.memory import resident_bytes
 from service.engine.paged_kv import HostBlocks, PagedKV
 from service.engine.paged_runner import PagedRunner
@@ -65,9 +66,14 @@ def build_engine(
 
     Raises:
         StartupError: when the artefact is for another device, or that is not to be had; when a graph cannot be loaded
-            or is not the manifest's; when the memory cannot be reserved.
+            or is not the manifest's; when the memory cannot be reserved; when tokens are to be guessed ahead and that
+            would change answers. An encoder-decoder computes no chunks: nothing of it is guessed, whatever is wanted.
     """
     _check_device(folder, manifest, device)
+    if manifest.config.is_encoder_decoder:
+        limits = dataclasses.replace(limits, look_up=0)
+    if limits.look_up:
+        _refuse_guesses(folder, limits, find_obstacles(manifest, options, prefill))
     runner: Runner
     rehearse: Callable[[], None] | None = None
     top = TopLogits()
@@ -78,7 +84,7 @@ def build_engine(
         runner = build_runner(folder, manifest, limits, options, prefill)
     budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
     scheduler = Scheduler(limits, model_shape(manifest), decode, budget)
-    return Engine(scheduler, runner, Sampler(top), last_run, rehearse=rehearse)
+    return Engine(scheduler, runner, Sampler(top), last_run, rehearse=rehearse, name=str(folder))
 
 
 def build_runner(
@@ -98,7 +104,10 @@ def build_runner(
     # of the one provider behind the other. Between a decoder's own steps there is no other.
     stopping = dataclasses.replace(options, stop_spinning=True)
     # Other graphs are loaded when they are wanted.
-    decoder = GraphSession(folder, manifest.graphs[DECODER], stopping if by_openvino else options)
+    for_decoder = dataclasses.replace(stopping if by_openvino else options, tells_operators=limits.look_up > 0)
+    decoder = GraphSession(folder, manifest.graphs[DECODER], for_decoder)
+    if limits.look_up:
+        _refuse_guesses(folder, limits, describe_foreign(decoder.operators))
     encoder = GraphSession(folder, manifest.graphs[ENCODER], stopping) if ENCODER in manifest.graphs else None
     prefill_graph = _load_prefill_graph(folder, manifest, stopping) if by_openvino else None
     # The decoder of an encoder-decoder computes no chunks.
@@ -179,6 +188,12 @@ def _load_on_device(
         return GraphSession(folder, manifest.graphs[name], options, cuda=cuda)
 
     return {name: load(name) for name in manifest.graphs}
+
+
+def _refuse_guesses(folder: Path, limits: EngineLimits, problems: Sequence[str]) -> None:
+    """Raises where there are problems: whoever asks for guesses is not to be served without them unawares."""
+    if problems:
+        raise StartupError([f"{folder}: look_up is {limits.look_up}: {problem}" for problem in problems])
 
 
 def _check_device(folder: Path, manifest: Manifest, device: Device) -> None:

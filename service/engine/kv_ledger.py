@@ -247,6 +247,11 @@ class KVLedger:
         if (piece := self._keep(token_ids, None, self._budget.row_bytes(0, len(token_ids)))) is not None:
             self._operations.append(KVSave(slot, piece.handle, 0, len(token_ids)))
 
+    def note_written(self, slot: int, num_tokens: int) -> None:
+        """Takes note of how far a row was written, where that is further than what it has computed tells."""
+        num_before, num_source_tokens = self._touched[slot]
+        self._touched[slot] = max(num_before, num_tokens), num_source_tokens
+
     def take_operations(self) -> tuple[KVOperation, ...]:
         """What is to be carried out before the next run, in this order."""
         self._in_flight, self._operations = tuple(self._operations), []

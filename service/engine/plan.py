@@ -6,6 +6,7 @@ the sequence alone) and how much prefill fits into a step (`StepPlan`). Changes 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -76,7 +77,7 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A batch, and whom its parts are about: `sampled` answers `batch.samples`, `searched` answers `batch.beams`."""
+    """A batch, and whom its parts are about: `sampled` are whom `batch.samples` are of, `searched` `batch.beams`."""
 
     batch: ScheduledBatch
     sampled: tuple[Sequence, ...]
@@ -143,6 +144,25 @@ class StepPlan:
             length = self._pieces.next_length(sequence, computed)
         if computed == sequence.num_tokens and sequence.group.generates:
             self._choose(slot, sequence)
+
+    @property
+    def is_one_token(self) -> bool:
+        """Whether all that is computed is the next token of one output, which is drawn by no rules from slot 0."""
+        is_all = self._decode_slots == [0] and not (self._sources or self._short_prompts or self._prefills)
+        return is_all and not self._scores and len(self._samples) == 1 and self._samples[0].rules is None
+
+    def guess(self, drafts: tuple[int, ...]) -> None:
+        """Computes what may come after the one token that there is (`is_one_token`) at once with it."""
+        (sequence,), (sample,) = self._sampled, self._samples
+        self._decode_slots = []
+        fed = (sequence.token_ids[-1], *drafts)
+        chunk = PrefillChunk(0, sequence.num_computed_tokens, fed, num_scored=len(fed), num_drafts=len(drafts))
+        self._prefills = [chunk]
+        self._sampled = [sequence] * len(fed)
+        self._samples = [
+            dataclasses.replace(sample, slot=self._next_logits + index, position=sample.position + index, draft=draft)
+            for index, draft in enumerate((*drafts, None))
+        ]
 
     def build(self, operations: tuple[KVOperation, ...], slots: SlotTable[Sequence]) -> Planned:
         """The finished batch; `slots` says who sits between the rows that decode."""

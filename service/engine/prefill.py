@@ -38,29 +38,31 @@ class Prefill(Protocol):
 class DecoderPrefill:
     """By the decoder graph, on the slot's own buffers.
 
-    A binding is made once for each slot, and lasts; only for a chunk with logits of its own is it made anew, which is
-    rare and cheap beside computing them.
+    A binding is made once for each slot, and lasts; where the logits go is tied anew when that changes, as for chunks
+    with logits of their own.
     """
 
     def __init__(self, decoder: SlotDecoder) -> None:
         self._decoder = decoder
         self._bindings: dict[int, Binding] = {}
+        self._logits_rows: dict[int, slice] = {}
 
     def run(self, chunk: PrefillChunk, logits_rows: slice) -> None:
         """Computes a chunk; see `Prefill.run`."""
-        binding = self._binding(slice(chunk.slot, chunk.slot + 1), logits_rows)
+        binding = self._binding(chunk.slot, logits_rows)
         end = chunk.start + len(chunk.token_ids)
         self._decoder.seqlens_k[chunk.slot] = end - 1
         self._decoder.total_sequence_length[...] = end
         self._decoder.bind_tokens(binding, **_tokens(chunk))
         binding.run()
 
-    def _binding(self, row: slice, logits_rows: slice) -> Binding:
-        if logits_rows != row:
-            return self._decoder.bind(row, logits_rows)
-        if row.start not in self._bindings:
-            self._bindings[row.start] = self._decoder.bind(row, row)
-        return self._bindings[row.start]
+    def _binding(self, slot: int, logits_rows: slice) -> Binding:
+        if slot not in self._bindings:
+            self._bindings[slot] = self._decoder.bind(slice(slot, slot + 1), logits_rows)
+        elif self._logits_rows[slot] != logits_rows:
+            self._decoder.bind_logits(self._bindings[slot], logits_rows)
+        self._logits_rows[slot] = logits_rows
+        return self._bindings[slot]
 
 
 class GraphPrefill:

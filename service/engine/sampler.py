@@ -125,8 +125,11 @@ class Sampler:
             samples: which rows, and how.
 
         Returns:
-            Tokens; None for a row whose logits are not all finite.
+            Tokens; None for a row whose logits are not all finite, and for those of no use behind one that is not the
+            draft that it was to be.
         """
+        if samples and samples[0].draft is not None:
+            return self._sample_drafted(logits, samples)
         if not self._top:
             return self._sample_whole(logits, samples)
         rest = self._sample_whole(logits, [sample for sample in samples if sample.slot not in self._top])
@@ -148,6 +151,15 @@ class Sampler:
                     rows, samples, best.tolist(), highest, finite.tolist(), strict=True
                 )
             )
+
+    def _sample_drafted(self, logits: Float32, samples: Sequence[SampleRow]) -> tuple[SampledToken | None, ...]:
+        """Tokens of one output, one after the other, up to the first that is not the draft."""
+        sampled: list[SampledToken | None] = []
+        for sample in samples:
+            sampled += self._sample_whole(logits, (sample,))
+            if sampled[-1] is None or sampled[-1].token_id != sample.draft:
+                break
+        return (*sampled, *(None,) * (len(samples) - len(sampled)))
 
     def score(self, logits: Float32, scores: Sequence[ScoreRow]) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
         """How probable tokens are that nobody has to choose any more: one result for each of `scores`.

@@ -23,6 +23,8 @@ Requests get rows by priority, among equals by when they are due, which is first
   in time any more (`start_by`) never gets one.
 * A request that wants what there is (`end_by`) ends with a step, as soon as another one that takes as long as the
   longest of the recent ones would end too late for it.
+* A row that computes alone may be guessed ahead (`service.engine.look_up`), and gets the tokens that it would get one
+  by one; never past its end, so that it writes no further than it has reserved.
 * Every output of a request has one last event, and every request that `add` accepted exactly one terminal event.
 
 Runs on the engine thread alone; knows no tensors, no clock (it is told the time) and no transport.
@@ -31,6 +33,7 @@ Runs on the engine thread alone; knows no tensors, no clock (it is told the time
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import secrets
 from collections.abc import Callable, Collection, Iterable
@@ -42,6 +45,7 @@ from service.engine.deadlines import Deadlines
 from service.engine.failure import report_failure
 from service.engine.intake import Intake, ModelShape
 from service.engine.kv_ledger import KVBudget, KVLedger
+from service.engine.look_up import LookUp
 from service.engine.pace import Pace
 from service.engine.plan import Pieces, Planned, StepPlan
 from service.engine.sampler import Expansion, SampledToken
@@ -58,8 +62,9 @@ class EngineLimits:
 
     The operator chooses `max_batch_size`, the number of slots; `prefill_chunk`, how many prompt tokens one run
     computes; `kv_memory_bytes`, what all K/V together may take, those kept for later requests included: None is a
-    whole context for each slot; and `patience_seconds`, for how long a request may be overtaken by equals with earlier
-    deadlines: None lets nobody overtake. Whoever builds the engine sets the rest:
+    whole context for each slot; `patience_seconds`, for how long a request may be overtaken by equals with earlier
+    deadlines: None lets nobody overtake; and `look_up`, how many tokens of a row that computes alone may be guessed
+    ahead, where it is proven that this changes no bit. Whoever builds the engine sets the rest:
     `max_prefill_tokens`, how many a step computes at most, and so how long running streams can be held up;
     `prompt_padding`, the multiple to which prompts of at most `short_prompt` tokens are padded; `source_padding`, the
     same for sources.
@@ -76,6 +81,7 @@ class EngineLimits:
     source_padding: int = 16
     kv_memory_bytes: int | None = None
     patience_seconds: float | None = None
+    look_up: int = 0
 
     def __post_init__(self) -> None:
         problems = [
@@ -87,6 +93,8 @@ class EngineLimits:
             problems.append(
                 f"max_prefill_tokens is {self.max_prefill_tokens}, must hold a prefill_chunk of {self.prefill_chunk}"
             )
+        if self.look_up < 0:
+            problems.append(f"look_up is {self.look_up}, must be at least 0")
         if self.patience_seconds is not None and not 0 <= self.patience_seconds < math.inf:
             problems.append(f"patience_seconds is {self.patience_seconds}, must be finite and at least 0")
         if problems:
@@ -138,6 +146,9 @@ class Scheduler:
         self._changed: dict[SequenceGroup, None] = {}
         self._planned: Planned | None = None
         self._num_preemptions = 0
+        self._num_accepted_drafts = 0
+        # Tokens that may be guessed at once: none before that is proven to change nothing.
+        self._most_drafts = 0
 
     @property
     def has_work(self) -> bool:
@@ -163,6 +174,25 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """How often a request lost its slots to a more urgent one."""
         return self._num_preemptions
+
+    @property
+    def num_accepted_drafts(self) -> int:
+        """How many tokens that were guessed came true."""
+        return self._num_accepted_drafts
+
+    @property
+    def may_guess(self) -> bool:
+        """Whether rows that compute alone are guessed ahead (`let_guess`)."""
+        return self._most_drafts > 0
+
+    def let_guess(self, *, is_proven: bool) -> None:
+        """Says whether a token has the same bits computed by itself and as one of a chunk.
+
+        If so, what a row that computes alone says next is guessed by look-up from now on (`EngineLimits.look_up`), as
+        far as the runner has rows of logits; else it is not.
+        """
+        most = min(self._limits.look_up, self._limits.max_prefill_tokens - 1)
+        self._most_drafts = most if is_proven and not self._source_context else 0
 
     @property
     def limits(self) -> EngineLimits:
@@ -243,6 +273,8 @@ class Scheduler:
                 group.scheduled_time = now
                 self._starts.discard(group)
             plan.start(self._ledger.admit(group), group)
+        if self._most_drafts and plan.is_one_token and (drafts := self._guess(self._ledger.slots[0])):
+            plan.guess(drafts)
         self._planned = plan.build(self._ledger.take_operations(), self._ledger.slots)
         return self._planned.batch
 
@@ -268,7 +300,10 @@ class Scheduler:
         slots = self._ledger.slots
         for score, logprobs in zip(batch.scores, scored, strict=True):
             self._tell_scores(slots[score.slot].group, logprobs, now, is_end=score.is_end)
-        self._advance_all(planned.sampled, sampled, now)
+        if batch.drafted is None:
+            self._advance_all(planned.sampled, sampled, now)
+        else:
+            self._advance_by_drafts(planned.sampled[0], batch, sampled, now)
         for group, expansions in zip(planned.searched, expanded, strict=True):
             self._search(group, expansions, now)
         self._pace.end(now, has_prompts=batch.has_prompts)
@@ -426,6 +461,11 @@ class Scheduler:
                 slots[row.slot].num_computed_tokens += len(row.token_ids)
                 self._ledger.keep_chunk(row.slot, 0, len(row.token_ids))
         for chunk in batch.prefills:
+            if chunk.num_drafts:
+                # Of the others nobody knows yet whether they are the row's.
+                slots[chunk.slot].num_computed_tokens += 1
+                self._ledger.note_written(chunk.slot, chunk.start + len(chunk.token_ids))
+                continue
             slots[chunk.slot].num_computed_tokens += len(chunk.token_ids)
             self._ledger.keep_chunk(chunk.slot, chunk.start, len(chunk.token_ids))
         for encoded in batch.encodes:
@@ -445,6 +485,36 @@ class Scheduler:
             group.is_forked = True
             if group.sequences:
                 self._ledger.fork(leader, group.sequences)
+
+    def _guess(self, sequence: Sequence) -> tuple[int, ...]:
+        """What a sequence may say next, short of its end; nothing within its prompt."""
+        group = sequence.group
+        # Behind the last one that comes true there is a token to choose.
+        room = group.max_num_tokens - sequence.num_tokens - 1
+        if room < 1 or sequence.num_tokens == len(group.prompt_token_ids):
+            return ()
+        if sequence.look_up is None:
+            sequence.look_up = LookUp(self._most_drafts)
+        drafts = sequence.look_up.propose(sequence.token_ids, min(room, self._most_drafts))
+        ends = group.eos_ids | group.request.stopping.stop_token_ids
+        return tuple(itertools.takewhile(lambda token_id: token_id not in ends, drafts))
+
+    def _advance_by_drafts(
+        self, sequence: Sequence, batch: ScheduledBatch, sampled: Collection[SampledToken | None], now: float
+    ) -> None:
+        """Appends the tokens of a row that was guessed ahead: all that came true, and the first that did not."""
+        num_right = 0
+        for sample, result in zip(batch.samples, sampled, strict=True):
+            self._advance(sequence, result, now)
+            if result is None or result.token_id != sample.draft:
+                break
+            num_right += 1
+            if sequence not in sequence.group.sequences:
+                break
+            sequence.num_computed_tokens += 1
+        self._num_accepted_drafts += num_right
+        if sequence.look_up is not None:
+            sequence.look_up.judge(batch.num_draft_tokens, num_right)
 
     def _search(self, group: SequenceGroup, expansions: tuple[Expansion, ...] | None, now: float) -> None:
         """Extends a request's beams, or ends it."""

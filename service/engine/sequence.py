@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from service.engine.beam import BeamSearch
 from service.engine.logits import LogitsRules
+from service.engine.look_up import LookUp
 from service.engine.prefix_cache import KeptPiece
 from service.engine.text import TextStream
 from service.engine.types import FinishReason, GenerationRequest, PromptScoring, RequestTimings
@@ -123,7 +124,7 @@ class Sequence:
 
     `token_ids` are the decoder's, of which the first `num_computed_tokens` are in the KV cache; the output begins after
     the prompt. `text` is there only for requests with stop strings; everyone else's tokens become text outside the
-    engine. `rules` is None for a request that asks for none.
+    engine. `rules` is None for a request that asks for none, `look_up` for a sequence that was never to be guessed.
     """
 
     group: SequenceGroup
@@ -133,6 +134,7 @@ class Sequence:
     text: TextStream | None
     rules: LogitsRules | None
     num_computed_tokens: int = 0
+    look_up: LookUp | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -142,7 +144,7 @@ class Sequence:
     def fork(self) -> Sequence:
         """Another beam with the same past."""
         rules = None if self.rules is None else self.rules.fork()
-        return dataclasses.replace(self, token_ids=self.token_ids.copy(), rules=rules)
+        return dataclasses.replace(self, token_ids=self.token_ids.copy(), rules=rules, look_up=None)
 
     def extend(self, token_id: int) -> None:
         """Adds a token of which nothing follows: a beam's."""

@@ -84,7 +84,8 @@ class SessionOptions:
     `map_weights` leaves weights where they are, in the file, instead of laying them out anew in memory for fast
     products of many rows: the graph loads in no time and in no memory of its own, and is slower to run.
     `own_kernels` computes the project's own operators by its own kernels, where they are built for this machine
-    (`model.kernels`), and not by the standard operators that they stand for.
+    (`model.kernels`), and not by the standard operators that they stand for. `tells_operators` has a session on the CPU
+    provider know what it is computed by (`GraphSession.operators`).
     """
 
     intra_op_threads: int = 0
@@ -92,6 +93,7 @@ class SessionOptions:
     stop_spinning: bool = False
     map_weights: bool = False
     own_kernels: bool = True
+    tells_operators: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,20 @@ class GraphSession:
     def bind(self, inputs: Mapping[str, Bindable], outputs: Mapping[str, Bindable]) -> Binding:
         """A run that reads and writes the given arrays, which must be C-contiguous and stay where they are."""
         return Binding(self._session, inputs, outputs, records=self._records)
+
+    @property
+    def operators(self) -> frozenset[str]:
+        """What kernels it is computed by, as far as the session was to tell (`SessionOptions.tells_operators`).
+
+        As "Name", and with the domain before it where that is not ONNX's: an operator of the project's own for which
+        there is no kernel is not among them, but what it stands for is.
+        """
+        parts = self._session.get_provider_graph_assignment_info()
+        return frozenset(
+            f"{node.domain}.{node.op_type}" if node.domain else str(node.op_type)
+            for part in parts
+            for node in part.get_nodes()
+        )
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -444,6 +460,7 @@ def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any
     settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.allow_spinning)))
     settings.add_session_config_entry("session.force_spinning_stop", str(int(options.stop_spinning)))
     settings.add_session_config_entry("session.disable_prepacking", str(int(options.map_weights)))
+    settings.add_session_config_entry("session.record_ep_graph_assignment_info", str(int(options.tells_operators)))
     try:
         if openvino is None:
             if options.own_kernels and (library := kernels.library()) is not None:

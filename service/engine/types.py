@@ -218,6 +218,9 @@ class StepStats:
     Pairs are those of a query and a key that the masks let meet, in one layer and for each head: those of a decoding
     row are its tokens, the one that is fed included, and its source's. Windows, which some layers may have, are left
     aside: the operators compute what lies before them and throw it away.
+
+    A row that decodes alone may be fed `num_draft_tokens` guesses besides (`service.engine.look_up`), of which
+    `num_accepted_tokens` came true and have their pairs told: as many steps as these were saved.
     """
 
     start_time: float = 0.0
@@ -238,6 +241,8 @@ class StepStats:
     num_encoder_runs: int = 0
     num_encoder_tokens: int = 0
     num_encoder_pairs: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

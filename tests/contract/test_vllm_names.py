@@ -16,13 +16,17 @@ from service.vllm_names import FINISHED_REASONS, VllmNames
 LABELS = {"model_name": "m", "engine": "0"}
 
 # What the dashboards that come with vLLM (Overview, Instances, KV Cache and the older single one) query of a server
-# without optional features, by type; its HTTP server's own metrics and the process's aside.
+# without optional features, by type, and what it counts of speculation; its HTTP server's own metrics and the process's
+# aside.
 STOCK = {
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
     "vllm:num_requests_waiting_by_reason": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",
     "vllm:num_preemptions": "counter",
+    "vllm:spec_decode_num_drafts": "counter",
+    "vllm:spec_decode_num_draft_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens": "counter",
     "vllm:prompt_tokens": "counter",
     "vllm:prompt_tokens_cached": "counter",
     "vllm:prefix_cache_queries": "counter",
@@ -101,6 +105,8 @@ def test_what_was_observed_once_is_shown_under_both_names(registry: CollectorReg
             num_running=3,
             num_waiting=1,
             kv_usage_ratio=0.75,
+            num_draft_tokens=4,
+            num_accepted_tokens=1,
         )
     )
     model.prompt_done(11, 6)
@@ -113,6 +119,9 @@ def test_what_was_observed_once_is_shown_under_both_names(registry: CollectorReg
         "num_requests_waiting": 1,
         "kv_cache_usage_perc": 0.75,
         "num_preemptions_total": 2,
+        "spec_decode_num_drafts_total": 1,
+        "spec_decode_num_draft_tokens_total": 4,
+        "spec_decode_num_accepted_tokens_total": 1,
         "prompt_tokens_total": 11,
         "prompt_tokens_cached_total": 6,
         "prefix_cache_queries_total": 11,

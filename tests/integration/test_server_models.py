@@ -367,6 +367,7 @@ async def test_a_trial_loads_a_model_as_the_server_that_asks_for_it_would(tmp_pa
         device=Device.CPU,
         prefill_provider=PrefillProvider.OPENVINO,
         kernels=Kernels.STANDARD,
+        look_up=3,
         kv_memory=1 << 20,
         threads=5,
         spin=False,

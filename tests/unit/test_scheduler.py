@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import event as note
 from hypothesis import given, settings
@@ -627,6 +628,9 @@ class Life(RuleBasedStateMachine):
 
     encoder_decoder = False
     budget = BUDGET
+    # How many of a row's last tokens decide what follows, None for all; and how many tokens may be guessed.
+    memory: int | None = None
+    look_up = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -636,8 +640,9 @@ class Life(RuleBasedStateMachine):
         self.was_run = False
         self.runner = self.make_runner()
         model = fake_model(encoder_decoder=self.encoder_decoder)
-        limits = dataclasses.replace(LIMITS, patience_seconds=PATIENCE)
+        limits = dataclasses.replace(LIMITS, patience_seconds=PATIENCE, look_up=self.look_up)
         self.scheduler = Scheduler(limits, model, letters, self.budget)
+        self.scheduler.let_guess(is_proven=True)
         self.engine = Engine(self.scheduler, self.runner, Sampler(), LastRun(), lambda: self.now)
         self.requests: dict[str, GenerationRequest] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -651,13 +656,18 @@ class Life(RuleBasedStateMachine):
         self.has_prompts = False
 
     def make_runner(self) -> FakeRunner:
-        return FakeRunner(LIMITS.max_batch_size, before_run=self.on_batch)
+        return FakeRunner(LIMITS.max_batch_size, before_run=self.on_batch, memory=self.memory)
 
     def on_batch(self, batch: ScheduledBatch) -> None:
         """What every batch must satisfy, whatever led to it."""
         busy = [slot for slot, row in enumerate(batch.decode) if not row.is_padding]
         busy += {slot for slot, _, _ in chunks_of(batch)}
         assert sorted(busy) == list(range(self.scheduler.num_rows)), "every resident row is fed, and fed once"
+        if (drafted := batch.drafted) is not None:
+            assert (busy, batch.prefills) == ([0], (drafted,)), "who is guessed computes alone"
+            assert 1 <= drafted.num_drafts <= self.look_up
+            assert drafted.start + len(drafted.token_ids) < self.scheduler._ledger.slots[0].group.max_num_tokens
+            batch = dataclasses.replace(batch, prefills=())
         groups = (*batch.encodes, *batch.prefill_groups)
         costs = [group.padded_length for group in groups for _ in group.rows]
         costs += [len(chunk.token_ids) for chunk in batch.prefills]
@@ -796,6 +806,8 @@ class Life(RuleBasedStateMachine):
         self.was_run = False
         before = set(self.scheduler.running_ids)
         output = self.engine.step()
+        if output.stats.num_draft_tokens:
+            note(f"guesses come true: {output.stats.num_accepted_tokens}")
         assert self.was_run or self.fails, "the runner refused the batch"
         if not self.fails:
             assert self.runner.num_held_bytes(self.budget) <= self.budget.num_bytes
@@ -845,6 +857,10 @@ class Life(RuleBasedStateMachine):
             self.last_end = self.now if self.engine.has_work else None
         return max((each for kind in self.durations.values() for each in kind[-16:]), default=0.0)
 
+    def logits(self, source: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """What the runner makes of a row."""
+        return noise(source, tokens[-(self.memory or 0) :])
+
     def take(self, event: TokenEvent, expired: set[str]) -> None:
         name, output = event.request_id, (event.request_id, event.output_index)
         one = self.requests[name]
@@ -880,7 +896,7 @@ class Life(RuleBasedStateMachine):
     def expected(self, one: GenerationRequest, index: int) -> int:
         source, given = self.given(one)
         tokens = given + self.tokens[one.request_id, index]
-        row = noise(source, tokens)
+        row = self.logits(source, tokens)
         if one.sampling.n == 1:
             return int(row.argmax())
         sample = SampleRow(0, index, len(tokens), one.sampling, 7, None)
@@ -907,7 +923,7 @@ class Life(RuleBasedStateMachine):
         beams = [given]
         while not search.is_over:
             yield [hypothesis.token_ids for hypothesis in copy.deepcopy(search).stop(FinishReason.DEADLINE)]
-            logits = np.stack([noise(source, beam) for beam in beams])
+            logits = np.stack([self.logits(source, beam) for beam in beams])
             row = BeamRow(tuple(range(len(beams))), search.num_candidates, (None,) * len(beams), None)
             (expansions,) = Sampler().expand(logits, [row])
             assert expansions is not None
@@ -918,7 +934,7 @@ class Life(RuleBasedStateMachine):
         source, tokens = self.given(one)
         if one.scoring is None:
             return []
-        return [compute_logprobs(noise(source, tokens[:at]), tokens[at], 0) for at in range(1, len(tokens))]
+        return [compute_logprobs(self.logits(source, tokens[:at]), tokens[at], 0) for at in range(1, len(tokens))]
 
     @invariant()
     def is_consistent(self) -> None:
@@ -941,6 +957,13 @@ class EncoderDecoderLife(Life):
     encoder_decoder = True
 
 
+class GuessedLife(Life):
+    """The same life where who computes alone is guessed ahead, and texts come back to where they were."""
+
+    memory = 1
+    look_up = 5
+
+
 class PagedLife(Life):
     """The same life over blocks: whatever is copied, kept and given back, each row holds what it should."""
 
@@ -958,9 +981,11 @@ class PagedEncoderDecoderLife(PagedLife):
 
 Life.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
 EncoderDecoderLife.TestCase.settings = Life.TestCase.settings
+GuessedLife.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
 PagedLife.TestCase.settings = settings(max_examples=75, stateful_step_count=30)
 PagedEncoderDecoderLife.TestCase.settings = PagedLife.TestCase.settings
 TestDecoderOnlyLife = Life.TestCase
 TestEncoderDecoderLife = EncoderDecoderLife.TestCase
+TestGuessedLife = GuessedLife.TestCase
 TestPagedLife = PagedLife.TestCase
 TestPagedEncoderDecoderLife = PagedEncoderDecoderLife.TestCase
