@@ -100,7 +100,8 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
     texts = [tokenizer.encode_plain(text) for text in held_out_text(_TEXT_BYTES)]
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
     asked = {task: prompts(settings, texts, task) for task in TASKS}
-    flags = ["--threads", str(settings.threads), "--max-batch-size", "2", "--metrics-port", "0", "--log-level", "warning"]
+    flags = ["--threads", str(settings.threads), "--max-batch-size", "2"]
+    flags += ["--metrics-port", "0", "--log-level", "warning"]
     told: dict[str, dict[str, list[list[Told]]]] = {task: {} for task in TASKS}
     guessed: dict[str, dict[str, float]] = {}
     with (
@@ -227,9 +228,7 @@ def _counted(metrics: str) -> dict[str, float]:
     """What a server has guessed so far."""
     with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=_TIMEOUT_SECONDS) as answer:
         text = answer.read().decode()
-    values = {
-        sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
-    }
+    values = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
     return {name: values[metric] for name, metric in _COUNTERS.items()}
 
 
@@ -244,10 +243,11 @@ def render(results: Mapping[str, Any]) -> str:
     lines = [
         "# Guesses by look-up",
         "",
-        f"{Path(settings['checkpoint']).name} {settings['precision']}, trained; one request at a time, {settings['prompts']} "
-        f"prompts of {settings['prompt']} tokens from modules that it never saw, {settings['new']} greedy tokens each; "
-        f"`--look-up {settings['look_up']}` beside `--look-up 0`, medians of {settings['repeats']} repeats, "
-        f"{settings['threads']} threads, on {results['machine']['processor']}. All tokens are equal.",
+        f"{Path(settings['checkpoint']).name} {settings['precision']}, trained; one request at a time, "
+        f"{settings['prompts']} prompts of {settings['prompt']} tokens from modules that it never saw, "
+        f"{settings['new']} greedy tokens each; `--look-up {settings['look_up']}` beside `--look-up 0`, medians of "
+        f"{settings['repeats']} repeats, {settings['threads']} threads, on {results['machine']['processor']}. "
+        "All tokens are equal.",
         "",
         "| task | tokens/s without | with | with ÷ without | of a prompt, from | to | guessed | came true |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -258,8 +258,8 @@ def render(results: Mapping[str, Any]) -> str:
             f"| {task} | {rate[WITHOUT]:.0f} | {rate[WITH]:.0f} | {ratio['median']:.2f} | {ratio['least']:.2f} | "
             f"{ratio['most']:.2f} | {each['guesses']['draft_tokens']:.0f} | {each['accepted_share']:.0%} |"
         )
-    lines += ["", "`continue`: a module's beginning goes on. `edit`: a part of it, and then its first half once more.", ""]
-    return "\n".join(lines)
+    what = "`continue`: a module's beginning goes on. `edit`: a part of it, and then its first half once more."
+    return "\n".join([*lines, "", what, ""])
 
 
 def main() -> int:

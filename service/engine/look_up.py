@@ -1,4 +1,4 @@
-"""Guessing what a sequence says next by looking up where it said the same before: speculative decoding by prompt look-up.
+"""Guessing what a sequence says next by looking up where it said the same before: speculation by prompt look-up.
 
 The last tokens of a sequence, three of them or else two, are sought in its own prompt and output. What followed them at
 the latest earlier place is proposed to follow again (Saxena, 2023: prompt lookup decoding). Proposals cost nothing but

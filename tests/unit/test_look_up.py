@@ -313,12 +313,12 @@ def test_a_request_that_comes_later_shares_what_prompts_left_and_nothing_of_gues
 def test_a_request_that_is_guessed_ends_between_two_steps(reason: FinishReason) -> None:
     now = 0.0
     engine = engine_over(FakeRunner(memory=1), 4, clock=lambda: now)
-    engine.add_request(request("a", PROMPT, max_tokens=50, deadline=9.0))
+    engine.add_request(request("a", PROMPT, max_tokens=50, deadline=900.0))
     outputs = []
-    for now in range(7):
+    while not num_accepted(outputs):
+        now += 1.0
         outputs.append(engine.step())
-    assert num_accepted(outputs) > 0
-    now = 9.0 if reason is FinishReason.DEADLINE else now
+    now = 900.0 if reason is FinishReason.DEADLINE else now
     if reason is FinishReason.CANCELLED:
         engine.abort("a")
     outputs.append(engine.step())
@@ -329,18 +329,26 @@ def test_a_request_that_is_guessed_ends_between_two_steps(reason: FinishReason) 
     assert engine._scheduler.kv_usage_ratio == 0
 
 
-def test_logits_that_are_not_finite_behind_a_wrong_guess_harm_nobody_and_before_it_end_the_request() -> None:
-    # The prompt has what the text is guessed to say, and says once: "z", of which nothing can be computed.
-    prompt = spell("abzab")
-    for text, is_said in (("cdef", False), ("zcd", True)):
-        runner = FakeRunner(next_token=script(text, prompt_length=len(prompt)))
-        engine = engine_over(runner, 4)
-        engine.add_request(request("a", prompt, max_tokens=30))
-        outputs = [engine.step()]
-        runner.poisoned_tokens = set(spell("z"))
-        outputs += drain(engine)
-        assert any(spell("z")[0] in batch.drafted.token_ids for batch in runner.batches if batch.drafted) or is_said
-        assert (outputs[-1].events[-1].error is not None) is is_said
+class Poisoned(FakeRunner):
+    """Has nothing finite to say after a "z"."""
+
+    def _feed(self, slot: int, start: int, token_ids: tuple[int, ...], source_length: int) -> None:
+        super()._feed(slot, start, token_ids, source_length)
+        if self._tokens[slot][-1:] == list(spell("z")):
+            self._logits[slot] = np.nan
+
+
+@pytest.mark.parametrize(("text", "said", "is_poisoned"), [("bcdef", "bcdef", False), ("bzdef", "bz", True)])
+def test_logits_that_are_not_finite_count_only_behind_what_is_said(text: str, said: str, is_poisoned: bool) -> None:
+    prompt = spell("abzxa")
+    runner = Poisoned(next_token=script(text, prompt_length=len(prompt)))
+    engine = engine_over(runner, 4)
+    engine.add_request(request("a", prompt, max_tokens=30))
+    outputs = drain(engine)
+    guesses = [batch.drafted.token_ids for batch in runner.batches if batch.drafted is not None]
+    assert guesses[0] == spell("bzx"), "what followed the same two letters"
+    assert tokens_of(outputs, "a")[: len(said)] == list(spell(said))
+    assert (outputs[-1].events[-1].error is not None) is is_poisoned
 
 
 def test_sampler_looks_no_further_than_the_first_guess_that_is_wrong() -> None:
@@ -408,7 +416,7 @@ def test_an_engine_guesses_only_what_it_has_proven_and_says_so(
     is_honest: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "service.engine.engine")
-    runner = FakeRunner(memory=1) if is_honest else Rounding(2, 20)
+    runner = FakeRunner(memory=1) if is_honest else Rounding(2, 30)
     engine = fake_engine(runner, limits=LIMITS)
     assert not engine._scheduler.may_guess
     engine.verify_golden([long_case(40)], Tolerance(absolute=1e9))
@@ -417,7 +425,7 @@ def test_an_engine_guesses_only_what_it_has_proven_and_says_so(
         assert record.getMessage() == "a model: up to 4 tokens are guessed by look-up, which changes no bit"
     else:
         assert record.levelno == logging.WARNING
-        place = "position 20 of golden case case has other bits in a chunk of 16 tokens than by itself"
+        place = "position 30 of golden case case has other bits in a chunk of 16 tokens than by itself"
         expected = f"a model: no tokens are guessed by look-up, it would change answers: {place}"
         assert record.getMessage() == expected
     assert engine._scheduler.may_guess is is_honest
@@ -465,7 +473,7 @@ def test_step_times_are_those_of_a_token_where_guesses_come_true() -> None:
     for _ in range(400):
         times.learn(stats)
         times.note_company(stats)
-    assert times.rates.step_seconds(1, 0) == pytest.approx((0.02 + 0.004) / 4, rel=0.02)
+    assert times.rates.step_seconds(1, 0) == pytest.approx((0.02 + 0.004) / 4, rel=0.1)
 
 
 def test_a_chunk_of_a_prompt_is_no_guess() -> None:

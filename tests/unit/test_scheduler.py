@@ -963,6 +963,16 @@ class GuessedLife(Life):
     memory = 1
     look_up = 5
 
+    @rule(first=st.integers(4, 9), max_tokens=st.integers(10, 50), count=st.integers(1, 20))
+    @precondition(lambda self: not self.scheduler.has_work)
+    def add_alone(self, first: int, max_tokens: int, count: int) -> None:
+        """Nobody else is there, so that most steps are guessed."""
+        name = f"r{len(self.requests)}"
+        one = request(name, [first, 5, 6, 7] * 2, max_tokens=max_tokens, arrival_time=self.now)
+        self.requests[name], self.scores[name], self.tokens[name, 0] = one, [], []
+        self.engine.add_request(one)
+        self.step(count)
+
 
 class PagedLife(Life):
     """The same life over blocks: whatever is copied, kept and given back, each row holds what it should."""

@@ -142,9 +142,7 @@ def test_whoever_asks_for_guesses_where_they_cannot_be_is_told_why(monkeypatch: 
     paged = paged_artifact("decoder-only")
     assert refusals(paged, prefill=PrefillProvider.OPENVINO) == [blocks, openvino]
     monkeypatch.setattr(kernels, "why_not", lambda: "nobody built them")
-    assert refusals(tiny) == [
-        "there are no kernels, and standard operators give a chunk other bits: nobody built them"
-    ]
+    assert refusals(tiny) == ["there are no kernels, and standard operators give a chunk other bits: nobody built them"]
 
 
 @needs_kernels
