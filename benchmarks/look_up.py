@@ -10,9 +10,9 @@ held-out modules, which it never saw, in two tasks:
     continue   a module's beginning is to be gone on with
     edit       a module's part, and once more its first half, which is to be gone on with: as who corrects a text does
 
-A request's rate is of its tokens after the first, from the first's arrival to the last's, and a prompt's ratio the
-median over the repeats. All tokens of both servers must be equal, or nothing is told. The last line on stdout is one
-JSON object; the report goes to `build/bench`.
+A request's rate is its tokens over the seconds from the question to the last of them, so that reading the prompt is in
+it for both; a prompt's rate is the median over the repeats. All tokens of both servers must be equal, or nothing is
+told. The last line on stdout is one JSON object; the report goes to `build/bench`.
 """
 
 from __future__ import annotations
@@ -73,16 +73,15 @@ class Settings(ScenarioSettings):
 
 @dataclass(slots=True)
 class Told:
-    """One answer: its tokens, and the seconds from its first to its last."""
+    """One answer: its tokens, and how long after the question it was over."""
 
     token_ids: list[int] = field(default_factory=list)
-    first: float = 0.0
-    last: float = 0.0
+    seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Of those after the first."""
-        return (len(self.token_ids) - 1) / (self.last - self.first)
+        """As the client sees it."""
+        return len(self.token_ids) / self.seconds
 
 
 def measure(settings: Settings, build: Path) -> dict[str, Any]:
@@ -214,11 +213,10 @@ async def _ask(stub: GenerationServiceAsyncStub, prompt: Sequence[int], new: int
         stopping=pb.StoppingParams(max_tokens=new, ignore_eos=True),
     )
     told = Told()
+    sent = time.perf_counter()
     async for event in stub.GenerateStream(request):
-        if event.delta.token_ids:
-            told.last = time.perf_counter()
-            told.first = told.first or told.last
-            told.token_ids += event.delta.token_ids
+        told.token_ids += event.delta.token_ids
+        told.seconds = time.perf_counter() - sent
     if len(told.token_ids) != new:
         raise RuntimeError(f"asked for {new} tokens, got {len(told.token_ids)}")
     return told

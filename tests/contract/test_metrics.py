@@ -29,6 +29,9 @@ COUNTERS = {
     "generation_tokens",
     "padding_tokens",
     "preemptions",
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
     "requests",
     "grpc_server_handled",
 }

@@ -23,6 +23,7 @@ from benchmarks import (
     host,
     interference,
     loading,
+    look_up,
     prediction,
     prefix,
     scenario,
@@ -38,6 +39,7 @@ from benchmarks.prediction import Seen
 from benchmarks.scenario import Answer, percentile
 from benchmarks.scenario_options import DOCS
 from benchmarks.translation import OFFLINE, OURS, PEER, Contender, Translation
+from model import kernels
 from tests.artifacts import tiny_artifact, tiny_config
 
 
@@ -309,6 +311,50 @@ def test_a_prefix_is_measured_in_every_way_on_a_real_server(tmp_path: Path, monk
     # A repeat's prefix is new: nothing of it is at hand when its first request comes.
     assert results["ways"]["sequential"]["cached_tokens"]["first"] == 0
     assert "| sequential |" in prefix.render(results)
+    json.dumps(results, allow_nan=False)
+
+
+# Guesses by look-up.
+
+
+def answer(token_ids: list[int], seconds: float) -> look_up.Told:
+    return look_up.Told(token_ids, seconds)
+
+
+def test_what_guesses_save_is_a_prompts_median_beside_its_median_without_and_nothing_where_a_token_differs() -> None:
+    first, second = [1, 2, 3], [4, 5, 6]
+    without = [[answer(first, 1.0), answer(second, 2.0)], [answer(first, 1.0), answer(second, 2.0)]]
+    guessed = [[answer(first, 0.4), answer(second, 2.0)], [answer(first, 0.5), answer(second, 2.5)]]
+    counts = {"continue": {"drafts": 3.0, "draft_tokens": 8.0, "accepted_tokens": 6.0}}
+    (found,) = look_up.judge({"continue": {"without": without, "with": guessed}}, counts)["tasks"].values()
+    assert found["ratios"] == pytest.approx([(2.5 + 2.0) / 2, (1.0 + 0.8) / 2])
+    assert found["accepted_share"] == 0.75
+    guessed[1][1] = answer([4, 5, 7], 2.5)
+    with pytest.raises(RuntimeError, match="continue: answers to prompt 1 differ"):
+        look_up.judge({"continue": {"without": without, "with": guessed}}, counts)
+
+
+def test_prompts_of_an_edit_say_their_first_half_again() -> None:
+    settings = look_up.Settings(prompt=16, prompts=1)
+    texts = [[5], list(range(10, 40))]
+    assert look_up.prompts(settings, texts, "continue") == [[1, *range(10, 25)]]
+    assert look_up.prompts(settings, texts, "edit") == [[1, *range(10, 20), *range(10, 15)]]
+    with pytest.raises(RuntimeError, match="1 held-out modules have 15 tokens, 2 are wanted"):
+        look_up.prompts(replace(settings, prompts=2), texts, "edit")
+
+
+@pytest.mark.skipif(not kernels.operators(), reason="the kernels are not built for this processor")
+def test_guesses_are_measured_on_real_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = tiny_options(tmp_path, "decoder-only")
+    monkeypatch.setattr(look_up, "make_artefact", lambda *_: options)
+    monkeypatch.setattr(look_up, "held_out_text", lambda _: ["to be or not to be, " * 4, "that is the question " * 4])
+    settings = look_up.Settings(precision="fp32", look_up=4, prompts=2, prompt=40, new=30, repeats=1)
+    results = look_up.measure(settings, tmp_path)
+    assert results["tokens_equal"]
+    for task in results["tasks"].values():
+        assert task["guesses"]["draft_tokens"] >= task["guesses"]["accepted_tokens"] > 0
+        assert task["tokens_per_second"]["with"] > 0
+    assert "| edit |" in look_up.render(results)
     json.dumps(results, allow_nan=False)
 
 
