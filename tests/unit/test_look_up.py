@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from model.golden import Feed, GoldenCase, Tolerance
 from service.engine.batch import PrefillChunk, SampleRow, ScheduledBatch
 from service.engine.engine import Engine
+from service.engine.kv_ledger import KVBudget
 from service.engine.look_up import LookUp
 from service.engine.look_up_proof import describe_foreign, find_difference
 from service.engine.sampler import Sampler
@@ -198,6 +199,45 @@ def test_what_is_drawn_is_what_would_be_drawn_one_by_one(sampling: SamplingParam
         assert num_accepted(guessed) > 20
     if memory is None:
         assert num_accepted(guessed) < num_drafted(guessed)
+
+
+@pytest.mark.parametrize(
+    ("stopping", "guess"),
+    [
+        (StoppingParams(max_tokens=20), (7,)),
+        (StoppingParams(max_tokens=20, ignore_eos=True), (7, EOS)),
+        (StoppingParams(max_tokens=20, stop_token_ids=frozenset({7})), None),
+    ],
+    ids=["an-end", "an-end-that-is-none", "a-stop-token"],
+)
+def test_nothing_is_guessed_from_what_would_end_the_output_on(
+    stopping: StoppingParams, guess: tuple[int, ...] | None
+) -> None:
+    # As in a conversation, whose turns end so.
+    prompt = (5, 6, 7, EOS, 8, 5)
+    outputs, runner = run(request("a", prompt, stopping=stopping), 4, lambda source, tokens: 6)
+    first = runner.batches[1].drafted
+    assert (None if first is None else first.token_ids[1:]) == guess
+    assert told(outputs) == told(run(request("a", prompt, stopping=stopping), 0, lambda source, tokens: 6)[0])
+
+
+def test_what_wrong_guesses_have_written_counts_when_the_row_gets_another_owner() -> None:
+    prompt, text = spell("abcdefghijklmab"), (*spell("cdefghijk"), EOS)
+    budget = KVBudget(num_bytes=40)
+    runner = FakeRunner(next_token=lambda source, tokens: text[min(max(len(tokens) - len(prompt), 0), 9)])
+    engine = engine_over(runner, 8, kv_budget=budget)
+    engine.add_request(request("a", prompt, max_tokens=25))
+    drain(engine)
+    last = runner.batches[-1].drafted
+    assert last is not None
+    assert (last.start, last.token_ids[1:]) == (23, spell("lmabcdef")), "of which nothing is said"
+    # The first has the row then, and room for more than was said, but not for what was guessed.
+    for name, length, max_tokens in (("b", 10, 18), ("c", 3, 9)):
+        stopping = StoppingParams(max_tokens=max_tokens, ignore_eos=True)
+        engine.add_request(request(name, range(20, 20 + length), stopping=stopping))
+    while engine.has_work:
+        engine.step()
+        assert runner.num_held_bytes(budget) <= budget.num_bytes
 
 
 def test_the_context_ends_an_output_that_is_guessed() -> None:
@@ -411,12 +451,32 @@ def test_proof_names_where_a_chunk_has_other_bits(length: int, position: int) ->
     assert found.startswith(f"position {position} of golden case case has other bits in a chunk of ")
 
 
+class Forgetful(FakeRunner):
+    """Computes short chunks that nobody finds in the cache afterwards: what was there before is there still."""
+
+    def run(self, batch: ScheduledBatch) -> Float32:
+        chunk = next(iter(batch.prefills), None)
+        before = list(self._tokens[0])
+        logits = super().run(batch)
+        if chunk is not None and len(chunk.token_ids) < 8 <= len(before):
+            self._tokens[0] = before
+        return logits
+
+
+def test_proof_finds_that_a_chunk_is_not_kept() -> None:
+    found = find_difference(Forgetful(), [long_case(12)], num_slots=4, longest_chunk=3, max_tokens=16)
+    assert found is not None
+    # The first chunk of two is right, and what follows is computed upon something else.
+    assert found.startswith("position 2 of golden case case has other bits")
+
+
 @pytest.mark.parametrize("is_honest", [True, False])
 def test_an_engine_guesses_only_what_it_has_proven_and_says_so(
     is_honest: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "service.engine.engine")
-    runner = FakeRunner(memory=1) if is_honest else Rounding(2, 30)
+    # One that says what calibration's prompts are made of.
+    runner = FakeRunner(next_token=lambda source, tokens: 1) if is_honest else Rounding(2, 30)
     engine = fake_engine(runner, limits=LIMITS)
     assert not engine._scheduler.may_guess
     engine.verify_golden([long_case(40)], Tolerance(absolute=1e9))
