@@ -52,7 +52,9 @@ def find_obstacles(manifest: Manifest, options: SessionOptions, prefill: Prefill
     if manifest.kv_cache.layout is not KVLayout.SLOTS:
         problems.append("keys and values lie in blocks, and the graphs over blocks are not computed by our kernels")
     if prefill is not PrefillProvider.CPU:
-        problems.append(f"prompts are computed by {prefill}, and so would guesses be: other bits than the decoder's")
+        problems.append(
+            f"{prefill} computes prompts, and would compute guesses: with prefill_provider cpu the decoder does"
+        )
     if not options.own_kernels:
         problems.append("the kernels are not to be used, and standard operators give a chunk other bits")
     elif (reason := kernels.why_not()) is not None:

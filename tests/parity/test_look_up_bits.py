@@ -137,7 +137,7 @@ def test_whoever_asks_for_guesses_where_they_cannot_be_is_told_why(monkeypatch: 
         "the kernels are not to be used, and standard operators give a chunk other bits"
     ]
     blocks = "keys and values lie in blocks, and the graphs over blocks are not computed by our kernels"
-    openvino = "prompts are computed by openvino, and so would guesses be: other bits than the decoder's"
+    openvino = "openvino computes prompts, and would compute guesses: with prefill_provider cpu the decoder does"
     monkeypatch.setattr(kernels, "why_not", lambda: None)
     paged = paged_artifact("decoder-only")
     assert refusals(paged, prefill=PrefillProvider.OPENVINO) == [blocks, openvino]
