@@ -132,7 +132,7 @@ class PrefillChunk:
 
     The logits after the last `num_scored` of them, where there are any, are the next rows behind the slots' in the
     runner's output, in the order of chunks and tokens. Row `slot` has the logits after the last one as always, until
-    the next chunk of the slot.
+    the next chunk of the slot, but where nobody `wants_logits`, as of what is not a prompt's end.
 
     Where the last `num_drafts` tokens are guesses, it is no prompt that is computed but the only row, which decodes: as
     many of them stay as come true, and what is computed of the others is written over.
@@ -143,6 +143,12 @@ class PrefillChunk:
     token_ids: tuple[int, ...]
     num_scored: int = 0
     num_drafts: int = 0
+    wants_logits: bool = True
+
+    @property
+    def num_logits(self) -> int:
+        """After how many of its last tokens logits are wanted."""
+        return self.num_scored or int(self.wants_logits)
 
 
 @dataclass(frozen=True, slots=True)

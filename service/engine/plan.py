@@ -139,7 +139,8 @@ class StepPlan:
             if self._is_padded(sequence.group, computed, length):
                 self._short_prompts.append(PrefillRow(slot, token_ids))
             else:
-                self._prefills.append(PrefillChunk(slot, computed, token_ids, num_scored))
+                is_end = computed + length == sequence.num_tokens
+                self._prefills.append(PrefillChunk(slot, computed, token_ids, num_scored, wants_logits=is_end))
             computed += length
             length = self._pieces.next_length(sequence, computed)
         if computed == sequence.num_tokens and sequence.group.generates:

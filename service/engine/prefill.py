@@ -28,7 +28,7 @@ class Prefill(Protocol):
     def run(self, chunk: PrefillChunk, logits_rows: slice) -> None:
         """Computes a chunk: its K/V go to its slot, the logits after its last tokens to these rows of the output.
 
-        There are as many rows as the chunk scores, or one.
+        There are as many rows as the chunk wants (`PrefillChunk.num_logits`).
 
         Raises:
             GraphError: when the run fails; the slot's K/V are in doubt then.
@@ -53,7 +53,7 @@ class DecoderPrefill:
         end = chunk.start + len(chunk.token_ids)
         self._decoder.seqlens_k[chunk.slot] = end - 1
         self._decoder.total_sequence_length[...] = end
-        self._decoder.bind_tokens(binding, **_tokens(chunk))
+        self._decoder.bind_tokens(binding, **_tokens(chunk, chunk.num_logits))
         binding.run()
 
     def _binding(self, slot: int, logits_rows: slice) -> Binding:
@@ -82,14 +82,16 @@ class GraphPrefill:
 
     def run(self, chunk: PrefillChunk, logits_rows: slice) -> None:
         """Computes a chunk; see `Prefill.run`."""
-        feeds = _tokens(chunk)
+        # The graph of another provider may know no tensors without a row.
+        feeds = _tokens(chunk, max(chunk.num_logits, 1))
         for name, buffer in zip(self._past_names, self._kv.own, strict=True):
             feeds[name] = np.ascontiguousarray(buffer[chunk.slot : chunk.slot + 1, :, : chunk.start])
         logits, *new = self._session.run(feeds)
         end = chunk.start + len(chunk.token_ids)
         for buffer, computed in zip(self._kv.own, new, strict=True):
             buffer[chunk.slot, :, chunk.start : end] = computed[0]
-        self._logits[logits_rows] = logits
+        if chunk.num_logits:
+            self._logits[logits_rows] = logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +159,11 @@ class GroupPrefill:
         return _GroupRun(binding, input_ids, logits_indices, logits, own)
 
 
-def _tokens(chunk: PrefillChunk) -> dict[str, Array]:
-    """What either graph is told of the tokens: ids, positions, and after which of them logits are wanted."""
+def _tokens(chunk: PrefillChunk, num_logits: int) -> dict[str, Array]:
+    """What either graph is told of the tokens: ids, positions, and that the last so many want logits."""
     length = len(chunk.token_ids)
     return {
         "input_ids": np.array([chunk.token_ids], np.int64),
         "position_ids": np.arange(chunk.start, chunk.start + length, dtype=np.int64)[np.newaxis],
-        "logits_indices": np.arange(length - max(chunk.num_scored, 1), length, dtype=np.int64),
+        "logits_indices": np.arange(length - num_logits, length, dtype=np.int64),
     }

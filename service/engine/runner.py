@@ -94,7 +94,7 @@ class OrtRunner:
                 next_logits = rows.stop
                 self._logits[chunk.slot] = self._logits[next_logits - 1]
             else:
-                self._prefill.run(chunk, slice(chunk.slot, chunk.slot + 1))
+                self._prefill.run(chunk, slice(chunk.slot, chunk.slot + chunk.num_logits))
         return self._logits
 
     def _encode(self, group: EncodeGroup) -> None:

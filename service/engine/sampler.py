@@ -7,9 +7,9 @@ request's draws come from a counter-based generator (Philox; Salmon et al., 2011
 index, at a counter that is the token's position: no state, hence the same draws in any company and after any
 interruption, and of an output whatever the number of others.
 
-Arg-max and extremes run over the whole batch at once. Everything else goes row by row, and everything that adds up in
-float64: a row by itself cannot feel its company, each array fits a cache, and measured over whole batches the rest was
-faster only for many rows of a small vocabulary. Knows nothing of requests, slots' contents or text.
+Arg-max runs over the whole batch at once. Everything else goes row by row, and everything that adds up in float64: a
+row by itself cannot feel its company, each array fits a cache, and measured over whole batches the rest was faster only
+for many rows of a small vocabulary. Knows nothing of requests, slots' contents or text.
 """
 
 from __future__ import annotations
@@ -140,17 +140,10 @@ class Sampler:
         if not samples:
             return ()
         rows = _select(logits, [sample.slot for sample in samples])
-        best = rows.argmax(axis=1)
-        # Extremes carry a NaN or an infinity out of any row, at a fraction of the cost of looking at every value.
-        with np.errstate(invalid="ignore", over="ignore"):
-            highest = rows[np.arange(len(rows)), best]
-            finite = np.isfinite(highest) & np.isfinite(rows.min(axis=1))
-            return tuple(
-                self._sample_row(row, sample, argmax, maximum) if is_finite else None
-                for row, sample, argmax, maximum, is_finite in zip(
-                    rows, samples, best.tolist(), highest, finite.tolist(), strict=True
-                )
-            )
+        best = rows.argmax(axis=1).tolist()
+        return tuple(
+            self._sample_row(row, sample, argmax) for row, sample, argmax in zip(rows, samples, best, strict=True)
+        )
 
     def _sample_drafted(self, logits: Float32, samples: Sequence[SampleRow]) -> tuple[SampledToken | None, ...]:
         """Tokens of one output, one after the other, up to the first that is not the draft."""
@@ -186,13 +179,16 @@ class Sampler:
         """
         return tuple(map(partial(_expand_beams, logits), beams))
 
-    def _sample_row(self, row: Float32, sample: SampleRow, argmax: int, highest: np.float32) -> SampledToken:
+    def _sample_row(self, row: Float32, sample: SampleRow, argmax: int) -> SampledToken | None:
+        # Between two steps of a graph that reads its weights, no code is in any cache: few functions are faster than
+        # vectors. Extremes carry a NaN, which is the largest then, or an infinity out of any row.
+        if not (math.isfinite(row[argmax]) and math.isfinite(np.minimum.reduce(row))):
+            return None
         chosen_from = row
         if sample.rules is not None and (chosen_from := sample.rules.apply(row)) is not row:
             argmax = int(chosen_from.argmax())
-            highest = chosen_from[argmax]
         is_greedy = sample.params.temperature < MIN_TEMPERATURE
-        token_id = argmax if is_greedy else self._draw(chosen_from, sample, highest)
+        token_id = argmax if is_greedy else self._draw(chosen_from, sample, chosen_from[argmax])
         logprobs = None if sample.logprobs is None else compute_logprobs(row, token_id, sample.logprobs)
         return SampledToken(token_id, logprobs)
 
@@ -205,7 +201,8 @@ class Sampler:
 
     def _draw(self, row: Float32, sample: SampleRow, highest: np.float32) -> int:
         """A place in a row, drawn from what its request leaves of it."""
-        candidates = truncate(row, sample.params, highest)
+        with np.errstate(over="ignore"):
+            candidates = truncate(row, sample.params, highest)
         index = _invert(candidates.weights, self._draws.uniform(sample.seed, sample.output_index, sample.position))
         return index if candidates.token_ids is None else int(candidates.token_ids[index])
 
