@@ -183,7 +183,7 @@ class Engine:
             empty = ScheduledBatch(kv_operations=(KVRetain(frozenset()), *map(KVFree, range(max_rows))))
             self._runner.run(empty)
             answers = replay_all(self._runner, cases, pieces, num_slots)
-            if cases and self._scheduler.limits.look_up:
+            if cases and self._scheduler.limits.max_drafts:
                 self._prove_look_up(cases)
             return tuple(compare(case, logits, tolerance) for case, logits in zip(cases, answers, strict=True))
         finally:
@@ -224,12 +224,13 @@ class Engine:
             self._runner,
             cases,
             num_slots=limits.max_batch_size,
-            longest_chunk=limits.look_up + 1,
+            longest_chunk=limits.max_drafts + 1,
             max_tokens=limits.max_prefill_tokens,
         )
         self._scheduler.let_guess(is_proven=problem is None)
         if problem is None:
-            _LOGGER.info("%s: up to %d tokens are guessed by look-up, which changes no bit", self._name, limits.look_up)
+            most = limits.max_drafts
+            _LOGGER.info("%s: up to %d tokens are guessed by look-up, which changes no bit", self._name, most)
         else:
             _LOGGER.warning("%s: no tokens are guessed by look-up, it would change answers: %s", self._name, problem)
 

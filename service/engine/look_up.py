@@ -20,6 +20,8 @@ _LENGTHS = (3, 2)
 # Two at first: a check of few tokens takes little longer than a step, and says whether more are worth it.
 _FIRST = 2
 _LONGEST_PAUSE = 32
+# Of a long prompt, or the first proposal would hold up whoever shares the thread: this takes a fraction of a step.
+_MOST_INDEXED_AT_ONCE = 1024
 
 TokenIds = tuple[int, ...]
 
@@ -43,7 +45,8 @@ class LookUp:
     def propose(self, token_ids: Sequence[int], room: int) -> TokenIds:
         """What may come after these tokens; nothing where nothing is known, or it is no time to guess.
 
-        Takes time in proportion to the tokens that are new since the last call.
+        Takes time in proportion to the tokens that are new since the last call, of which it reads so many at most: with
+        a long prompt, the first proposals are of its beginning.
 
         Args:
             token_ids: the sequence's, those of the last call and more.
@@ -70,11 +73,12 @@ class LookUp:
 
     def _index(self, token_ids: Sequence[int]) -> None:
         """Notes what each token follows; the sequence's end is followed by nothing yet."""
-        for at in range(self._num_indexed, len(token_ids)):
+        stop = min(len(token_ids), self._num_indexed + _MOST_INDEXED_AT_ONCE)
+        for at in range(self._num_indexed, stop):
             for length in _LENGTHS:
                 if at >= length:
                     self._followers[tuple(token_ids[at - length : at])] = at
-        self._num_indexed = len(token_ids)
+        self._num_indexed = stop
 
     def _find(self, token_ids: Sequence[int]) -> int | None:
         """Where what last followed the sequence's end begins."""

@@ -100,6 +100,11 @@ class EngineLimits:
         if problems:
             raise StartupError(problems)
 
+    @property
+    def max_drafts(self) -> int:
+        """Tokens that may be guessed at once: `look_up`, as far as the runner has rows of logits besides the slots'."""
+        return min(self.look_up, self.max_prefill_tokens - 1)
+
 
 class Scheduler:
     """Owns every sequence, the waiting queue and the slots.
@@ -188,11 +193,10 @@ class Scheduler:
     def let_guess(self, *, is_proven: bool) -> None:
         """Says whether a token has the same bits computed by itself and as one of a chunk.
 
-        If so, what a row that computes alone says next is guessed by look-up from now on (`EngineLimits.look_up`), as
-        far as the runner has rows of logits; else it is not.
+        If so, what a row that computes alone says next is guessed by look-up from now on (`EngineLimits.max_drafts`),
+        where the model is not an encoder-decoder; else it is not.
         """
-        most = min(self._limits.look_up, self._limits.max_prefill_tokens - 1)
-        self._most_drafts = most if is_proven and not self._source_context else 0
+        self._most_drafts = self._limits.max_drafts if is_proven and not self._source_context else 0
 
     @property
     def limits(self) -> EngineLimits:

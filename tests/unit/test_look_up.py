@@ -90,6 +90,15 @@ def test_an_index_that_grows_token_by_token_proposes_what_a_new_one_does(token_i
         assert grown.propose(token_ids[:length], 8) == proposals(token_ids[:length])
 
 
+def test_a_long_prompt_is_read_in_parts_whose_proposals_come_as_they_are_read() -> None:
+    token_ids = [*range(2500), 2000, 2001, 2002]
+    look_up = LookUp(8)
+    proposed = [look_up.propose(token_ids, 8) for _ in range(4)]
+    assert proposed == [(), (2003, 2004), (2003, 2004), (2003, 2004)]
+    late = LookUp(8)
+    assert [late.propose([*range(2500), 2400, 2401], 8) for _ in range(3)] == [(), (), (2402, 2403)]
+
+
 def test_proposals_grow_while_they_hold_and_shrink_to_what_held() -> None:
     look_up, token_ids = LookUp(8), [4] * 9
     lengths = []
@@ -507,7 +516,8 @@ def test_guesses_have_no_more_tokens_than_there_are_rows_of_logits() -> None:
     limits = dataclasses.replace(LIMITS, prefill_chunk=4, max_prefill_tokens=4, look_up=16)
     runner = FakeRunner(memory=1)
     engine = fake_engine(runner, limits=limits)
-    engine._scheduler.let_guess(is_proven=True)
+    engine.verify_golden([long_case(9)], Tolerance(absolute=1e9))
+    assert engine._scheduler.may_guess
     engine.add_request(request("a", PROMPT, max_tokens=40))
     drain(engine)
     fed = [len(batch.drafted.token_ids) for batch in runner.batches if batch.drafted is not None]
