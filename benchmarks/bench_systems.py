@@ -106,7 +106,7 @@ SYSTEMS: Mapping[str, SystemSpec] = {
         SystemSpec(
             name="llama.cpp",
             module="benchmarks.peers.llama_cpp",
-            precisions={"fp32": "f32", "bf16": "bf16", "int8": "q8_0"},
+            precisions={"fp32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0"},
             # Built from source for this very processor; ten minutes on two cores.
             installs=(
                 ("install", "numpy", "gguf==0.19.0", "llama-cpp-python==0.3.36", "--no-binary=llama-cpp-python"),

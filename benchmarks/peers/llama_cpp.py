@@ -1,5 +1,8 @@
 """llama.cpp through llama-cpp-python's low-level functions: a sequence for each prompt, greedy by arg-max.
 
+Four bits are q4_0: its quantizer's own choice for every tensor of a file of that type, and the type whose weights it
+rearranges, when it loads them, for the widest instructions of the processor.
+
 On a processor with AMX its rearranged weights are switched off for q8_0: in llama-cpp-python 0.3.36 their AMX path
 crashes on the first call. Keys and values are float16, its own default, flash attention on.
 """
@@ -17,6 +20,8 @@ from benchmarks.peers.gguf_file import write_gguf
 from benchmarks.peers.protocol import Options, main
 
 _ERROR_LEVEL = 4
+_QUANTIZED = {"q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
+"""Precisions that llama.cpp's own quantizer makes of a file in float32, with its name of the type."""
 _ROOM_MULTIPLE = 256
 _MICRO_BATCH = 512
 _Fed = tuple[int, int, int, bool]
@@ -37,22 +42,31 @@ class LlamaCpp:
         self._log: Any = None
 
     def prepare(self) -> None:
-        """Writes the GGUF file."""
-        if not self._file.exists():
-            write_gguf(self._options.folder, self._file, self._options.precision.upper())
+        """Writes the GGUF file, or has llama.cpp's quantizer make it of the one in float32."""
+        precision = self._options.precision
+        if self._file.exists():
+            return
+        if precision not in _QUANTIZED:
+            write_gguf(self._options.folder, self._file, precision.upper())
+            return
+        whole = self._options.work / "f32.gguf"
+        if not whole.exists():
+            write_gguf(self._options.folder, whole, "F32")
+        self._quantize(whole, _QUANTIZED[precision])
+
+    def _quantize(self, whole: Path, kind: str) -> None:
+        """Makes the file of one in float32."""
+        library, staged = self._start(), self._file.with_suffix(".part")
+        settings = library.llama_model_quantize_default_params()
+        settings.ftype = getattr(library, kind)
+        settings.nthread = self._options.threads
+        if code := library.llama_model_quantize(str(whole).encode(), str(staged).encode(), ctypes.byref(settings)):
+            raise RuntimeError(f"llama_model_quantize returned {code}")
+        staged.rename(self._file)
 
     def load(self) -> str:
         """Returns the version of llama-cpp-python, which names that of llama.cpp."""
-        import llama_cpp
-
-        def report(level: int, text: bytes, _: Any) -> None:
-            if level == _ERROR_LEVEL:
-                print(text.decode(errors="replace"), end="")
-
-        self._library = llama_cpp
-        self._log = llama_cpp.llama_log_callback(report)  # kept: the library holds no reference
-        llama_cpp.llama_log_set(self._log, ctypes.c_void_p())
-        llama_cpp.llama_backend_init()
+        llama_cpp = self._start()
         settings = llama_cpp.llama_model_default_params()
         settings.n_gpu_layers = 0
         has_amx = b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info()
@@ -62,6 +76,22 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp cannot load {self._file}")
         self._num_logits = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         return f"llama-cpp-python {llama_cpp.__version__}"
+
+    def _start(self) -> Any:
+        """The library, whose errors are printed and nothing else of what it says."""
+        if self._library is not None:
+            return self._library
+        import llama_cpp
+
+        def report(level: int, text: bytes, _: Any) -> None:
+            if level == _ERROR_LEVEL:
+                print(text.decode(errors="replace"), end="")
+
+        self._log = llama_cpp.llama_log_callback(report)  # kept: the library holds no reference
+        llama_cpp.llama_log_set(self._log, ctypes.c_void_p())
+        llama_cpp.llama_backend_init()
+        self._library = llama_cpp
+        return self._library
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
         """Prompts one after the other, then all sequences together, a token at a time."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import hf_folder
+from benchmarks import bench_systems, hf_folder
+from benchmarks.peers import llama_cpp
 from benchmarks.peers.ctranslate2_translator import sinusoids
 from benchmarks.peers.gguf_file import gpt2_tensors, interleave_pairs, llama_tensors, read_safetensors
+from benchmarks.peers.protocol import Options
 from model import checkpoint
 from model.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
 from model.positions import sinusoidal_table
@@ -86,3 +91,59 @@ def test_the_translator_is_given_the_sinusoids_that_the_model_adds() -> None:
 def test_a_model_of_neither_family_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(hf_folder.UnknownFamily, match="neither GPT-2 nor Llama"):
         hf_folder.family(replace(LLAMA, **changes))
+
+
+class QuantizeSettings(ctypes.Structure):
+    """The fields of llama.cpp's own that are set here."""
+
+    _fields_ = (("nthread", ctypes.c_int32), ("ftype", ctypes.c_int))
+
+
+class Quantizer:
+    """What making a file of fewer bits needs of llama-cpp-python: writes half of a file and ends with a code."""
+
+    LLAMA_FTYPE_MOSTLY_Q4_0 = 2
+    llama_model_quantize_default_params = QuantizeSettings
+
+    def __init__(self) -> None:
+        self.code = 0
+        self.asked: list[tuple[str, int, int]] = []
+
+    def llama_log_callback(self, report: object) -> object:
+        return report
+
+    def llama_log_set(self, report: object, _: object) -> None:
+        assert callable(report)
+
+    def llama_backend_init(self) -> None:
+        pass
+
+    def llama_model_quantize(self, source: bytes, target: bytes, settings: Any) -> int:
+        self.asked.append((Path(source.decode()).name, settings._obj.ftype, settings._obj.nthread))
+        Path(target.decode()).write_bytes(Path(source.decode()).read_bytes()[:2])
+        return self.code
+
+
+def test_four_bits_are_what_llama_cpps_own_quantizer_makes_of_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantizer, written = Quantizer(), list[str]()
+
+    def write(folder: Path, path: Path, kind: str) -> None:
+        written.append(kind)
+        path.write_bytes(b"whole")
+
+    monkeypatch.setitem(sys.modules, "llama_cpp", quantizer)
+    monkeypatch.setattr(llama_cpp, "write_gguf", write)
+    precision = bench_systems.SYSTEMS["llama.cpp"].precisions["int4"]
+    options = Options(tmp_path, tmp_path, precision, threads=3, max_batch=1, context=1)
+    quantizer.code = 1
+    with pytest.raises(RuntimeError, match="llama_model_quantize returned 1"):
+        llama_cpp.LlamaCpp(options).prepare()
+    assert not list(tmp_path.glob("q4_0.gguf")), "half a file must not be taken for a whole one"
+    quantizer.code = 0
+    for _ in range(2):
+        llama_cpp.LlamaCpp(options).prepare()
+    assert (tmp_path / "q4_0.gguf").read_bytes() == b"wh"
+    assert quantizer.asked == [("f32.gguf", Quantizer.LLAMA_FTYPE_MOSTLY_Q4_0, 3)] * 2
+    assert written == ["F32"]
