@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from model import artifact, golden, kernels
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
@@ -41,8 +43,9 @@ class Served:
 
 
 @contextmanager
-def serving(models: Path) -> Iterator[Served]:
-    with subprocess.Popen([*COMMAND, "--models", models], stdout=subprocess.PIPE, text=True) as process:
+def serving(models: Path, *flags: str, log: IO[str] | None = None) -> Iterator[Served]:
+    command = [*COMMAND, "--models", models, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -191,6 +194,50 @@ def test_ask_tells_what_went_wrong_and_fails(served: Served) -> None:
     out, err = io.StringIO(), io.StringIO()
     assert ask(AskConfig(model="nobody", text="a", target=served.target), out, err) == 1
     assert err.getvalue().startswith("NOT_FOUND: model: 'nobody' is not served")
+
+
+def has_kernels(served: Served) -> bool:
+    """Whether the library of our own kernels is in a server's memory."""
+    return "/libonward-" in Path(f"/proc/{served.process.pid}/maps").read_text(encoding="utf-8")
+
+
+def golden_tokens(models: Path, family: str) -> Iterator[tuple[list[int], list[int], int]]:
+    """Of every golden case what a request can ask for: source or none, what was fed, and the best token after it."""
+    folder = models / family
+    folder = folder if (folder / artifact.MANIFEST).exists() else folder / "cpu"
+    manifest = artifact.read_manifest(folder)
+    for case in golden.load(folder / artifact.GOLDEN, manifest.config):
+        feeds = [feed for step in case.steps for feed in step]
+        for feed, logits in zip(feeds, case.logits, strict=True):
+            fed = case.sequences[feed.row][: feed.start + feed.count].tolist()
+            source = case.sources[feed.row].tolist() if case.sources else []
+            # Of an output only its first token can be asked for by ids, and no request goes on past the context.
+            if len(fed) < manifest.config.context and (not source or len(fed) == 1):
+                yield source, fed, int(logits.argmax())
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="the kernels are not built: python -m model.kernels")
+def test_a_server_that_is_told_to_answers_by_standard_operators_though_there_are_kernels(
+    models: Path, served: Served, tmp_path: Path
+) -> None:
+    with (
+        (tmp_path / "log").open("w", encoding="utf-8") as log,
+        serving(models, "--kernels", "standard", log=log) as plain,
+        grpc.insecure_channel(plain.target) as channel,
+    ):
+        assert (has_kernels(served), has_kernels(plain)) == (True, False)
+        stub = GenerationServiceStub(channel)
+        for family in FAMILIES:
+            expected = list(golden_tokens(models, family))
+            assert len(expected) > 5
+            for source, fed, token in expected:
+                given = pb.TokenIds(ids=source or fed)
+                stopping = pb.StoppingParams(max_tokens=1, ignore_eos=True)
+                (output,) = stub.Generate(request(family, text=None, token_ids=given, stopping=stopping)).outputs
+                assert list(output.token_ids) == [token]
+    said = (tmp_path / "log").read_text(encoding="utf-8")
+    assert said.count("our own operators are computed by standard ones, as --kernels says") == 1
+    assert "kernels compute" not in said
 
 
 def test_sigterm_lets_a_stream_end_and_exits_with_0(models: Path) -> None:
