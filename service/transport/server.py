@@ -105,6 +105,8 @@ class GrpcServer:
             # Also one that asks for nothing, and as often as it takes: it has a descriptor.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
+            # gRPC unpacks a compressed message in full, to a thousand times its size, before it looks at the limit.
+            ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
             ("grpc.max_receive_message_length", limits.max_message_bytes),
             ("grpc.max_send_message_length", limits.max_message_bytes),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),

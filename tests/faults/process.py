@@ -102,6 +102,11 @@ class ServerProcess:
         text = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
         return int(re.findall(rf"^{name}:\s+(\d+)", text, re.MULTILINE)[0])
 
+    def forget_peak(self) -> int:
+        """Has "VmHWM" of `status` begin anew at the resident memory of now, which is returned, in KiB."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5", encoding="ascii")
+        return self.status("VmRSS")
+
     def num_descriptors(self) -> int:
         """Open files and sockets."""
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))

@@ -119,18 +119,20 @@ def test_random_frames_hurt_nobody_else(server: ServerProcess, fuzz: int) -> Non
     until(lambda: server.num_descriptors() <= descriptors + 1, "connections are still open")
 
 
-def test_compressed_bomb_is_resource_exhausted_and_the_next_request_ok(server: ServerProcess) -> None:
+def test_compressed_bomb_is_refused_without_being_unpacked_and_the_next_request_ok(server: ServerProcess) -> None:
     neighbour = Neighbour(server)
-    before = server.status("VmRSS")
     bomb = pb.GenerateRequest(model=DECODER, text="\x00" * (64 << 20))
+    before = server.forget_peak()
     with server.channel(("grpc.max_send_message_length", -1)) as channel:
         stub = GenerationServiceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
             stub.Generate(bomb, timeout=30, compression=grpc.Compression.Gzip)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert "gzip" in (caught.value.details() or "")
         assert len(stub.Generate(greedy(DECODER, max_tokens=3), timeout=30).outputs[0].token_ids) == 3
     neighbour.check()
-    assert server.status("VmRSS") - before < 32 << 10, "it was unpacked"
+    # Not what is left of it: what is unpacked and thrown away is as often gone again as not.
+    assert server.status("VmHWM") - before < 32 << 10, "it was unpacked"
 
 
 @pytest.mark.parametrize(
