@@ -22,6 +22,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from benchmarks.bench_onward import KV_BITS
 from benchmarks.picture import drawing
 from model import cost
 from model.config import ModelConfig, Positions
@@ -32,7 +33,7 @@ PICTURE = "bench.svg"
 NOISY = 0.05
 """Share of the machine that others took from which on a figure is marked."""
 
-_WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5 + 4 / 32}
+_WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 32}
 _KV_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 1.0}
 _RATES = {
     "fp32": ("fp32",),
@@ -42,7 +43,7 @@ _RATES = {
 }
 # Okabe and Ito's colours, one for each system; hatching tells precisions apart.
 _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#F0E442", "#000000")
-_HATCHES = {"fp32": "", "bf16": "//", "int8": "..", "int4": "xx"}
+_HATCHES = {"fp32": "", "bf16": "//", "int8": "..", "int4": "xx", "int8-kv8": "oo", "int4-kv8": "++"}
 
 Row = Mapping[str, Any]
 Place = tuple[str, int, int]
@@ -61,6 +62,8 @@ def roofline(
         place: what is measured.
         new: tokens that decoding generates.
     """
+    # A system may keep keys and values in fewer bits than its weights' precision has them.
+    precision, _, kv_bits = precision.partition(KV_BITS)
     if limits is None or precision not in _WEIGHT_BYTES:
         return None
     rates = [limits["gemm"][name] for name in _RATES[precision] if limits["gemm"].get(name)]
@@ -81,7 +84,8 @@ def roofline(
     per_token = cost.forward_flops(config, length)
     operations = batch * (per_token.linear / length + per_token.attention / length)
     num_bytes = parameters * _WEIGHT_BYTES[precision]
-    num_bytes += batch * cost.kv_bytes(config, length) * _KV_BYTES[precision] / _KV_BYTES["fp32"]
+    kv_bytes = int(kv_bits) / 8 if kv_bits else _KV_BYTES[precision]
+    num_bytes += batch * cost.kv_bytes(config, length) * kv_bytes / _KV_BYTES["fp32"]
     return float(batch / max(num_bytes / (limits["read_gb_per_second"] * 1e9), operations / rate))
 
 

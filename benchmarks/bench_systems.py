@@ -54,7 +54,7 @@ class SystemSpec:
 
 
 OURS = ("onward", "onward-engine")
-_OURS = {name: name for name in ("fp32", "bf16", "int8", "int4", "int8-kv8")}
+_OURS = {name: name for name in ("fp32", "bf16", "int8", "int4", "int8-kv8", "int4-kv8")}
 
 SYSTEMS: Mapping[str, SystemSpec] = {
     spec.name: spec

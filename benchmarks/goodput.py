@@ -73,6 +73,9 @@ class Settings(ScenarioSettings):
     rounds: int = 3
 
 
+_QUEUE = 100_000
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One request, and when it is to be sent: seconds from the beginning of its round."""
@@ -100,6 +103,8 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
     config = load(artefact(options)).config
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
     flags = ["--threads", str(settings.threads), "--max-batch-size", str(settings.batch), *scenario.QUIET]
+    # However fast the server: nobody is to be refused for want of a place, but by the admission that is compared.
+    flags += ["--max-queue-size", str(_QUEUE)]
     rounds: dict[str, list[Sequence[Answered]]] = {way: [] for way in WAYS}
     with ExitStack() as stack:
         targets = {

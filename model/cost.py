@@ -322,7 +322,8 @@ def _prefill_work(shape: RequestShape, window: int) -> PhaseWork:
     padded_source = shape.padded_source_tokens or source
     return PhaseWork(
         num_steps=len(ends),
-        num_logits=prompt - first if shape.scores_prompt else len(ends),
+        # Of longer pieces only the end of the prompt is followed by a token that somebody chooses.
+        num_logits=prompt - first if shape.scores_prompt else len(singles) + (ends[-1] - starts[-1] > 1),
         num_encoder_runs=int(is_encoded),
         num_encoder_tokens=source * is_encoded,
         num_encoder_pairs=source**2 * is_encoded,

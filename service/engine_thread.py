@@ -27,7 +27,8 @@ from service.turns import Turns
 
 _LOGGER = logging.getLogger(__name__)
 
-# How long short steps that nobody waits for are kept to be told together. The event loop and the graphs share the
+# How old short steps that nobody waits for become, at least, before they are told together, unless something else is to
+# be told: all of them then go with it. The event loop and the graphs share the
 # cores: what it does for a step of three milliseconds would cost a tenth of it.
 _GATHER_SECONDS = 0.01
 
@@ -156,7 +157,10 @@ class _Outbox:
         self._wake()
 
     def leave(self, now: float, callback: Callable[..., object], *arguments: Any) -> None:
-        """The same, for what can wait a while for others: `now` is in seconds. On the engine thread."""
+        """The same, for what can wait a while for others: `now` is in seconds. On the engine thread.
+
+        It goes with the next that is sent, or left once the first that waits is `_GATHER_SECONDS` old.
+        """
         self._calls.append((callback, arguments))
         if self._left_since is None:
             self._left_since = now
@@ -414,6 +418,7 @@ class EngineThread:
     def _apply(self, command: _Submit | _Abort | _Call | _Install | _Remove | _Errand) -> None:
         match command:
             case _Errand():
+                self._outbox.flush()  # it may take long
                 _run_errand(command)
             case _Install(model, engine, gone):
                 self._stations.setdefault(model, _Station()).replace(engine, gone)
@@ -502,6 +507,7 @@ class EngineThread:
         if engine.has_work:
             self._tell(model, station.step(engine))
         elif station.calls:
+            self._outbox.flush()
             _run(station.calls.popleft(), engine)
 
     def _add(self, engine: StepEngine, request: GenerationRequest) -> None:
@@ -513,6 +519,7 @@ class EngineThread:
             self._reject(request.request_id, report_failure(f"request {request.request_id} could not be queued", cause))
 
     def _reject(self, request_id: str, error: RequestError) -> None:
+        # Of one whose id is in use, single steps are told from now on: more often than need be, and no harm.
         self._unstreamed.discard(request_id)
         self._outbox.send(self._listener.rejected, request_id, error, time.monotonic())
 

@@ -20,8 +20,8 @@ from service.tracing import RequestTrace
 
 # A client far behind gets many tokens in a message, but not so many that no message holds them.
 _MAX_EVENTS_TAKEN = 128
-# Who does not wait for single events takes so many at once: waking up costs more than any of them, and text for all of
-# a long answer at its end would hold up others.
+# Who does not wait for single events is woken once so many are there: that costs more than any of them, and text for
+# all of a long answer at its end would hold up others.
 _EVENTS_GATHERED = 32
 
 

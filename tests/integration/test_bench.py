@@ -268,6 +268,17 @@ def test_the_roofline_of_decode_is_bandwidth_at_one_sequence_and_arithmetic_at_m
     assert bench_report.roofline(CONFIG, None, "fp32", ("prefill", 1, 8), 8) is None
 
 
+def test_the_roofline_of_keys_and_values_in_eight_bits_is_higher_where_they_are_what_is_read() -> None:
+    limits = LIMITS | {"gemm": {"fp32": 1e9, "int8": 1e9}}
+    place = ("decode", 32, 8)
+    known = {
+        precision: bench_report.roofline(CONFIG, limits, precision, place, 8)
+        for precision in ("fp32", "fp32-kv8", "int8", "int8-kv8", "int4-kv8", "fp9-kv8")
+    }
+    assert known["fp9-kv8"] is None
+    assert (known["fp32"] or 0) < (known["fp32-kv8"] or 0) < (known["int8-kv8"] or 0) < (known["int4-kv8"] or 0)
+
+
 def results(rows: list[dict[str, Any]]) -> Mapping[str, Any]:
     return {
         "rows": rows,

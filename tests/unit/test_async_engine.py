@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -16,8 +16,15 @@ from prometheus_client import CollectorRegistry
 from service.async_engine import AsyncEngine
 from service.engine.batch import ScheduledBatch
 from service.engine.session import DeviceLost
-from service.engine.types import FinishReason, GenerationRequest, RequestTimings, SamplingParams, TokenEvent
-from service.engine_thread import _GATHER_SECONDS, StepEngine, _Outbox
+from service.engine.types import (
+    FinishReason,
+    GenerationRequest,
+    RequestTimings,
+    SamplingParams,
+    StepOutput,
+    TokenEvent,
+)
+from service.engine_thread import _GATHER_SECONDS, EngineThread, StepEngine, _Outbox
 from service.errors import DeadlineUnreachable, EngineFailed, InvalidRequest, NotServing, Overloaded
 from service.forecast import Forecast
 from service.lane import LaneLimits
@@ -612,6 +619,77 @@ async def test_of_a_request_that_is_not_streamed_single_steps_are_not_told(
             assert (engine.sizes, len(told)) == ([100], 1)
     finally:
         await engine.stop()
+
+
+@pytest.mark.parametrize("how", ["finished", "cancelled", "refused", "failed", "removed", "parked"])
+async def test_requests_that_are_not_streamed_are_forgotten_however_they_end(gate: Gate, how: str) -> None:
+    gate.open.set()
+    runner = FakeRunner(before_run=gate)
+    async with started(runner) as engine:
+
+        async def ask(name: str, asked: GenerationRequest) -> None:
+            with engine.admit(MODEL, name) as place:
+                place.submit(asked, is_streamed=False)
+                assert [events async for events in place.events()]
+
+        await ask("before", request("before", max_tokens=3))
+        gate.open.clear()
+        ahead = asyncio.create_task(ask("ahead", request("ahead", max_tokens=3)))
+        await gate.until_entered()
+        calls = [engine.call(MODEL, lambda _: None, FOREVER)] if how == "parked" else []
+        called = asyncio.gather(*calls)
+        await asyncio.sleep(0)
+        if how == "refused":
+            # A context is too short for it, which the engine alone knows here.
+            task = asyncio.create_task(ask("a", request("a", range(3, ENDLESS + 5), max_tokens=3)))
+        else:
+            task = asyncio.create_task(ask("a", request("a", max_tokens=3)))
+        await asyncio.sleep(0)
+        if how in ("cancelled", "parked"):
+            task.cancel()
+            await asyncio.wait([task])
+        if how == "failed":
+            runner.poisoned_tokens = set(range(64))
+        gone = asyncio.create_task(engine.remove(MODEL, 0.0)) if how == "removed" else None
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.wait([task, ahead])
+        await called
+        if gone is not None:
+            await (await gone)
+        assert (task.exception() if not task.cancelled() else None) is None or how in ("refused", "failed", "removed")
+        await engine.wait_idle()
+        # The thread has told all that there is to tell once it has answered to this.
+        await engine.do(lambda: None)
+        assert engine._thread._unstreamed == set()
+
+
+async def test_a_step_that_fails_or_takes_long_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.engine_thread._GATHER_SECONDS", 1.0)
+    told: list[tuple[str, StepOutput]] = []
+
+    class Ear:
+        def step_done(self, model: str, output: StepOutput, now: float) -> None:
+            told.append((model, output))
+
+    posted: list[Callable[[], None]] = []
+    thread = EngineThread({}, cast(Any, Ear()), posted.append, {})
+    thread._unstreamed.add("a")
+    stats = fake_engine().step().stats
+    quick = StepOutput((TokenEvent(request_id="a", token_id=5),), replace(stats, run_seconds=0.5))
+    thread._tell(MODEL, quick)
+    assert not posted
+    for urgent in (
+        replace(quick, stats=replace(stats, run_seconds=1.5)),
+        replace(quick, error_id="broken"),
+        replace(quick, events=(TokenEvent(request_id="b", token_id=5),)),
+        replace(quick, events=(TokenEvent(request_id="a", finish_reason=FinishReason.LENGTH, timings=TIMINGS),)),
+    ):
+        thread._tell(MODEL, urgent)
+        posted.pop()()
+        assert told[-1][1] is urgent
+    assert told[0][1] is quick
+    assert not thread._unstreamed
 
 
 @pytest.mark.parametrize(("is_streamed", "at_least"), [(True, 1), (False, _EVENTS_GATHERED)])

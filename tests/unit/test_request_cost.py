@@ -70,7 +70,8 @@ class Naive:
                 if held == 0 and shape.padded_prompt_tokens:
                     padding = range(len(piece), shape.padded_prompt_tokens)
                     count["num_padded_pairs"] += len([1 for query in padding for key in range(query + 1)])
-            count["num_logits"] += len(piece) if shape.scores_prompt else 1
+            is_end = piece[-1] + 1 == shape.prompt_tokens
+            count["num_logits"] += len(piece) if shape.scores_prompt else int(is_end or len(piece) == 1)
             held = piece[-1] + 1
             count["kv_token_steps"] += held
             count["kv_source_token_steps"] += len(source)
@@ -132,8 +133,9 @@ def test_cost_of_a_small_request_by_hand() -> None:
     found = cost.request_cost(config, shape)
     assert found.attended_pairs == 2 * (1 + 2 + 3 + 4 + 5 + 6 + 7)
     assert found.padded_pairs == 0
-    # As in test_cost: 256 weights of attention and 256 of the feed-forward network a layer, 80 for four logits.
-    assert found.linear_flops == 2 * (7 * 2 * 512 + 4 * 80)
+    # As in test_cost: 256 weights of attention and 256 of the feed-forward network a layer, 80 for three logits: of the
+    # piece of 4 nobody wants any.
+    assert found.linear_flops == 2 * (7 * 2 * 512 + 3 * 80)
     assert found.attention_flops == 4 * 8 * found.attended_pairs
     # Held after each step, in float32: keys and values of 8 channels in 2 layers.
     assert found.kv_byte_steps == (4 + 5 + 6 + 7) * 2 * 8 * 2 * 4

@@ -94,6 +94,27 @@ def test_schedule_prefill_budget_goes_to_the_oldest_and_nobody_overtakes() -> No
     assert chunks_of(step(scheduler)) == [(1, 8, 7), (2, 0, 2)]
 
 
+# No beginning is short enough to be computed in a group.
+NO_GROUPS = dataclasses.replace(LIMITS, short_prompt=1)
+
+
+def test_schedule_of_a_prompts_chunks_the_last_alone_wants_logits() -> None:
+    scheduler = make_scheduler(NO_GROUPS)
+    scheduler.add(request("a", range(3, 23)))
+    chunks = [[(chunk.start, chunk.num_logits) for chunk in step(scheduler).prefills] for _ in range(2)]
+    assert chunks == [[(0, 0), (8, 0)], [(16, 1)]]
+
+
+def test_schedule_a_chunk_before_a_single_token_wants_no_logits_and_one_that_is_scored_as_many_as_it_scores() -> None:
+    scheduler = make_scheduler(NO_GROUPS)
+    scheduler.add(request("a", range(3, 20)))
+    assert [(chunk.start, chunk.num_logits) for chunk in step(scheduler).prefills] == [(0, 0), (8, 0)]
+    batch = step(scheduler)
+    assert (len(batch.decode), batch.prefills) == (1, ())
+    scheduler.add(request("b", range(5, 22), scoring=PromptScoring(start=12)))
+    assert [(chunk.start, chunk.num_logits) for chunk in scheduler.schedule(0.0).prefills] == [(0, 0), (8, 5)]
+
+
 def test_schedule_rows_in_the_middle_of_their_prompt_pad_the_batched_run_where_the_next_chunk_will_write() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", [5], max_tokens=2))
