@@ -2,9 +2,9 @@
 
 The scheduler writes it, the runner turns it into tensors, the sampler reads `scores`, `samples` and `beams`,
 `Scheduler.commit` moves the sequences forward by it. The order within a step is the order of the fields: operations on
-K/V, encoding, the batched one-token run, prefill in groups, prefill chunks. A row is fed either by the one-token run or
-by prefill in a step, never by both, so that its last logits have one place: row `slot` of the runner's output. Logits
-that are wanted besides lie behind the slots'.
+K/V, encoding, the batched one-token run, prefill in groups, prefill chunks, the row that is guessed. A row is fed
+either by the one-token run or by what computes several tokens of it in a step, never by both, so that its last logits
+have one place: row `slot` of the runner's output. Logits that are wanted besides lie behind the slots'.
 """
 
 from __future__ import annotations
@@ -133,16 +133,12 @@ class PrefillChunk:
     The logits after the last `num_scored` of them, where there are any, are the next rows behind the slots' in the
     runner's output, in the order of chunks and tokens. Row `slot` has the logits after the last one as always, until
     the next chunk of the slot, but where nobody `wants_logits`, as of what is not a prompt's end.
-
-    Where the last `num_drafts` tokens are guesses, it is no prompt that is computed but the only row, which decodes: as
-    many of them stay as come true, and what is computed of the others is written over.
     """
 
     slot: int
     start: int
     token_ids: tuple[int, ...]
     num_scored: int = 0
-    num_drafts: int = 0
     wants_logits: bool = True
 
     @property
@@ -207,6 +203,10 @@ class ScheduledBatch:
 
     `kv_operations` are carried out one after the other, before anything is computed. `wants_all_logits` says that all
     rows which are fed are looked at, and not those alone that are drawn from, scored or extended: golden cases do so.
+
+    `drafted` is the only row that computes anything, where it is guessed what that says next: it decodes, its next
+    token first and behind it the guesses, with logits after each. As many guesses stay as come true, and what is
+    computed of the others is written over.
     """
 
     kv_operations: tuple[KVOperation, ...] = ()
@@ -214,6 +214,7 @@ class ScheduledBatch:
     decode: tuple[DecodeRow, ...] = ()
     prefill_groups: tuple[PrefillGroup, ...] = ()
     prefills: tuple[PrefillChunk, ...] = ()
+    drafted: PrefillChunk | None = None
     scores: tuple[ScoreRow, ...] = ()
     samples: tuple[SampleRow, ...] = ()
     beams: tuple[BeamRow, ...] = ()
@@ -223,23 +224,23 @@ class ScheduledBatch:
     def num_rows(self) -> int:
         """Rows that compute something."""
         prefilled = {row.slot for group in self.prefill_groups for row in group.rows}
-        prefilled.update(chunk.slot for chunk in self._prompt_chunks)
+        prefilled.update(chunk.slot for chunk in self.prefills)
         return self.num_decode_rows + len(prefilled)
 
     @property
-    def drafted(self) -> PrefillChunk | None:
-        """The row that decodes with tokens that are guessed, None where there is none."""
-        return next((chunk for chunk in self.prefills if chunk.num_drafts), None)
+    def chunks(self) -> tuple[PrefillChunk, ...]:
+        """All that is computed by itself, several tokens at once: chunks of prompts, or the row with guesses."""
+        return self.prefills if self.drafted is None else (*self.prefills, self.drafted)
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens of it that are guessed."""
-        return 0 if self.drafted is None else self.drafted.num_drafts
+        """Tokens that are guessed: all of that row's but the first."""
+        return 0 if self.drafted is None else len(self.drafted.token_ids) - 1
 
     @property
     def has_prompts(self) -> bool:
         """Whether it computes more than rows that decode: sources, or prompts."""
-        return bool(self.encodes or self.prefill_groups or self._prompt_chunks)
+        return bool(self.encodes or self.prefill_groups or self.prefills)
 
     @property
     def num_tokens(self) -> int:
@@ -256,19 +257,19 @@ class ScheduledBatch:
     @property
     def num_prefill_runs(self) -> int:
         """Runs of a graph that compute prompts: one for each group and each chunk."""
-        return len(self.prefill_groups) + len(self._prompt_chunks)
+        return len(self.prefill_groups) + len(self.prefills)
 
     @property
     def num_prefill_tokens(self) -> int:
         """Tokens of prompts computed by them, padding aside."""
         grouped = sum(len(row.token_ids) for group in self.prefill_groups for row in group.rows)
-        return grouped + sum(len(chunk.token_ids) for chunk in self._prompt_chunks)
+        return grouped + sum(len(chunk.token_ids) for chunk in self.prefills)
 
     @property
     def num_prefill_pairs(self) -> int:
         """Pairs of a query and a key that the mask lets meet for these tokens, in one layer, for each head."""
         grouped = sum(causal_pairs(len(row.token_ids)) for group in self.prefill_groups for row in group.rows)
-        return grouped + sum(causal_pairs(len(chunk.token_ids), chunk.start) for chunk in self._prompt_chunks)
+        return grouped + sum(causal_pairs(len(chunk.token_ids), chunk.start) for chunk in self.prefills)
 
     @property
     def num_decode_rows(self) -> int:
@@ -295,7 +296,3 @@ class ScheduledBatch:
     def num_encoder_pairs(self) -> int:
         """Pairs of these tokens, each with all of its source."""
         return sum(len(row.token_ids) ** 2 for group in self.encodes for row in group.rows)
-
-    @property
-    def _prompt_chunks(self) -> tuple[PrefillChunk, ...]:
-        return tuple(chunk for chunk in self.prefills if not chunk.num_drafts)

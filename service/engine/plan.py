@@ -101,6 +101,7 @@ class StepPlan:
         self._decode_slots: list[int] = []
         self._short_prompts: list[PrefillRow] = []
         self._prefills: list[PrefillChunk] = []
+        self._drafted: PrefillChunk | None = None
         self._scores: list[ScoreRow] = []
         self._samples: list[SampleRow] = []
         self._sampled: list[Sequence] = []
@@ -157,8 +158,7 @@ class StepPlan:
         (sequence,), (sample,) = self._sampled, self._samples
         self._decode_slots = []
         fed = (sequence.token_ids[-1], *drafts)
-        chunk = PrefillChunk(0, sequence.num_computed_tokens, fed, num_scored=len(fed), num_drafts=len(drafts))
-        self._prefills = [chunk]
+        self._drafted = PrefillChunk(0, sequence.num_computed_tokens, fed, num_scored=len(fed))
         self._sampled = [sequence] * len(fed)
         self._samples = [
             dataclasses.replace(sample, slot=self._next_logits + index, position=sample.position + index, draft=draft)
@@ -179,6 +179,7 @@ class StepPlan:
             ),
             prefill_groups=self._pieces.group_prompts(self._short_prompts),
             prefills=tuple(self._prefills),
+            drafted=self._drafted,
             scores=tuple(self._scores),
             samples=tuple(self._samples),
             beams=tuple(_beam_row(group, rows) for group, rows in self._beam_slots.items()),

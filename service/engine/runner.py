@@ -87,7 +87,7 @@ class OrtRunner:
         for prompts in batch.prefill_groups:
             self._group_prefill.run(prompts)
         next_logits = self.kv.num_slots
-        for chunk in batch.prefills:
+        for chunk in batch.chunks:
             if chunk.num_scored:
                 rows = slice(next_logits, next_logits + chunk.num_scored)
                 self._prefill.run(chunk, rows)

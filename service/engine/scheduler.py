@@ -465,13 +465,12 @@ class Scheduler:
                 slots[row.slot].num_computed_tokens += len(row.token_ids)
                 self._ledger.keep_chunk(row.slot, 0, len(row.token_ids))
         for chunk in batch.prefills:
-            if chunk.num_drafts:
-                # Of the others nobody knows yet whether they are the row's.
-                slots[chunk.slot].num_computed_tokens += 1
-                self._ledger.note_written(chunk.slot, chunk.start + len(chunk.token_ids))
-                continue
             slots[chunk.slot].num_computed_tokens += len(chunk.token_ids)
             self._ledger.keep_chunk(chunk.slot, chunk.start, len(chunk.token_ids))
+        if (drafted := batch.drafted) is not None:
+            # Of the guesses nobody knows yet whether they are the row's.
+            slots[drafted.slot].num_computed_tokens += 1
+            self._ledger.note_written(drafted.slot, drafted.start + len(drafted.token_ids))
         for encoded in batch.encodes:
             for source in encoded.rows:
                 for slot in source.slots:

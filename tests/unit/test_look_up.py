@@ -255,7 +255,7 @@ def test_the_context_ends_an_output_that_is_guessed() -> None:
     guessed, runner = run(asked, 15, memory=1)
     assert told(guessed) == told(alone)
     assert len(PROMPT) + len(tokens_of(guessed, "a")) == CONTEXT
-    written = [chunk.start + len(chunk.token_ids) for batch in runner.batches for chunk in batch.prefills]
+    written = [chunk.start + len(chunk.token_ids) for batch in runner.batches for chunk in batch.chunks]
     assert max(written) < CONTEXT, "the last token is never fed"
 
 
@@ -546,7 +546,11 @@ def test_step_times_are_those_of_a_token_where_guesses_come_true() -> None:
     assert times.rates.step_seconds(1, 0) == pytest.approx((0.02 + 0.004) / 4, rel=0.1)
 
 
-def test_a_chunk_of_a_prompt_is_no_guess() -> None:
-    batch = ScheduledBatch(prefills=(PrefillChunk(0, 8, (3, 4)), PrefillChunk(1, 3, (5, 6, 7), 3, 2)))
-    assert batch.drafted == batch.prefills[1]
-    assert (batch.num_prefill_tokens, batch.num_prefill_runs, batch.num_decode_rows, batch.num_rows) == (2, 1, 1, 2)
+def test_a_row_with_guesses_decodes_and_is_no_prompt() -> None:
+    drafted = PrefillChunk(0, 3, (5, 6, 7), num_scored=3)
+    batch = ScheduledBatch(drafted=drafted)
+    assert batch.chunks == (drafted,)
+    assert not batch.has_prompts
+    assert (batch.num_prefill_tokens, batch.num_prefill_runs, batch.num_prefill_pairs) == (0, 0, 0)
+    assert (batch.num_rows, batch.num_decode_rows, batch.num_decode_pairs, batch.num_draft_tokens) == (1, 1, 4, 2)
+    assert ScheduledBatch(prefills=(drafted,)).num_draft_tokens == 0, "a prompt's chunk, of which all is scored"

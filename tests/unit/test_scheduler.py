@@ -683,12 +683,12 @@ class Life(RuleBasedStateMachine):
         """What every batch must satisfy, whatever led to it."""
         busy = [slot for slot, row in enumerate(batch.decode) if not row.is_padding]
         busy += {slot for slot, _, _ in chunks_of(batch)}
-        assert sorted(busy) == list(range(self.scheduler.num_rows)), "every resident row is fed, and fed once"
         if (drafted := batch.drafted) is not None:
-            assert (busy, batch.prefills) == ([0], (drafted,)), "who is guessed computes alone"
-            assert 1 <= drafted.num_drafts <= self.look_up
+            busy.append(drafted.slot)
+            assert (busy, batch.chunks) == ([0], (drafted,)), "who is guessed computes alone"
+            assert 1 <= batch.num_draft_tokens <= self.look_up
             assert drafted.start + len(drafted.token_ids) < self.scheduler._ledger.slots[0].group.max_num_tokens
-            batch = dataclasses.replace(batch, prefills=())
+        assert sorted(busy) == list(range(self.scheduler.num_rows)), "every resident row is fed, and fed once"
         groups = (*batch.encodes, *batch.prefill_groups)
         costs = [group.padded_length for group in groups for _ in group.rows]
         costs += [len(chunk.token_ids) for chunk in batch.prefills]
