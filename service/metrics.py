@@ -147,7 +147,9 @@ class Metrics:
             "request_max_num_generation_tokens", "Generated tokens of a request's longest output.", TOKEN_BUCKETS
         )
         self.step_batch = sizes("step_batch_size", "Rows per step.", BATCH_BUCKETS)
-        self.step_tokens = sizes("step_tokens", "Tokens per step.", TOKEN_BUCKETS)
+        self.step_tokens = sizes(
+            "step_tokens", "Tokens per step, padding and guesses that were wrong aside.", TOKEN_BUCKETS
+        )
         for field in dataclasses.fields(objectives):
             for bound in getattr(objectives, field.name):
                 slo.labels(field.name, repr(bound)).set(bound)

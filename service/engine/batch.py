@@ -244,8 +244,8 @@ class ScheduledBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that do work: sources encoded, prompts prefilled, one for each decoding row, and those guessed."""
-        return self.num_encoder_tokens + self.num_decode_rows + self.num_prefill_tokens + self.num_draft_tokens
+        """Tokens that do work: sources encoded, prompts prefilled, one for each decoding row; guesses aside."""
+        return self.num_encoder_tokens + self.num_decode_rows + self.num_prefill_tokens
 
     @property
     def num_padding_tokens(self) -> int:

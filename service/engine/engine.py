@@ -266,7 +266,7 @@ class Engine:
         return StepStats(
             start_time=started,
             num_rows=batch.num_rows,
-            num_tokens=batch.num_tokens,
+            num_tokens=batch.num_tokens + num_accepted,
             num_padding_tokens=batch.num_padding_tokens,
             run_seconds=run_seconds,
             host_seconds=host_seconds,

@@ -220,7 +220,8 @@ class StepStats:
     aside: the operators compute what lies before them and throw it away.
 
     A row that decodes alone may be fed `num_draft_tokens` guesses besides (`service.engine.look_up`), of which
-    `num_accepted_tokens` came true and have their pairs told: as many steps as these were saved.
+    `num_accepted_tokens` came true: as many steps were saved, and these are in `num_tokens` and have their pairs told.
+    The others were computed in vain, as padding is.
     """
 
     start_time: float = 0.0

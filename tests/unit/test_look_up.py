@@ -272,7 +272,7 @@ def test_a_step_with_guesses_tells_what_it_computed_and_what_came_of_it() -> Non
         assert chunk is not None
         assert chunk.num_scored == len(chunk.token_ids) == 1 + stats.num_draft_tokens <= 5
         assert num_tokens == 1 + stats.num_accepted_tokens
-        assert (stats.num_rows, stats.num_decode_rows, stats.num_tokens) == (1, 1, 1 + stats.num_draft_tokens)
+        assert (stats.num_rows, stats.num_decode_rows, stats.num_tokens) == (1, 1, num_tokens)
         assert (stats.num_prefill_runs, stats.num_prefill_tokens, stats.num_prefill_pairs) == (0, 0, 0)
         assert stats.num_decode_pairs == sum(chunk.start + 1 + index for index in range(num_tokens))
         assert not batch.has_prompts
