@@ -107,7 +107,7 @@ def build_engines(
     last_run: LastRun | None = None,
     kv_memory: Mapping[str, int] | None = None,
 ) -> dict[str, Engine]:
-    """Loads every model's graphs and reserves its key-value cache.
+    """Loads every model's graphs, reserves its key-value cache and, where guesses are wanted, proves them harmless.
 
     Args:
         folder: of the artefacts.
@@ -136,7 +136,7 @@ def build_engines(
     parts = share_memory(models, config).parts if kv_memory is None else kv_memory
 
     def build(model: ServedModel) -> tuple[str, Engine]:
-        return model.name, build_engine(
+        engine = build_engine(
             artefact_folder(folder / model.name, config.device),
             model.manifest,
             model.output_tokenizer.decode,
@@ -146,6 +146,10 @@ def build_engines(
             model.prefill_provider,
             config.device,
         )
+        if config.look_up:
+            # Here and not with the golden cases: where those are replayed, other models' streams stand still.
+            engine.prove_look_up(model.golden_cases)
+        return model.name, engine
 
     return dict(_load_all(models, build))
 

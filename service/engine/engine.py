@@ -94,6 +94,11 @@ class Engine:
         return self._scheduler.pieces
 
     @property
+    def max_draft_tokens(self) -> int:
+        """How many tokens of a row that computes alone are guessed at once, at most; 0 where none ever are."""
+        return self._scheduler.max_draft_tokens
+
+    @property
     def kv_memory_bytes(self) -> int:
         """What K/V may take: for life."""
         return self._scheduler.kv_memory_bytes
@@ -161,9 +166,7 @@ class Engine:
     def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> tuple[CaseResult, ...]:
         """Replays golden cases on the runner that serves; the proof to ask for before taking requests.
 
-        Nothing that was kept for later requests outlives it. Where `EngineLimits.look_up` asks for guesses, it is also
-        found out whether they change a bit (`service.engine.look_up_proof`): if so, the log says where, and there are
-        none.
+        Nothing that was kept for later requests outlives it.
 
         Args:
             cases: what PyTorch answered.
@@ -183,11 +186,33 @@ class Engine:
             empty = ScheduledBatch(kv_operations=(KVRetain(frozenset()), *map(KVFree, range(max_rows))))
             self._runner.run(empty)
             answers = replay_all(self._runner, cases, pieces, num_slots)
-            if cases and self._scheduler.limits.max_drafts:
-                self._prove_look_up(cases)
             return tuple(compare(case, logits, tolerance) for case, logits in zip(cases, answers, strict=True))
         finally:
             self._scheduler.forget_kv()
+
+    def prove_look_up(self, cases: Sequence[GoldenCase]) -> None:
+        """Finds out whether guesses would change a bit; from then on there are guesses if not, and the log says which.
+
+        Before that there are none. What is found holds for the engine's life, as its graph, its weights and the machine
+        do: it is for whoever builds it, once. Nothing that was kept for later requests outlives it.
+
+        Args:
+            cases: golden cases, of which one sequence is computed (`service.engine.look_up_proof`).
+
+        Raises:
+            RuntimeError: when requests live here, whose K/V it would overwrite.
+        """
+        if self.has_work:
+            raise RuntimeError("guesses can only be proven on an idle engine")
+        most = self._scheduler.provable_draft_tokens
+        if not most:
+            return
+        problem = self._find_difference(cases, most + 1)
+        self._scheduler.let_guess(is_proven=problem is None)
+        if problem is None:
+            _LOGGER.info("%s: up to %d tokens are guessed by look-up, which changes no bit", self._name, most)
+        else:
+            _LOGGER.warning("%s: no tokens are guessed by look-up: %s", self._name, problem)
 
     def calibrate(self, max_seconds: float, goes_on: Callable[[], bool] = lambda: True) -> tuple[StepStats, ...]:
         """Runs steps of a few sizes for so long at most (`service.engine.calibration`), to learn how long they take.
@@ -208,7 +233,7 @@ class Engine:
         limits, shared = self._scheduler.limits, self._last_run
         shared.ended, self._last_run = None, LastRun()
         plan = rounds(self.pieces, limits.max_batch_size, limits.max_prefill_tokens)
-        guesses = self._scheduler.may_guess
+        guesses = self.max_draft_tokens > 0
         self._scheduler.let_guess(is_proven=False)
         try:
             return calibrate(self, tuple(plan), max_seconds, goes_on, self._clock)
@@ -217,22 +242,22 @@ class Engine:
             self._scheduler.let_guess(is_proven=guesses)
             self._scheduler.forget_kv()
 
-    def _prove_look_up(self, cases: Sequence[GoldenCase]) -> None:
-        """Has the scheduler guess if that is proven to change nothing, and tells the log."""
+    def _find_difference(self, cases: Sequence[GoldenCase], longest_chunk: int) -> str | None:
+        """Why a row is not to be fed chunks of so many tokens, None where it may."""
         limits = self._scheduler.limits
-        problem = find_difference(
-            self._runner,
-            cases,
-            num_slots=limits.max_batch_size,
-            longest_chunk=limits.max_drafts + 1,
-            max_tokens=limits.max_prefill_tokens,
-        )
-        self._scheduler.let_guess(is_proven=problem is None)
-        if problem is None:
-            most = limits.max_drafts
-            _LOGGER.info("%s: up to %d tokens are guessed by look-up, which changes no bit", self._name, most)
-        else:
-            _LOGGER.warning("%s: no tokens are guessed by look-up, it would change answers: %s", self._name, problem)
+        try:
+            return find_difference(
+                self._runner,
+                cases,
+                num_slots=limits.max_batch_size,
+                longest_chunk=longest_chunk,
+                max_tokens=limits.max_prefill_tokens,
+                context=self.pieces.context,
+            )
+        except Exception as error:  # what does not run here fails golden cases, too: they decide what that means
+            return f"its proof failed, {report_failure(f'{self._name}: look-up could not be proven', error).error_id}"
+        finally:
+            self._scheduler.forget_kv()
 
     def _rehearse_once(self) -> None:
         if self._rehearse is not None:

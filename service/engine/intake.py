@@ -37,6 +37,15 @@ class ModelShape:
         """Whether prompts are sources, encoded once."""
         return self.source_context is not None
 
+    @property
+    def why_unguessed(self) -> str | None:
+        """Why none of its tokens can be guessed ahead (`service.engine.look_up`); None where some can."""
+        if self.is_encoder_decoder:
+            return "its decoder computes token by token"
+        if names := list(dict.fromkeys(name for name, _ in self.generation.named_ids)):
+            return f"rules of its own ({', '.join(names)}) hold for every output, and rules count tokens as they come"
+        return None
+
 
 class Intake:
     """Makes groups of requests, in the order of arrival.

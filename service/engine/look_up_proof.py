@@ -10,6 +10,7 @@ Knows runners and golden cases' tokens; neither sequences nor what is made of th
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from service.engine.types import PrefillProvider
 
 Float32 = npt.NDArray[np.float32]
 
-# Tokens that are computed in every way, at either end of a sequence: enough for chunks of all lengths.
-_WINDOW = 64
+# Tokens at a sequence's beginning that are computed in every way: chunks of most lengths lie behind each other there.
+_BEGINNING = 64
 # By ONNX Runtime: their sums go by how many rows there are.
 _PRODUCTS_AND_ATTENTION = frozenset(
     {
@@ -86,40 +87,49 @@ class _Window:
 
 
 def find_difference(
-    runner: Runner, cases: Sequence[GoldenCase], *, num_slots: int, longest_chunk: int, max_tokens: int
+    runner: Runner, cases: Sequence[GoldenCase], *, num_slots: int, longest_chunk: int, max_tokens: int, context: int
 ) -> str | None:
     """Where a token's logits have other bits in a chunk than by themselves, in words; None where nowhere.
 
-    The beginning and the end of the longest of the cases' sequences are computed token by token, as one chunk, and in
-    chunks of every length up to `longest_chunk`, each over what was left of other tokens. What chunks leave in the
-    cache shows in the logits behind them.
+    Of the longest of the cases' sequences, the beginning and the last `longest_chunk` tokens are computed one by one,
+    and in chunks of every length up to `longest_chunk`, each time over what was left of other tokens; the beginning as
+    one chunk, too. What chunks leave in the cache shows in the logits behind them.
 
     Args:
         runner: idle; its slot 0 is written to.
-        cases: of a decoder-only model.
+        cases: of a decoder-only model, one at least.
         num_slots: rows of logits before those that chunks want besides.
         longest_chunk: how many tokens a row that is guessed ahead may be fed, 2 at least.
-        max_tokens: how many rows of logits there are behind the slots'.
+        max_tokens: how many rows of logits there are behind the slots', as many as the longest chunk at least.
+        context: how many tokens a row may have. A sequence of fewer than the longest chunk is repeated within that.
     """
 
     def feed(token_ids: Sequence[int], start: int, stop: int) -> Float32:
         """The logits after each of the tokens `[start, stop)`, computed at once in slot 0."""
         fed = tuple(token_ids[start:stop])
         if len(fed) == 1:
-            row = DecodeRow(fed[0], start, source_length=0, is_padding=False)
-            return runner.run(ScheduledBatch(decode=(row,), wants_all_logits=True))[:1].copy()
+            return runner.run(ScheduledBatch(decode=(_alone(fed[0], start),), wants_all_logits=True))[:1].copy()
         chunk = PrefillChunk(0, start, fed, num_scored=len(fed))
         output = runner.run(ScheduledBatch(prefills=(chunk,), wants_all_logits=True))
         return output[num_slots : num_slots + len(fed)].copy()
 
-    for window in _windows(cases, min(_WINDOW, max_tokens)):
+    def fill(token_ids: Sequence[int], start: int, stop: int) -> None:
+        """Leaves the K/V of the tokens `[start, stop)` in slot 0; nobody wants their logits."""
+        for first in range(start, stop, max_tokens):
+            fed = tuple(token_ids[first : min(first + max_tokens, stop)])
+            if len(fed) == 1:
+                runner.run(ScheduledBatch(decode=(_alone(fed[0], first),)))
+            else:
+                runner.run(ScheduledBatch(prefills=(PrefillChunk(0, first, fed, wants_logits=False),)))
+
+    least = min(longest_chunk, context)
+    for window in _windows(cases, min(_BEGINNING, max_tokens), longest_chunk, least):
         count = window.stop - window.start
-        for start in range(0, window.start, max_tokens):
-            feed(window.token_ids, start, min(start + max_tokens, window.start))
+        fill(window.token_ids, 0, window.start)
         alone = np.concatenate([feed(window.token_ids, at, at + 1) for at in range(window.start, window.stop)])
         others = window.token_ids[: window.start] + window.token_ids[window.start : window.stop][::-1]
         for way in _ways(count, longest_chunk):
-            feed(others, window.start, window.stop)
+            fill(others, window.start, window.stop)
             start = window.start
             for length in way:
                 together = feed(window.token_ids, start, start + length)
@@ -132,18 +142,28 @@ def find_difference(
     return None
 
 
-def _windows(cases: Sequence[GoldenCase], width: int) -> Iterator[_Window]:
-    """The beginning and the end of the longest sequence, as far as they are two."""
+def _alone(token_id: int, position: int) -> DecodeRow:
+    """A token that is computed by itself, in slot 0."""
+    return DecodeRow(token_id, position, source_length=0, is_padding=False)
+
+
+def _windows(cases: Sequence[GoldenCase], beginning: int, end: int, least: int) -> Iterator[_Window]:
+    """The first `beginning` tokens of the longest sequence, and where it has more, its last `end`.
+
+    One that has fewer than `least` is repeated until it has as many.
+    """
     found = max(((sequence, case.name) for case in cases for sequence in case.sequences), key=lambda one: len(one[0]))
-    token_ids, name = tuple(found[0].tolist()), found[1]
-    yield _Window(name, token_ids, 0, min(width, len(token_ids)))
-    if len(token_ids) > width:
-        yield _Window(name, token_ids, len(token_ids) - width, len(token_ids))
+    given, name = found[0].tolist(), found[1]
+    token_ids = tuple(itertools.islice(itertools.cycle(given), max(len(given), least)))
+    yield _Window(name, token_ids, 0, min(beginning, len(token_ids)))
+    if len(token_ids) > beginning:
+        yield _Window(name, token_ids, max(0, len(token_ids) - end), len(token_ids))
 
 
 def _ways(count: int, longest: int) -> Iterator[list[int]]:
-    """Ways to cut so many tokens: as one, and so that each length from 2 on is met, up to the longest."""
-    yield [count]
+    """Ways to cut so many tokens: so that each length from 2 on is met, up to the longest, and as one."""
+    if count > longest:
+        yield [count]
     wanted = deque(range(2, min(longest, count) + 1))
     while wanted:
         way: list[int] = []

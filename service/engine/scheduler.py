@@ -152,6 +152,7 @@ class Scheduler:
         self._planned: Planned | None = None
         self._num_preemptions = 0
         self._num_accepted_drafts = 0
+        self._is_unguessable = model.why_unguessed is not None
         # Tokens that may be guessed at once: none before that is proven to change nothing.
         self._most_drafts = 0
 
@@ -186,17 +187,22 @@ class Scheduler:
         return self._num_accepted_drafts
 
     @property
-    def may_guess(self) -> bool:
-        """Whether rows that compute alone are guessed ahead (`let_guess`)."""
-        return self._most_drafts > 0
+    def provable_draft_tokens(self) -> int:
+        """How many tokens may be guessed at once if that is proven to change nothing; 0 where nothing can be."""
+        return 0 if self._is_unguessable else self._limits.max_drafts
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """How many tokens of a row that computes alone are guessed at once, at most."""
+        return self._most_drafts
 
     def let_guess(self, *, is_proven: bool) -> None:
         """Says whether a token has the same bits computed by itself and as one of a chunk.
 
         If so, what a row that computes alone says next is guessed by look-up from now on (`EngineLimits.max_drafts`),
-        where the model is not an encoder-decoder; else it is not.
+        where the model is one of which something can be guessed (`ModelShape.why_unguessed`); else it is not.
         """
-        self._most_drafts = self._limits.max_drafts if is_proven and not self._source_context else 0
+        self._most_drafts = self.provable_draft_tokens if is_proven else 0
 
     @property
     def limits(self) -> EngineLimits:

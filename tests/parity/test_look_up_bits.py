@@ -57,13 +57,14 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 SAMPLINGS = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.6, seed=5), SamplingParams(seed=6, top_k=9))
 
 
-def engine_for(folder: Path, limits: EngineLimits, *, is_proven: bool = True) -> Engine:
-    """What a server builds; proven, as it does before it serves."""
+def engine_for(folder: Path, limits: EngineLimits) -> Engine:
+    """What a server builds, and proves before it serves."""
     manifest = artifact.load(folder)
+    cases = golden.load(folder / GOLDEN)
     engine = build_engine(folder, manifest, Tokenizer.load(folder / TOKENIZER).decode, limits, THREADS, LastRun())
-    if is_proven:
-        tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
-        assert all(case.passed for case in engine.verify_golden(golden.load(folder / GOLDEN), tolerance))
+    engine.prove_look_up(cases)
+    tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
+    assert all(case.passed for case in engine.verify_golden(cases, tolerance))
     return engine
 
 
@@ -103,7 +104,7 @@ def test_answers_have_the_bits_that_they_have_without_guesses(variant: str) -> N
     folder = tiny_artifact("decoder-only", **VARIANTS[variant])
     vocab_size = artifact.load(folder).config.vocab_size
     engine = engine_for(folder, GUESSING)
-    assert engine._scheduler.may_guess, "what computes here gives a chunk the bits of its tokens"
+    assert engine.max_draft_tokens == LOOK_UP, "what computes here gives a chunk the bits of its tokens"
     alone, guessed = ask(engine_for(folder, LIMITS), vocab_size), ask(engine, vocab_size)
     assert [told(outputs) for outputs in guessed] == [told(outputs) for outputs in alone]
     steps = [output.stats for outputs in guessed for output in outputs]
@@ -119,7 +120,7 @@ def test_a_server_guesses_as_its_flag_says(tmp_path: Path) -> None:
     config = ServeConfig(models=tmp_path, look_up=3, max_batch_size=2, threads=1, spin=False)
     models = load_models(tmp_path)
     engines = build_engines(tmp_path, models, config)
-    assert {name: engine._scheduler.limits.look_up for name, engine in engines.items()} == {"tiny": 3, "other": 0}
+    assert {name: engine.max_draft_tokens for name, engine in engines.items()} == {"tiny": 3, "other": 0}
 
 
 def refusals(folder: Path, **options: Any) -> list[str]:
@@ -162,6 +163,6 @@ def test_proof_finds_that_standard_operators_give_a_chunk_other_bits() -> None:
     options = dataclasses.replace(THREADS, own_kernels=False)
     runner = build_runner(folder, artifact.load(folder), LIMITS, options)
     cases = golden.load(folder / GOLDEN)
-    found = find_difference(runner, cases, num_slots=2, longest_chunk=LOOK_UP + 1, max_tokens=32)
+    found = find_difference(runner, cases, num_slots=2, longest_chunk=LOOK_UP + 1, max_tokens=32, context=96)
     assert found is not None
     assert "has other bits in a chunk of" in found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.generation import GenerationRules
 from model.golden import Feed, GoldenCase, Tolerance
 from service.engine.batch import PrefillChunk, SampleRow, ScheduledBatch
 from service.engine.engine import Engine
@@ -42,6 +44,7 @@ from tests.fakes import (
     drain,
     events_of,
     fake_engine,
+    fake_model,
     request,
     script,
     spell,
@@ -50,6 +53,7 @@ from tests.fakes import (
 from tests.unit.test_cost import decoder_only
 from tests.unit.test_replay import make_case
 
+ROOT = Path(__file__).resolve().parents[2]
 LIMITS = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=16, look_up=4)
 PROMPT = (5, 6, 7, 8, 5, 6, 7, 8, 5, 6)
 
@@ -441,21 +445,58 @@ def long_case(length: int) -> GoldenCase:
     return make_case((3, length), ((Feed(1, 0, length),),), with_sources=False)
 
 
+def differs(
+    runner: FakeRunner, length: int, longest_chunk: int, max_tokens: int = 16, context: int = CONTEXT
+) -> str | None:
+    """What the proof says on a sequence of so many tokens."""
+    return find_difference(
+        runner,
+        [long_case(length)],
+        num_slots=4,
+        longest_chunk=longest_chunk,
+        max_tokens=max_tokens,
+        context=context,
+    )
+
+
 @pytest.mark.parametrize("length", [1, 2, 9, 16, 17, 40])
 @pytest.mark.parametrize("longest_chunk", [2, 5, 16])
 def test_proof_passes_where_chunks_change_nothing_and_meets_every_length(length: int, longest_chunk: int) -> None:
     runner = FakeRunner()
-    difference = find_difference(runner, [long_case(length)], num_slots=4, longest_chunk=longest_chunk, max_tokens=16)
-    assert difference is None
+    assert differs(runner, length, longest_chunk) is None
     met = {len(chunk.token_ids) for batch in runner.batches for chunk in batch.prefills if chunk.num_scored}
-    assert met >= set(range(2, min(longest_chunk, max(length, 3), 16) + 1))
+    assert met >= set(range(2, longest_chunk + 1))
     assert max(met) <= 16
 
 
-@pytest.mark.parametrize(("length", "position"), [(2, 1), (5, 4), (2, 15), (3, 39), (16, 30)])
+def test_proof_needs_no_row_that_is_longer_than_the_context() -> None:
+    runner = FakeRunner()
+    assert differs(runner, 3, 16, context=5) is None
+    chunks = [chunk for batch in runner.batches for chunk in batch.prefills]
+    assert {len(chunk.token_ids) for chunk in chunks} == {2, 3, 4, 5}
+    assert max(chunk.start + len(chunk.token_ids) for chunk in chunks) == 5
+
+
+@pytest.mark.parametrize(
+    ("longest_chunk", "num_tokens", "num_alone", "num_logits"), [(9, 437, 74, 255), (17, 967, 82, 524)]
+)
+def test_proof_costs_as_many_tokens_as_is_written(
+    longest_chunk: int, num_tokens: int, num_alone: int, num_logits: int
+) -> None:
+    runner = FakeRunner()
+    assert differs(runner, 200, longest_chunk, max_tokens=128, context=512) is None
+    chunks = [chunk for batch in runner.batches for chunk in batch.prefills]
+    alone = sum(len(batch.decode) for batch in runner.batches)
+    assert alone == num_alone
+    assert alone + sum(len(chunk.token_ids) for chunk in chunks) == 200 - longest_chunk + num_tokens
+    assert alone + sum(chunk.num_logits for chunk in chunks) == num_logits, "none of what is only to lie in the cache"
+    document = " ".join((ROOT / "docs" / "engine.md").read_text(encoding="utf-8").split())
+    assert f"{num_tokens} tokens with K = {longest_chunk - 1}, {num_alone} of them one by one" in document
+
+
+@pytest.mark.parametrize(("length", "position"), [(2, 1), (5, 4), (2, 15), (16, 9), (3, 39), (5, 35)])
 def test_proof_names_where_a_chunk_has_other_bits(length: int, position: int) -> None:
-    runner = Rounding(length, position)
-    found = find_difference(runner, [long_case(40)], num_slots=4, longest_chunk=5, max_tokens=16)
+    found = differs(Rounding(length, position), 40, 5)
     assert found is not None
     assert found.startswith(f"position {position} of golden case case has other bits in a chunk of ")
 
@@ -473,7 +514,7 @@ class Forgetful(FakeRunner):
 
 
 def test_proof_finds_that_a_chunk_is_not_kept() -> None:
-    found = find_difference(Forgetful(), [long_case(12)], num_slots=4, longest_chunk=3, max_tokens=16)
+    found = differs(Forgetful(), 12, 3)
     assert found is not None
     # The first chunk of two is right, and what follows is computed upon something else.
     assert found.startswith("position 2 of golden case case has other bits")
@@ -485,39 +526,88 @@ def test_an_engine_guesses_only_what_it_has_proven_and_says_so(
 ) -> None:
     caplog.set_level(logging.INFO, "service.engine.engine")
     # One that says what calibration's prompts are made of.
-    runner = FakeRunner(next_token=lambda source, tokens: 1) if is_honest else Rounding(2, 30)
+    runner = FakeRunner(next_token=lambda source, tokens: 1) if is_honest else Rounding(2, 36)
     engine = fake_engine(runner, limits=LIMITS)
-    assert not engine._scheduler.may_guess
-    engine.verify_golden([long_case(40)], Tolerance(absolute=1e9))
+    assert engine.max_draft_tokens == 0
+    engine.prove_look_up([long_case(40)])
     (record,) = caplog.records
     if is_honest:
         assert record.getMessage() == "a model: up to 4 tokens are guessed by look-up, which changes no bit"
     else:
         assert record.levelno == logging.WARNING
-        place = "position 30 of golden case case has other bits in a chunk of 16 tokens than by itself"
-        expected = f"a model: no tokens are guessed by look-up, it would change answers: {place}"
-        assert record.getMessage() == expected
-    assert engine._scheduler.may_guess is is_honest
+        place = "position 36 of golden case case has other bits in a chunk of 2 tokens than by itself"
+        assert record.getMessage() == f"a model: no tokens are guessed by look-up: {place}"
+    assert engine.max_draft_tokens == (4 if is_honest else 0)
     engine.calibrate(0.05)
     assert not any(batch.num_draft_tokens for batch in runner.batches), "neither proof nor calibration guesses"
-    assert engine._scheduler.may_guess is is_honest
+    assert engine.max_draft_tokens == (4 if is_honest else 0)
     engine.add_request(request("a", PROMPT, max_tokens=40))
     assert (num_drafted(drain(engine)) > 0) is is_honest
 
 
-def test_an_encoder_decoder_is_never_guessed() -> None:
-    engine = fake_engine(FakeRunner(memory=1), limits=LIMITS, encoder_decoder=True)
+def test_guesses_are_proven_once_however_often_golden_cases_are_replayed() -> None:
+    runner = FakeRunner()
+    engine = fake_engine(runner, limits=LIMITS)
+    engine.prove_look_up([long_case(40)])
+    runner.batches.clear()
+    assert all(result.passed for result in engine.verify_golden([long_case(40)], Tolerance(absolute=1e-6)))
+    assert sum(batch.num_rows for batch in runner.batches) == 1, "the case's only feed"
+    assert engine.max_draft_tokens == 4
+    engine.add_request(request("a", PROMPT))
+    with pytest.raises(RuntimeError, match="idle"):
+        engine.prove_look_up([long_case(40)])
+
+
+def test_a_proof_that_does_not_run_leaves_an_engine_without_guesses(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(batch: ScheduledBatch) -> None:
+        raise RuntimeError("no graph")
+
+    engine = fake_engine(FakeRunner(before_run=fail), limits=LIMITS)
+    engine.prove_look_up([long_case(40)])
+    failure, warning = caplog.records
+    assert failure.levelno == logging.ERROR
+    assert warning.getMessage().startswith("a model: no tokens are guessed by look-up: its proof failed, ")
+    assert engine.max_draft_tokens == 0
+
+
+UNGUESSED: dict[str, dict[str, Any]] = {
+    "encoder-decoder": {"encoder_decoder": True},
+    "a-forced-beginning": {"generation": GenerationRules(forced_first_id=7)},
+    "a-forced-end": {"generation": GenerationRules(forced_last_id=EOS)},
+    "suppressed-tokens": {"generation": GenerationRules(suppressed_ids=(7, 8))},
+}
+
+
+@pytest.mark.parametrize("kind", UNGUESSED.values(), ids=UNGUESSED)
+def test_models_of_which_nothing_can_be_guessed_are_known_by_their_shape(kind: dict[str, Any]) -> None:
+    runner = FakeRunner(memory=1)
+    engine = fake_engine(runner, limits=LIMITS, **kind)
+    engine.prove_look_up([long_case(40)])
+    assert not runner.batches, "nothing to prove"
     engine._scheduler.let_guess(is_proven=True)
+    assert engine.max_draft_tokens == 0
     engine.add_request(request("a", PROMPT, max_tokens=40))
     assert num_drafted(drain(engine)) == 0
+
+
+def test_rules_of_a_models_own_are_named_where_they_hold_for_every_output() -> None:
+    rules = GenerationRules(forced_last_id=2, suppressed_ids=(7, 8), renormalize=True)
+    assert dataclasses.replace(fake_model(), generation=rules).why_unguessed == (
+        "rules of its own (forced_last_id, suppressed_ids) hold for every output, and rules count tokens as they come"
+    )
+    # Of beam searches, which are never guessed anyway.
+    rules = GenerationRules(renormalize=True, patience=2.0)
+    engine = fake_engine(FakeRunner(memory=1), limits=LIMITS, generation=rules)
+    engine.prove_look_up([long_case(40)])
+    assert engine.max_draft_tokens == 4
 
 
 def test_guesses_have_no_more_tokens_than_there_are_rows_of_logits() -> None:
     limits = dataclasses.replace(LIMITS, prefill_chunk=4, max_prefill_tokens=4, look_up=16)
     runner = FakeRunner(memory=1)
     engine = fake_engine(runner, limits=limits)
-    engine.verify_golden([long_case(9)], Tolerance(absolute=1e9))
-    assert engine._scheduler.may_guess
+    engine.prove_look_up([long_case(9)])
+    assert engine.max_draft_tokens == 3
     engine.add_request(request("a", PROMPT, max_tokens=40))
     drain(engine)
     fed = [len(batch.drafted.token_ids) for batch in runner.batches if batch.drafted is not None]
