@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
@@ -160,6 +161,14 @@ async def run(app: App, announce: Callable[[Ready], None]) -> int:
     return 0 if error is None else 1
 
 
+class ServedEngine(StepEngine, Protocol):
+    """An engine as it is handed over: what its thread needs of it, and what operators are told of it."""
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """How many tokens it guesses at once, at most; 0 where it never does."""
+
+
 class App:
     """One server over loaded models.
 
@@ -178,7 +187,7 @@ class App:
         self,
         config: ServeConfig,
         models: Collection[ServedModel],
-        engines: Mapping[str, StepEngine],
+        engines: Mapping[str, ServedEngine],
         registry: CollectorRegistry | None = None,
         last_run: LastRun | None = None,
         tracer: Tracer | None = None,
@@ -216,6 +225,8 @@ class App:
         pool = pool or share_memory(models, config)
         for name, part in pool.parts.items():
             self._metrics.for_model(name).kv_memory(part)
+        for name, engine in engines.items():
+            self._metrics.for_model(name).max_draft_tokens(engine.max_draft_tokens)
         self._library = Library(
             config, self._engine, self._models, self._metrics, last_run or LastRun(), pool, self._tell_health
         )

@@ -202,12 +202,15 @@ class Library:
         except BaseException:
             self._pool.give_back(part)
             raise
+        # Read while it is nobody else's: from then on it is the engine thread's.
+        max_draft_tokens = engine.max_draft_tokens
         gone = self._engine.install(name, engine, CostModel.of(model, engine), steps)
         self._give_back_when(gone, former)
         self._models.serve(model, parity)
         metrics = self._metrics.for_model(name)
         metrics.parity_checked(parity.max_abs_error, passed=parity.passed)
         metrics.kv_memory(part.kv_bytes)
+        metrics.max_draft_tokens(max_draft_tokens)
         await self._state_changed()
         stood_still = made - making if self._config.device is Device.CUDA else stall()
         _LOGGER.log(

@@ -112,6 +112,9 @@ class Metrics:
         self.preemptions = make(
             Counter, "preemptions", "Times that a request lost its place to more urgent ones.", _MODEL
         )
+        self.max_draft_tokens = make(
+            Gauge, "spec_decode_max_draft_tokens", "Tokens that are guessed at once at most; 0: none ever are.", _MODEL
+        )
         self.drafts = make(Counter, "spec_decode_num_drafts", "Steps in which tokens were guessed ahead.", _MODEL)
         self.draft_tokens = make(Counter, "spec_decode_num_draft_tokens", "Tokens that were guessed.", _MODEL)
         self.accepted_tokens = make(
@@ -169,9 +172,16 @@ class ModelMetrics:
         self._parity = metrics.parity
         self._parity_passed = metrics.parity_passed
         self._kv_memory = metrics.kv_memory
+        self._max_draft_tokens = metrics.max_draft_tokens
         self._coefficient = metrics.coefficient
         self._relative_error = metrics.relative_error
-        self._states = (metrics.serving, metrics.parity, metrics.parity_passed, metrics.kv_memory)
+        self._states = (
+            metrics.serving,
+            metrics.parity,
+            metrics.parity_passed,
+            metrics.kv_memory,
+            metrics.max_draft_tokens,
+        )
         self._running = metrics.running.labels(model)
         self._waiting = metrics.waiting.labels(model)
         self._kv_usage = metrics.kv_usage.labels(model)
@@ -215,6 +225,10 @@ class ModelMetrics:
     def kv_memory(self, num_bytes: int) -> None:
         """What its keys and values may take from now on."""
         self._kv_memory.labels(self._model).set(num_bytes)
+
+    def max_draft_tokens(self, num_tokens: int) -> None:
+        """How many of its tokens are guessed at once from now on, at most."""
+        self._max_draft_tokens.labels(self._model).set(num_tokens)
 
     def parity_checked(self, max_abs_error: float, *, passed: bool) -> None:
         """The golden cases were replayed."""

@@ -60,6 +60,11 @@ class ScriptedEngine:
         return PIECES
 
     @property
+    def max_draft_tokens(self) -> int:
+        """It says what it is told, and guesses nothing."""
+        return 0
+
+    @property
     def kv_memory_bytes(self) -> int:
         """It has no K/V."""
         return 0

@@ -66,11 +66,14 @@ def build_engine(
 
     Raises:
         StartupError: when the artefact is for another device, or that is not to be had; when a graph cannot be loaded
-            or is not the manifest's; when the memory cannot be reserved; when tokens are to be guessed ahead and that
-            would change answers. An encoder-decoder computes no chunks: nothing of it is guessed, whatever is wanted.
+            or is not the manifest's; when the memory cannot be reserved; when tokens are to be guessed ahead and what
+            computes them is known to change answers. A model of which nothing can be guessed, whatever computes it, is
+            served without, and the log says so.
     """
     _check_device(folder, manifest, device)
-    if manifest.config.is_encoder_decoder:
+    shape = model_shape(manifest)
+    if limits.look_up and shape.why_unguessed:
+        _LOGGER.warning("%s: no tokens are guessed by look-up: %s", folder, shape.why_unguessed)
         limits = dataclasses.replace(limits, look_up=0)
     if limits.look_up:
         _refuse_guesses(folder, limits, find_obstacles(manifest, options, prefill))
@@ -83,7 +86,7 @@ def build_engine(
     else:
         runner = build_runner(folder, manifest, limits, options, prefill)
     budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
-    scheduler = Scheduler(limits, model_shape(manifest), decode, budget)
+    scheduler = Scheduler(limits, shape, decode, budget)
     return Engine(scheduler, runner, Sampler(top), last_run, rehearse=rehearse, name=str(folder))
 
 
@@ -191,7 +194,11 @@ def _load_on_device(
 
 
 def _refuse_guesses(folder: Path, limits: EngineLimits, problems: Sequence[str]) -> None:
-    """Raises where there are problems: whoever asks for guesses is not to be served without them unawares."""
+    """Raises where there are problems, which other options or another artefact would solve.
+
+    Whoever asks for guesses is not to be served without them unawares: what only the proof finds (`prove_look_up`) is
+    told by the log and by `Engine.max_draft_tokens`.
+    """
     if problems:
         raise StartupError([f"{folder}: look_up is {limits.look_up}: {problem}" for problem in problems])
 

@@ -22,6 +22,7 @@ GAUGES = {
     "slo_seconds",
     "cost_model_coefficient",
     "cost_model_relative_error",
+    "spec_decode_max_draft_tokens",
 }
 COUNTERS = {
     "prompt_tokens",
@@ -95,6 +96,7 @@ def test_every_metric_of_a_model_carries_its_name_alone_but_for_two(registry: Co
     model.cost_model({"decode_pair": 1e-6}, 0.25)
     model.parity_checked(0.0, passed=True)
     model.kv_memory(1)
+    model.max_draft_tokens(4)
     labels = {
         metric.name.removeprefix("onward_"): frozenset(sample.labels) - {"le"}
         for metric in registry.collect()
@@ -237,6 +239,17 @@ def test_states_of_a_model_are_shown(registry: CollectorRegistry) -> None:
     model.parity_checked(1e-5, passed=True)
     model.serves(is_serving=True)
     assert (value(registry, "model_serving"), value(registry, "parity_passed")) == (1, 1)
+
+
+def test_how_much_may_be_guessed_is_shown_where_it_is_nothing_too(registry: CollectorRegistry) -> None:
+    model = Metrics(registry).for_model("m")
+    assert value(registry, "spec_decode_max_draft_tokens") is None, "not known yet"
+    model.max_draft_tokens(4)
+    assert value(registry, "spec_decode_max_draft_tokens") == 4
+    model.max_draft_tokens(0)
+    assert value(registry, "spec_decode_max_draft_tokens") == 0
+    model.idle()
+    assert value(registry, "spec_decode_max_draft_tokens") is None
 
 
 OBJECTIVES = Objectives(time_to_first_token=(0.2, 1.0), inter_token_latency=(0.03,), e2e_latency=(200.0,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from model import artifact, golden, kernels
 from model.artifact import GOLDEN, TOKENIZER, KVPrecision, Precision
+from model.generation import GenerationRules
 from model.tokenizer import Tokenizer
+from service.app import App
 from service.config import ServeConfig
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_runner
@@ -114,13 +118,35 @@ def test_answers_have_the_bits_that_they_have_without_guesses(variant: str) -> N
 
 
 @needs_kernels
-def test_a_server_guesses_as_its_flag_says(tmp_path: Path) -> None:
+def test_a_server_guesses_as_its_flag_says_and_shows_it(tmp_path: Path) -> None:
     (tmp_path / "tiny").symlink_to(tiny_artifact("decoder-only"))
     (tmp_path / "other").symlink_to(tiny_artifact("encoder-decoder"))
     config = ServeConfig(models=tmp_path, look_up=3, max_batch_size=2, threads=1, spin=False)
-    models = load_models(tmp_path)
-    engines = build_engines(tmp_path, models, config)
-    assert {name: engine.max_draft_tokens for name, engine in engines.items()} == {"tiny": 3, "other": 0}
+    models, registry = load_models(tmp_path), CollectorRegistry()
+    App(config, models, build_engines(tmp_path, models, config), registry)
+    shown = {
+        model.name: registry.get_sample_value("onward_spec_decode_max_draft_tokens", {"model_name": model.name})
+        for model in models
+    }
+    assert shown == {"tiny": 3, "other": 0}
+
+
+def test_a_model_with_rules_of_its_own_is_served_without_guesses_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tiny_artifact("decoder-only")
+    manifest = dataclasses.replace(artifact.load(folder), generation=GenerationRules(suppressed_ids=(5,)))
+    # By standard operators, for which a model of which something could be guessed would be refused.
+    options = dataclasses.replace(THREADS, own_kernels=False)
+    engine = build_engine(folder, manifest, str, GUESSING, options, LastRun())
+    engine.prove_look_up(golden.load(folder / GOLDEN))
+    assert engine.max_draft_tokens == 0
+    (record,) = (record for record in caplog.records if record.name == "service.engine.factory")
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == (
+        f"{folder}: no tokens are guessed by look-up: rules of its own (suppressed_ids) hold for every output, "
+        "and rules count tokens as they come"
+    )
 
 
 def refusals(folder: Path, **options: Any) -> list[str]:
