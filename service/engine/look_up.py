@@ -4,10 +4,11 @@ The last tokens of a sequence, three of them or else two, are sought in its own 
 the latest earlier place is proposed to follow again (Saxena, 2023: prompt lookup decoding). Proposals cost nothing but
 the time to check them, and where an output repeats its prompt, as a correction or a summary does, most come true.
 
-How many are proposed goes by how the last ones did, counted in tokens and never timed, so that a sequence proposes the
-same wherever it runs. All that came true doubles the next proposal, up to what is allowed; some leave as many and one
-more; none halves it, and lets pauses follow that double up to `_LONGEST_PAUSE`. So who never repeats itself pays for
-one check in so many steps. A wrong proposal changes no token: whoever checks it stops there.
+How many are proposed goes by how the last ones did, counted in tokens and never timed. All that came true doubles the
+next proposal, up to what is allowed; some leave as many and one more; none halves it, and lets pauses follow that
+double up to `_LONGEST_PAUSE`. So who never repeats itself pays for one check in so many steps. A wrong proposal changes
+no token: whoever checks it stops there. Which proposals there are hangs on when they are asked for, and a sequence in
+company is not asked: tokens are the same everywhere, proposals are not.
 
 Knows token ids. Knows no logits, no slots and no model; each sequence has one of its own.
 """
