@@ -8,8 +8,10 @@ import math
 import random
 import sys
 import threading
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +42,7 @@ from benchmarks.scenario import Answer, percentile
 from benchmarks.scenario_options import DOCS
 from benchmarks.translation import OFFLINE, OURS, PEER, Contender, Translation
 from model import kernels
+from proto.onward.v1 import generation_pb2 as pb
 from tests.artifacts import tiny_artifact, tiny_config
 
 
@@ -318,7 +321,8 @@ def test_a_prefix_is_measured_in_every_way_on_a_real_server(tmp_path: Path, monk
 
 
 def answer(token_ids: list[int], seconds: float) -> look_up.Told:
-    return look_up.Told(token_ids, seconds)
+    """One whose first token came by itself."""
+    return look_up.Told(token_ids, 1, seconds)
 
 
 def test_what_guesses_save_is_a_prompts_median_beside_its_median_without_and_nothing_where_a_token_differs() -> None:
@@ -327,6 +331,7 @@ def test_what_guesses_save_is_a_prompts_median_beside_its_median_without_and_not
     guessed = [[answer(first, 0.4), answer(second, 2.0)], [answer(first, 0.5), answer(second, 2.5)]]
     counts = {"continue": {"drafts": 3.0, "draft_tokens": 8.0, "accepted_tokens": 6.0}}
     (found,) = look_up.judge({"continue": {"without": without, "with": guessed}}, counts)["tasks"].values()
+    assert found["tokens_per_second"]["without"] == pytest.approx((2.0 + 1.0) / 2), "of two tokens after the first"
     assert found["ratios"] == pytest.approx([(2.5 + 2.0) / 2, (1.0 + 0.8) / 2])
     assert found["accepted_share"] == 0.75
     guessed[1][1] = answer([4, 5, 7], 2.5)
@@ -334,13 +339,54 @@ def test_what_guesses_save_is_a_prompts_median_beside_its_median_without_and_not
         look_up.judge({"continue": {"without": without, "with": guessed}}, counts)
 
 
-def test_prompts_of_an_edit_say_their_first_half_again() -> None:
+class Telling:
+    """A stub whose answers are messages of so many tokens, the first of them and the last of none."""
+
+    def __init__(self, *counts: int) -> None:
+        self._counts = counts
+        self.asked: list[pb.GenerateStreamRequest] = []
+
+    async def GenerateStream(  # noqa: N802
+        self, request: pb.GenerateStreamRequest
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        self.asked.append(request)
+        yield pb.GenerateStreamResponse(accepted=pb.GenerateStreamResponse.Accepted())
+        for count in self._counts:
+            yield pb.GenerateStreamResponse(delta=pb.GenerateStreamResponse.Delta(token_ids=range(count)))
+        yield pb.GenerateStreamResponse(finished=pb.GenerateStreamResponse.Finished())
+
+
+async def test_a_rate_is_of_the_tokens_behind_the_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([10.0, 10.5, 12.0])
+    monkeypatch.setattr(look_up, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
+    stub: Any = Telling(2, 1, 0, 3)
+    told = await look_up.ask(stub, look_up.Question([1, 5], seed=9), 6)
+    assert told == look_up.Told([0, 1, 0, 0, 1, 2], 2, 2.0)
+    assert told.tokens_per_second == 2.0
+    assert (stub.asked[0].sampling.temperature, stub.asked[0].sampling.seed) == (1.0, 9)
+    for counts, problem in (((2, 1), "asked for 6 tokens, got 3"), ((6,), "6 tokens came at once")):
+        moments = iter([10.0, 11.0])
+        stub = Telling(*counts)
+        with pytest.raises(RuntimeError, match=problem):
+            await look_up.ask(stub, look_up.Question([1, 5]), 6)
+        assert stub.asked[0].sampling.temperature == 0.0
+
+
+def test_tasks_ask_what_their_names_say() -> None:
     settings = look_up.Settings(prompt=16, prompts=1)
-    texts = [[5], list(range(10, 40))]
-    assert look_up.prompts(settings, texts, "continue") == [[1, *range(10, 25)]]
-    assert look_up.prompts(settings, texts, "edit") == [[1, *range(10, 20), *range(10, 15)]]
-    with pytest.raises(RuntimeError, match="1 held-out modules have 15 tokens, 2 are wanted"):
-        look_up.prompts(replace(settings, prompts=2), texts, "edit")
+    texts = [[5], list(range(10, 40)), list(range(50, 90))]
+    begun = [1, *range(10, 25)]
+    assert look_up.questions(settings, texts, "continue") == [look_up.Question(begun)]
+    (drawn,) = look_up.questions(settings, texts, "sample")
+    assert drawn.token_ids == begun
+    assert drawn.seed is not None
+    assert look_up.questions(settings, texts, "sample") == [drawn], "both servers are asked the same"
+    two = look_up.questions(replace(settings, prompts=2), texts, "sample")
+    assert two[0] == drawn
+    assert two[1].seed != drawn.seed
+    assert look_up.questions(settings, texts, "copy") == [look_up.Question([1, *range(10, 20), *range(10, 15)])]
+    with pytest.raises(RuntimeError, match="2 held-out modules have 15 tokens, 3 are wanted"):
+        look_up.questions(replace(settings, prompts=3), texts, "copy")
 
 
 @pytest.mark.skipif(not kernels.operators(), reason="the kernels are not built for this processor")
@@ -351,10 +397,12 @@ def test_guesses_are_measured_on_real_servers(tmp_path: Path, monkeypatch: pytes
     settings = look_up.Settings(precision="fp32", look_up=4, prompts=2, prompt=40, new=30, repeats=1)
     results = look_up.measure(settings, tmp_path)
     assert results["tokens_equal"]
-    for task in results["tasks"].values():
-        assert task["guesses"]["draft_tokens"] >= task["guesses"]["accepted_tokens"] > 0
+    assert set(results["tasks"]) == {"continue", "sample", "copy"}
+    for name, task in results["tasks"].items():
+        # Draws from random weights repeat nothing.
+        assert task["guesses"]["draft_tokens"] >= task["guesses"]["accepted_tokens"] >= (name != "sample")
         assert task["tokens_per_second"]["with"] > 0
-    assert "| edit |" in look_up.render(results)
+    assert "| copy (the kindest case) |" in look_up.render(results)
     json.dumps(results, allow_nan=False)
 
 
