@@ -133,8 +133,11 @@ async def test_a_model_is_loaded_beside_another_and_answers_as_if_it_had_always_
         assert len(await shelved.tokens("c")) == 12
         await shelved.load("b")  # there already
         assert shelved.server.metric("parity_max_abs_error", model_name="b") > 0
-        drafts = shelved.server.registry.get_sample_value("onward_spec_decode_max_draft_tokens", {"model_name": "b"})
-        assert drafts == 0, "as nobody asked for guesses"
+        for name in ("a", "b"):
+            drafts = shelved.server.registry.get_sample_value(
+                "onward_spec_decode_max_draft_tokens", {"model_name": name}
+            )
+            assert drafts == 0, "as nobody asked for guesses"
 
 
 async def test_a_loaded_model_is_foretold_from_the_start_if_nobody_was_served_meanwhile(

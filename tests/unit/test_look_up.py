@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 
 from model.generation import GenerationRules
 from model.golden import Feed, GoldenCase, Tolerance
+from service import loading
+from service.config import ServeConfig
 from service.engine.batch import PrefillChunk, SampleRow, ScheduledBatch
 from service.engine.engine import Engine
 from service.engine.kv_ledger import KVBudget
@@ -556,6 +559,24 @@ def test_guesses_are_proven_once_however_often_golden_cases_are_replayed() -> No
     engine.add_request(request("a", PROMPT))
     with pytest.raises(RuntimeError, match="idle"):
         engine.prove_look_up([long_case(40)])
+
+
+@pytest.mark.parametrize("look_up", [0, 4])
+def test_whoever_builds_engines_has_guesses_proven_where_they_are_wanted(
+    look_up: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = fake_engine(FakeRunner(), limits=dataclasses.replace(LIMITS, look_up=look_up))
+    monkeypatch.setattr(loading, "build_engine", lambda *_: engine)
+    model: Any = SimpleNamespace(
+        name="m",
+        manifest=None,
+        output_tokenizer=SimpleNamespace(decode=None),
+        prefill_provider=None,
+        golden_cases=[long_case(40)],
+    )
+    config = ServeConfig(models=tmp_path, look_up=look_up)
+    built = loading.build_engines(tmp_path, [model], config, kv_memory={"m": 1})
+    assert built["m"].max_draft_tokens == look_up
 
 
 def test_a_proof_that_does_not_run_leaves_an_engine_without_guesses(caplog: pytest.LogCaptureFixture) -> None:
