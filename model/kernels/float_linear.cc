@@ -14,6 +14,11 @@ namespace onward {
 
 bool can_multiply_floats() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq"); }
 
+int64_t best_stride(int64_t num_rows) {
+  constexpr int64_t kAliased = 1024, kLineNumbers = 16;
+  return num_rows % kAliased == 0 ? num_rows + kLineNumbers : num_rows;
+}
+
 }  // namespace onward
 
 // All above runs on any processor, all below where that is true.
@@ -30,10 +35,6 @@ constexpr int64_t kTileColumns = 8;  // half a register of results
 constexpr int64_t kPart = 768;       // of K at most at a time: a tile's columns take three quarters of the first cache
 constexpr int64_t kBlock = 1 << 17;  // numbers, those of rows that stay in the next cache while all columns pass
 constexpr int64_t kLine = 64;
-// Columns a multiple of this far apart take the same few places of the nearest cache. Where so many tiles of rows meet
-// them, copying them apart pays.
-constexpr int64_t kAliased = 1024;
-constexpr int64_t kLeastTilesToCopy = 8;
 
 // What 16 lanes have added up to so far.
 struct Sum {
@@ -116,29 +117,19 @@ int64_t ceil_div(int64_t count, int64_t unit) { return (count + unit - 1) / unit
 void multiply_block(const float* rows, int64_t num_rows, const FloatMatrix& matrix, int64_t begin, int64_t end,
                     float* output) {
   thread_local Scratch<Sum> sums;
-  thread_local Scratch<float> copies;
   const int64_t width = matrix.num_rows, num_tiles = ceil_div(num_rows, kTileRows);
   // A single tile meets its columns once: nothing to keep near.
   const int64_t num_parts = num_tiles == 1 ? 1 : std::max<int64_t>(ceil_div(width, kPart), 1);
   const int64_t step = ceil_div(ceil_div(width, num_parts), kLanes) * kLanes;
-  const bool is_copied = num_tiles >= kLeastTilesToCopy && width % kAliased == 0;
-  // An odd number of lines: columns begin at different places of the cache.
-  const int64_t stride = is_copied ? (step / kLanes | 1) * kLanes : width;
   Sum* const waiting = sums.at_least(num_parts == 1 ? 0 : num_rows * kTileColumns);
-  float* const copy = copies.at_least(is_copied ? kTileColumns * stride : 0);
   for (int64_t column = begin; column < end; column += kTileColumns) {
     const int64_t num_columns = std::min(kTileColumns, end - column);
-    const float* columns = matrix.weights + column * width;
-    const char* ahead = reinterpret_cast<const char*>(columns + num_columns * width);
+    const float* columns = matrix.weights + column * matrix.stride;
+    const char* ahead = reinterpret_cast<const char*>(columns + num_columns * matrix.stride);
     const int64_t lines_ahead = column + num_columns < end ? ceil_div(kTileColumns, num_tiles) : 0;
     for (int64_t index = 0; index < num_parts; ++index) {
       const int64_t first = index * step, last = std::min(first + step, width);
-      if (is_copied) {
-        for (int64_t each = 0; each < num_columns; ++each)
-          std::copy_n(columns + each * width + first, last - first, copy + each * stride);
-      }
-      const Part part{is_copied ? copy : columns + first, stride, first, last, index == 0, index == num_parts - 1,
-                      lines_ahead};
+      const Part part{columns + first, matrix.stride, first, last, index == 0, index == num_parts - 1, lines_ahead};
       for (int64_t row = 0; row < num_rows; row += kTileRows) {
         const int64_t count = std::min(kTileRows, num_rows - row);
         kTiles[num_columns - 1][count - 1](rows + row * width, matrix, column, part, ahead,

@@ -9,11 +9,16 @@ namespace onward {
 
 // A matrix as PyTorch stores it, `[N, K]`: a column of the product's right side is one stretch of memory.
 struct FloatMatrix {
-  const float* weights;  // [N, K]
+  const float* weights;  // [N, stride], of which K count
   int64_t num_rows;      // K
   int64_t num_columns;   // N
+  int64_t stride;        // numbers from one column to the next
   const float* bias;     // [N], or nullptr for none
 };
+
+// How far apart columns are best laid, if they are laid anew: those a power of two apart would take the same few places
+// of the nearest cache.
+int64_t best_stride(int64_t num_rows);
 
 // Whether this processor has the instructions that the product below is made of.
 bool can_multiply_floats();

@@ -73,13 +73,17 @@ class Runtime {
   // A copy of a stored input of `num_bytes` a number in huge pages; null where weights are to stay in the file, or the
   // input is not stored or is small.
   std::shared_ptr<const void> resident(const ort::KernelInfo* info, size_t index, size_t num_bytes) const {
-    int is_constant = 0;
-    const ort::Value* value = nullptr;
-    if (copies_weights_) check(api_.constant_input(info, index, &is_constant, &value));
-    if (!is_constant || !value) return nullptr;
-    const Tensor tensor = read(value);
-    const size_t size = std::accumulate(tensor.shape.begin(), tensor.shape.end(), num_bytes, std::multiplies<>());
-    return size < kLeastResident ? nullptr : make_resident(tensor.data, size);
+    const Tensor tensor = copied(info, index, num_bytes);
+    return tensor.data ? make_resident(tensor.data, size_of(tensor, num_bytes)) : nullptr;
+  }
+
+  // The same for a matrix whose rows are `stride` numbers apart in the copy.
+  std::shared_ptr<const void> resident_rows(const ort::KernelInfo* info, size_t index, size_t num_bytes,
+                                            int64_t (*stride)(int64_t width)) const {
+    const Tensor tensor = copied(info, index, num_bytes);
+    if (!tensor.data || tensor.shape.size() != 2) return nullptr;
+    const int64_t width = tensor.shape[1];
+    return make_resident(tensor.data, width * num_bytes, tensor.shape[0], stride(width) * num_bytes);
   }
 
   Tensor input(const ort::KernelContext* context, size_t index) const {
@@ -105,6 +109,20 @@ class Runtime {
  private:
   void check(ort::Status* status) const {
     if (status) throw Refused(status);
+  }
+
+  static size_t size_of(const Tensor& tensor, size_t num_bytes) {
+    return std::accumulate(tensor.shape.begin(), tensor.shape.end(), num_bytes, std::multiplies<>());
+  }
+
+  // A stored input that is to be copied; without data where it is not.
+  Tensor copied(const ort::KernelInfo* info, size_t index, size_t num_bytes) const {
+    int is_constant = 0;
+    const ort::Value* value = nullptr;
+    if (copies_weights_) check(api_.constant_input(info, index, &is_constant, &value));
+    if (!is_constant || !value) return {};
+    const Tensor tensor = read(value);
+    return size_of(tensor, num_bytes) < kLeastResident ? Tensor{} : tensor;
   }
 
   Tensor read(const ort::Value* value) const {
@@ -281,14 +299,17 @@ class Linear {
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static bool is_able() { return can_multiply_floats(); }
 
-  Linear(const Runtime& runtime, const ort::KernelInfo* info) : resident_(runtime.resident(info, 1, sizeof(float))) {}
+  Linear(const Runtime& runtime, const ort::KernelInfo* info)
+      : resident_(runtime.resident_rows(info, 1, sizeof(float), best_stride)) {}
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
     const Tensor rows = runtime.input(context, 0), weight = runtime.input(context, 1);
     runtime.require(weight.shape.size() == 2, "weight must be [N, K]");
     const float* bias = kIsBiased ? bias_of(runtime, context, 2, weight.shape[0]) : nullptr;
     runtime.require(!rows.shape.empty() && rows.shape.back() == weight.shape[1], "rows must be K numbers wide");
-    const FloatMatrix matrix{where<float>(resident_, weight), weight.shape[1], weight.shape[0], bias};
+    const int64_t width = weight.shape[1];
+    const FloatMatrix matrix{where<float>(resident_, weight), width, weight.shape[0],
+                             resident_ ? best_stride(width) : width, bias};
     const Tensor output = runtime.output(context, 0, with_last(rows.shape, weight.shape[0]));
     const Lender lender{&runtime, context};
     multiply(lender.parallel(), rows.as<float>(), num_rows_of(rows), matrix, output.as<float>());

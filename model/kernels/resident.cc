@@ -72,8 +72,13 @@ void release(const void* bytes, size_t size) {
 }  // namespace
 
 std::shared_ptr<const void> make_resident(const void* bytes, size_t size) {
+  return make_resident(bytes, size, 1, size);
+}
+
+std::shared_ptr<const void> make_resident(const void* bytes, size_t width, size_t num_rows, size_t pitch) {
   static std::mutex mutex;
   static std::weak_ptr<Slab> current;
+  const size_t size = num_rows * pitch;
   std::shared_ptr<Slab> slab;
   char* place = nullptr;
   {
@@ -86,8 +91,9 @@ std::shared_ptr<const void> make_resident(const void* bytes, size_t size) {
       current = slab;
     }
   }
-  std::memcpy(place, bytes, size);
-  release(bytes, size);
+  for (size_t row = 0; row < num_rows; ++row)
+    std::memcpy(place + row * pitch, static_cast<const char*>(bytes) + row * width, width);
+  release(bytes, num_rows * width);
   return {slab, place};
 }
 

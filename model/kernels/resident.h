@@ -13,4 +13,7 @@ namespace onward {
 // whoever reads them there again has them read from the file again. Throws `std::bad_alloc`.
 std::shared_ptr<const void> make_resident(const void* bytes, size_t size);
 
+// The same for rows of `width` bytes each, which begin `pitch` bytes apart in the copy.
+std::shared_ptr<const void> make_resident(const void* bytes, size_t width, size_t num_rows, size_t pitch);
+
 }  // namespace onward
