@@ -1,12 +1,14 @@
 // One result is 16 lanes of sums over K, so that both sides are read as they lie in memory; 3 rows meet 8 columns at a
 // time, and each register that is loaded counts for 3 or 8 products. Of few rows the time is that of reading the
-// matrix, hence its next columns are asked for while these are multiplied; of many it is that of arithmetic, hence K in
-// parts that stay in the nearest cache.
+// matrix, hence all of them meet a column at once, if they fit into the nearest cache, and the next columns are asked for
+// while these are multiplied; of many it is that of arithmetic, hence K in parts that stay in that cache.
 #include "float_linear.h"
 
 #include <immintrin.h>
 
 #include <algorithm>
+#include <array>
+#include <utility>
 
 #include "scratch.h"
 
@@ -30,8 +32,10 @@ int64_t best_stride(int64_t num_rows) {
 namespace onward {
 namespace {
 
-constexpr int64_t kTileRows = 3;     // with eight columns: 24 sums, and registers are left for what is multiplied
-constexpr int64_t kTileColumns = 8;  // half a register of results
+constexpr int64_t kTileRows = 3;       // with eight columns: 24 sums, and registers are left for what is multiplied
+constexpr int64_t kTileColumns = 8;    // half a register of results
+constexpr int64_t kFewRows = 8;        // are a tile by themselves, with as many columns as leave it 24 sums,
+constexpr int64_t kFewNumbers = 6144;  // if they are no more numbers than stay in the nearest cache: 24 KiB
 constexpr int64_t kPart = 768;       // of K at most at a time: a tile's columns take three quarters of the first cache
 constexpr int64_t kBlock = 1 << 17;  // numbers, those of rows that stay in the next cache while all columns pass
 constexpr int64_t kLine = 64;
@@ -54,6 +58,24 @@ struct Part {
 template <int num_rows, int num_columns>
 [[gnu::always_inline]] inline void add_products(const float* rows, int64_t row_stride, const float* columns,
                                                 int64_t column_stride, __mmask16 mask, __m512* sums) {
+  // Of both sides the shorter stays in registers while the other passes.
+  if constexpr (num_rows > kTileRows) {
+    __m512 right[num_columns];
+#pragma GCC unroll 8
+    for (int column = 0; column < num_columns; ++column)
+      right[column] = _mm512_maskz_loadu_ps(mask, columns + column * column_stride);
+#pragma GCC unroll 8
+    for (int row = 0; row < num_rows; ++row) {
+      __m512 left = _mm512_maskz_loadu_ps(mask, rows + row * row_stride);
+      asm("" : "+v"(left));  // as below
+#pragma GCC unroll 8
+      for (int column = 0; column < num_columns; ++column) {
+        __m512& sum = sums[row * num_columns + column];
+        sum = _mm512_fmadd_ps(left, right[column], sum);
+      }
+    }
+    return;
+  }
   __m512 left[num_rows];
 #pragma GCC unroll 3
   for (int row = 0; row < num_rows; ++row) left[row] = _mm512_maskz_loadu_ps(mask, rows + row * row_stride);
@@ -104,12 +126,20 @@ void multiply_tile(const float* rows, const FloatMatrix& matrix, int64_t column,
   }
 }
 
+// How many columns a tile of so many rows has.
+constexpr int64_t tile_columns(int64_t num_rows) { return std::min(kTileColumns, kTileRows * kTileColumns / num_rows); }
+
 using Tile = void (*)(const float*, const FloatMatrix&, int64_t, const Part&, const char*, Sum*, float*);
-template <int num_columns>
-constexpr Tile kTilesOf[kTileRows] = {multiply_tile<1, num_columns>, multiply_tile<2, num_columns>,
-                                      multiply_tile<3, num_columns>};
-constexpr const Tile* kTiles[kTileColumns] = {kTilesOf<1>, kTilesOf<2>, kTilesOf<3>, kTilesOf<4>,
-                                              kTilesOf<5>, kTilesOf<6>, kTilesOf<7>, kTilesOf<8>};
+using Tiles = std::array<Tile, kTileColumns>;  // by the number of columns, less one
+
+template <int num_rows, int... indices>
+constexpr Tiles tiles_of(std::integer_sequence<int, indices...>) {
+  return {multiply_tile<num_rows, indices + 1>...};
+}
+template <int num_rows>
+constexpr Tiles kTilesOf = tiles_of<num_rows>(std::make_integer_sequence<int, tile_columns(num_rows)>());
+constexpr const Tiles* kTiles[kFewRows] = {&kTilesOf<1>, &kTilesOf<2>, &kTilesOf<3>, &kTilesOf<4>,
+                                           &kTilesOf<5>, &kTilesOf<6>, &kTilesOf<7>, &kTilesOf<8>};
 
 int64_t ceil_div(int64_t count, int64_t unit) { return (count + unit - 1) / unit; }
 
@@ -117,23 +147,26 @@ int64_t ceil_div(int64_t count, int64_t unit) { return (count + unit - 1) / unit
 void multiply_block(const float* rows, int64_t num_rows, const FloatMatrix& matrix, int64_t begin, int64_t end,
                     float* output) {
   thread_local Scratch<Sum> sums;
-  const int64_t width = matrix.num_rows, num_tiles = ceil_div(num_rows, kTileRows);
+  const int64_t width = matrix.num_rows;
+  const bool is_one_tile = num_rows <= kTileRows || (num_rows <= kFewRows && num_rows * width <= kFewNumbers);
+  const int64_t tile_rows = is_one_tile ? num_rows : kTileRows, columns_at_once = tile_columns(tile_rows);
+  const int64_t num_tiles = ceil_div(num_rows, tile_rows);
   // A single tile meets its columns once: nothing to keep near.
-  const int64_t num_parts = num_tiles == 1 ? 1 : std::max<int64_t>(ceil_div(width, kPart), 1);
+  const int64_t num_parts = is_one_tile ? 1 : std::max<int64_t>(ceil_div(width, kPart), 1);
   const int64_t step = ceil_div(ceil_div(width, num_parts), kLanes) * kLanes;
   Sum* const waiting = sums.at_least(num_parts == 1 ? 0 : num_rows * kTileColumns);
-  for (int64_t column = begin; column < end; column += kTileColumns) {
-    const int64_t num_columns = std::min(kTileColumns, end - column);
+  for (int64_t column = begin; column < end; column += columns_at_once) {
+    const int64_t num_columns = std::min(columns_at_once, end - column);
     const float* columns = matrix.weights + column * matrix.stride;
     const char* ahead = reinterpret_cast<const char*>(columns + num_columns * matrix.stride);
-    const int64_t lines_ahead = column + num_columns < end ? ceil_div(kTileColumns, num_tiles) : 0;
+    const int64_t lines_ahead = column + num_columns < end ? ceil_div(columns_at_once, num_tiles) : 0;
     for (int64_t index = 0; index < num_parts; ++index) {
       const int64_t first = index * step, last = std::min(first + step, width);
       const Part part{columns + first, matrix.stride, first, last, index == 0, index == num_parts - 1, lines_ahead};
-      for (int64_t row = 0; row < num_rows; row += kTileRows) {
-        const int64_t count = std::min(kTileRows, num_rows - row);
-        kTiles[num_columns - 1][count - 1](rows + row * width, matrix, column, part, ahead,
-                                           waiting + row * kTileColumns, output + row * matrix.num_columns);
+      for (int64_t row = 0; row < num_rows; row += tile_rows) {
+        const int64_t count = std::min(tile_rows, num_rows - row);
+        (*kTiles[count - 1])[num_columns - 1](rows + row * width, matrix, column, part, ahead,
+                                              waiting + row * kTileColumns, output + row * matrix.num_columns);
         ahead += ceil_div(last - first, kLanes) * lines_ahead * kLine;
       }
     }
