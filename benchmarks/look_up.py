@@ -12,9 +12,10 @@ held-out modules, which it never saw, in three tasks:
     copy       a module's part, and once more its first half: who goes on copying finds what is next to say in the
                prompt, which is the kindest case that look-up has
 
-A request's rate is that of its decoding: the tokens that came after its first message, over the seconds from then to
-the last of them. Reading the prompt is not in it, for both servers have most of it at hand once they have read it; its
-length counts, as a token takes the longer the more there are before it. A prompt's rate is the median over the repeats.
+A request's rate is that of its decoding: the tokens after its first, over the seconds from that to the last of them, as
+the server tells them (`timings.decode`). Reading the prompt is not in it, for both servers have most of it at hand once
+they have read it; its length counts, as a token takes the longer the more there are before it. A prompt's rate is the
+median over the repeats.
 All tokens of both servers must be equal, or nothing is told. The last line on stdout is one JSON object; the report
 goes to `build/bench`.
 """
@@ -26,7 +27,6 @@ import os
 import random
 import statistics
 import sys
-import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -94,16 +94,15 @@ class Question:
 
 @dataclass(slots=True)
 class Told:
-    """One answer: its tokens, how many of them the first message had, and from then on the seconds to the last."""
+    """One answer: its tokens, and the seconds from the first of them to the last, by the server's clock."""
 
     token_ids: list[int] = field(default_factory=list)
-    num_first: int = 0
     seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Of those behind the first message, as the client sees it."""
-        return (len(self.token_ids) - self.num_first) / self.seconds
+        """Of those after the first."""
+        return (len(self.token_ids) - 1) / self.seconds
 
 
 def measure(settings: Settings, build: Path) -> dict[str, Any]:
@@ -228,7 +227,7 @@ async def ask(stub: GenerationServiceAsyncStub, question: Question, new: int) ->
     """One answer of so many tokens.
 
     Raises:
-        RuntimeError: when it has another number of them, or all of them came at once.
+        RuntimeError: when it has another number of them.
     """
     drawn = pb.SamplingParams(temperature=0.0)
     if question.seed is not None:
@@ -238,19 +237,12 @@ async def ask(stub: GenerationServiceAsyncStub, question: Question, new: int) ->
         sampling=drawn,
         stopping=pb.StoppingParams(max_tokens=new, ignore_eos=True),
     )
-    told, began = Told(), 0.0
+    told = Told()
     async for event in stub.GenerateStream(request):
-        if not event.delta.token_ids:
-            continue
-        now = time.perf_counter()
-        if not told.token_ids:
-            began, told.num_first = now, len(event.delta.token_ids)
         told.token_ids += event.delta.token_ids
-        told.seconds = now - began
+        told.seconds = told.seconds or event.summary.timings.decode
     if len(told.token_ids) != new:
         raise RuntimeError(f"asked for {new} tokens, got {len(told.token_ids)}")
-    if told.num_first == new:
-        raise RuntimeError(f"{new} tokens came at once, and so at no rate")
     return told
 
 
@@ -283,7 +275,7 @@ def render(results: Mapping[str, Any]) -> str:
         f"{settings['prompts']} prompts of {settings['prompt']} tokens from modules that it never saw, "
         f"{settings['new']} tokens each; `--look-up {settings['look_up']}` beside `--look-up 0`, medians of "
         f"{settings['repeats']} repeats, {settings['threads']} threads, on {results['machine']['processor']}. Rates "
-        "are of decoding, after the first message: reading the prompt is not in them. All tokens are equal.",
+        "are of decoding, after the first token: reading the prompt is not in them. All tokens are equal.",
         "",
         "| task | tokens/s without | with | with ÷ without | of a prompt, from | to | guessed | came true |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",

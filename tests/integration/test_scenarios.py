@@ -11,7 +11,6 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -321,8 +320,7 @@ def test_a_prefix_is_measured_in_every_way_on_a_real_server(tmp_path: Path, monk
 
 
 def answer(token_ids: list[int], seconds: float) -> look_up.Told:
-    """One whose first token came by itself."""
-    return look_up.Told(token_ids, 1, seconds)
+    return look_up.Told(token_ids, seconds)
 
 
 def test_what_guesses_save_is_a_prompts_median_beside_its_median_without_and_nothing_where_a_token_differs() -> None:
@@ -354,22 +352,19 @@ class Telling:
         for count in self._counts:
             yield pb.GenerateStreamResponse(delta=pb.GenerateStreamResponse.Delta(token_ids=range(count)))
         yield pb.GenerateStreamResponse(finished=pb.GenerateStreamResponse.Finished())
+        timings = pb.Timings(prefill=7.0, decode=2.0, total=9.0)
+        yield pb.GenerateStreamResponse(summary=pb.GenerateStreamResponse.Summary(timings=timings))
 
 
-async def test_a_rate_is_of_the_tokens_behind_the_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([10.0, 10.5, 12.0])
-    monkeypatch.setattr(look_up, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
+async def test_a_rate_is_of_the_tokens_after_the_first_by_the_servers_clock() -> None:
     stub: Any = Telling(2, 1, 0, 3)
     told = await look_up.ask(stub, look_up.Question([1, 5], seed=9), 6)
-    assert told == look_up.Told([0, 1, 0, 0, 1, 2], 2, 2.0)
-    assert told.tokens_per_second == 2.0
+    assert told == look_up.Told([0, 1, 0, 0, 1, 2], 2.0)
+    assert told.tokens_per_second == 2.5
     assert (stub.asked[0].sampling.temperature, stub.asked[0].sampling.seed) == (1.0, 9)
-    for counts, problem in (((2, 1), "asked for 6 tokens, got 3"), ((6,), "6 tokens came at once")):
-        moments = iter([10.0, 11.0])
-        stub = Telling(*counts)
-        with pytest.raises(RuntimeError, match=problem):
-            await look_up.ask(stub, look_up.Question([1, 5]), 6)
-        assert stub.asked[0].sampling.temperature == 0.0
+    short: Any = Telling(2, 1)
+    with pytest.raises(RuntimeError, match="asked for 6 tokens, got 3"):
+        await look_up.ask(short, look_up.Question([1]), 6)
 
 
 def test_tasks_ask_what_their_names_say() -> None:
