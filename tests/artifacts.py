@@ -48,6 +48,20 @@ _TINY_ENCODER: dict[str, Any] = {
 }
 
 
+LEARNED: Mapping[str, Any] = {
+    "positions": "learned",
+    "norm": "layernorm",
+    "activation": "gelu",
+    "d_model": 96,
+    "num_heads": 6,
+    "num_kv_heads": 6,
+    "vocab_size": 1021,
+    "d_ff": 160,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+"""Of a decoder-only model that differs from the tiny one in all that chooses kernels."""
+
 # Additive scores at sizes that suit no kernel: heads seven wide, in groups or alone, and odd buffers. Untied, so that
 # outputs are more than an echo. One layer, as every layer of such a graph takes a while to write.
 _TINY_ADDITIVE: dict[str, Any] = {

@@ -173,7 +173,7 @@ class FakeRunner:
             for index in range(first_scored, len(chunk.token_ids)):
                 self._feed(chunk.slot, chunk.start + index, chunk.token_ids[index : index + 1], 0)
                 wanted.append(self._logits[chunk.slot].copy())
-            if not chunk.num_logits:
+            if not chunk.wants_logits:
                 self._logits[chunk.slot] = np.nan
         self._touch()
         return np.concatenate([self._logits, wanted]) if wanted else self._logits

@@ -1,7 +1,7 @@
 // One result is 16 lanes of sums over K, so that both sides are read as they lie in memory; 3 rows meet 8 columns at a
 // time, and each register that is loaded counts for 3 or 8 products. Of few rows the time is that of reading the
-// matrix, hence all of them meet a column at once, if they fit into the nearest cache, and the next columns are asked for
-// while these are multiplied; of many it is that of arithmetic, hence K in parts that stay in that cache.
+// matrix, hence all of them meet a column at once, if they fit into the nearest cache, and the next columns are asked
+// for while these are multiplied; of many it is that of arithmetic, hence K in parts that stay in that cache.
 #include "float_linear.h"
 
 #include <immintrin.h>

@@ -132,7 +132,7 @@ class PrefillChunk:
 
     The logits after the last `num_scored` of them, where there are any, are the next rows behind the slots' in the
     runner's output, in the order of chunks and tokens. Row `slot` has the logits after the last one as always, until
-    the next chunk of the slot, but where nobody `wants_logits`, as of what is not a prompt's end.
+    the next chunk of the slot, but where nobody `wants_logits` there: before a prompt's end, and of guesses.
     """
 
     slot: int
@@ -143,7 +143,7 @@ class PrefillChunk:
 
     @property
     def num_logits(self) -> int:
-        """After how many of its last tokens logits are wanted."""
+        """After how many of its last tokens logits are computed."""
         return self.num_scored or int(self.wants_logits)
 
 

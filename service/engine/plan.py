@@ -158,7 +158,7 @@ class StepPlan:
         (sequence,), (sample,) = self._sampled, self._samples
         self._decode_slots = []
         fed = (sequence.token_ids[-1], *drafts)
-        self._drafted = PrefillChunk(0, sequence.num_computed_tokens, fed, num_scored=len(fed))
+        self._drafted = PrefillChunk(0, sequence.num_computed_tokens, fed, num_scored=len(fed), wants_logits=False)
         self._sampled = [sequence] * len(fed)
         self._samples = [
             dataclasses.replace(sample, slot=self._next_logits + index, position=sample.position + index, draft=draft)

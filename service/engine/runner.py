@@ -92,7 +92,8 @@ class OrtRunner:
                 rows = slice(next_logits, next_logits + chunk.num_scored)
                 self._prefill.run(chunk, rows)
                 next_logits = rows.stop
-                self._logits[chunk.slot] = self._logits[next_logits - 1]
+                if chunk.wants_logits:
+                    self._logits[chunk.slot] = self._logits[next_logits - 1]
             else:
                 self._prefill.run(chunk, slice(chunk.slot, chunk.slot + chunk.num_logits))
         return self._logits

@@ -54,7 +54,7 @@ from service.engine.types import (
     TokenLogprobs,
 )
 from service.errors import EngineFailed, StartupError
-from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_config
+from tests.artifacts import ADDITIVE, LEARNED, random_model, tiny_artifact, tiny_config
 from tests.fakes import drain, events_of, tokens_of
 
 Float32 = npt.NDArray[np.float32]
@@ -68,18 +68,6 @@ FAMILIES = pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
 # The second of each family differs from the first in all that chooses kernels: positions, norm, heads, odd widths. The
 # third has no fused attention at all. The rest round: products in fewer bits must not know a row's company either. Last
 # come those whose prompts a graph of their own computes, on the CPU provider here, which stands in for any other.
-_LEARNED: Mapping[str, Any] = {
-    "positions": "learned",
-    "norm": "layernorm",
-    "activation": "gelu",
-    "d_model": 96,
-    "num_heads": 6,
-    "num_kv_heads": 6,
-    "vocab_size": 1021,
-    "d_ff": 160,
-    "attention_bias": True,
-    "mlp_bias": True,
-}
 _ENCODER_ROTARY: Mapping[str, Any] = {
     "positions": "rotary",
     "d_model": 128,
@@ -102,13 +90,13 @@ _WINDOWED: Mapping[str, Any] = {
 }
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "rotary": (DECODER_ONLY, {}),
-    "learned": (DECODER_ONLY, _LEARNED),
+    "learned": (DECODER_ONLY, LEARNED),
     "sinusoidal": (ENCODER_DECODER, {}),
     "encoder-rotary": (ENCODER_DECODER, _ENCODER_ROTARY),
     "windowed": (DECODER_ONLY, _WINDOWED),
     "additive": (DECODER_ONLY, ADDITIVE[DECODER_ONLY]),
     "encoder-additive": (ENCODER_DECODER, ADDITIVE[ENCODER_DECODER]),
-    "learned-int8": (DECODER_ONLY, {**_LEARNED, "precision": Precision.INT8}),
+    "learned-int8": (DECODER_ONLY, {**LEARNED, "precision": Precision.INT8}),
     "encoder-rotary-int8": (ENCODER_DECODER, {**_ENCODER_ROTARY, "precision": Precision.INT8}),
     "rotary-int4": (DECODER_ONLY, {"precision": Precision.INT4}),
     "rotary-kv-int8": (DECODER_ONLY, {"kv_precision": KVPrecision.INT8}),
@@ -116,9 +104,9 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         ENCODER_DECODER,
         {**_ENCODER_ROTARY, "precision": Precision.INT8, "kv_precision": KVPrecision.INT8},
     ),
-    "learned-int8-kv-int8": (DECODER_ONLY, {**_LEARNED, "precision": Precision.INT8, "kv_precision": KVPrecision.INT8}),
+    "learned-int8-kv-int8": (DECODER_ONLY, {**LEARNED, "precision": Precision.INT8, "kv_precision": KVPrecision.INT8}),
     "rotary-prefill-graph": (DECODER_ONLY, {"prefill_graph": True}),
-    "learned-int8-prefill-graph": (DECODER_ONLY, {**_LEARNED, "precision": Precision.INT8, "prefill_graph": True}),
+    "learned-int8-prefill-graph": (DECODER_ONLY, {**LEARNED, "precision": Precision.INT8, "prefill_graph": True}),
 }
 ANSWERING = pytest.mark.parametrize("variant", ["rotary", "sinusoidal", "rotary-prefill-graph"])
 """Variants with the weights of `random_model(tiny_config(family))`."""

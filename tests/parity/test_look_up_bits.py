@@ -28,7 +28,7 @@ from service.engine.session import SessionOptions
 from service.engine.types import GenerationRequest, PrefillProvider, SamplingParams, StepOutput, StoppingParams
 from service.errors import StartupError
 from service.loading import build_engines, load_models
-from tests.artifacts import ADDITIVE, paged_artifact, tiny_artifact
+from tests.artifacts import ADDITIVE, LEARNED, paged_artifact, tiny_artifact
 from tests.fakes import drain
 
 needs_kernels = pytest.mark.skipif(not kernels.operators(), reason="the kernels are not built for this processor")
@@ -37,26 +37,14 @@ LOOK_UP = 6
 LIMITS = EngineLimits(max_batch_size=2, prefill_chunk=16, max_prefill_tokens=32)
 GUESSING = dataclasses.replace(LIMITS, look_up=LOOK_UP)
 THREADS = SessionOptions(intra_op_threads=2, allow_spinning=False)
-_LEARNED: Mapping[str, Any] = {
-    "positions": "learned",
-    "norm": "layernorm",
-    "activation": "gelu",
-    "d_model": 96,
-    "num_heads": 6,
-    "num_kv_heads": 6,
-    "vocab_size": 1021,
-    "d_ff": 160,
-    "attention_bias": True,
-    "mlp_bias": True,
-}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "fp32": {},
-    "learned-fp32": _LEARNED,
+    "learned-fp32": LEARNED,
     "windowed-fp32": {"sliding_window": 19, "layer_types": ("sliding", "full"), "query_key_norm": True},
     "int8": {"precision": Precision.INT8},
     "int4": {"precision": Precision.INT4},
     "kv-int8": {"kv_precision": KVPrecision.INT8},
-    "learned-int8-kv-int8": {**_LEARNED, "precision": Precision.INT8, "kv_precision": KVPrecision.INT8},
+    "learned-int8-kv-int8": {**LEARNED, "precision": Precision.INT8, "kv_precision": KVPrecision.INT8},
 }
 SAMPLINGS = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.6, seed=5), SamplingParams(seed=6, top_k=9))
 
@@ -185,7 +173,7 @@ def test_a_graph_that_standard_operators_compute_is_refused_with_their_names(mon
 
 
 def test_proof_finds_that_standard_operators_give_a_chunk_other_bits() -> None:
-    folder = tiny_artifact("decoder-only", **_LEARNED)
+    folder = tiny_artifact("decoder-only", **LEARNED)
     options = dataclasses.replace(THREADS, own_kernels=False)
     runner = build_runner(folder, artifact.load(folder), LIMITS, options)
     cases = golden.load(folder / GOLDEN)
