@@ -215,8 +215,9 @@ class FakeRunner:
                     self._sources[slot] = source
             case KVDrop(handle):
                 del self.kept[handle]
-            case KVFree(slot):
-                self._tokens[slot], self._sources[slot], self._touched[slot] = [], (), (0, 0)
+            case KVFree(slot, num_tokens, num_source_tokens):
+                left = min(self._touched[slot][0], num_tokens), min(self._touched[slot][1], num_source_tokens)
+                self._tokens[slot], self._sources[slot], self._touched[slot] = [], (), left
             case KVRetain(handles):
                 self.kept = {handle: kept for handle, kept in self.kept.items() if handle in handles}
 

@@ -65,9 +65,14 @@ class KVDrop:
 
 @dataclass(frozen=True, slots=True)
 class KVFree:
-    """Row `slot` holds nothing that anybody wants; its memory goes back to the system."""
+    """Row `slot` holds nothing that anybody wants; its memory goes back to the system.
+
+    What lies under the first `num_tokens` self and `num_source_tokens` cross positions may stay: it is wanted next.
+    """
 
     slot: int
+    num_tokens: int = 0
+    num_source_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,9 +119,8 @@ class SlotKV:
             case KVDrop():
                 del self._kept[operation.handle]
             case KVFree():
-                for pages in (self._own_pages, self._cross_pages):
-                    for rows in pages.array:
-                        pages.release(rows[operation.slot])
+                _free(self._own_pages, operation.slot, operation.num_tokens)
+                _free(self._cross_pages, operation.slot, operation.num_source_tokens)
             case KVRetain():
                 self._kept = {handle: kept for handle, kept in self._kept.items() if handle in operation.handles}
             case _:
@@ -171,6 +170,13 @@ def _compact(buffers: Buffers, slot: int, start: int, stop: int) -> Buffers:
     kept = Pages((num_tensors, num_heads, stop - start, head_dim), buffers.dtype, is_sparse=False).array
     kept[:] = buffers[:, slot, :, start:stop]
     return kept
+
+
+def _free(pages: Pages, slot: int, num_tokens: int) -> None:
+    """Gives back a row's memory but that under its first positions."""
+    for rows in pages.array:
+        for part in [head[num_tokens:] for head in rows[slot]] if num_tokens else [rows[slot]]:
+            pages.release(part)
 
 
 def _write(buffers: Buffers, slot: int, start: int, kept: Buffers) -> None:

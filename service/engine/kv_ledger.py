@@ -343,13 +343,15 @@ class KVLedger:
         self._touched[slot] = max(num_tokens, written), max(num_source_tokens, source)
 
     def _trim(self, slot: int) -> None:
-        """Frees a row if what is in it and what its new owner may add could come to more than that has reserved."""
+        """Frees what a row has more memory than its new owner has reserved; touching the rest anew would take time."""
         group = self._slots[slot].group
         source = self._pieces.padded_source_length(len(group.source_token_ids))
         num_tokens, num_source_tokens = self._touched[slot]
         most = self._budget.row_bytes(max(num_tokens, group.max_num_tokens), max(num_source_tokens, source))
         if most > self._row_bytes(group):
-            self._empty(slot)
+            left = min(num_tokens, group.max_num_tokens), min(num_source_tokens, source)
+            self._operations.append(KVFree(slot, *left))
+            self._touched[slot] = left
 
     def _empty(self, slot: int) -> None:
         self._operations.append(KVFree(slot))

@@ -281,6 +281,7 @@ def operations(draw: st.DrawFn, *, has_source: bool) -> KVOperation | Write | En
         KVRestore(handle, slot),
         KVDrop(handle),
         KVFree(slot),
+        KVFree(slot, start, num_source),
     ]
     target = draw(SLOTS)
     if target != slot:
@@ -414,6 +415,22 @@ def test_kv_cache_memory_of_a_freed_row_goes_back_and_no_other(backend: Backend)
         assert (backend.read(cache, slot, 0, LARGE.context) == slot + 1).all()
     fill(backend, cache, 2, LARGE.context, 9.0)
     assert (backend.read(cache, 2, 0, LARGE.context) == 9).all()
+
+
+@on_linux
+def test_slot_kv_memory_of_a_freed_row_may_stay_under_its_first_positions() -> None:
+    backend = SLOT_KV
+    cache = backend.make(LARGE, NUM_SLOTS)
+    for slot in range(NUM_SLOTS):
+        fill(backend, cache, slot, LARGE.context, slot + 1.0)
+    full = resident_bytes()
+    cache.apply(KVFree(2, LARGE.context // 4))
+    assert ROW_BYTES * 0.7 < full - resident_bytes() < ROW_BYTES * 0.8
+    for slot in (0, 1, 3):
+        assert (backend.read(cache, slot, 0, LARGE.context) == slot + 1).all()
+    before = resident_bytes()
+    fill(backend, cache, 2, LARGE.context // 4, 9.0)
+    assert resident_bytes() - before < ROW_BYTES * 0.1, "what stayed is written to again"
 
 
 @on_linux

@@ -176,6 +176,17 @@ def test_ledger_rows_that_nobody_uses_are_freed_before_anything_kept_is_dropped(
     assert ledger.num_kept_bytes == 2 * CHUNK
 
 
+def test_ledger_a_shorter_owner_keeps_the_memory_under_what_it_may_write() -> None:
+    ledger, first = make_ledger(), make_group([3, 4, 5, 6, 7])
+    admit(ledger, first)
+    compute(ledger, first)
+    first.sequences = []
+    ledger.release([first])
+    operations(ledger)
+    admit(ledger, make_group([50], max_tokens=2, order=1))
+    assert operations(ledger) == (KVFree(0, 3),)
+
+
 def test_ledger_what_follows_a_piece_that_was_found_is_kept_below_it() -> None:
     ledger = make_ledger()
     prompts = ([*range(10)], [0, 1, 2, 3, 60, 61, 62, 63, 64])
