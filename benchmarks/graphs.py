@@ -1,14 +1,15 @@
 """How long one step of a decoder graph takes: artefacts side by side, by our kernels and by standard operators.
 
     python -m benchmarks.graphs ARTEFACT... [--threads N] [--rounds N] [--prefill TOKENS:CHUNK...]
-        [--decode ROWS:PAST...] [--variants kernels standard plain]
+        [--decode ROWS:PAST...] [--variants kernels standard plain] [--profile]
 
 `kernels` computes the project's own operators by its kernels (docs/kernels.md), `standard` by the operators that they
 stand for, `plain` likewise without ONNX Runtime's flash attention. Each system takes its turn in every round, in an
 order drawn anew, so that what else the machine does falls on all alike; the figure is the median of the rounds in
 milliseconds. With one thread it is the thread's own CPU time, which a busy machine disturbs least, with more the time
-on the clock. Decoder-only artefacts; K/V is random. Progress goes to stderr; the last line of stdout is one JSON
-object.
+on the clock. Decoder-only artefacts; K/V is random. With `--profile` it is told, too, what operators take of it, by
+ONNX Runtime's own profiler in runs of their own, which it slows down a little. Progress goes to stderr; the last line
+of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--prefill", type=_pair, nargs="*", default=[(512, 256), (1024, 256)], metavar="TOKENS:CHUNK")
     parser.add_argument("--decode", type=_pair, nargs="*", default=[(1, 128), (8, 128), (32, 128)], metavar="ROWS:PAST")
     parser.add_argument("--variants", nargs="+", choices=_VARIANTS, default=list(_VARIANTS))
+    parser.add_argument("--profile", action="store_true", help="tell what operators take")
     given = parser.parse_args(arguments)
     if "kernels" in given.variants and not kernels.operators():
         print(f"no kernels to time: {kernels.why_not() or 'this processor can run none'}", file=sys.stderr)
@@ -63,14 +68,75 @@ def main(arguments: Sequence[str]) -> int:
     except (ArtifactError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    found = {}
+    found, shares = {}, {}
     for kind, cases in (("prefill", given.prefill), ("decode", given.decode)):
         for first, second in cases:
+            case = f"{kind} {first}:{second}"
             runs = {name: getattr(graph, kind)(first, second) for name, graph in graphs.items()}
-            found[f"{kind} {first}:{second}"] = figures = measure(runs, given.rounds)
-            print(f"{kind} {first}:{second} {figures}", file=sys.stderr, flush=True)
-    print(json.dumps({"threads": given.threads, "rounds": given.rounds, "milliseconds": found}))
+            found[case] = figures = measure(runs, given.rounds)
+            print(f"{case} {figures}", file=sys.stderr, flush=True)
+            if given.profile:
+                sizes = given.threads, rows, capacity
+                shares[case] = figures_by_operator = {
+                    f"{folder} {variant}": profile(folder, sizes, variant, (kind, first, second), given.rounds)
+                    for folder in given.artefacts
+                    for variant in given.variants
+                }
+                print(f"{case} {figures_by_operator}", file=sys.stderr, flush=True)
+    told = {"threads": given.threads, "rounds": given.rounds, "milliseconds": found}
+    print(json.dumps(told | ({"operators": shares} if given.profile else {})))
     return 0
+
+
+def profile(
+    folder: Path, sizes: tuple[int, int, int], variant: str, case: tuple[str, int, int], rounds: int
+) -> dict[str, float]:
+    """Median milliseconds by operator, and `between` them, of what `case` is: a prompt, or a step of decoding.
+
+    Args:
+        folder: the artefact.
+        sizes: threads, rows and capacity, as `Graph` has them.
+        variant: as `Graph` has it.
+        case: the name of a method of `Graph`, and what it is given.
+        rounds: how often, after one that does not count.
+    """
+    kind, first, second = case
+    with tempfile.TemporaryDirectory() as scratch:
+        graph = Graph(folder, artifact.load(folder), *sizes, variant, Path(scratch) / "profile")
+        run = getattr(graph, kind)(first, second)
+        for _ in range(rounds + 1):
+            run()
+        events = json.loads(graph.end_profile().read_bytes())
+    num_runs = len(range(0, first, second)) if kind == "prefill" else 1
+    return by_operator(events, num_runs, _REPEATS if kind == "decode" else 1)
+
+
+def by_operator(events: Sequence[Mapping[str, Any]], num_runs: int, num_warming: int) -> dict[str, float]:
+    """Median milliseconds by operator of a profile, the most first.
+
+    Args:
+        events: as ONNX Runtime writes them, in microseconds.
+        num_runs: how many runs of the graph make one of what is told.
+        num_warming: how many of these at the start do not count.
+    """
+    runs = sorted((each["ts"], each["dur"]) for each in events if each["name"] == "model_run")
+    nodes = sorted(
+        (each["ts"], each["dur"], each["args"]["op_name"])
+        for each in events
+        if each["cat"] == "Node" and each["name"].endswith("_kernel_time")
+    )
+    times: dict[str, list[float]] = defaultdict(lambda: [0.0] * (len(runs) // num_runs))
+    next_node = 0
+    for index, (began, duration) in enumerate(runs):
+        number, left = index // num_runs, duration
+        while next_node < len(nodes) and nodes[next_node][0] < began + duration:
+            _, taken, operator = nodes[next_node]
+            times[operator][number] += taken
+            left -= taken
+            next_node += 1
+        times["between"][number] += left
+    medians = {name: statistics.median(each[num_warming:]) / 1e3 for name, each in times.items()}
+    return {name: round(medians[name], 3) for name in sorted(medians, key=medians.__getitem__, reverse=True)}
 
 
 def measure(runs: Mapping[str, Timed], rounds: int) -> dict[str, float]:
@@ -96,19 +162,31 @@ class Graph:
         rows: how many sequences decode together at most.
         capacity: how long one may be.
         variant: "kernels", "standard" or "plain", as above.
+        profile: where a profile of all runs goes, if one is wanted; see `end_profile`.
 
     Raises:
         ValueError: when the model is an encoder-decoder, or its context is shorter than `capacity`.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, threads: int, rows: int, capacity: int, variant: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        threads: int,
+        rows: int,
+        capacity: int,
+        variant: str,
+        profile: Path | None = None,
+    ) -> None:
         config = manifest.config
         if config.is_encoder_decoder or config.context < capacity:
             raise ValueError(f"{folder}: needs a decoder-only model with a context of {capacity} or more")
         with _flash_attention(variant != "plain"):
             # Other graphs' threads must not be found spinning on the cores.
             own_kernels = variant == "kernels"
-            options = SessionOptions(intra_op_threads=threads, stop_spinning=True, own_kernels=own_kernels)
+            options = SessionOptions(
+                intra_op_threads=threads, stop_spinning=True, own_kernels=own_kernels, profile=profile
+            )
             self._session = GraphSession(folder, manifest.graphs[DECODER], options)
         self._config = config
         self._clock = time.thread_time if threads == 1 else time.perf_counter
@@ -130,6 +208,10 @@ class Graph:
         """One token for each of several sequences of equal length."""
         bindings = [self._bind(rows, past, 1)] * _REPEATS
         return lambda: self._time(bindings) / _REPEATS
+
+    def end_profile(self) -> Path:
+        """Where the profile of all runs so far lies."""
+        return self._session.end_profile()
 
     def _time(self, bindings: Sequence[Binding]) -> float:
         began = self._clock()

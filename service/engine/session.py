@@ -85,7 +85,8 @@ class SessionOptions:
     products of many rows: the graph loads in no time and in no memory of its own, and is slower to run.
     `own_kernels` computes the project's own operators by its own kernels, where they are built for this machine
     (`model.kernels`), and not by the standard operators that they stand for. `tells_operators` has a session on the CPU
-    provider know what it is computed by (`GraphSession.operators`).
+    provider know what it is computed by (`GraphSession.operators`). `profile` is where what each operator takes is
+    written down: a path without its end, to which ONNX Runtime adds one (`GraphSession.end_profile`).
     """
 
     intra_op_threads: int = 0
@@ -94,6 +95,7 @@ class SessionOptions:
     map_weights: bool = False
     own_kernels: bool = True
     tells_operators: bool = False
+    profile: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,10 @@ class GraphSession:
             for part in parts
             for node in part.get_nodes()
         )
+
+    def end_profile(self) -> Path:
+        """Ends what `SessionOptions.profile` began; where it lies, as ONNX Runtime's JSON."""
+        return Path(self._session.end_profiling())
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -461,6 +467,9 @@ def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any
     settings.add_session_config_entry("session.force_spinning_stop", str(int(options.stop_spinning)))
     settings.add_session_config_entry("session.disable_prepacking", str(int(options.map_weights)))
     settings.add_session_config_entry("session.record_ep_graph_assignment_info", str(int(options.tells_operators)))
+    if options.profile is not None:
+        settings.enable_profiling = True
+        settings.profile_file_prefix = str(options.profile)
     try:
         if openvino is None:
             if options.own_kernels and (library := kernels.library()) is not None:

@@ -534,5 +534,36 @@ def test_steps_of_graphs_are_timed_side_by_side_and_the_environment_is_left_alon
     assert "needs a decoder-only model with a context of 1024 or more" in capsys.readouterr().err
 
 
+def test_steps_of_graphs_are_told_by_operator(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tiny_artifact("decoder-only"))
+    options = ["--rounds", "2", "--prefill", "33:16", "--decode", "2:8", "--variants", "standard", "--profile"]
+    assert graphs.main([folder, *options]) == 0
+    found = _last_line(capsys)["operators"]
+    assert found.keys() == {"prefill 33:16", "decode 2:8"}
+    for figures in found.values():
+        (by_operator,) = figures.values()
+        assert {"GroupQueryAttention", "between"} < by_operator.keys()
+        assert all(milliseconds >= 0 for milliseconds in by_operator.values())
+
+
+def test_a_profile_is_summed_by_operator_over_the_runs_of_a_prompt_and_without_the_first() -> None:
+    def event(name: str, start: int, duration: int, operator: str = "") -> dict[str, Any]:
+        category = "Node" if operator else "Session"
+        return {"name": name, "cat": category, "ts": start, "dur": duration, "args": {"op_name": operator}}
+
+    events = [event("session_initialization", 0, 50)]
+    # Two prompts of two runs, of which the first is slow; what was no kernel's is between.
+    for number, product in enumerate((9000, 8000, 300, 500)):
+        start = 10_000 * (number + 1)
+        events += [
+            event("a_fence_before", start + 1, 1, "Linear"),
+            event("a_kernel_time", start + 1, product, "Linear"),
+            event("b_kernel_time", start + product + 5, 100, "Relu"),
+            event("model_run", start, product + 150),
+        ]
+    assert graphs.by_operator(events, 2, 1) == {"Linear": 0.8, "Relu": 0.2, "between": 0.1}
+    assert list(graphs.by_operator(events, 1, 0)) == ["Linear", "Relu", "between"]
+
+
 def _last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
