@@ -343,19 +343,18 @@ class KVLedger:
         self._touched[slot] = max(num_tokens, written), max(num_source_tokens, source)
 
     def _trim(self, slot: int) -> None:
-        """Frees what a row has more memory than its new owner has reserved; touching the rest anew would take time."""
+        """Frees what a row has beyond its new owner's reach, if both could come to more than that has reserved."""
         group = self._slots[slot].group
         source = self._pieces.padded_source_length(len(group.source_token_ids))
         num_tokens, num_source_tokens = self._touched[slot]
         most = self._budget.row_bytes(max(num_tokens, group.max_num_tokens), max(num_source_tokens, source))
         if most > self._row_bytes(group):
-            left = min(num_tokens, group.max_num_tokens), min(num_source_tokens, source)
-            self._operations.append(KVFree(slot, *left))
-            self._touched[slot] = left
+            self._empty(slot, min(num_tokens, group.max_num_tokens), min(num_source_tokens, source))
 
-    def _empty(self, slot: int) -> None:
-        self._operations.append(KVFree(slot))
-        self._touched[slot] = (0, 0)
+    def _empty(self, slot: int, num_tokens: int = 0, num_source_tokens: int = 0) -> None:
+        """Frees a row but the memory under so many of its first tokens, which would take time to touch anew."""
+        self._operations.append(KVFree(slot, num_tokens, num_source_tokens))
+        self._touched[slot] = num_tokens, num_source_tokens
 
     def _reserve(self, group: SequenceGroup, num_rows: int) -> None:
         change = num_rows - self._num_rows.get(group, 0)
