@@ -31,6 +31,7 @@ from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from service.config import Admission
 from service.engine.batch import ScheduledBatch
 from service.models import ModelState
 from service.routing import ROUTING_KEY, routing_key
@@ -165,7 +166,7 @@ def shared(name: str, **options: Any) -> Any:
     return fixture
 
 
-usual = shared("usual", max_message_bytes=4096, max_metadata_bytes=4096, max_queue_size=60)
+usual = shared("usual", max_message_bytes=4096, max_metadata_bytes=4096, max_queue_size=60, admission=Admission.OFF)
 # Two more than run may wait, and there may be one call more than that.
 narrow = shared("narrow", max_queue_size=2, max_concurrent_rpcs=SLOTS + 3)
 
@@ -448,7 +449,11 @@ async def test_a_callers_deadline_reaches_the_server(balanced: Balanced) -> None
             lambda timeout: balanced.generation.Generate(generate_request(), timeout=timeout),
             lambda: num_late() > before,
         )
-    await balanced.until_ended(1)
+    # As often as it took: a busy machine's first calls may have come too late to be requests.
+    for server in balanced.servers:
+        await server.until_idle()
+    ended = await balanced.until_ended(1)
+    assert ended.keys() <= {"cancelled", "deadline"}
 
 
 # What is begun once at the most.

@@ -18,7 +18,7 @@ from google.rpc import error_details_pb2
 from model.tokenizer import Tokenizer
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
-from service.config import RequestLimits
+from service.config import Admission, RequestLimits
 from service.engine.sampler import compute_logprobs
 from tests.fakes import CONTEXT, EOS, FakeRunner, Gate, expected_tokens, letters, noise, script, spell
 from tests.servers import (
@@ -159,7 +159,7 @@ async def test_score_ends_with_its_call() -> None:
     gate = Gate()
     # Longer than a step can compute.
     request = pb.ScoreRequest(text="a" * 60)
-    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
+    async with running(runner=FakeRunner(SLOTS, before_run=gate), admission=Admission.OFF) as server:
         handled = {"grpc_method": "Score", "grpc_code": "DEADLINE_EXCEEDED"}
         with gate.closed():
             await expire(
@@ -344,7 +344,8 @@ async def test_timeout_that_passes_while_decoding_is_deadline_exceeded_after_wha
 
 async def test_deadline_of_the_call_frees_what_it_held() -> None:
     gate = Gate()
-    async with running([served_model(context=512)], runner=FakeRunner(SLOTS, before_run=gate)) as server:
+    runner = FakeRunner(SLOTS, before_run=gate)
+    async with running([served_model(context=512)], runner=runner, admission=Admission.OFF) as server:
         handled = {"grpc_method": "GenerateStream", "grpc_code": "DEADLINE_EXCEEDED"}
         with gate.closed():
             await expire(

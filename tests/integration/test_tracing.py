@@ -25,7 +25,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from proto.inference import open_inference_pb2
 from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from proto.onward.v1 import generation_pb2 as pb
-from service.config import Telemetry
+from service.config import Admission, Telemetry
 from service.engine.batch import ScheduledBatch
 from service.metrics import TIME_BUCKETS
 from service.otel import OtelTracer
@@ -251,7 +251,8 @@ async def test_deadline_that_passes_is_an_error_of_the_call(kept: Kept) -> None:
         calls = [span for span in kept.spans if (span.attributes or {}).get(code) == "DEADLINE_EXCEEDED"]
         return [call for call in calls if "decode" in [part.name for part in kept.below(call)]]
 
-    async with running([served_model(context=100_000)], runner=runner, tracer=kept.tracer) as server:
+    model = served_model(context=100_000)
+    async with running([model], runner=runner, tracer=kept.tracer, admission=Admission.OFF) as server:
         await expire(
             lambda timeout: server.generation.Generate(generate_request(max_tokens=60_000), timeout=timeout),
             lambda: bool(late()),
