@@ -31,8 +31,9 @@ $(STAMP):
 demo: $(STAMP) .kernels ## train two models, export, prove, serve and ask them
 	$(BIN)/python -m benchmarks.demo
 
-test: $(STAMP) .kernels ## run the test suite
-	$(BIN)/python -m pytest
+# A file's tests stay together, as they share servers and artefacts; many of them wait more than they compute.
+test: $(STAMP) .kernels ## run the test suite, a process for each processor and four at most
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 check: $(STAMP) ## lint, types, layers, wire contract
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ those that need Node and what `make node-client` installs, unless `--require-nod
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,12 @@ settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    """Has Ctrl-C interrupt again: processes of pytest-xdist ignore it, and so would all that they start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
