@@ -405,15 +405,14 @@ class EngineThread:
         block = not any(station.has_work for station in self._stations.values())
         if block:
             self._outbox.flush()
-        while True:
-            try:
-                command = self._inbox.get(block=block)
-            except queue.Empty:
-                return True
+        # Nobody else takes anything out.
+        while block or not self._inbox.empty():
+            command = self._inbox.get()
             block = False
             if isinstance(command, _Stop):
                 return False
             self._apply(command)
+        return True
 
     def _apply(self, command: _Submit | _Abort | _Call | _Install | _Remove | _Errand) -> None:
         match command:

@@ -41,8 +41,9 @@ _HOST_MEMORY_SECONDS = 2.0
 # The speed of a machine that is shared wanders by a tenth in half a minute.
 _DRIFT = 0.1**2 / 30.0
 _HOST_DRIFT = 0.1**2
-# Learning takes tens of microseconds of the event loop: steps of a small model come too fast to teach one by one.
-_LEARN_SECONDS = 0.002
+# Learning takes the event loop a tenth of a millisecond, as its code is in no cache after a step of a graph: steps of a
+# small model come too fast to teach one by one.
+_LEARN_SECONDS = 0.005
 _MOST_AT_ONCE = 64
 # A step takes seconds at most, and then the first one teaches that.
 _FIRST_STEP_SECONDS = 1.0

@@ -1,8 +1,8 @@
 // The part of ONNX Runtime's C interface that custom operators need, declared here because its wheels bring no header.
 //
 // ONNX Runtime promises that the table of functions is only ever added to, so that a function's place in it is its
-// name: places, signatures and the order of `CustomOp`'s members are those of interface version 18 (ONNX Runtime 1.18
-// and newer).
+// name: places and signatures are those of interface version 24 (ONNX Runtime 1.24 and newer), and the order of
+// `CustomOp`'s members that of version 18, which has all that operators here are asked for.
 #pragma once
 
 #include <cstddef>
@@ -10,12 +10,12 @@
 
 namespace ort {
 
-constexpr uint32_t kVersion = 18;
+constexpr uint32_t kApiVersion = 24;
+constexpr uint32_t kOperatorVersion = 18;
 
 // Known to ONNX Runtime alone.
 struct Status;
 struct Value;
-struct TensorInfo;
 struct KernelInfo;
 struct KernelContext;
 struct ShapeInferContext;
@@ -50,15 +50,6 @@ struct Api {
     return at<28, Status*(SessionOptions*, CustomOpDomain*)>()(options, domain);
   }
   Status* data(Value* value, void** data) const { return at<51, Status*(Value*, void**)>()(value, data); }
-  Status* rank(const TensorInfo* info, size_t* rank) const {
-    return at<61, Status*(const TensorInfo*, size_t*)>()(info, rank);
-  }
-  Status* dimensions(const TensorInfo* info, int64_t* dimensions, size_t rank) const {
-    return at<62, Status*(const TensorInfo*, int64_t*, size_t)>()(info, dimensions, rank);
-  }
-  Status* tensor_info(const Value* value, TensorInfo** info) const {
-    return at<65, Status*(const Value*, TensorInfo**)>()(value, info);
-  }
   Status* attribute(const KernelInfo* info, const char* name, float* value) const {
     return at<85, Status*(const KernelInfo*, const char*, float*)>()(info, name, value);
   }
@@ -73,7 +64,6 @@ struct Api {
                                                                                       value);
   }
   void release(Status* status) const { at<93, void(Status*)>()(status); }
-  void release(TensorInfo* info) const { at<99, void(TensorInfo*)>()(info); }
   Status* has_config_entry(const SessionOptions* options, const char* key, int* has_entry) const {
     return at<237, Status*(const SessionOptions*, const char*, int*)>()(options, key, has_entry);
   }
@@ -87,6 +77,10 @@ struct Api {
     constexpr size_t kEachByItself = 0;
     return at<274, Status*(const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*)>()(
         context, fn, count, kEachByItself, data);
+  }
+  // `dimensions` belong to the value, and are null where it has none.
+  Status* type_and_shape(const Value* value, ElementType* type, const int64_t** dimensions, size_t* rank) const {
+    return at<414, Status*(const Value*, ElementType*, const int64_t**, size_t*)>()(value, type, dimensions, rank);
   }
 };
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -35,9 +36,50 @@ struct Refused : std::exception {
   ort::Status* status;
 };
 
+// Dimensions of a tensor. A step of one row has a hundred operators with ten tensors each: no memory is asked for.
+class Shape {
+ public:
+  static constexpr size_t kMostDimensions = 8;
+
+  Shape() = default;
+  Shape(std::initializer_list<int64_t> dimensions) : Shape(dimensions.begin(), dimensions.size()) {}
+
+  // Of `rank` dimensions, kMostDimensions at most.
+  Shape(const int64_t* dimensions, size_t rank) : rank_(rank) { std::copy_n(dimensions, rank, dimensions_.begin()); }
+
+  const int64_t* data() const { return dimensions_.data(); }
+  size_t size() const { return rank_; }
+  bool empty() const { return rank_ == 0; }
+  int64_t operator[](size_t index) const { return dimensions_[index]; }
+  int64_t back() const { return dimensions_[rank_ - 1]; }
+
+  bool operator==(const Shape& other) const {
+    return std::equal(data(), data() + rank_, other.data(), other.data() + other.rank_);
+  }
+  bool operator!=(const Shape& other) const { return !(*this == other); }
+
+  // How many numbers there are; of a row's, without the last dimension.
+  int64_t count() const { return product(rank_); }
+  int64_t num_rows() const { return product(rank_ - 1); }
+
+  Shape with_last(int64_t last) const {
+    Shape shape = *this;
+    shape.dimensions_[rank_ - 1] = last;
+    return shape;
+  }
+
+ private:
+  int64_t product(size_t rank) const {
+    return std::accumulate(data(), data() + rank, int64_t{1}, std::multiplies<>());
+  }
+
+  std::array<int64_t, kMostDimensions> dimensions_{};
+  size_t rank_ = 0;
+};
+
 struct Tensor {
   void* data = nullptr;
-  std::vector<int64_t> shape;
+  Shape shape;
 
   template <typename Number>
   Number* as() const {
@@ -61,20 +103,20 @@ class Runtime {
     return value;
   }
 
-  // A stored input; not one that is computed.
+  // An input that is stored in the graph, and so stays where it is for the kernel's life; without data where it is
+  // computed, or not there.
   Tensor stored(const ort::KernelInfo* info, size_t index) const {
     int is_constant = 0;
     const ort::Value* value = nullptr;
     check(api_.constant_input(info, index, &is_constant, &value));
-    require(is_constant != 0 && value != nullptr, "panels and scales must be stored in the graph");
-    return read(value);
+    return is_constant && value ? read(value) : Tensor{};
   }
 
   // A copy of a stored input of `num_bytes` a number in huge pages; null where weights are to stay in the file, or the
   // input is not stored or is small.
   std::shared_ptr<const void> resident(const ort::KernelInfo* info, size_t index, size_t num_bytes) const {
     const Tensor tensor = copied(info, index, num_bytes);
-    return tensor.data ? make_resident(tensor.data, size_of(tensor, num_bytes)) : nullptr;
+    return tensor.data ? make_resident(tensor.data, tensor.shape.count() * num_bytes) : nullptr;
   }
 
   // The same for a matrix whose rows are `stride` numbers apart in the copy.
@@ -92,10 +134,10 @@ class Runtime {
     return value ? read(value) : Tensor{};
   }
 
-  Tensor output(ort::KernelContext* context, size_t index, std::vector<int64_t> shape) const {
+  Tensor output(ort::KernelContext* context, size_t index, const Shape& shape) const {
     ort::Value* value = nullptr;
     check(api_.output(context, index, shape.data(), shape.size(), &value));
-    Tensor tensor{nullptr, std::move(shape)};
+    Tensor tensor{nullptr, shape};
     check(api_.data(value, &tensor.data));
     return tensor;
   }
@@ -111,30 +153,20 @@ class Runtime {
     if (status) throw Refused(status);
   }
 
-  static size_t size_of(const Tensor& tensor, size_t num_bytes) {
-    return std::accumulate(tensor.shape.begin(), tensor.shape.end(), num_bytes, std::multiplies<>());
-  }
-
   // A stored input that is to be copied; without data where it is not.
   Tensor copied(const ort::KernelInfo* info, size_t index, size_t num_bytes) const {
-    int is_constant = 0;
-    const ort::Value* value = nullptr;
-    if (copies_weights_) check(api_.constant_input(info, index, &is_constant, &value));
-    if (!is_constant || !value) return {};
-    const Tensor tensor = read(value);
-    return size_of(tensor, num_bytes) < kLeastResident ? Tensor{} : tensor;
+    const Tensor tensor = copies_weights_ ? stored(info, index) : Tensor{};
+    return tensor.data && tensor.shape.count() * num_bytes >= kLeastResident ? tensor : Tensor{};
   }
 
   Tensor read(const ort::Value* value) const {
     Tensor tensor;
-    ort::TensorInfo* info = nullptr;
-    check(api_.tensor_info(value, &info));
+    ort::ElementType type{};
+    const int64_t* dimensions = nullptr;
     size_t rank = 0;
-    ort::Status* status = api_.rank(info, &rank);
-    tensor.shape.resize(rank);
-    if (!status) status = api_.dimensions(info, tensor.shape.data(), rank);
-    api_.release(info);
-    check(status);
+    check(api_.type_and_shape(value, &type, &dimensions, &rank));
+    require(rank <= Shape::kMostDimensions, "tensors must have 8 dimensions at most");
+    tensor.shape = Shape(dimensions, rank);
     // What is read is not written, but for what one buffer is both of: the caller says so by tying it to an output,
     // too.
     check(api_.data(const_cast<ort::Value*>(value), &tensor.data));
@@ -172,21 +204,25 @@ ort::Status* guarded(const Runtime& runtime, Body body) {
   }
 }
 
-int64_t product(const std::vector<int64_t>& shape) {
-  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
-}
-
-std::vector<int64_t> with_last(std::vector<int64_t> shape, int64_t last) {
-  shape.back() = last;
-  return shape;
-}
-
-int64_t num_rows_of(const Tensor& rows) { return product({rows.shape.begin(), rows.shape.end() - 1}); }
-
 // An operator's input: its type, and whether it may be absent. All outputs are there.
 struct Port {
   ort::ElementType type = ort::kFloat;
   ort::Characteristic presence = ort::kRequired;
+};
+
+// An input that graphs of ours store: asked for once then, and for each run elsewhere.
+class Weight {
+ public:
+  Weight(const Runtime& runtime, const ort::KernelInfo* info, size_t index)
+      : index_(index), stored_(runtime.stored(info, index)) {}
+
+  Tensor of(const Runtime& runtime, const ort::KernelContext* context) const {
+    return stored_.data ? stored_ : runtime.input(context, index_);
+  }
+
+ private:
+  size_t index_;
+  Tensor stored_;
 };
 
 // Where a stored input is read: its copy, if there is one.
@@ -195,12 +231,29 @@ const Number* where(const std::shared_ptr<const void>& resident, const Tensor& s
   return resident ? static_cast<const Number*>(resident.get()) : stored.as<Number>();
 }
 
-// The bias of a product that has one, `[N]`.
-const float* bias_of(const Runtime& runtime, const ort::KernelContext* context, size_t index, int64_t num_columns) {
-  const Tensor bias = runtime.input(context, index);
-  runtime.require(bias.shape == std::vector<int64_t>{num_columns}, "bias must be as long as the matrix has columns");
-  return bias.as<float>();
-}
+// The bias of a product, an input that not all have.
+template <bool kIsThere>
+class Bias {
+ public:
+  Bias(const Runtime& runtime, const ort::KernelInfo* info, size_t index) : weight_(runtime, info, index) {}
+
+  // `[N]`
+  const float* of(const Runtime& runtime, const ort::KernelContext* context, int64_t num_columns) const {
+    const Tensor bias = weight_.of(runtime, context);
+    runtime.require(bias.shape == Shape{num_columns}, "bias must be as long as the matrix has columns");
+    return bias.as<float>();
+  }
+
+ private:
+  Weight weight_;
+};
+
+template <>
+class Bias<false> {
+ public:
+  Bias(const Runtime&, const ort::KernelInfo*, size_t) {}
+  const float* of(const Runtime&, const ort::KernelContext*, int64_t) const { return nullptr; }
+};
 
 // `Int8Linear(rows [..., K], panels [⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8, scales [N]) → [..., N]`, and `BiasedInt8Linear`
 // with one more input, `[N]`; see linear.h.
@@ -216,38 +269,42 @@ class Int8Linear {
       : rounding_{runtime.attribute<float>(info, "step"),
                   static_cast<int32_t>(runtime.attribute<int64_t>(info, "zero"))},
         num_rows_(runtime.attribute<int64_t>(info, "K")),
+        panels_(runtime.stored(info, 1)),
+        scales_(runtime.stored(info, 2)),
+        bias_(runtime, info, 3),
         resident_(runtime.resident(info, 1, sizeof(int8_t))) {
     // Weights are stored, and what is derived from them is as good as stored.
-    const Tensor panels = runtime.stored(info, 1), scales = runtime.stored(info, 2);
-    runtime.require(scales.shape.size() == 1 && panels.shape.size() == 4, "panels must have 4 dimensions and scales 1");
-    const std::vector<int64_t> shape = {(scales.shape[0] + kPanelColumns - 1) / kPanelColumns,
-                                        (num_rows_ + kGroupRows - 1) / kGroupRows, kPanelColumns, kGroupRows};
-    runtime.require(panels.shape == shape, "panels must be [ceil(N / 32), ceil(K / 4), 32, 4]");
+    runtime.require(panels_.data && scales_.data, "panels and scales must be stored in the graph");
+    runtime.require(scales_.shape.size() == 1 && panels_.shape.size() == 4,
+                    "panels must have 4 dimensions and scales 1");
+    const Shape shape = {(scales_.shape[0] + kPanelColumns - 1) / kPanelColumns,
+                         (num_rows_ + kGroupRows - 1) / kGroupRows, kPanelColumns, kGroupRows};
+    runtime.require(panels_.shape == shape, "panels must be [ceil(N / 32), ceil(K / 4), 32, 4]");
     runtime.require(num_rows_ <= kMostRows, "K must be such that sums of bytes stay exact: 65536 at most");
-    offsets_.resize(scales.shape[0]);
-    sum_columns(matrix(panels, scales, nullptr), rounding_.zero, offsets_.data());
+    offsets_.resize(scales_.shape[0]);
+    sum_columns(matrix(nullptr), rounding_.zero, offsets_.data());
   }
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    const Tensor rows = runtime.input(context, 0), panels = runtime.input(context, 1);
-    const Tensor scales = runtime.input(context, 2);
-    const float* bias = kIsBiased ? bias_of(runtime, context, 3, scales.shape[0]) : nullptr;
+    const Tensor rows = runtime.input(context, 0);
+    const Int8Matrix matrix = this->matrix(bias_.of(runtime, context, scales_.shape[0]));
     runtime.require(!rows.shape.empty() && rows.shape.back() == num_rows_, "rows must be K numbers wide");
-    const Tensor output = runtime.output(context, 0, with_last(rows.shape, scales.shape[0]));
+    const Tensor output = runtime.output(context, 0, rows.shape.with_last(scales_.shape[0]));
     const Lender lender{&runtime, context};
-    multiply(lender.parallel(), rows.as<float>(), num_rows_of(rows), rounding_, matrix(panels, scales, bias),
-             output.as<float>());
+    multiply(lender.parallel(), rows.as<float>(), rows.shape.num_rows(), rounding_, matrix, output.as<float>());
   }
 
  private:
-  Int8Matrix matrix(const Tensor& panels, const Tensor& scales, const float* bias) const {
-    return {where<int8_t>(resident_, panels), num_rows_, scales.shape[0], scales.as<float>(), bias, offsets_.data()};
+  Int8Matrix matrix(const float* bias) const {
+    return {where<int8_t>(resident_, panels_), num_rows_, scales_.shape[0], scales_.as<float>(), bias, offsets_.data()};
   }
 
   static constexpr int64_t kMostRows = 1 << 16;
 
   Rounding rounding_;
   int64_t num_rows_;
+  Tensor panels_, scales_;
+  Bias<kIsBiased> bias_;
   std::shared_ptr<const void> resident_;
   std::vector<int32_t> offsets_;
 };
@@ -264,28 +321,33 @@ class Int4Linear {
 
   Int4Linear(const Runtime& runtime, const ort::KernelInfo* info)
       : num_columns_(runtime.attribute<int64_t>(info, "N")),
+        panels_(runtime, info, 1),
+        scales_(runtime, info, 2),
+        bias_(runtime, info, 3),
         resident_panels_(runtime.resident(info, 1, sizeof(uint8_t))),
         resident_scales_(runtime.resident(info, 2, sizeof(uint16_t))) {}
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    const Tensor rows = runtime.input(context, 0), panels = runtime.input(context, 1);
-    const Tensor scales = runtime.input(context, 2);
-    const float* bias = kIsBiased ? bias_of(runtime, context, 3, num_columns_) : nullptr;
+    const Tensor rows = runtime.input(context, 0), panels = panels_.of(runtime, context);
+    const Tensor scales = scales_.of(runtime, context);
+    const float* bias = bias_.of(runtime, context, num_columns_);
     runtime.require(!rows.shape.empty() && rows.shape.back() % kInt4Block == 0, "rows must be a multiple of 32 wide");
     const int64_t num_blocks = rows.shape.back() / kInt4Block;
     const int64_t num_panels = (num_columns_ + kInt4PanelColumns - 1) / kInt4PanelColumns;
-    runtime.require(panels.shape == std::vector<int64_t>{num_panels, num_blocks, 4, kInt4PanelColumns, 4} &&
-                        scales.shape == std::vector<int64_t>{num_panels, num_blocks, kInt4PanelColumns},
+    runtime.require(panels.shape == Shape{num_panels, num_blocks, 4, kInt4PanelColumns, 4} &&
+                        scales.shape == Shape{num_panels, num_blocks, kInt4PanelColumns},
                     "panels must be [ceil(N / 16), K / 32, 4, 16, 4] and scales [ceil(N / 16), K / 32, 16]");
     const Int4Matrix matrix{where<uint8_t>(resident_panels_, panels), where<uint16_t>(resident_scales_, scales),
                             rows.shape.back(), num_columns_, bias};
-    const Tensor output = runtime.output(context, 0, with_last(rows.shape, num_columns_));
+    const Tensor output = runtime.output(context, 0, rows.shape.with_last(num_columns_));
     const Lender lender{&runtime, context};
-    multiply(lender.parallel(), rows.as<float>(), num_rows_of(rows), matrix, output.as<float>());
+    multiply(lender.parallel(), rows.as<float>(), rows.shape.num_rows(), matrix, output.as<float>());
   }
 
  private:
   int64_t num_columns_;
+  Weight panels_, scales_;
+  Bias<kIsBiased> bias_;
   std::shared_ptr<const void> resident_panels_;
   std::shared_ptr<const void> resident_scales_;
 };
@@ -300,22 +362,24 @@ class Linear {
   static bool is_able() { return can_multiply_floats(); }
 
   Linear(const Runtime& runtime, const ort::KernelInfo* info)
-      : resident_(runtime.resident_rows(info, 1, sizeof(float), best_stride)) {}
+      : weight_(runtime, info, 1), bias_(runtime, info, 2), resident_(runtime.resident_rows(info, 1, sizeof(float), best_stride)) {}
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    const Tensor rows = runtime.input(context, 0), weight = runtime.input(context, 1);
+    const Tensor rows = runtime.input(context, 0), weight = weight_.of(runtime, context);
     runtime.require(weight.shape.size() == 2, "weight must be [N, K]");
-    const float* bias = kIsBiased ? bias_of(runtime, context, 2, weight.shape[0]) : nullptr;
+    const float* bias = bias_.of(runtime, context, weight.shape[0]);
     runtime.require(!rows.shape.empty() && rows.shape.back() == weight.shape[1], "rows must be K numbers wide");
     const int64_t width = weight.shape[1];
     const FloatMatrix matrix{where<float>(resident_, weight), width, weight.shape[0],
                              resident_ ? best_stride(width) : width, bias};
-    const Tensor output = runtime.output(context, 0, with_last(rows.shape, weight.shape[0]));
+    const Tensor output = runtime.output(context, 0, rows.shape.with_last(weight.shape[0]));
     const Lender lender{&runtime, context};
-    multiply(lender.parallel(), rows.as<float>(), num_rows_of(rows), matrix, output.as<float>());
+    multiply(lender.parallel(), rows.as<float>(), rows.shape.num_rows(), matrix, output.as<float>());
   }
 
  private:
+  Weight weight_;
+  Bias<kIsBiased> bias_;
   std::shared_ptr<const void> resident_;
 };
 
@@ -330,7 +394,10 @@ class AttentionOver {
       : num_heads_(runtime.attribute<int64_t>(info, "num_heads")),
         num_kv_heads_(runtime.attribute<int64_t>(info, "kv_num_heads")),
         rotates_(runtime.attribute<int64_t>(info, "do_rotary") != 0),
-        window_(std::max<int64_t>(runtime.attribute<int64_t>(info, "local_window_size"), 0)) {
+        window_(std::max<int64_t>(runtime.attribute<int64_t>(info, "local_window_size"), 0)),
+        cosines_(runtime, info, 7),
+        sines_(runtime, info, 8),
+        int8_(runtime, info) {
     runtime.require(num_heads_ > 0 && num_kv_heads_ > 0 && num_heads_ % num_kv_heads_ == 0,
                     "kv_num_heads must divide num_heads");
   }
@@ -339,9 +406,9 @@ class AttentionOver {
     const Tensor query = runtime.input(context, 0), key = runtime.input(context, 1), value = runtime.input(context, 2);
     const Tensor past_key = runtime.input(context, 3), past_value = runtime.input(context, 4);
     const Tensor last = runtime.input(context, 5), total = runtime.input(context, 6);
-    const Tensor cosines = runtime.input(context, 7), sines = runtime.input(context, 8);
+    const Tensor cosines = cosines_.of(runtime, context), sines = sines_.of(runtime, context);
     runtime.require(query.shape.size() == 3 && past_key.shape.size() == 4, "query must have 3 dimensions, past_key 4");
-    runtime.require(total.data && product(total.shape) == 1, "total_sequence_length must be one number");
+    runtime.require(total.data && total.shape.count() == 1, "total_sequence_length must be one number");
     runtime.require(past_key.shape[1] == num_kv_heads_ && past_key.shape == past_value.shape,
                     "past_key and past_value must have kv_num_heads heads");
     AttentionShape shape{};
@@ -361,10 +428,10 @@ class AttentionOver {
     const int64_t width = num_heads_ * shape.head_dim, kv_width = num_kv_heads_ * shape.head_dim;
     runtime.require(shape.head_dim > 0 && shape.head_dim % kHeadDimMultiple == 0, "heads must be a multiple of 16 wide");
     runtime.require(query.shape[2] == (is_packed ? width + 2 * kv_width : width), "query must be as wide as its heads");
-    runtime.require(past_key.shape[0] == shape.batch && last.shape == std::vector<int64_t>{shape.batch},
+    runtime.require(past_key.shape[0] == shape.batch && last.shape == Shape{shape.batch},
                     "past_key and seqlens_k must have as many rows as query");
     if (!is_packed && shape.appends) {
-      const std::vector<int64_t> wanted = {shape.batch, shape.new_tokens, kv_width};
+      const Shape wanted = {shape.batch, shape.new_tokens, kv_width};
       runtime.require(key.shape == wanted && value.shape == wanted,
                       "key and value must be as many and wide as their heads");
     }
@@ -381,11 +448,11 @@ class AttentionOver {
 
     AttentionTensors<Number> tensors{};
     if constexpr (std::is_same_v<Number, int8_t>) {
-      const Tensor sinks = runtime.input(context, kSinksAt);
-      const Tensor key_scales = runtime.input(context, kSinksAt + 1);
-      const Tensor value_scales = runtime.input(context, kSinksAt + 2);
-      runtime.require(!sinks.data || sinks.shape == std::vector<int64_t>{num_heads_}, "sinks must be one of each head");
-      const std::vector<int64_t> wanted = {1, num_kv_heads_, 1, shape.head_dim};
+      const Tensor sinks = int8_.sinks.of(runtime, context);
+      const Tensor key_scales = int8_.key_scales.of(runtime, context);
+      const Tensor value_scales = int8_.value_scales.of(runtime, context);
+      runtime.require(!sinks.data || sinks.shape == Shape{num_heads_}, "sinks must be one of each head");
+      const Shape wanted = {1, num_kv_heads_, 1, shape.head_dim};
       runtime.require(key_scales.shape == wanted && value_scales.shape == wanted,
                       "key_scales and value_scales must be [1, kv_num_heads, 1, head_dim]");
       tensors.sinks = sinks.as<float>();
@@ -410,18 +477,29 @@ class AttentionOver {
 
  private:
   static constexpr int64_t kHeadDimMultiple = 16;
-  static constexpr size_t kSinksAt = 9;
+
+  // Inputs that only K/V in eight bits have.
+  struct Int8Inputs {
+    Weight sinks, key_scales, value_scales;
+    Int8Inputs(const Runtime& runtime, const ort::KernelInfo* info)
+        : sinks(runtime, info, 9), key_scales(runtime, info, 10), value_scales(runtime, info, 11) {}
+  };
+  struct NoInputs {
+    NoInputs(const Runtime&, const ort::KernelInfo*) {}
+  };
 
   // The cache that is written: the very one that was read where the caller has tied both to one place, else a copy.
   static Number* present(const Runtime& runtime, ort::KernelContext* context, size_t index, const Tensor& past) {
     const Tensor present = runtime.output(context, index, past.shape);
-    if (present.data != past.data) std::copy_n(past.as<Number>(), product(past.shape), present.as<Number>());
+    if (present.data != past.data) std::copy_n(past.as<Number>(), past.shape.count(), present.as<Number>());
     return present.as<Number>();
   }
 
   int64_t num_heads_, num_kv_heads_;
   bool rotates_;
   int64_t window_;
+  Weight cosines_, sines_;
+  std::conditional_t<std::is_same_v<Number, int8_t>, Int8Inputs, NoInputs> int8_;
 };
 
 class GroupQueryAttention : public AttentionOver<float> {
@@ -463,8 +541,8 @@ class SwiGlu {
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
     const Tensor rows = runtime.input(context, 0);
     runtime.require(!rows.shape.empty() && rows.shape.back() % 2 == 0, "rows must be gate and up beside each other");
-    const int64_t width = rows.shape.back() / 2, num_rows = num_rows_of(rows);
-    const Tensor output = runtime.output(context, 0, with_last(rows.shape, width));
+    const int64_t width = rows.shape.back() / 2, num_rows = rows.shape.num_rows();
+    const Tensor output = runtime.output(context, 0, rows.shape.with_last(width));
     const Lender lender{&runtime, context};
     if (num_rows) swiglu(lender.parallel(), rows.as<float>(), num_rows, width, output.as<float>());
   }
@@ -480,20 +558,21 @@ class AddNorm {
 
  protected:
   // Checks the inputs and hands `norm(parallel, addition, weights, epsilon, output)` what it needs.
-  template <typename Norm>
-  void compute(const Runtime& runtime, ort::KernelContext* context, size_t num_weights, Norm norm) const {
+  template <size_t kNumWeights, typename Norm>
+  void compute(const Runtime& runtime, ort::KernelContext* context, const std::array<Weight, kNumWeights>& inputs,
+               Norm norm) const {
     const Tensor left = runtime.input(context, 0), right = runtime.input(context, 1);
     runtime.require(!left.shape.empty() && left.shape == right.shape, "left and right must have one shape");
     const int64_t width = left.shape.back();
-    std::array<const float*, 2> weights{};
-    for (size_t index = 0; index < num_weights; ++index) {
-      const Tensor weight = runtime.input(context, 2 + index);
-      runtime.require(weight.shape == std::vector<int64_t>{width}, "weight and bias must be as long as a row");
+    std::array<const float*, kNumWeights> weights{};
+    for (size_t index = 0; index < kNumWeights; ++index) {
+      const Tensor weight = inputs[index].of(runtime, context);
+      runtime.require(weight.shape == Shape{width}, "weight and bias must be as long as a row");
       weights[index] = weight.as<float>();
     }
     const Tensor sums = runtime.output(context, 0, left.shape), output = runtime.output(context, 1, left.shape);
     const Lender lender{&runtime, context};
-    const int64_t num_rows = num_rows_of(left);
+    const int64_t num_rows = left.shape.num_rows();
     const Addition addition{left.as<float>(), right.as<float>(), sums.as<float>(), num_rows, width};
     if (num_rows) norm(lender.parallel(), addition, weights, epsilon_, output.as<float>());
   }
@@ -506,30 +585,38 @@ class AddRmsNorm : public AddNorm {
  public:
   static constexpr char kName[] = "AddRMSNorm";
   static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
-  using AddNorm::AddNorm;
+
+  AddRmsNorm(const Runtime& runtime, const ort::KernelInfo* info)
+      : AddNorm(runtime, info), weights_{Weight(runtime, info, 2)} {}
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    constexpr size_t kWeights = 1;
-    AddNorm::compute(runtime, context, kWeights, [](const auto& parallel, const auto& addition, auto weights,
+    AddNorm::compute(runtime, context, weights_, [](const auto& parallel, const auto& addition, auto weights,
                                                     float epsilon, float* y) {
       add_rms_norm(parallel, addition, weights[0], epsilon, y);
     });
   }
+
+ private:
+  std::array<Weight, 1> weights_;
 };
 
 class AddLayerNorm : public AddNorm {
  public:
   static constexpr char kName[] = "AddLayerNorm";
   static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
-  using AddNorm::AddNorm;
+
+  AddLayerNorm(const Runtime& runtime, const ort::KernelInfo* info)
+      : AddNorm(runtime, info), weights_{Weight(runtime, info, 2), Weight(runtime, info, 3)} {}
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    constexpr size_t kWeights = 2;
-    AddNorm::compute(runtime, context, kWeights, [](const auto& parallel, const auto& addition, auto weights,
+    AddNorm::compute(runtime, context, weights_, [](const auto& parallel, const auto& addition, auto weights,
                                                     float epsilon, float* y) {
       add_layer_norm(parallel, addition, weights[0], weights[1], epsilon, y);
     });
   }
+
+ private:
+  std::array<Weight, 2> weights_;
 };
 
 // An operator as ONNX Runtime wants it: a table of functions, filled from what `Kernel` says of itself.
@@ -541,7 +628,7 @@ const ort::CustomOp& operator_of() {
   };
   static const ort::CustomOp op = [] {
     ort::CustomOp table{};
-    table.version = ort::kVersion;
+    table.version = ort::kOperatorVersion;
     table.name = [](const ort::CustomOp*) { return Kernel::kName; };
     table.provider = [](const ort::CustomOp*) -> const char* { return nullptr; };
     table.num_inputs = [](const ort::CustomOp*) { return std::size(Kernel::kInputs); };
@@ -631,8 +718,8 @@ extern "C" __attribute__((visibility("default"))) const char* OnwardOperators() 
 // What ONNX Runtime calls when a session's options register this library.
 extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(ort::SessionOptions* options,
                                                                                 const ort::ApiBase* base) {
-  void* const* functions = base->get_api(ort::kVersion);
-  if (!functions) return ort::Api{base->get_api(1)}.create_status(ort::kFail, "this ONNX Runtime is older than 1.18");
+  void* const* functions = base->get_api(ort::kApiVersion);
+  if (!functions) return ort::Api{base->get_api(1)}.create_status(ort::kFail, "this ONNX Runtime is older than 1.24");
   const ort::Api api{functions};
   return onward::leaves_weights(api, options) ? onward::add_domain<false>(api, options)
                                               : onward::add_domain<true>(api, options);
