@@ -32,8 +32,8 @@ demo: $(STAMP) .kernels ## train two models, export, prove, serve and ask them
 	$(BIN)/python -m benchmarks.demo
 
 # A file's tests stay together, as they share servers and artefacts; many of them wait more than they compute.
-test: $(STAMP) .kernels ## run the test suite, a process for each processor and four at most
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+test: $(STAMP) .kernels ## run the test suite, in a process for each processor and four at most
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 
 check: $(STAMP) ## lint, types, layers, wire contract
 	$(BIN)/ruff check .

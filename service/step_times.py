@@ -226,7 +226,8 @@ class StepTimes:
         if not steps.is_full and not is_calibration:
             return
         # Prompts want all threads at once, and take what they take with them: they vary by much more.
-        self._runs.learn(steps.prompts(self._knots) + steps.decoding(self._knots), steps.seconds, kind=has_prompts)
+        x = steps.prompts(self._knots) + steps.decoding(self._knots)
+        self._runs.learn(x, steps.seconds, kind=has_prompts, count=steps.count)
         self._unlearned[has_prompts] = steps.following()
         if self._unlearned_host[0]:
             self._host.learn(self._unlearned_host[:2].copy(), float(self._unlearned_host[2]))

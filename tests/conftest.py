@@ -24,7 +24,7 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure() -> None:
-    """Has Ctrl-C interrupt again: processes of pytest-xdist ignore it, and so would all that they start."""
+    """Has Ctrl-C interrupt again where the shell that began this in the background has all that it starts ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -173,9 +173,14 @@ class Running:
         assert self.metric("num_requests_waiting", model_name=model) == 0
         return self.ended(model)
 
+    @property
+    def num_streams(self) -> int:
+        """Requests that hold a place."""
+        return self.app._engine.num_streams
+
     async def until_idle(self, model: str = MODEL) -> dict[str, int]:
         """How requests ended, when nobody holds a place any more."""
-        await eventually(lambda: self.app._engine.num_streams == 0)
+        await eventually(lambda: self.num_streams == 0)
         return self.ended(model)
 
 
@@ -284,6 +289,7 @@ async def expire(ask: Callable[[float], Any], is_known: Callable[[], bool]) -> N
     """Asks with a deadline that passes, as often as it takes until the server knows of one that did.
 
     Where the machine is busy a short one passes before the call is there: each has twice the time of the one before.
+    A call that ends before it is a request is known as late, too: whoever wants one that was says so by `is_known`.
     Admission by deadline must be off, or a server whose steps were slow refuses the call in the place of being late.
     """
     timeout = 0.05

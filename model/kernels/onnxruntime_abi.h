@@ -1,8 +1,8 @@
 // The part of ONNX Runtime's C interface that custom operators need, declared here because its wheels bring no header.
 //
 // ONNX Runtime promises that the table of functions is only ever added to, so that a function's place in it is its
-// name: places and signatures are those of interface version 24 (ONNX Runtime 1.24 and newer), and the order of
-// `CustomOp`'s members that of version 18, which has all that operators here are asked for.
+// name: places, signatures and the order of `CustomOp`'s members are those of interface version 24 (ONNX Runtime 1.24
+// and newer).
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,7 @@
 
 namespace ort {
 
-constexpr uint32_t kApiVersion = 24;
-constexpr uint32_t kOperatorVersion = 18;
+constexpr uint32_t kVersion = 24;
 
 // Known to ONNX Runtime alone.
 struct Status;

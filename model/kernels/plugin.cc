@@ -51,6 +51,8 @@ class Shape {
   size_t size() const { return rank_; }
   bool empty() const { return rank_ == 0; }
   int64_t operator[](size_t index) const { return dimensions_[index]; }
+
+  // The last dimension; there must be one, as for `num_rows` and `with_last`.
   int64_t back() const { return dimensions_[rank_ - 1]; }
 
   bool operator==(const Shape& other) const {
@@ -58,7 +60,7 @@ class Shape {
   }
   bool operator!=(const Shape& other) const { return !(*this == other); }
 
-  // How many numbers there are; of a row's, without the last dimension.
+  // How many numbers there are, and how many rows of them along the last dimension.
   int64_t count() const { return product(rank_); }
   int64_t num_rows() const { return product(rank_ - 1); }
 
@@ -165,6 +167,7 @@ class Runtime {
     const int64_t* dimensions = nullptr;
     size_t rank = 0;
     check(api_.type_and_shape(value, &type, &dimensions, &rank));
+    static_assert(Shape::kMostDimensions == 8);
     require(rank <= Shape::kMostDimensions, "tensors must have 8 dimensions at most");
     tensor.shape = Shape(dimensions, rank);
     // What is read is not written, but for what one buffer is both of: the caller says so by tying it to an output,
@@ -210,7 +213,7 @@ struct Port {
   ort::Characteristic presence = ort::kRequired;
 };
 
-// An input that graphs of ours store: asked for once then, and for each run elsewhere.
+// An input that is asked for once where the graph stores it; where it is computed, or not there, in each run.
 class Weight {
  public:
   Weight(const Runtime& runtime, const ort::KernelInfo* info, size_t index)
@@ -231,7 +234,7 @@ const Number* where(const std::shared_ptr<const void>& resident, const Tensor& s
   return resident ? static_cast<const Number*>(resident.get()) : stored.as<Number>();
 }
 
-// The bias of a product, an input that not all have.
+// The bias of a product, an input that not all have: null where there is none.
 template <bool kIsThere>
 class Bias {
  public:
@@ -239,6 +242,7 @@ class Bias {
 
   // `[N]`
   const float* of(const Runtime& runtime, const ort::KernelContext* context, int64_t num_columns) const {
+    if constexpr (!kIsThere) return nullptr;
     const Tensor bias = weight_.of(runtime, context);
     runtime.require(bias.shape == Shape{num_columns}, "bias must be as long as the matrix has columns");
     return bias.as<float>();
@@ -246,13 +250,6 @@ class Bias {
 
  private:
   Weight weight_;
-};
-
-template <>
-class Bias<false> {
- public:
-  Bias(const Runtime&, const ort::KernelInfo*, size_t) {}
-  const float* of(const Runtime&, const ort::KernelContext*, int64_t) const { return nullptr; }
 };
 
 // `Int8Linear(rows [..., K], panels [⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8, scales [N]) → [..., N]`, and `BiasedInt8Linear`
@@ -362,7 +359,9 @@ class Linear {
   static bool is_able() { return can_multiply_floats(); }
 
   Linear(const Runtime& runtime, const ort::KernelInfo* info)
-      : weight_(runtime, info, 1), bias_(runtime, info, 2), resident_(runtime.resident_rows(info, 1, sizeof(float), best_stride)) {}
+      : weight_(runtime, info, 1),
+        bias_(runtime, info, 2),
+        resident_(runtime.resident_rows(info, 1, sizeof(float), best_stride)) {}
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
     const Tensor rows = runtime.input(context, 0), weight = weight_.of(runtime, context);
@@ -628,7 +627,7 @@ const ort::CustomOp& operator_of() {
   };
   static const ort::CustomOp op = [] {
     ort::CustomOp table{};
-    table.version = ort::kOperatorVersion;
+    table.version = ort::kVersion;
     table.name = [](const ort::CustomOp*) { return Kernel::kName; };
     table.provider = [](const ort::CustomOp*) -> const char* { return nullptr; };
     table.num_inputs = [](const ort::CustomOp*) { return std::size(Kernel::kInputs); };
@@ -718,7 +717,7 @@ extern "C" __attribute__((visibility("default"))) const char* OnwardOperators() 
 // What ONNX Runtime calls when a session's options register this library.
 extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(ort::SessionOptions* options,
                                                                                 const ort::ApiBase* base) {
-  void* const* functions = base->get_api(ort::kApiVersion);
+  void* const* functions = base->get_api(ort::kVersion);
   if (!functions) return ort::Api{base->get_api(1)}.create_status(ort::kFail, "this ONNX Runtime is older than 1.24");
   const ort::Api api{functions};
   return onward::leaves_weights(api, options) ? onward::add_domain<false>(api, options)

@@ -28,6 +28,7 @@ from tests.faults.callers import (
     run,
 )
 from tests.faults.process import DECODER, ServerProcess, serving, until
+from tests.ports import free_port
 
 CONTEXT = 2048
 
@@ -87,7 +88,7 @@ def begin(load: Load, servers: Sequence[ServerProcess]) -> None:
 
 def test_server_sigkill_under_load_fails_only_what_it_had_begun_and_it_returns_by_itself(places: Places) -> None:
     with ExitStack() as stack:
-        victim, other = start(stack, places.one), start(stack, places.other)
+        victim, other = start(stack, places.one, free_port()), start(stack, places.other)
         envoy = stack.enter_context(balancing([victim.target, other.target], places.envoy))
         whole, short = tokens_of(other, LONG), tokens_of(other, SHORT)
         with Load(envoy.target) as load:
@@ -124,7 +125,7 @@ def test_server_sigkill_under_load_fails_only_what_it_had_begun_and_it_returns_b
 def test_rolling_update_under_load_loses_nothing(places: Places) -> None:
     with ExitStack() as stack:
         folders = [places.one, places.other]
-        servers = [start(stack, folder) for folder in folders]
+        servers = [start(stack, folder, free_port()) for folder in folders]
         targets = [server.target for server in servers]
         envoy = stack.enter_context(balancing(targets, places.envoy))
         whole, short = tokens_of(servers[0], LONG), tokens_of(servers[0], SHORT)

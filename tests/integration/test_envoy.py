@@ -447,13 +447,11 @@ async def test_a_callers_deadline_reaches_the_server(balanced: Balanced) -> None
         # It knows that there was one, and does not take the call for one whose caller hung up.
         await expire(
             lambda timeout: balanced.generation.Generate(generate_request(), timeout=timeout),
-            lambda: num_late() > before,
+            lambda: num_late() > before and any(server.num_streams for server in balanced.servers),
         )
-    # As often as it took: a busy machine's first calls may have come too late to be requests.
     for server in balanced.servers:
         await server.until_idle()
-    ended = await balanced.until_ended(1)
-    assert ended.keys() <= {"cancelled", "deadline"}
+    assert (await balanced.until_ended(1)).keys() <= {"cancelled", "deadline"}
 
 
 # What is begun once at the most.

@@ -59,7 +59,8 @@ def test_a_process_is_read_as_the_system_counts_it() -> None:
         pass
     assert scaling_out.cpu_seconds(pid) - before >= 0.05
     held = scaling_out.proportional_bytes(pid)
-    block = b"x" * 50_000_000
+    # Of what other processes map too, a part is counted: how many they are may change meanwhile.
+    block = b"x" * 200_000_000
     assert scaling_out.proportional_bytes(pid) - held == pytest.approx(len(block), rel=0.2)
 
 

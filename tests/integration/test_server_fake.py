@@ -164,7 +164,7 @@ async def test_score_ends_with_its_call() -> None:
         with gate.closed():
             await expire(
                 lambda timeout: server.generation.Score(request, timeout=timeout),
-                lambda: server.metric("grpc_server_handled_total", **handled) > 0,
+                lambda: server.metric("grpc_server_handled_total", **handled) > 0 and server.num_streams > 0,
             )
         ended = await server.until_idle()
     assert ended
@@ -350,7 +350,7 @@ async def test_deadline_of_the_call_frees_what_it_held() -> None:
         with gate.closed():
             await expire(
                 lambda timeout: server.generation.GenerateStream(stream_request(max_tokens=500), timeout=timeout),
-                lambda: server.metric("grpc_server_handled_total", **handled) > 0,
+                lambda: server.metric("grpc_server_handled_total", **handled) > 0 and server.num_streams > 0,
             )
         ended = await server.until_idle()
     # Whichever comes first: the handler that lets go of it, or the engine that looks at the clock.

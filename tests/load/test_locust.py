@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +27,7 @@ from loadtest.arrivals import Arrivals, Pattern
 from loadtest.records import Outcome, Record
 from tests.load.fake_server import ROOT, fake_server, fake_servers, read_log
 from tests.load.observed import SCALES, delays, holds, pairs
+from tests.ports import free_port
 
 TIMEOUT_SECONDS = 240
 SHORT = ("--prompt-tokens", "8", "--max-tokens", "5")
@@ -58,16 +57,6 @@ def run(*words: str, cwd: Path = ROOT) -> tuple[int, str]:
 
 def records_of(report: dict[str, Any]) -> list[Record]:
     return [Record.from_dict(each) for each in report["requests"]]
-
-
-def free_port() -> int:
-    """One that the system gives to nobody by itself, so that it is free still when somebody comes to use it."""
-    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
-    while True:
-        port = random.SystemRandom().randrange(10_000, int(first)) if int(first) > 10_100 else 0
-        with socket.socket() as one, suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            return int(one.getsockname()[1])
 
 
 def hold_faults(records: list[Record], count: int) -> None:

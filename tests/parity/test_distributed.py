@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ import pytest
 
 from model import checkpoint
 from tests.parity.distributed_worker import COMPARISONS, RESUMED, STEPS, make_resumable
+from tests.ports import free_port
 from tests.training_runs import Quiet, points, run, weights, write_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -29,12 +29,6 @@ LIMIT_SECONDS = 280
 
 # The first test has the processes started.
 pytestmark = pytest.mark.timeout(LIMIT_SECONDS + 100)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def launch(*, nodes: int, processes: int, endpoint: str) -> list[str]:

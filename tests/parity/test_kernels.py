@@ -511,6 +511,60 @@ def test_products_refuse_what_they_cannot_compute_and_say_what() -> None:
         _session(linear, by_kernels=True)
 
 
+def test_weights_that_are_computed_are_read_in_each_run_and_stored_ones_stay_where_they_are() -> None:
+    rng = np.random.default_rng(3)
+    x, weights = rng.standard_normal((3, 64)).astype(np.float32), rng.standard_normal((2, 64, 64)).astype(np.float32)
+    node = helper.make_node(LINEAR, ["x", "weight"], ["y"], domain=DOMAIN)
+    norm = helper.make_node(ADD_RMS_NORM, ["x", "x", "scale"], ["sums", "z"], domain=DOMAIN, epsilon=0.0)
+    # ONNX Runtime lays out anew what its own product reads: not in the place of what ours reads.
+    product = helper.make_node("MatMul", ["x", "weight"], ["p"])
+    scales = weights[:, 0]
+    feeds = {"x": x, "weight": weights[0], "scale": scales[0]}
+    outputs = ("y", "sums", "z", "p")
+    given = _session(_model([node, norm, product], feeds, outputs, {}), by_kernels=True)
+    stored = _model([node, norm, product], {"x": x}, outputs, {"weight": weights[0], "scale": scales[0]})
+    # Stored, and yet an input: what is given in a run takes its place.
+    default = onnx.ModelProto()
+    default.CopyFrom(stored)
+    default.graph.input.append(helper.make_tensor_value_info("weight", TensorProto.FLOAT, [64, 64]))
+    both = _session(default, by_kernels=True)
+    own = _session(stored, by_kernels=True)
+    for weight, scale in zip(weights, scales, strict=True):
+        y, sums, z, p = given.run(None, {"x": x, "weight": weight, "scale": scale})
+        np.testing.assert_allclose(y, x @ weight.T, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(p, x @ weight, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(z, sums / np.sqrt(np.mean(sums**2, -1, keepdims=True)) * scale, rtol=1e-4, atol=1e-4)
+        assert both.run(["y"], {"x": x, "weight": weight})[0].tobytes() == y.tobytes()
+    y, _, z, p = given.run(None, feeds)
+    for session in (own, both, own):
+        told = session.run(None, {"x": x})
+        assert [told[index].tobytes() for index in (0, 2)] == [y.tobytes(), z.tobytes()]
+        np.testing.assert_allclose(told[3], p, rtol=1e-4, atol=1e-4)
+
+
+def test_eight_bits_must_be_stored() -> None:
+    linear = _linear(40, 40, np.random.default_rng(0))
+    (panels,) = (each for each in linear.graph.initializer if each.name == "panels")
+    linear.graph.initializer.remove(panels)
+    linear.graph.input.append(helper.make_tensor_value_info("panels", TensorProto.INT8, [2, 10, 32, 4]))
+    with pytest.raises(Exception, match="panels and scales must be stored in the graph"):
+        _session(linear, by_kernels=True)
+
+
+def test_rows_have_up_to_eight_dimensions() -> None:
+    rng = np.random.default_rng(4)
+    weight = rng.standard_normal((5, 32)).astype(np.float32)
+    node = helper.make_node(LINEAR, ["x", "weight"], ["y"], domain=DOMAIN)
+    x = rng.standard_normal((2, 1, 3, 1, 1, 1, 2, 32)).astype(np.float32)
+    for rows in (x[0, 0, 0, 0, 0, 0, 0], x):
+        (y,) = _session(_model([node], {"x": rows}, ["y"], {"weight": weight}), by_kernels=True).run(None, {"x": rows})
+        np.testing.assert_allclose(y, rows @ weight.T, rtol=1e-4, atol=1e-4)
+    for rows, message in ((x[np.newaxis], "8 dimensions at most"), (x[0, 0, 0, 0, 0, 0, 0, 0], "K numbers wide")):
+        session = _session(_model([node], {"x": rows}, ["y"], {"weight": weight}), by_kernels=True)
+        with pytest.raises(Exception, match=message):
+            session.run(None, {"x": np.asarray(rows)})
+
+
 @pytest.mark.parametrize("kind", [LINEAR, INT8_LINEAR, INT4_LINEAR])
 @pytest.mark.parametrize(("num_rows", "inner", "outer"), [(25, 2048, 70), (200, 1536, 300), (64, 768, 700)])
 def test_products_of_the_sizes_of_models_are_their_functions_and_each_rows_own(
