@@ -66,6 +66,9 @@ class StepEngine(Protocol):
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step boundary; unknown ids are ignored."""
 
+    def prepare(self) -> bool:
+        """Does a piece of what makes later steps quicker, while nobody waits; whether there is more of it."""
+
     def step(self) -> StepOutput:
         """Moves every sequence that can move."""
 
@@ -405,6 +408,7 @@ class EngineThread:
         block = not any(station.has_work for station in self._stations.values())
         if block:
             self._outbox.flush()
+            self._prepare()
         # Nobody else takes anything out.
         while block or not self._inbox.empty():
             command = self._inbox.get()
@@ -413,6 +417,12 @@ class EngineThread:
                 return False
             self._apply(command)
         return True
+
+    def _prepare(self) -> None:
+        """Has engines do ahead what they can, until somebody wants something."""
+        for station in self._stations.values():
+            while station.engine is not None and self._inbox.empty() and station.engine.prepare():
+                pass
 
     def _apply(self, command: _Submit | _Abort | _Call | _Install | _Remove | _Errand) -> None:
         match command:

@@ -100,6 +100,10 @@ class ScriptedEngine:
             cancelled = [token(None, index, FinishReason.CANCELLED) for index in left]
             self._pending[request_id] = (request, deque([cancelled]))
 
+    def prepare(self) -> bool:
+        """There is nothing to be done ahead."""
+        return False
+
     def step(self) -> StepOutput:
         """The next events of every request."""
         self._before_step()

@@ -51,6 +51,8 @@ class Engine:
         clock: monotonic seconds; deadlines are compared with it.
         rehearse: what is to be done once, on the thread that steps, before golden cases are replayed or steps are
             timed; nothing unless given.
+        prepare: does a piece of what may be done ahead while nobody waits, and tells whether there is more of it;
+            nothing unless given.
         name: what the log calls it.
     """
 
@@ -62,6 +64,7 @@ class Engine:
         last_run: LastRun,
         clock: Callable[[], float] = time.monotonic,
         rehearse: Callable[[], None] | None = None,
+        prepare: Callable[[], bool] | None = None,
         name: str = "a model",
     ) -> None:
         self._scheduler = scheduler
@@ -70,6 +73,7 @@ class Engine:
         self._last_run = last_run
         self._clock = clock
         self._rehearse = rehearse
+        self._prepare = prepare
         self._name = name
         self._num_preemptions = self._num_accepted_drafts = 0
 
@@ -139,6 +143,16 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Ends a request with the next step, which reports it cancelled; unknown and finished ones are ignored."""
         self._scheduler.abort(request_id)
+
+    def prepare(self) -> bool:
+        """Does a piece of what makes later steps quicker, ten milliseconds at most; whether there is more of it.
+
+        For when nobody waits. What does not succeed is left to the steps that want it.
+        """
+        try:
+            return self._prepare is not None and self._prepare()
+        except MemoryError:
+            return False
 
     def step(self) -> StepOutput:
         """Moves every running request forward.

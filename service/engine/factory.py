@@ -20,6 +20,7 @@ from service.engine.kv_memory import (
     check_memory,
     graph_bytes,
     plan_kv_memory,
+    ready_bytes,
 )
 from service.engine.look_up_proof import describe_foreign, find_obstacles
 from service.engine.memory import resident_bytes
@@ -79,15 +80,17 @@ def build_engine(
         _refuse_guesses(folder, limits, find_obstacles(manifest, options, prefill))
     runner: Runner
     rehearse: Callable[[], None] | None = None
+    prepare: Callable[[], bool] | None = None
     top = TopLogits()
     if manifest.kv_cache.layout is KVLayout.PAGED:
         runner = paged = build_paged_runner(folder, manifest, limits, options, top)
         rehearse = paged.rehearse
     else:
-        runner = build_runner(folder, manifest, limits, options, prefill)
+        runner = over_slots = build_runner(folder, manifest, limits, options, prefill)
+        prepare = over_slots.kv.prepare
     budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
     scheduler = Scheduler(limits, shape, decode, budget)
-    return Engine(scheduler, runner, Sampler(top), last_run, rehearse=rehearse, name=str(folder))
+    return Engine(scheduler, runner, Sampler(top), last_run, rehearse=rehearse, prepare=prepare, name=str(folder))
 
 
 def build_runner(
@@ -118,7 +121,13 @@ def build_runner(
     try:
         budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
         check_memory(manifest, budget, limits.max_batch_size, max_prefill_tokens)
-        kv = SlotKV(manifest.config, limits.max_batch_size, manifest.kv_cache.precision.dtype)
+        kv = SlotKV(
+            manifest.config,
+            limits.max_batch_size,
+            manifest.kv_cache.precision.dtype,
+            kept_tokens=limits.prefill_chunk,
+            ready_bytes=ready_bytes(manifest, budget),
+        )
         return OrtRunner(manifest.config, kv, decoder, encoder, max_prefill_tokens, prefill_graph)
     except (MemoryError, StartupError) as error:
         sizes = f"max_batch_size {limits.max_batch_size}, prefill_chunk {limits.prefill_chunk}"

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from model.config import ModelConfig
 from service.engine.batch import KVCopy, KVDrop, KVFree, KVOperation, KVRestore, KVRetain, KVSave
 from service.engine.pages import Pages
+from service.engine.ready_memory import ReadyMemory
 
 Buffers = npt.NDArray[np.float32 | np.int8]
 
@@ -64,12 +65,21 @@ class SlotKV:
         config: the model's sizes.
         num_slots: how many rows.
         dtype: of what rows hold, of their own and of their sources, "float32" or "int8".
+        kept_tokens: how many tokens most copies have, those of a row's own positions.
+        ready_bytes: how much memory may be made ready for such copies (`prepare`).
 
     Raises:
         MemoryError: when there is not even so much address space.
     """
 
-    def __init__(self, config: ModelConfig, num_slots: int, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_slots: int,
+        dtype: str = "float32",
+        kept_tokens: int = 0,
+        ready_bytes: int = 0,
+    ) -> None:
         num_tensors = 2 * config.num_layers
         row = (config.num_kv_heads, config.context, config.head_dim)
         cross_row = (config.num_kv_heads, config.source_context, config.head_dim)
@@ -79,6 +89,8 @@ class SlotKV:
         self._own: Buffers = self._own_pages.array
         self._cross: Buffers = self._cross_pages.array
         self._kept: dict[int, _Kept] = {}
+        kept_shape = (num_tensors, config.num_kv_heads, kept_tokens, config.head_dim)
+        self._ready = ReadyMemory(kept_shape, dtype, ready_bytes)
 
     @property
     def num_slots(self) -> int:
@@ -105,6 +117,16 @@ class SlotKV:
         """For each layer K then V of the sources: `[slots, kv_heads, source_context, head_dim]`, live."""
         return tuple(self._cross)
 
+    def prepare(self) -> bool:
+        """Makes some memory ready for copies, for when nobody waits; whether there is more to be done.
+
+        It is besides what rows and copies take, `ready_bytes` at most.
+
+        Raises:
+            MemoryError: when the system refuses.
+        """
+        return self._ready.prepare()
+
     def apply(self, operation: KVOperation) -> None:
         """Carries out one operation, on all layers; see `KVCache.apply`."""
         match operation:
@@ -117,7 +139,7 @@ class SlotKV:
                 _write(self._own, operation.slot, kept.start, kept.own)
                 _write(self._cross, operation.slot, 0, kept.cross)
             case KVDrop():
-                del self._kept[operation.handle]
+                self._ready.give_back(self._kept.pop(operation.handle).own)
             case KVFree():
                 _free(self._own_pages, operation.slot, operation.num_tokens)
                 _free(self._cross_pages, operation.slot, operation.num_source_tokens)
@@ -159,17 +181,16 @@ class SlotKV:
     def _save(self, save: KVSave) -> None:
         if save.handle in self._kept:
             raise ValueError(f"handle {save.handle} is in use")
-        own = _compact(self._own, save.slot, save.start, save.num_tokens)
-        cross = _compact(self._cross, save.slot, 0, save.num_source_tokens)
+        own = self._compact(self._own, save.slot, save.start, save.num_tokens)
+        cross = self._compact(self._cross, save.slot, 0, save.num_source_tokens)
         self._kept[save.handle] = _Kept(save.start, own, cross)
 
-
-def _compact(buffers: Buffers, slot: int, start: int, stop: int) -> Buffers:
-    """A copy of positions `[start, stop)` of a row, all tensors, in memory of its own."""
-    num_tensors, _, num_heads, _, head_dim = buffers.shape
-    kept = Pages((num_tensors, num_heads, stop - start, head_dim), buffers.dtype, is_sparse=False).array
-    kept[:] = buffers[:, slot, :, start:stop]
-    return kept
+    def _compact(self, buffers: Buffers, slot: int, start: int, stop: int) -> Buffers:
+        """A copy of positions `[start, stop)` of a row, all tensors, in memory of its own."""
+        num_tensors, _, num_heads, _, head_dim = buffers.shape
+        kept = self._ready.take((num_tensors, num_heads, stop - start, head_dim))
+        kept[:] = buffers[:, slot, :, start:stop]
+        return kept
 
 
 def _free(pages: Pages, slot: int, num_tokens: int) -> None:

@@ -24,6 +24,9 @@ _CANDIDATE_BYTES = 12
 _WORKSPACE_BYTES = 128 << 20
 # A recorded run of a device: its launches, and what its kernels keep for themselves. An estimate.
 _RECORD_BYTES = 8 << 20
+# Made ready for copies of K/V while nobody waits: so much at most, and of all that K/V may take so large a part.
+_READY_BYTES = 128 << 20
+_READY_PART = 8
 # What CUDA's libraries load when graphs are, and what is lost as a device hands out memory in large pieces.
 _LIBRARY_BYTES = 1 << 30
 
@@ -33,8 +36,8 @@ class MemoryNeeds:
     """What a model wants of memory, in bytes.
 
     `whole` is its K/V with all rows at full length, `least` with one: below that, not every request could run.
-    `besides` is taken whatever K/V may take: logits, and the K/V of prompts in passing; of a device's memory also
-    weights, and what steps have in hand.
+    `besides` is taken whatever K/V may take: logits, the K/V of prompts in passing, and memory made ready for copies;
+    of a device's memory also weights, and what steps have in hand.
     """
 
     whole: int
@@ -61,8 +64,18 @@ def memory_needs(manifest: Manifest, num_slots: int, max_prefill_tokens: int) ->
     return MemoryNeeds(
         whole=budget.num_bytes,
         least=least,
-        besides=logits + num_chunked * budget.token_bytes,
+        besides=logits + num_chunked * budget.token_bytes + ready_bytes(manifest, budget),
     )
+
+
+def ready_bytes(manifest: Manifest, budget: KVBudget) -> int:
+    """How much memory is made ready for copies of whole chunks, besides what K/V may take.
+
+    None where blocks are shared in the place of being copied, nor of an encoder-decoder, whose copies have all sizes.
+    """
+    if manifest.kv_cache.layout is KVLayout.PAGED or manifest.config.is_encoder_decoder:
+        return 0
+    return min(_READY_BYTES, budget.num_bytes // _READY_PART)
 
 
 def weight_bytes(manifest: Manifest) -> int:
@@ -151,7 +164,7 @@ def check_memory(manifest: Manifest, budget: KVBudget, num_slots: int, max_prefi
     num_logits = num_slots + max_prefill_tokens
     needed = num_logits * manifest.config.vocab_size * _FLOAT_BYTES
     # Short prompts that are computed together have K/V of their own in passing.
-    rest = limit - budget.num_bytes - max_prefill_tokens * budget.token_bytes
+    rest = limit - budget.num_bytes - max_prefill_tokens * budget.token_bytes - ready_bytes(manifest, budget)
     if needed > rest:
         raise StartupError([f"{num_logits} rows of logits need {needed} bytes, there are {rest} besides K/V"])
 
