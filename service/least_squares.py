@@ -87,14 +87,11 @@ class RecursiveFit:
         covariance = np.eye(len(scales)) / _FIRST_SPREAD**2
         self.fitted = Fitted(np.zeros(len(scales)), _FIRST_SPREAD, self._scales, covariance)
 
-    def learn(self, x: Float64, y: float, kind: int = 0, count: int = 1) -> None:
-        """Takes in one observation; anything but finite x ≥ 0, not all of it 0, and finite y > 0 teaches nothing.
-
-        Of `count` observations it may be the sum: it teaches as much as they would.
-        """
+    def learn(self, x: Float64, y: float, kind: int = 0) -> None:
+        """Takes in one observation; anything but finite x ≥ 0, not all of it 0, and finite y > 0 teaches nothing."""
         scaled = x * self._scales
         covariance, spread, own_spread = self.fitted.covariance, self.fitted.spread, self._spreads[kind]
-        noise = (own_spread / spread) ** 2 / count
+        noise = (own_spread / spread) ** 2
         free_value = float(self._free @ scaled)
         if not 0 < y < math.inf or not math.isfinite(free_value):
             return
@@ -120,8 +117,7 @@ class RecursiveFit:
         covariance = covariance + common[:, np.newaxis] * common + (direction[:, np.newaxis] * direction) * change
         if unknown < noise:
             # Otherwise it is no measure of how observations err, but of what is left to learn.
-            rate = 1 - (1 - _SPREAD_RATE) ** count
-            own_spread += rate * (_DEVIATIONS * min(error * math.sqrt(count), 1.0) - own_spread)
+            own_spread += _SPREAD_RATE * (_DEVIATIONS * min(error, 1.0) - own_spread)
             self._spreads[kind] = max(_LEAST_SPREAD, own_spread)
         coefficients = _without_negatives(self._free, covariance) * self._scales
         self.fitted = Fitted(coefficients, max(self._spreads), self._scales, covariance)

@@ -41,9 +41,8 @@ _HOST_MEMORY_SECONDS = 2.0
 # The speed of a machine that is shared wanders by a tenth in half a minute.
 _DRIFT = 0.1**2 / 30.0
 _HOST_DRIFT = 0.1**2
-# Learning takes the event loop a tenth of a millisecond, as its code is in no cache after a step of a graph: steps of a
-# small model come too fast to teach one by one.
-_LEARN_SECONDS = 0.005
+# Learning takes tens of microseconds of the event loop: steps of a small model come too fast to teach one by one.
+_LEARN_SECONDS = 0.002
 _MOST_AT_ONCE = 64
 # A step takes seconds at most, and then the first one teaches that.
 _FIRST_STEP_SECONDS = 1.0
@@ -226,8 +225,7 @@ class StepTimes:
         if not steps.is_full and not is_calibration:
             return
         # Prompts want all threads at once, and take what they take with them: they vary by much more.
-        x = steps.prompts(self._knots) + steps.decoding(self._knots)
-        self._runs.learn(x, steps.seconds, kind=has_prompts, count=steps.count)
+        self._runs.learn(steps.prompts(self._knots) + steps.decoding(self._knots), steps.seconds, kind=has_prompts)
         self._unlearned[has_prompts] = steps.following()
         if self._unlearned_host[0]:
             self._host.learn(self._unlearned_host[:2].copy(), float(self._unlearned_host[2]))

@@ -50,24 +50,6 @@ def test_a_law_is_found_through_noise_and_known_as_well_as_it_says() -> None:
     assert inside >= 34
 
 
-def test_a_sum_of_observations_teaches_as_much_as_they_do() -> None:
-    source = random.Random(3)
-    singly, at_once = (RecursiveFit(SCALES, memory=60.0, drift=3e-4) for _ in range(2))
-    wanted = np.array((1.0, 64.0, 64.0 * 300))
-    for number in range(200):
-        # In the middle it becomes slower, which is to be noticed as soon.
-        speed = 1.4 if number >= 100 else 1.0
-        x = observe(source)
-        times = [speed * float(LAW @ x) * math.exp(source.gauss(0.0, 0.02)) for _ in range(5)]
-        for seconds in times:
-            singly.learn(x, seconds)
-        at_once.learn(5 * x, sum(times), count=5)
-        if number in (40, 99, 105, 110, 199):
-            assert at_once.fitted.value(wanted) == pytest.approx(singly.fitted.value(wanted), rel=0.03)
-        if number in (99, 199):
-            assert at_once.fitted.spread == pytest.approx(0.02, rel=0.3)
-
-
 def test_an_observation_of_a_busy_machine_moves_little() -> None:
     source = random.Random(2)
     fit = taught(source, 300, noise=0.02)
