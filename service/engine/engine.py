@@ -145,13 +145,15 @@ class Engine:
         self._scheduler.abort(request_id)
 
     def prepare(self) -> bool:
-        """Does a piece of what makes later steps quicker, ten milliseconds at most; whether there is more of it.
+        """Does a piece of what makes later steps quicker, some ten milliseconds' worth; whether there is more of it.
 
-        For when nobody waits. What does not succeed is left to the steps that want it.
+        For when nobody waits. What fails is not tried again: steps do without.
         """
         try:
             return self._prepare is not None and self._prepare()
-        except MemoryError:
+        except Exception as error:
+            report_failure(f"{self._name}: what makes steps quicker could not be prepared", error)
+            self._prepare = None
             return False
 
     def step(self) -> StepOutput:

@@ -121,12 +121,14 @@ def build_runner(
     try:
         budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
         check_memory(manifest, budget, limits.max_batch_size, max_prefill_tokens)
+        chunk = limits.prefill_chunk
         kv = SlotKV(
             manifest.config,
             limits.max_batch_size,
             manifest.kv_cache.precision.dtype,
-            kept_tokens=limits.prefill_chunk,
-            ready_bytes=ready_bytes(manifest, budget),
+            kept_tokens=chunk,
+            # Of chunks that no prompt fills nothing is kept.
+            ready_bytes=ready_bytes(manifest, budget, limits.max_batch_size) if chunk <= manifest.config.context else 0,
         )
         return OrtRunner(manifest.config, kv, decoder, encoder, max_prefill_tokens, prefill_graph)
     except (MemoryError, StartupError) as error:

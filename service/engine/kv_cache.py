@@ -59,7 +59,7 @@ class _Kept:
 class SlotKV:
     """K/V of a fixed number of rows, each with room for a whole context.
 
-    Memory is reserved at once and touched as it is used, by the page: what nobody has filled costs address space only.
+    Memory is reserved at once and touched as it is used, by the page: rows that nobody has filled cost address space.
 
     Args:
         config: the model's sizes.
@@ -144,7 +144,8 @@ class SlotKV:
                 _free(self._own_pages, operation.slot, operation.num_tokens)
                 _free(self._cross_pages, operation.slot, operation.num_source_tokens)
             case KVRetain():
-                self._kept = {handle: kept for handle, kept in self._kept.items() if handle in operation.handles}
+                for handle in self._kept.keys() - operation.handles:
+                    self._ready.give_back(self._kept.pop(handle).own)
             case _:
                 assert_never(operation)
 

@@ -64,18 +64,20 @@ def memory_needs(manifest: Manifest, num_slots: int, max_prefill_tokens: int) ->
     return MemoryNeeds(
         whole=budget.num_bytes,
         least=least,
-        besides=logits + num_chunked * budget.token_bytes + ready_bytes(manifest, budget),
+        besides=logits + num_chunked * budget.token_bytes + ready_bytes(manifest, budget, num_slots),
     )
 
 
-def ready_bytes(manifest: Manifest, budget: KVBudget) -> int:
+def ready_bytes(manifest: Manifest, budget: KVBudget, num_slots: int) -> int:
     """How much memory is made ready for copies of whole chunks, besides what K/V may take.
 
     None where blocks are shared in the place of being copied, nor of an encoder-decoder, whose copies have all sizes.
+    Whoever has more than all rows at full length take is given no more of it than `memory_needs` counts.
     """
     if manifest.kv_cache.layout is KVLayout.PAGED or manifest.config.is_encoder_decoder:
         return 0
-    return min(_READY_BYTES, budget.num_bytes // _READY_PART)
+    whole = num_slots * _row(manifest, budget)
+    return min(_READY_BYTES, min(budget.num_bytes, whole) // _READY_PART)
 
 
 def weight_bytes(manifest: Manifest) -> int:
@@ -164,9 +166,11 @@ def check_memory(manifest: Manifest, budget: KVBudget, num_slots: int, max_prefi
     num_logits = num_slots + max_prefill_tokens
     needed = num_logits * manifest.config.vocab_size * _FLOAT_BYTES
     # Short prompts that are computed together have K/V of their own in passing.
-    rest = limit - budget.num_bytes - max_prefill_tokens * budget.token_bytes - ready_bytes(manifest, budget)
+    ready = ready_bytes(manifest, budget, num_slots)
+    rest = limit - budget.num_bytes - max_prefill_tokens * budget.token_bytes - ready
     if needed > rest:
-        raise StartupError([f"{num_logits} rows of logits need {needed} bytes, there are {rest} besides K/V"])
+        told = f"{num_logits} rows of logits need {needed} bytes, there are {rest} besides K/V and {ready} for copies"
+        raise StartupError([told])
 
 
 def check_device_memory(

@@ -2,7 +2,7 @@
 
 Every whole chunk of a prompt is copied for requests to come. Memory that no process has touched yet takes the system a
 tenth of a millisecond for each megabyte, and where it is a virtual machine whose host has to find it first, two and
-more: as much as a tenth of what a chunk takes to compute. What copies that are dropped leave is taken again first.
+more: as much as a tenth of what a chunk takes to compute. What such copies leave is kept for others, up to a limit.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from service.engine import factory
 from service.engine.batch import KVDrop, KVRestore, KVRetain, KVSave
 from service.engine.engine import Engine, LastRun
 from service.engine.kv_cache import SlotKV
-from service.engine.kv_memory import plan_kv_memory, ready_bytes
+from service.engine.kv_memory import memory_needs, plan_kv_memory, ready_bytes
 from service.engine.ready_memory import ReadyMemory
 from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
@@ -100,9 +100,10 @@ def test_copies_of_whole_chunks_lie_in_it_and_leave_it_behind() -> None:
     assert kv.stored_bytes == 0
     assert kv._ready.num_bytes == 2 * size
     kv.apply(KVSave(0, 9, 16, 0))
-    kv.apply(KVRetain(frozenset()))
-    assert kv.stored_bytes == 0
-    assert kv._ready.num_bytes <= 2 * size
+    kv.apply(KVSave(0, 10, 32, 0, 16))
+    kv.apply(KVRetain(frozenset({10})))
+    assert list(kv._kept) == [10]
+    assert (kv.stored_bytes, kv._ready.num_bytes) == (size, size)
 
 
 def build(folder: Path) -> tuple[Engine, int]:
@@ -110,7 +111,7 @@ def build(folder: Path) -> tuple[Engine, int]:
     manifest = artifact.load(folder)
     limits = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=8)
     engine = factory.build_engine(folder, manifest, str, limits, SessionOptions(intra_op_threads=1), LastRun())
-    return engine, ready_bytes(manifest, plan_kv_memory(manifest, 4, None))
+    return engine, ready_bytes(manifest, plan_kv_memory(manifest, 4, None), 4)
 
 
 def test_an_engine_makes_an_eighth_of_its_budget_ready() -> None:
@@ -132,12 +133,37 @@ def test_copies_of_all_sizes_and_blocks_that_are_shared_have_none() -> None:
         assert not engine.prepare()
 
 
-def test_want_of_memory_is_left_to_whoever_needs_it() -> None:
+@pytest.mark.parametrize("part", [0.3, 1.0, 5.0])
+def test_no_more_is_made_ready_than_is_counted_whatever_the_part(part: float) -> None:
+    manifest = artifact.load(tiny_artifact("decoder-only"))
+    whole = plan_kv_memory(manifest, 4, None).num_bytes
+    budget = plan_kv_memory(manifest, 4, int(part * whole))
+    assert ready_bytes(manifest, budget, 4) == int(min(part, 1.0) * whole) // 8
+    counted = memory_needs(manifest, 4, 0).besides - 4 * manifest.config.vocab_size * 4
+    assert ready_bytes(manifest, budget, 4) <= counted == whole // 8
+
+
+def test_nothing_is_made_ready_for_chunks_that_no_prompt_fills() -> None:
+    folder = tiny_artifact("decoder-only")
+    limits = EngineLimits(max_batch_size=4, prefill_chunk=128, max_prefill_tokens=128)
+    options = SessionOptions(intra_op_threads=1)
+    engine = factory.build_engine(folder, artifact.load(folder), str, limits, options, LastRun())
+    assert not engine.prepare()
+
+
+@pytest.mark.parametrize("error", [MemoryError, ValueError])
+def test_what_cannot_be_prepared_is_left_out_and_not_tried_again(error: type[Exception]) -> None:
+    calls: list[int] = []
+
     def fail() -> bool:
-        raise MemoryError
+        calls.append(1)
+        raise error
 
     scheduler = Scheduler(EngineLimits(max_batch_size=4), fake_model(), str)
-    assert not Engine(scheduler, FakeRunner(4), Sampler(), LastRun(), prepare=fail).prepare()
+    engine = Engine(scheduler, FakeRunner(4), Sampler(), LastRun(), prepare=fail)
+    assert not engine.prepare()
+    assert not engine.prepare()
+    assert len(calls) == 1
 
 
 class Preparing(ScriptedEngine):
