@@ -56,7 +56,8 @@ class Verifier:
             RequestError: when the replay itself failed, or the model was in use for too long to begin.
         """
         replay = self._replays.get(name)
-        if replay is None:
+        # One that is done tells of what was, though those who waited for it may not have been woken yet.
+        if replay is None or replay.task.done():
             replay = self._replays[name] = _Replay(asyncio.create_task(self._replay(name)))
         replay.num_waiting += 1
         try:
