@@ -71,12 +71,10 @@ def roofline(
         return None
     metric, batch, prompt = place
     rate = max(rates) * 1e9
-    head = 2 * config.d_model * config.vocab_size
     if metric == "prefill":
-        whole = cost.forward_flops(config, prompt)
         # The causal half of the pairs is enough, and one position's logits.
-        attention = whole.attention * cost.attended_pairs(config, prompt) / cost.computed_pairs(config, prompt)
-        return float(prompt * rate / (whole.linear - head * (prompt - 1) + attention))
+        attention = cost.pair_flops(config) * cost.attended_pairs(config, prompt)
+        return float(prompt * rate / (cost.prompt_linear_flops(config, prompt) + attention))
     length = prompt + new // 2
     parameters = cost.num_parameters(config)
     if config.positions is Positions.LEARNED:

@@ -61,14 +61,14 @@ class AdditiveDecoderAttention:
         q, k, v = module.split(module.project(x))
         key, value = tensor_scatter(past[0], k, self._starts), tensor_scatter(past[1], v, self._starts)
         y = attend(q, key, _zeroed(value, self._is_written), self._is_visible, score=_score(module))
-        return module.merge(join_heads(y)), (key, value)
+        return join_heads(y), (key, value)
 
     def attend_cross(self, module: CrossAttention, x: Tensor, cross: Buffers) -> tuple[Tensor, Buffers]:
         """See `DecoderAttention`."""
         q = split_heads(module.project_query(x), module.head_dim)
         key, value = cross
         y = attend(q, key, _zeroed(value, self._is_source), self._is_source, score=_score(module))
-        return module.merge(join_heads(y)), cross
+        return join_heads(y), cross
 
 
 class AdditiveEncoderAttention:
@@ -80,7 +80,7 @@ class AdditiveEncoderAttention:
     def attend(self, module: SelfAttention, x: Tensor) -> Tensor:
         """See `EncoderAttention`."""
         q, k, v = module.split(module.project(x))
-        return module.merge(join_heads(attend(q, k, v, self._mask, score=_score(module))))
+        return join_heads(attend(q, k, v, self._mask, score=_score(module)))
 
 
 def additive_scores(vector: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class DecoderAttention(Protocol):
     """The attention of one decoding step; what all its layers need is derived once, when it is made."""
 
     def attend_self(self, module: SelfAttention, x: Tensor, past: Buffers) -> tuple[Tensor, Buffers]:
-        """New tokens `[B, S, d]` and the cache → merged output `[B, S, d]` and the cache with them in place."""
+        """New tokens `[B, S, d]` and the cache → joined heads `[B, S, H * D]` and the cache with them in place."""
         ...
 
     def attend_cross(self, module: CrossAttention, x: Tensor, cross: Buffers) -> tuple[Tensor, Buffers]:
@@ -40,7 +40,7 @@ class EncoderAttention(Protocol):
     """The attention of an encoder over right-padded sources."""
 
     def attend(self, module: SelfAttention, x: Tensor) -> Tensor:
-        """`[B, S, d]`, both ways → merged output `[B, S, d]`, meaningless past each source's length."""
+        """`[B, S, d]`, both ways → joined heads `[B, S, H * D]`, meaningless past each source's length."""
         ...
 
 

@@ -69,13 +69,13 @@ class DotDecoderAttention:
             self._rotary,
             window=module.window,
         )
-        return module.merge(y), (key, value)
+        return y, (key, value)
 
     def attend_cross(self, module: CrossAttention, x: Tensor, cross: Buffers) -> tuple[Tensor, Buffers]:
         """See `DecoderAttention`."""
         operands = (module.project_query(x), self._no_keys, self._no_keys)
         y, key, value = group_query_attention(self._config, operands, cross, self._last_position, self._longest, None)
-        return module.merge(y), (key, value)
+        return y, (key, value)
 
 
 class DotEncoderAttention:
@@ -94,7 +94,7 @@ class DotEncoderAttention:
         if self._rotary is not None:
             q = rotary_embedding(q, self._rotary, self._config.num_heads)
             k = rotary_embedding(k, self._rotary, self._config.num_kv_heads)
-        return module.merge(padded_attention(self._config, q, k, v, self._penalties))
+        return padded_attention(self._config, q, k, v, self._penalties)
 
 
 def group_query_attention(

@@ -101,7 +101,7 @@ class _Attention:
     memory: Tensor | None
 
     def attend_self(self, module: SelfAttention, x: Tensor) -> Tensor:
-        """`[1, S, d]` → merged output `[1, S, d]`."""
+        """`[1, S, d]` → joined heads `[1, S, H * D]`."""
         q, k, v = module.split(module.project(x))
         if self.turns is not None:
             q, k = rotate(q, *self.turns), rotate(k, *self.turns)
@@ -109,7 +109,7 @@ class _Attention:
         return self._attend(kind, module, (q, k, v), self.mask)
 
     def attend_cross(self, module: CrossAttention, x: Tensor) -> Tensor:
-        """`[1, S, d]` → merged output `[1, S, d]`."""
+        """`[1, S, d]` → joined heads `[1, S, H * D]`."""
         if self.memory is None:
             raise ValueError("cross-attention needs the encoder's memory")
         q = split_heads(module.project_query(x), module.head_dim)
@@ -129,4 +129,4 @@ class _Attention:
         scores = additive_scores(score.vector, q, k) if isinstance(score, AdditiveScore) else dot_scores(q, k)
         weights = attention_weights(scores, mask)
         self.fetches[attention_output(kind, self.index)] = weights[0]
-        return module.merge(join_heads(weights @ v))
+        return join_heads(weights @ v)

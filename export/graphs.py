@@ -35,8 +35,9 @@ def unsupported(config: ModelConfig) -> list[str]:
 class DecoderGraph(nn.Module):
     """One step of cached decoding: new tokens and K/V buffers in, the wanted logits out, the buffers extended in place.
 
-    Only the positions that `logits_indices` names reach the final norm and the head, which for a large vocabulary cost
-    more than all layers together.
+    Only the positions that `logits_indices` names go on after the last layer's attention: the rest of that layer, the
+    final norm and the head, which for a large vocabulary costs more than all layers together. Of the others keys and
+    values are all that is ever asked for again.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -51,11 +52,16 @@ class DecoderGraph(nn.Module):
         fetches: dict[str, Tensor] = {}
         hidden = self.model.embed(feeds["input_ids"], feeds.get("position_ids"))
         attention = _BACKENDS[config.attention_score].in_decoder(self.model, feeds)
+
+        def wanted(x: Tensor) -> Tensor:
+            return x.reshape(1, -1, x.shape[-1]).index_select(1, feeds["logits_indices"])
+
         for index, layer in enumerate(self.model.layers):
             cache = _Cache(attention, index, feeds, fetches)
-            hidden = layer(hidden, cache.attend_self, cache.attend_cross if config.is_encoder_decoder else None)
-        wanted = hidden.flatten(0, 1).index_select(0, feeds["logits_indices"])
-        fetches["logits"] = self.model.unembed(self.model.final_norm(wanted))
+            attend_cross = cache.attend_cross if config.is_encoder_decoder else None
+            select = wanted if index + 1 == config.num_layers else None
+            hidden = layer(hidden, cache.attend_self, attend_cross, select)
+        fetches["logits"] = self.model.unembed(self.model.final_norm(hidden).squeeze(0))
         return tuple(fetches[spec.name] for spec in self.outputs)
 
 

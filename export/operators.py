@@ -328,7 +328,8 @@ def _int8_linear(*, is_biased: bool) -> onnx.FunctionProto:
         helper.make_node("Shape", ["rows"], ["shape"]),
         helper.make_node("Slice", ["shape", "first", "last"], ["leading"]),
         helper.make_node("Concat", ["leading", "num_columns"], ["new_shape"], axis=0),
-        helper.make_node("Reshape", ["products", "new_shape"], [_product(is_biased)]),
+        # There may be no row, as behind the last attention where nobody wants logits.
+        helper.make_node("Reshape", ["products", "new_shape"], [_product(is_biased)], allowzero=1),
     ]
     return _product_function(
         INT8_LINEAR, ["rows", "panels", "scales"], body, ["step", "zero", "K"], is_biased=is_biased

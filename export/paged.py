@@ -14,7 +14,7 @@ Cross-attention by the same operator needs no second kind of memory, and its cos
 buffer's. What it asks for: FlashAttention, as no other of the operator's kernels looks both ways, and no more queries
 than the source has tokens, as the operator counts them into the length of what they attend to.
 
-After the last layer the graph singles out what sampling needs (`model.artifact.paged_decoder_signature`).
+Behind the last layer's attention the graph goes on with the tokens whose logits are wanted. At its end it singles out what sampling needs (`model.artifact.paged_decoder_signature`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PagedAttention(Protocol):
     """The attention of one step over packed tokens; what all its layers need is derived once, when it is made."""
 
     def attend_self(self, module: SelfAttention, x: Tensor, cache: Buffers) -> tuple[Tensor, Buffers]:
-        """New tokens `[T, d]` and the pool → merged output `[T, d]` and the pool with their K/V in place."""
+        """New tokens `[T, d]` and the pool → joined heads `[T, H * D]` and the pool with their K/V in place."""
         ...
 
     def attend_cross(self, module: CrossAttention, x: Tensor, cache: Buffers) -> Tensor:
@@ -102,12 +102,17 @@ class PagedDecoderGraph(nn.Module):
         fetches: dict[str, Tensor] = {}
         hidden = self.model.embed(feeds["input_ids"], feeds.get("position_ids"))
         attention = self.attention(self.model, feeds)
-        has_source = self.model.config.is_encoder_decoder
+        config = self.model.config
+
+        def wanted(x: Tensor) -> Tensor:
+            return x.index_select(0, feeds["logits_indices"])
+
         for index, layer in enumerate(self.model.layers):
             pool = _Pool(attention, index, feeds, fetches)
-            hidden = layer(hidden, pool.attend_self, pool.attend_cross if has_source else None)
-        wanted = hidden.index_select(0, feeds["logits_indices"])
-        fetches |= _candidates(self.model.unembed(self.model.final_norm(wanted)).float(), self.outputs[1].shape[1])
+            attend_cross = pool.attend_cross if config.is_encoder_decoder else None
+            select = wanted if index + 1 == config.num_layers else None
+            hidden = layer(hidden, pool.attend_self, attend_cross, select)
+        fetches |= _candidates(self.model.unembed(self.model.final_norm(hidden)).float(), self.outputs[1].shape[1])
         return tuple(fetches[spec.name] for spec in self.outputs)
 
 
@@ -185,7 +190,7 @@ class EncoderAttention:
             shapes=(q.shape,),
             version=24,
         )
-        return module.merge(y)
+        return y
 
 
 class MoveGraph(nn.Module):
@@ -227,7 +232,7 @@ class ContribAttention:
         if module.window:
             attributes["local_window_size"] = module.window
         y, key, value = self._call(operands, cache, tables, feeds["attention_metadata"], attributes, num_outputs=3)
-        return module.merge(y), (key, value)
+        return y, (key, value)
 
     def attend_cross(self, module: CrossAttention, x: Tensor, cache: Buffers) -> Tensor:
         """See `PagedAttention`."""
@@ -239,7 +244,7 @@ class ContribAttention:
         tables: list[Tensor | None] = [past, table, None, None, self._nowhere]
         metadata = feeds["source_attention_metadata"]
         (y,) = self._call((query, unused, unused), cache, tables, metadata, {"is_causal": 0}, num_outputs=1)
-        return module.merge(y)
+        return y
 
     def _call(
         self,
@@ -312,13 +317,13 @@ class StandInAttention:
         if module.window:
             is_visible = is_visible & (distances < module.window)
         y = self._attend(q, (key, value), self._own, is_visible)
-        return module.merge(y.to(x.dtype)), (key, value)
+        return y.to(x.dtype), (key, value)
 
     def attend_cross(self, module: CrossAttention, x: Tensor, cache: Buffers) -> Tensor:
         """See `PagedAttention`."""
         q = module.project_query(x).reshape(x.shape[0], -1, self._config.head_dim).float()
         is_visible = torch.ones(x.shape[0], self._source.capacity(cache[0]), dtype=torch.bool)
-        return module.merge(self._attend(q, cache, self._source, is_visible).to(x.dtype))
+        return self._attend(q, cache, self._source, is_visible).to(x.dtype)
 
     def _attend(self, q: Tensor, cache: Buffers, keys: _Keys, is_visible: Tensor) -> Tensor:
         """Queries `[T, H, D]` to the keys that `keys` finds, where `is_visible` `[T, L]` → `[T, H * D]`."""

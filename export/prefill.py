@@ -54,22 +54,26 @@ class PrefillGraph(nn.Module):
         """Tensors as `prefill_signature` lists its inputs → tensors as it lists its outputs."""
         feeds = {spec.name: tensor for spec, tensor in zip(self.inputs, tensors, strict=True)}
         fetches: dict[str, Tensor] = {}
+        config = self.model.config
         position_ids = feeds["position_ids"]
         hidden = self.model.embed(feeds["input_ids"], position_ids)
         num_keys = feeds["past_key_0"].shape[2] + position_ids.shape[1]
         # Of each query and key, how far behind the key lies.
         distances = position_ids[0, :, None] - torch.arange(num_keys)
-        windows = {self.model.config.window(index) for index in range(self.model.config.num_layers)}
+        windows = {config.window(index) for index in range(config.num_layers)}
         masks = {window: _mask(distances, window) for window in sorted(windows)}
         rotary = self.model.rotary
         turns = (
             None if rotary is None else (F.embedding(position_ids, rotary.cos), F.embedding(position_ids, rotary.sin))
         )
+
+        def wanted(x: Tensor) -> Tensor:
+            return x.index_select(1, feeds["logits_indices"])
+
         for index, layer in enumerate(self.model.layers):
-            mask = masks[self.model.config.window(index)]
-            hidden = layer(hidden, _Attention(self.model.config, index, feeds, fetches, mask, turns).attend)
-        wanted = hidden[0].index_select(0, feeds["logits_indices"])
-        fetches["logits"] = self.model.unembed(self.model.final_norm(wanted))
+            attention = _Attention(config, index, feeds, fetches, masks[config.window(index)], turns)
+            hidden = layer(hidden, attention.attend, select=wanted if index + 1 == config.num_layers else None)
+        fetches["logits"] = self.model.unembed(self.model.final_norm(hidden).squeeze(0))
         return tuple(fetches[spec.name] for spec in self.outputs)
 
 
@@ -93,7 +97,7 @@ class _Attention:
     turns: tuple[Tensor, Tensor] | None
 
     def attend(self, module: SelfAttention, x: Tensor) -> Tensor:
-        """`[1, S, d]` → merged output `[1, S, d]`."""
+        """`[1, S, d]` → joined heads `[1, S, H * D]`."""
         config, length = self.config, x.shape[1]
         q, key, value = module.split(module.project(x))
         if self.turns is not None:
@@ -103,7 +107,7 @@ class _Attention:
         scores = grouped @ keys.transpose(0, 1).transpose(-2, -1) * (1.0 / math.sqrt(config.head_dim)) + self.mask
         y = scores.softmax(dim=-1) @ values.transpose(0, 1)
         y = y.reshape(config.num_heads, length, config.head_dim).transpose(0, 1)
-        return module.merge(y.reshape(1, length, config.num_heads * config.head_dim))
+        return y.reshape(1, length, config.num_heads * config.head_dim)
 
     def _append(self, part: str, new: Tensor) -> Tensor:
         self.fetches[f"new_{part}_{self.index}"] = new

@@ -21,10 +21,9 @@ def prefill(config: ModelConfig, length: int, chunk: int) -> Flops:
         chunk: how many tokens a run of the graph computes at most.
     """
     whole = cost.forward_flops(config, length)
-    head = 2 * config.d_model * config.vocab_size
     pairs = sum(min(chunk, length - start) * min(start + chunk, length) for start in range(0, length, chunk))
     # All of a chunk's queries meet all keys up to its end.
-    return Flops(whole.linear - head * (length - 1), whole.attention * pairs // length**2)
+    return Flops(cost.prompt_linear_flops(config, length), whole.attention * pairs // length**2)
 
 
 def decode(config: ModelConfig, context: int) -> Flops:

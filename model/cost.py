@@ -9,7 +9,7 @@ written, over all pairs of a query and a key: a kernel that skips what the causa
 texts, in self-attention (`attended_pairs` against `computed_pairs`).
 
 A request is counted as it is served (`request_work`): with a K/V cache, its prompt in pieces, then a token at a time,
-logits only where one is chosen. Its attention operations are those of the pairs that it needs, no more; what padding
+logits only where one is chosen, and of other tokens nothing that follows the last layer's attention. Its attention operations are those of the pairs that it needs, no more; what padding
 computes besides is told apart, in pairs.
 
 Source of the convention: Kaplan et al., "Scaling Laws for Neural Language Models" (2020), section 2.1.
@@ -103,9 +103,8 @@ def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> F
         ValueError: for lengths that the model has no use for.
     """
     _check_lengths(config, length, source_length)
-    linear = length * (_target_token_flops(config) + _logits_flops(config)) + source_length * _source_token_flops(
-        config
-    )
+    linear = length * (_target_token_flops(config) + _wanted_token_flops(config))
+    linear += source_length * _source_token_flops(config)
     return Flops(linear, pair_flops(config) * computed_pairs(config, length, source_length))
 
 
@@ -256,7 +255,13 @@ def request_cost(config: ModelConfig, shape: RequestShape, kv_token_bytes: int |
 def linear_flops(config: ModelConfig, work: PhaseWork) -> int:
     """Linear operations of one phase of a request."""
     tokens = (work.num_prefill_tokens + work.num_decode_rows) * _target_token_flops(config)
-    return tokens + work.num_encoder_tokens * _source_token_flops(config) + work.num_logits * _logits_flops(config)
+    wanted = work.num_logits * _wanted_token_flops(config)
+    return tokens + work.num_encoder_tokens * _source_token_flops(config) + wanted
+
+
+def prompt_linear_flops(config: ModelConfig, length: int) -> int:
+    """Linear operations of a whole prompt of a decoder-only model, up to the logits behind its last token."""
+    return linear_flops(config, PhaseWork(num_prefill_tokens=length, num_logits=1))
 
 
 def crossover_length(config: ModelConfig) -> int:
@@ -359,11 +364,21 @@ def _decode_work(shape: RequestShape, window: int) -> PhaseWork:
 
 
 def _target_token_flops(config: ModelConfig) -> int:
-    """Linear operations of a token of the decoder, its logits aside."""
+    """Linear operations of a token of the decoder, up to where the last layer has attended."""
     weights = _self_attention_weights(config) + _feed_forward_weights(config)
     if config.is_encoder_decoder:
         weights += 2 * config.d_model * _query_width(config)
-    return 2 * config.num_layers * weights
+    return 2 * (config.num_layers * weights - _last_weights(config))
+
+
+def _wanted_token_flops(config: ModelConfig) -> int:
+    """Linear operations of a token of the decoder from there to its logits."""
+    return 2 * _last_weights(config) + _logits_flops(config)
+
+
+def _last_weights(config: ModelConfig) -> int:
+    """What follows the last layer's attention, which is its cross-attention where it has one: W^O and all behind it."""
+    return config.d_model * _query_width(config) + _feed_forward_weights(config)
 
 
 def _source_token_flops(config: ModelConfig) -> int:

@@ -3,6 +3,9 @@
 A layer is handed its attention as an argument, so that training, the reference decoder and the exported graphs run this
 very code and differ only in how queries meet keys. Knows nothing of masks, positions or caches.
 
+Attention is where tokens meet; all that follows is each token's own affair. So what follows a stack's last attention
+need only be computed of the tokens whose output is wanted, which a layer is told by `select`.
+
 Dropout stands where the paper puts it, on each branch before it is added (section 5.4).
 """
 
@@ -18,9 +21,11 @@ from model.attention import CrossAttention, SelfAttention
 from model.config import Activation, ModelConfig, Norm, NormPlacement
 
 AttendSelf = Callable[[SelfAttention, Tensor], Tensor]
-"""From a module and its input `[B, S, d]` to the merged output `[B, S, d]`."""
+"""From a module and its input `[B, S, d]` to what the heads see, joined, `[B, S, H * D]`; the layer merges it."""
 AttendCross = Callable[[CrossAttention, Tensor], Tensor]
 """The same for cross-attention; where the memory comes from is the caller's business."""
+Select = Callable[[Tensor], Tensor]
+"""From tensors of all tokens, `[B, S, ...]`, to those of some, `[..., ...]`."""
 
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
@@ -82,12 +87,13 @@ class Residual(nn.Module):
         self.norm = make_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """`[B, S, d]` → `[B, S, d]`."""
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor], select: Select | None = None) -> Tensor:
+        """`[B, S, d]` → `[B, S, d]`, or where the sublayer selects of its output, what `select` does of `x`."""
+        kept = x if select is None else select(x)
         if self.placement is NormPlacement.PRE:
-            out: Tensor = x + self.dropout(sublayer(self.norm(x)))
+            out: Tensor = kept + self.dropout(sublayer(self.norm(x)))
         else:
-            out = self.norm(x + self.dropout(sublayer(x)))
+            out = self.norm(kept + self.dropout(sublayer(x)))
         return out
 
 
@@ -103,7 +109,8 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x: Tensor, attend_self: AttendSelf) -> Tensor:
         """`[B, S, d]` → `[B, S, d]`."""
-        x = self.self_attention_residual(x, lambda y: attend_self(self.self_attention, y))
+        module = self.self_attention
+        x = self.self_attention_residual(x, lambda y: module.merge(attend_self(module, y)))
         out: Tensor = self.feed_forward_residual(x, self.feed_forward)
         return out
 
@@ -123,17 +130,29 @@ class DecoderLayer(nn.Module):
         self.feed_forward = make_feed_forward(config)
         self.feed_forward_residual = Residual(config)
 
-    def forward(self, x: Tensor, attend_self: AttendSelf, attend_cross: AttendCross | None = None) -> Tensor:
-        """`[B, S, d]` → `[B, S, d]`.
+    def forward(
+        self,
+        x: Tensor,
+        attend_self: AttendSelf,
+        attend_cross: AttendCross | None = None,
+        select: Select | None = None,
+    ) -> Tensor:
+        """`[B, S, d]` → `[B, S, d]`, or what `select` takes of it: nothing behind attention is computed of the rest.
 
         Raises:
             ValueError: when `attend_cross` is given to a layer without cross-attention, or not to one that has it.
         """
-        x = self.self_attention_residual(x, lambda y: attend_self(self.self_attention, y))
-        cross, residual = self.cross_attention, self.cross_attention_residual
-        if cross is not None and residual is not None and attend_cross is not None:
-            x = residual(x, lambda y: attend_cross(cross, y))
-        elif cross is not None or attend_cross is not None:
+        own, cross, residual = self.self_attention, self.cross_attention, self.cross_attention_residual
+        if (cross is None) != (attend_cross is None):
             raise ValueError("attend_cross goes with a layer that has cross-attention, and with no other")
+
+        def selected(y: Tensor) -> Tensor:
+            return y if select is None else select(y)
+
+        if cross is None or residual is None or attend_cross is None:
+            x = self.self_attention_residual(x, lambda y: own.merge(selected(attend_self(own, y))), select)
+        else:
+            x = self.self_attention_residual(x, lambda y: own.merge(attend_self(own, y)))
+            x = residual(x, lambda y: cross.merge(selected(attend_cross(cross, y))), select)
         out: Tensor = self.feed_forward_residual(x, self.feed_forward)
         return out

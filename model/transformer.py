@@ -255,10 +255,10 @@ def _attend_self(module: SelfAttention, x: Tensor, *, rotary: RotaryPositions | 
         q, k = rotary(q), rotary(k)
     if 0 < module.window < x.shape[1]:
         attend = partial(attend, mask=window_mask(x.shape[1], module.window, device=x.device))
-    return module.merge(join_heads(attend(q, k, v, score=module.score)))
+    return join_heads(attend(q, k, v, score=module.score))
 
 
 def _attend_cross(module: CrossAttention, x: Tensor, *, memory: Tensor, attend: Attend) -> Tensor:
     q = split_heads(module.project_query(x), module.head_dim)
     k, v = module.project_memory(memory)
-    return module.merge(join_heads(attend(q, k, v, score=module.score)))
+    return join_heads(attend(q, k, v, score=module.score))

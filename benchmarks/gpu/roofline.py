@@ -44,11 +44,9 @@ def decode_work(config: ModelConfig, batch: int, length: int, itemsize: int) -> 
 
 def prefill_work(config: ModelConfig, length: int, itemsize: int) -> Work:
     """A whole prompt, its keys and values written, the logits behind its last token."""
-    whole = cost.forward_flops(config, length)
-    head = 2 * config.d_model * config.vocab_size
-    attention = whole.attention * cost.attended_pairs(config, length) / cost.computed_pairs(config, length)
+    attention = cost.pair_flops(config) * cost.attended_pairs(config, length)
     num_bytes = weight_bytes(config, itemsize) + length * kv_token_bytes(config, itemsize)
-    return Work(num_bytes, whole.linear - head * (length - 1) + attention)
+    return Work(num_bytes, cost.prompt_linear_flops(config, length) + attention)
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:

@@ -113,7 +113,7 @@ class TorchDecode:
                 q, k, v = module.unpack(module.project(x))
                 q, k, v = (split_heads(part, module.head_dim) for part in (q, k, v))
                 y = attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v)
-                return module.merge(join_heads(y))
+                return join_heads(y)
 
             hidden = layer(hidden, attend_self)
         return hidden

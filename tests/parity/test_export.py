@@ -24,9 +24,17 @@ from export.graphs import unsupported
 from export.operators import DOMAIN
 from export.verify import Verdict, replay, verify
 from model import artifact, checkpoint, golden, reference
-from model.artifact import DECODER, ENCODER, Device, Precision
+from model.artifact import DECODER, ENCODER, PREFILL, Device, Precision
 from model.checkpoint import WEIGHTS
-from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_checkpoint, tiny_config, tiny_tokenizer
+from tests.artifacts import (
+    ADDITIVE,
+    paged_artifact,
+    random_model,
+    tiny_artifact,
+    tiny_checkpoint,
+    tiny_config,
+    tiny_tokenizer,
+)
 
 FAMILIES = ("decoder-only", "encoder-decoder")
 # Every pair of values of any two columns stands in one of these rows.
@@ -215,8 +223,9 @@ def test_optimised_decoder_has_nothing_but_the_work(family: str, tmp_path: Path)
     sublayers = 3 if config.is_encoder_decoder else 2
     norm = "LayerNormalization" if config.is_encoder_decoder else "RMSNormalization"
     layer = Counter({norm: sublayers, "MatMul": 2 * sublayers, "Add": sublayers, "GroupQueryAttention": sublayers - 1})
-    # Around the layers: token vectors, the choice of positions, the final norm, the head.
-    around = Counter({"Gather": 2, "Reshape": 2, norm: 1, "MatMul": 1})
+    # Around the layers: token vectors, the choice of positions, of the stream and of what is added to it, the final norm,
+    # the head.
+    around = Counter({"Gather": 3, "Reshape": 3, "Squeeze": 1, norm: 1, "MatMul": 1})
     if config.is_encoder_decoder:
         layer["Relu"] = 1
         # Position vectors, and once for all layers: last positions, the longest source, the empty keys.
@@ -224,6 +233,44 @@ def test_optimised_decoder_has_nothing_but_the_work(family: str, tmp_path: Path)
     else:
         layer += Counter(Split=1, QuickGelu=1, Mul=1)
     assert found == Counter({name: count * config.num_layers for name, count in layer.items()}) + around
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*((family, kind) for family in FAMILIES for kind in ("slots", "blocks", "additive")), ("decoder-only", "prefill")],
+)
+def test_what_follows_the_last_attention_is_computed_of_wanted_tokens_alone(family: str, kind: str) -> None:
+    if kind == "blocks":
+        folder = paged_artifact(family)
+    elif kind == "additive":
+        folder = tiny_artifact(family, **ADDITIVE[family])
+    else:
+        folder = tiny_artifact(family, prefill_graph=kind == "prefill")
+    file = PREFILL if kind == "prefill" else DECODER
+    graph = onnx.load(folder / f"{file}.onnx", load_external_data=False).graph
+    writers = {name: node for node in graph.node for name in node.output}
+
+    def is_selected(name: str) -> bool:
+        if name not in writers:
+            return name == "logits_indices"
+        return any(map(is_selected, writers[name].input))
+
+    config = artifact.load(folder).config
+    last = f"layers.{config.num_layers - 1}."
+    behind = [f"{last}feed_forward", f"{last}{'cross' if config.is_encoder_decoder else 'self'}_attention.output"]
+    before = [f"{last}self_attention.qkv"]
+    if config.is_encoder_decoder:
+        before += [f"{last}self_attention.output", f"{last}cross_attention.query"]
+    if config.num_layers > 1:
+        before.append("layers.0.")
+    found = set()
+    for node in graph.node:
+        if len(node.input) < 2 or not node.input[1].startswith("layers.") or "norm" in node.input[1]:
+            continue
+        part = next(part for part in (*behind, *before) if node.input[1].startswith(part))
+        found.add(part)
+        assert is_selected(node.input[0]) == (part in behind), node.input[1]
+    assert found == {*behind, *before}
 
 
 @every_configuration

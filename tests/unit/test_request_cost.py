@@ -134,8 +134,8 @@ def test_cost_of_a_small_request_by_hand() -> None:
     assert found.attended_pairs == 2 * (1 + 2 + 3 + 4 + 5 + 6 + 7)
     assert found.padded_pairs == 0
     # As in test_cost: 256 weights of attention and 256 of the feed-forward network a layer, 80 for three logits: of the
-    # piece of 4 nobody wants any.
-    assert found.linear_flops == 2 * (7 * 2 * 512 + 3 * 80)
+    # piece of 4 nobody wants any, nor what follows the last layer's attention, 64 weights of W^O and the network.
+    assert found.linear_flops == 2 * (7 * 2 * 512 - 4 * (64 + 256) + 3 * 80)
     assert found.attention_flops == 4 * 8 * found.attended_pairs
     # Held after each step, in float32: keys and values of 8 channels in 2 layers.
     assert found.kv_byte_steps == (4 + 5 + 6 + 7) * 2 * 8 * 2 * 4
