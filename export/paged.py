@@ -14,7 +14,8 @@ Cross-attention by the same operator needs no second kind of memory, and its cos
 buffer's. What it asks for: FlashAttention, as no other of the operator's kernels looks both ways, and no more queries
 than the source has tokens, as the operator counts them into the length of what they attend to.
 
-Behind the last layer's attention the graph goes on with the tokens whose logits are wanted. At its end it singles out what sampling needs (`model.artifact.paged_decoder_signature`).
+Behind the last layer's attention the graph goes on with the tokens whose logits are wanted. At its end it singles out
+what sampling needs (`model.artifact.paged_decoder_signature`).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ written, over all pairs of a query and a key: a kernel that skips what the causa
 texts, in self-attention (`attended_pairs` against `computed_pairs`).
 
 A request is counted as it is served (`request_work`): with a K/V cache, its prompt in pieces, then a token at a time,
-logits only where one is chosen, and of other tokens nothing that follows the last layer's attention. Its attention operations are those of the pairs that it needs, no more; what padding
-computes besides is told apart, in pairs.
+logits only where one is chosen, and of other tokens nothing that follows the last layer's attention. Its attention
+operations are those of the pairs that it needs, no more; what padding computes besides is told apart, in pairs.
 
 Source of the convention: Kaplan et al., "Scaling Laws for Neural Language Models" (2020), section 2.1.
 """

@@ -223,8 +223,8 @@ def test_optimised_decoder_has_nothing_but_the_work(family: str, tmp_path: Path)
     sublayers = 3 if config.is_encoder_decoder else 2
     norm = "LayerNormalization" if config.is_encoder_decoder else "RMSNormalization"
     layer = Counter({norm: sublayers, "MatMul": 2 * sublayers, "Add": sublayers, "GroupQueryAttention": sublayers - 1})
-    # Around the layers: token vectors, the choice of positions, of the stream and of what is added to it, the final norm,
-    # the head.
+    # Around the layers: token vectors, the choice of positions, in the stream and in what is added to it, the final
+    # norm, the head.
     around = Counter({"Gather": 3, "Reshape": 3, "Squeeze": 1, norm: 1, "MatMul": 1})
     if config.is_encoder_decoder:
         layer["Relu"] = 1
