@@ -6,6 +6,7 @@ And what the server did to its plan: so that what comes out are the delays that 
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -106,15 +107,18 @@ def lateness(both: Sequence[Pair], plan: Plan) -> float:
 def holds(both: Sequence[Pair], scale: int) -> bool:
     """Whether `hold` and `hold_to_plan` are content; if not, they raise, unless the machine was too busy to tell.
 
-    Only medians that differ can be put down to that, only where the server itself was late, and only while there is a
-    larger scale to look again.
+    Only medians that differ can be put down to that, only where the server itself was late or more has wanted to run
+    than there are processors (what is between server and client may be late where the server is not), and only while
+    there is a larger scale to look again.
     """
     plan = Plan(**delays(scale))
+    last_minute, *_ = os.getloadavg()
     try:
         hold(both)
         hold_to_plan(both, plan)
     except Disagreement:
-        if scale == SCALES[-1] or lateness(both, plan) < LATE_SECONDS:
+        is_quiet = lateness(both, plan) < LATE_SECONDS and last_minute < (os.cpu_count() or 1)
+        if is_quiet or scale == SCALES[-1]:
             raise
         return False
     return True
