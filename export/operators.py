@@ -29,6 +29,9 @@ depends on weights alone once, when it loads. So one file is as fast as the mach
     BiasedLinear, BiasedInt8Linear, BiasedInt4Linear
         The same with one more input, a bias `[N]`, which is added last.
 
+    LinearGelu, BiasedLinearGelu, Int8LinearGelu and so on
+        Any of these six, and then GELU of what comes out, by its approximation with tanh.
+
     SwiGLU(rows [..., 2 F]) → [..., F]
         silu(gate) · up of each row's first and second half (Shazeer, 2020).
 
@@ -67,6 +70,8 @@ INT8_LINEAR = "Int8Linear"
 INT4_LINEAR = "Int4Linear"
 BIASED = "Biased"
 """What begins the name of each of these where a bias is added."""
+GELU = "Gelu"
+"""What ends it where that is put through GELU."""
 ATTENTION = "GroupQueryAttention"
 INT8_ATTENTION = "Int8CacheAttention"
 SWIGLU = "SwiGLU"
@@ -110,10 +115,10 @@ _INT8_ATTRIBUTES: dict[str, Any] = {
 _EVERYTHING = -1  # a window without an end
 # By what is fused with the sum before it: its own operator, and how many weights it has.
 _NORMS = {"RMSNormalization": (ADD_RMS_NORM, 1), "LayerNormalization": (ADD_LAYER_NORM, 2)}
-_OWN_PRODUCTS = frozenset(f"{bias}{kind}" for bias in ("", BIASED) for kind in (LINEAR, INT8_LINEAR, INT4_LINEAR))
+_LINEARS = frozenset(f"{bias}{kind}" for bias in ("", BIASED) for kind in (LINEAR, INT8_LINEAR, INT4_LINEAR))
 # Of `[B, S, width]`, which is what everything between embedding and head is.
 _LAST_AXES = (-1, 2)
-_PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits"}) | _OWN_PRODUCTS
+_PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits"}) | _LINEARS
 
 
 def pack_panels(weight: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
@@ -166,7 +171,7 @@ def use_own(model: onnx.ModelProto) -> None:
     places: dict[str, onnx.NodeProto] = {}
     gone: set[str] = set()
     for node in graph.node:
-        fused = _swiglu(node, writers) or _add_norm(node, writers, stored)
+        fused = _swiglu(node, writers) or _add_norm(node, writers, stored) or _gelu(node, writers)
         if fused is None or fused.place in places:  # a sum goes with one norm
             continue
         # What is written in between must be nobody else's.
@@ -254,6 +259,20 @@ def _add_norm(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto], store
     return _Fused(fused, add.output[0], (add, node), {})
 
 
+def _gelu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto]) -> _Fused | None:
+    """GELU of one of our own products, by the approximation with tanh."""
+    product = writers.get(node.input[0]) if node.op_type == GELU and not node.domain else None
+    if product is None or product.domain != DOMAIN or product.op_type not in _LINEARS:
+        return None
+    if _attributes(node).get("approximate") != b"tanh":
+        return None
+    fused = onnx.NodeProto()
+    fused.CopyFrom(product)
+    fused.op_type += GELU
+    fused.output[:] = node.output
+    return _Fused(fused, node.output[0], (product, node), {product.output[0]: 1})
+
+
 def _is_product(name: str, writers: Mapping[str, onnx.NodeProto], stored: set[str]) -> bool:
     """Whether a tensor is rows times a stored matrix, with a bias or without."""
     writer = writers.get(name)
@@ -267,7 +286,8 @@ def add_functions(model: onnx.ModelProto) -> None:
     used = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
     known = {function.name for function in model.functions if function.domain == DOMAIN}
     for name in sorted(used - known):
-        function = _FUNCTIONS[name]()
+        kind = name.removesuffix(GELU)
+        function = _FUNCTIONS[kind]() if kind == name else _gelu_function(_FUNCTIONS[kind]())
         function.opset_import.extend(opset for opset in model.opset_import if not opset.domain)
         model.functions.append(function)
     domains = {opset.domain for opset in model.opset_import}
@@ -404,6 +424,16 @@ def _product_function(
         return _function(name, inputs, ["output"], body, attributes)
     add = helper.make_node("Add", ["unbiased", "bias"], ["output"])
     return _function(f"{BIASED}{name}", [*inputs, "bias"], ["output"], [*body, add], attributes)
+
+
+def _gelu_function(product: onnx.FunctionProto) -> onnx.FunctionProto:
+    """A product's, and then GELU."""
+    (output,) = product.output
+    for node in product.node:
+        node.output[:] = ["linear" if name == output else name for name in node.output]
+    product.node.append(helper.make_node(GELU, ["linear"], [output], approximate="tanh"))
+    product.name += GELU
+    return product
 
 
 def _swiglu_function() -> onnx.FunctionProto:

@@ -27,6 +27,7 @@ int64_t best_stride(int64_t num_rows) {
 #pragma GCC target("avx512f,avx512dq")
 
 #include "fold.h"
+#include "gelu.h"
 #include "lanes.h"
 
 namespace onward {
@@ -122,6 +123,7 @@ void multiply_tile(const float* rows, const FloatMatrix& matrix, int64_t column,
   for (int row = 0; row < num_rows; ++row) {
     __m512 y = _mm512_maskz_loadu_ps(mask, results + row * num_columns);
     if (matrix.bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, matrix.bias + column));
+    if (matrix.is_gelu) y = gelu(y);
     _mm512_mask_storeu_ps(output + row * matrix.num_columns + column, mask, y);
   }
 }

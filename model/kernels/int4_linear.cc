@@ -9,6 +9,7 @@
 // What follows runs only where `can_multiply` of linear.h.
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 
+#include "gelu.h"
 #include "lanes.h"
 #include "rounding.h"
 
@@ -96,6 +97,7 @@ void multiply_tile(const Rounded& rows, const Int4Matrix& matrix, int64_t panel,
   for (int row = 0; row < num_rows; ++row) {
     __m512 y = _mm512_mul_ps(sums[row], _mm512_set1_ps(rows.scales[row]));
     if (matrix.bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, matrix.bias + column));
+    if (matrix.is_gelu) y = gelu(y);
     _mm512_mask_storeu_ps(output + row * matrix.num_columns + column, mask, y);
   }
 }

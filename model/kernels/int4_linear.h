@@ -21,12 +21,13 @@ struct Int4Matrix {
   int64_t num_rows;     // K
   int64_t num_columns;  // N
   const float* bias;    // [N], or nullptr for none
+  bool is_gelu;         // whether what comes out is put through gelu.h
 };
 
 // `output` `[num_rows, N]` = rows `[num_rows, K]` times matrix, plus bias.
 //
 //   scale = max(max |x|, 1e-30) · (1 / 127)        byte = round(x / scale)
-//   y = (Σ over blocks (Σ byte · (code - 8)) · block scale) · scale + bias
+//   y = f((Σ over blocks (Σ byte · (code - 8)) · block scale) · scale + bias)
 //
 // A block's sum is exact, blocks are added up in their order, each by one fused multiplication and addition, and all
 // else is done to each number by itself, so that a row's result depends on nothing but the row.

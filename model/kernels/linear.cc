@@ -19,6 +19,7 @@ bool can_multiply() {
 // All above runs on any processor, all below where that is true.
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 
+#include "gelu.h"
 #include "lanes.h"
 #include "rounding.h"
 
@@ -59,6 +60,7 @@ void multiply_tile(const uint8_t* rows, const float* row_scales, const Int8Matri
       const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[row][half], offsets));
       __m512 y = _mm512_mul_ps(_mm512_mul_ps(exact, scales), _mm512_set1_ps(row_scales[row]));
       if (matrix.bias) y = _mm512_add_ps(y, bias);
+      if (matrix.is_gelu) y = gelu(y);
       _mm512_mask_storeu_ps(output + row * matrix.num_columns + column, mask, y);
     }
   }

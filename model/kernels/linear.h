@@ -18,6 +18,7 @@ struct Int8Matrix {
   const float* scales;     // [N]
   const float* bias;       // [N], or nullptr for none
   const int32_t* offsets;  // [N], each column's sum times the byte that stands for zero in a row
+  bool is_gelu;            // whether what comes out is put through gelu.h
 };
 
 // How rows are rounded: scale = max(max |x|, 1e-30) · step, byte = round(x / scale) + zero.
@@ -34,10 +35,10 @@ void sum_columns(const Int8Matrix& matrix, int32_t zero, int32_t* offsets);
 
 // `output` `[num_rows, N]` = rows `[num_rows, K]` times matrix, plus bias.
 //
-//   y = Σ (byte - zero) · weight · column scale · scale + bias
+//   y = f(Σ (byte - zero) · weight · column scale · scale + bias)
 //
 // Sums of bytes are exact and all else is done to each number by itself in the order written, so that a row's result
-// depends on nothing but the row, and has the same bits as ONNX Runtime's own operators give it.
+// depends on nothing but the row, and has, but for gelu, the same bits as ONNX Runtime's own operators give it.
 void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, const Rounding& rounding,
               const Int8Matrix& matrix, float* output);
 

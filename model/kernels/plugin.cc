@@ -253,11 +253,12 @@ class Bias {
 };
 
 // `Int8Linear(rows [..., K], panels [⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8, scales [N]) → [..., N]`, and `BiasedInt8Linear`
-// with one more input, `[N]`; see linear.h.
-template <bool kIsBiased>
+// with one more input, `[N]`; either with `Gelu` behind its name puts what comes out through it. See linear.h.
+template <bool kIsBiased, bool kIsGelu>
 class Int8Linear {
  public:
-  static constexpr const char* kName = kIsBiased ? "BiasedInt8Linear" : "Int8Linear";
+  static constexpr const char* kName =
+      kIsGelu ? (kIsBiased ? "BiasedInt8LinearGelu" : "Int8LinearGelu") : kIsBiased ? "BiasedInt8Linear" : "Int8Linear";
   static constexpr std::array<Port, 3 + kIsBiased> kInputs = {{{ort::kFloat}, {ort::kInt8}, {ort::kFloat}}};
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static bool is_able() { return can_multiply(); }
@@ -293,7 +294,8 @@ class Int8Linear {
 
  private:
   Int8Matrix matrix(const float* bias) const {
-    return {where<int8_t>(resident_, panels_), num_rows_, scales_.shape[0], scales_.as<float>(), bias, offsets_.data()};
+    return {where<int8_t>(resident_, panels_), num_rows_, scales_.shape[0], scales_.as<float>(), bias, offsets_.data(),
+            kIsGelu};
   }
 
   static constexpr int64_t kMostRows = 1 << 16;
@@ -307,11 +309,12 @@ class Int8Linear {
 };
 
 // `Int4Linear(rows [..., K], panels [⌈N / 16⌉, K / 32, 4, 16, 4] uint8, scales [⌈N / 16⌉, K / 32, 16] float16) →
-// [..., N]`, and `BiasedInt4Linear` with one more input, `[N]`; see int4_linear.h.
-template <bool kIsBiased>
+// [..., N]`, and `BiasedInt4Linear` with one more input, `[N]`; `Gelu` as above. See int4_linear.h.
+template <bool kIsBiased, bool kIsGelu>
 class Int4Linear {
  public:
-  static constexpr const char* kName = kIsBiased ? "BiasedInt4Linear" : "Int4Linear";
+  static constexpr const char* kName =
+      kIsGelu ? (kIsBiased ? "BiasedInt4LinearGelu" : "Int4LinearGelu") : kIsBiased ? "BiasedInt4Linear" : "Int4Linear";
   static constexpr std::array<Port, 3 + kIsBiased> kInputs = {{{ort::kFloat}, {ort::kUint8}, {ort::kFloat16}}};
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static bool is_able() { return can_multiply(); }
@@ -335,7 +338,7 @@ class Int4Linear {
                         scales.shape == Shape{num_panels, num_blocks, kInt4PanelColumns},
                     "panels must be [ceil(N / 16), K / 32, 4, 16, 4] and scales [ceil(N / 16), K / 32, 16]");
     const Int4Matrix matrix{where<uint8_t>(resident_panels_, panels), where<uint16_t>(resident_scales_, scales),
-                            rows.shape.back(), num_columns_, bias};
+                            rows.shape.back(), num_columns_, bias, kIsGelu};
     const Tensor output = runtime.output(context, 0, rows.shape.with_last(num_columns_));
     const Lender lender{&runtime, context};
     multiply(lender.parallel(), rows.as<float>(), rows.shape.num_rows(), matrix, output.as<float>());
@@ -349,11 +352,13 @@ class Int4Linear {
   std::shared_ptr<const void> resident_scales_;
 };
 
-// `Linear(rows [..., K], weight [N, K]) → [..., N]`, and `BiasedLinear` with one more input, `[N]`; see float_linear.h.
-template <bool kIsBiased>
+// `Linear(rows [..., K], weight [N, K]) → [..., N]`, and `BiasedLinear` with one more input, `[N]`; `Gelu` as above. See
+// float_linear.h.
+template <bool kIsBiased, bool kIsGelu>
 class Linear {
  public:
-  static constexpr const char* kName = kIsBiased ? "BiasedLinear" : "Linear";
+  static constexpr const char* kName =
+      kIsGelu ? (kIsBiased ? "BiasedLinearGelu" : "LinearGelu") : kIsBiased ? "BiasedLinear" : "Linear";
   static constexpr std::array<Port, 2 + kIsBiased> kInputs = {};
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static bool is_able() { return can_multiply_floats(); }
@@ -370,7 +375,7 @@ class Linear {
     runtime.require(!rows.shape.empty() && rows.shape.back() == weight.shape[1], "rows must be K numbers wide");
     const int64_t width = weight.shape[1];
     const FloatMatrix matrix{where<float>(resident_, weight), width, weight.shape[0],
-                             resident_ ? best_stride(width) : width, bias};
+                             resident_ ? best_stride(width) : width, bias, kIsGelu};
     const Tensor output = runtime.output(context, 0, rows.shape.with_last(weight.shape[0]));
     const Lender lender{&runtime, context};
     multiply(lender.parallel(), rows.as<float>(), rows.shape.num_rows(), matrix, output.as<float>());
@@ -677,8 +682,10 @@ struct Able {
 };
 
 using Operators =
-    Able<Linear<false>, Linear<true>, Int8Linear<false>, Int8Linear<true>, Int4Linear<false>, Int4Linear<true>,
-         GroupQueryAttention, Int8CacheAttention, SwiGlu, AddRmsNorm, AddLayerNorm>;
+    Able<Linear<false, false>, Linear<true, false>, Linear<false, true>, Linear<true, true>, Int8Linear<false, false>,
+         Int8Linear<true, false>, Int8Linear<false, true>, Int8Linear<true, true>, Int4Linear<false, false>,
+         Int4Linear<true, false>, Int4Linear<false, true>, Int4Linear<true, true>, GroupQueryAttention,
+         Int8CacheAttention, SwiGlu, AddRmsNorm, AddLayerNorm>;
 
 // Adds the operators to a session's options. Sessions refer to the domain for as long as they live: one for all of them,
 // as long as the process.

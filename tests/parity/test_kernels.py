@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from export.operators import (
     BIASED,
     CONTRIB,
     DOMAIN,
+    GELU,
     INT4_BLOCK,
     INT4_LINEAR,
     INT8_ATTENTION,
@@ -42,6 +44,7 @@ from model.kernels.build import COMPILERS
 
 FP32, INT8, INT4 = Precision.FP32, Precision.INT8, Precision.INT4
 Array = npt.NDArray[Any]
+Float64 = npt.NDArray[np.float64]
 Float32 = npt.NDArray[np.float32]
 
 _HAS_NONE = kernels.library() is None and not any(map(shutil.which, COMPILERS))
@@ -108,8 +111,25 @@ def _model(
     return model
 
 
+def _kind(kind: str, *, biased: bool, gelu: bool) -> str:
+    return f"{BIASED if biased else ''}{kind}{GELU if gelu else ''}"
+
+
+def _after(product: Float64, *, gelu: bool) -> Float64:
+    """What a product of this result goes on with: GELU by its approximation with tanh, or just that."""
+    if not gelu:
+        return product
+    return 0.5 * product * (1 + np.tanh(math.sqrt(2 / math.pi) * (product + 0.044715 * product**3)))
+
+
 def _linear(
-    inner: int, outer: int, rng: np.random.Generator, *, positive: bool = False, biased: bool = False
+    inner: int,
+    outer: int,
+    rng: np.random.Generator,
+    *,
+    positive: bool = False,
+    biased: bool = False,
+    gelu: bool = False,
 ) -> onnx.ModelProto:
     stored: dict[str, Array] = {
         "panels": pack_panels(rng.integers(-127, 128, (inner, outer)).astype(np.int8)),
@@ -117,7 +137,7 @@ def _linear(
     }
     stored |= {"bias": rng.standard_normal(outer).astype(np.float32)} if biased else {}
     step = np.float32(1) / np.float32(255 if positive else 127)
-    node = helper.make_node(f"{BIASED if biased else ''}{INT8_LINEAR}", ["x", *stored], ["y"], domain=DOMAIN)
+    node = helper.make_node(_kind(INT8_LINEAR, biased=biased, gelu=gelu), ["x", *stored], ["y"], domain=DOMAIN)
     attributes = {"step": float(step), "zero": 0 if positive else 128, "K": inner}
     node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
     return _model([node], {"x": np.zeros((1, inner), np.float32)}, ["y"], stored)
@@ -129,20 +149,22 @@ def _linear(
     num_rows=st.integers(0, 40),
     positive=st.booleans(),
     biased=st.booleans(),
+    gelu=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None, max_examples=40)
 def test_int8_linear_has_the_bits_of_its_function(
-    inner: int, outer: int, num_rows: int, positive: bool, biased: bool, seed: int
+    inner: int, outer: int, num_rows: int, positive: bool, biased: bool, gelu: bool, seed: int
 ) -> None:
+    """But for GELU, which both compute to within a few units in the last place."""
     rng = np.random.default_rng(seed)
-    model = _linear(inner, outer, rng, positive=positive, biased=biased)
+    model = _linear(inner, outer, rng, positive=positive, biased=biased, gelu=gelu)
     x = rng.standard_normal((num_rows, inner)).astype(np.float32) * rng.choice([1e-3, 1, 1e3], (num_rows, 1))
     x = np.maximum(x, 0) if positive else x
     x[: num_rows // 8] = 0
     found = _session(model, by_kernels=True).run(None, {"x": x.astype(np.float32)})[0]
     expected = _session(model, by_kernels=False).run(None, {"x": x.astype(np.float32)})[0]
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(found, expected, rtol=1e-5 if gelu else 0, atol=1e-6 if gelu else 0)
 
 
 @given(
@@ -150,23 +172,25 @@ def test_int8_linear_has_the_bits_of_its_function(
     outer=st.integers(1, 100),
     num_rows=st.integers(0, 40),
     biased=st.booleans(),
+    gelu=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None, max_examples=40)
 def test_linear_is_the_product_and_each_rows_own(
-    inner: int, outer: int, num_rows: int, biased: bool, seed: int
+    inner: int, outer: int, num_rows: int, biased: bool, gelu: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     weight = rng.standard_normal((outer, inner)).astype(np.float32)
     bias = rng.standard_normal(outer).astype(np.float32) * biased
     x = rng.standard_normal((num_rows, inner)).astype(np.float32)
     stored = {"weight": weight} | ({"bias": bias} if biased else {})
-    node = helper.make_node(f"{BIASED if biased else ''}{LINEAR}", ["x", *stored], ["y"], domain=DOMAIN)
+    node = helper.make_node(_kind(LINEAR, biased=biased, gelu=gelu), ["x", *stored], ["y"], domain=DOMAIN)
     model = _model([node], {"x": x}, ["y"], stored)
     session = _session(model, by_kernels=True)
     (found,) = session.run(None, {"x": x})
-    room = 1e-6 * (np.abs(x).astype(np.float64) @ np.abs(weight).T + 1)
-    assert (np.abs(found - (x.astype(np.float64) @ weight.T + bias)) <= room).all()
+    room = 2e-6 * (np.abs(x).astype(np.float64) @ np.abs(weight).T + 1)
+    expected = _after(x.astype(np.float64) @ weight.T + bias, gelu=gelu)
+    assert (np.abs(found - expected) <= room).all()
     (standard,) = _session(model, by_kernels=False).run(None, {"x": x})
     assert (np.abs(found - standard) <= 2 * room).all()
     for row in range(min(num_rows, 3)):
@@ -178,11 +202,12 @@ def test_linear_is_the_product_and_each_rows_own(
     outer=st.integers(1, 60),
     num_rows=st.integers(0, 40),
     biased=st.booleans(),
+    gelu=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None, max_examples=40)
 def test_int4_linear_is_its_definition_and_each_rows_own(
-    num_blocks: int, outer: int, num_rows: int, biased: bool, seed: int
+    num_blocks: int, outer: int, num_rows: int, biased: bool, gelu: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     inner = num_blocks * INT4_BLOCK
@@ -193,7 +218,7 @@ def test_int4_linear_is_its_definition_and_each_rows_own(
     stored |= {"bias": bias} if biased else {}
     x = rng.standard_normal((num_rows, inner)).astype(np.float32) * rng.choice([1e-3, 1, 1e3], (num_rows, 1))
     x = x.astype(np.float32)
-    kind = f"{BIASED if biased else ''}{INT4_LINEAR}"
+    kind = _kind(INT4_LINEAR, biased=biased, gelu=gelu)
     node = helper.make_node(kind, ["x", *stored], ["y"], domain=DOMAIN, K=inner, N=outer)
     model = _model([node], {"x": x}, ["y"], stored)
     session = _session(model, by_kernels=True)
@@ -201,12 +226,13 @@ def test_int4_linear_is_its_definition_and_each_rows_own(
     weight = ((codes.astype(np.float64) - 8) * scales[..., None]).reshape(outer, inner)
     row_scales = np.abs(x).max(axis=-1, keepdims=True) * (np.float32(1) / np.float32(127))
     rounded = np.rint(x / row_scales) * row_scales.astype(np.float64)
-    room = 1e-6 * (np.abs(x) @ np.abs(weight).T + 1)
-    assert (np.abs(found - (rounded @ weight.T + bias)) <= room).all()
+    room = 2e-6 * (np.abs(x) @ np.abs(weight).T + 1)
+    assert (np.abs(found - _after(rounded @ weight.T + bias, gelu=gelu)) <= room).all()
     # The function rounds rows block by block: by less, if anything.
     (standard,) = _session(model, by_kernels=False).run(None, {"x": x})
-    step = 0.51 * row_scales * np.abs(weight).sum(axis=-1)
-    assert (np.abs(standard - (x.astype(np.float64) @ weight.T + bias)) <= step + room).all()
+    # GELU is nowhere steeper than 1.13.
+    step = (1.13 if gelu else 1) * 0.51 * row_scales * np.abs(weight).sum(axis=-1)
+    assert (np.abs(standard - _after(x.astype(np.float64) @ weight.T + bias, gelu=gelu)) <= step + room).all()
     for row in range(min(num_rows, 3)):
         assert session.run(None, {"x": x[row : row + 1]})[0].tobytes() == found[row : row + 1].tobytes()
 
@@ -278,6 +304,75 @@ def test_a_gate_is_open_or_shut_at_numbers_that_are_too_large_for_an_exponential
     found = _session(_model([node], {"x": x}, ["y"], {}), by_kernels=True).run(None, {"x": x})[0][0]
     np.testing.assert_array_equal(found, [0, 0, found[2], 0, 90, 1e4, np.float32(3e38)])
     assert -1e-36 < found[2] <= 0
+
+
+def _gelu_of(x: Float32) -> Float32:
+    """By a product with a matrix of one number, 1."""
+    node = helper.make_node(f"{LINEAR}{GELU}", ["x", "weight"], ["y"], domain=DOMAIN)
+    model = _model([node], {"x": x[:, None]}, ["y"], {"weight": np.ones((1, 1), np.float32)})
+    (y,) = _session(model, by_kernels=True).run(None, {"x": x[:, None]})
+    found: Float32 = y[:, 0]
+    return found
+
+
+def test_gelu_is_good_to_the_last_places() -> None:
+    x = np.linspace(-5, 20, 100_000, dtype=np.float32)
+    found, truth = _gelu_of(x), _after(x.astype(np.float64), gelu=True)
+    # Of what is far below zero the exponent is rounded, ten times as coarsely as a number near one.
+    np.testing.assert_allclose(found, truth, rtol=3e-6, atol=1e-9)
+    np.testing.assert_allclose(found[x > 0], truth[x > 0], rtol=4e-7)
+
+
+def test_gelu_is_nothing_or_all_of_numbers_that_are_too_large_for_an_exponential() -> None:
+    x = np.array([-3e38, -1e20, -1e4, -30, 0, 30, 1e4, 1e20, 3e38], np.float32)
+    np.testing.assert_array_equal(_gelu_of(x), np.maximum(x, 0))
+    assert np.isnan(_gelu_of(np.array([np.nan], np.float32)))[0]
+
+
+@pytest.mark.parametrize("kind", [LINEAR, INT8_LINEAR, INT4_LINEAR])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gelu_of_a_product_is_one_operator_with_it(kind: str, biased: bool) -> None:
+    before = _gelu_graph(kind, biased=biased)
+    after = onnx.ModelProto()
+    after.CopyFrom(before)
+    use_own(after)
+    add_functions(after)
+    assert [node.op_type for node in after.graph.node] == [_kind(kind, biased=biased, gelu=True)]
+    x = np.random.default_rng(1).standard_normal((5, 64)).astype(np.float32)
+    sessions = [_session(model, by_kernels=True) for model in (before, after)]
+    apart, together = (session.run(None, {"x": x})[0] for session in sessions)
+    np.testing.assert_allclose(together, apart, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reason", ["exact", "read twice", "an output", "no product"])
+def test_gelu_stays_by_itself_where_it_must(reason: str) -> None:
+    model = _gelu_graph(LINEAR, biased=True, approximate="none" if reason == "exact" else "tanh")
+    product, gelu = model.graph.node
+    if reason == "read twice":
+        model.graph.node.append(helper.make_node("Neg", ["product"], ["z"]))
+        model.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
+    if reason == "an output":
+        model.graph.output.append(helper.make_tensor_value_info("product", TensorProto.FLOAT, None))
+    if reason == "no product":
+        product.CopyFrom(helper.make_node("Neg", ["x"], ["product"]))
+    use_own(model)
+    assert [node.op_type for node in model.graph.node][:2] == [product.op_type, gelu.op_type] == [product.op_type, GELU]
+
+
+def _gelu_graph(kind: str, *, biased: bool, approximate: str = "tanh") -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((64, 40)).astype(np.float32)
+    model = quantize(_plain_product(weight), {LINEAR: FP32, INT8_LINEAR: INT8, INT4_LINEAR: INT4}[kind])
+    (product,) = (node for node in model.graph.node if node.domain == DOMAIN)
+    if biased:
+        product.op_type = f"{BIASED}{product.op_type}"
+        product.input.append("bias")
+        model.graph.initializer.append(numpy_helper.from_array(rng.standard_normal(40).astype(np.float32), "bias"))
+    product.output[:] = ["product"]
+    # In the place of the node that reads a plain product.
+    model.graph.node[-1].CopyFrom(helper.make_node(GELU, ["product"], ["y"], approximate=approximate))
+    add_functions(model)
+    return model
 
 
 class _Attention:

@@ -205,13 +205,11 @@ def test_kernels_are_found_without_torch_and_without_onnxruntime() -> None:
 _ROWS = {"avx512f", "avx512dq", "fma"}
 _BYTES = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vnni"}
 _ATTENTION = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "fma"}
+_PRODUCTS = {"Linear": {"avx512f", "avx512dq"}, "Int8Linear": _BYTES, "Int4Linear": _BYTES}
 INSTRUCTIONS = {
-    "Linear": {"avx512f", "avx512dq"},
-    "BiasedLinear": {"avx512f", "avx512dq"},
-    "Int8Linear": _BYTES,
-    "BiasedInt8Linear": _BYTES,
-    "Int4Linear": _BYTES,
-    "BiasedInt4Linear": _BYTES,
+    **{
+        f"{bias}{kind}{gelu}": _PRODUCTS[kind] for kind in _PRODUCTS for bias in ("", "Biased") for gelu in ("", "Gelu")
+    },
     "GroupQueryAttention": _ATTENTION,
     "Int8CacheAttention": _ATTENTION,
     "SwiGLU": _ROWS,
