@@ -142,7 +142,7 @@ def vector(parameter: Tensor) -> np.ndarray:
 
 
 def attend_to_itself(module: SelfAttention, x: Tensor) -> Tensor:
-    return module.merge(join_heads(attend(*module.split(module.project(x)))))
+    return join_heads(attend(*module.split(module.project(x))))
 
 
 class MultiHead(nn.Module):
@@ -151,7 +151,7 @@ class MultiHead(nn.Module):
         self.attention = SelfAttention(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        return attend_to_itself(self.attention, x)
+        return self.attention.merge(attend_to_itself(self.attention, x))
 
 
 class Layer(nn.Module):
