@@ -72,7 +72,7 @@ def roofline(
     metric, batch, prompt = place
     rate = max(rates) * 1e9
     if metric == "prefill":
-        # The causal half of the pairs is enough, and one position's logits.
+        # The causal half of the pairs is enough, and of one position what follows the last layer's attention.
         attention = cost.pair_flops(config) * cost.attended_pairs(config, prompt)
         return float(prompt * rate / (cost.prompt_linear_flops(config, prompt) + attention))
     length = prompt + new // 2

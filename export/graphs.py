@@ -54,6 +54,7 @@ class DecoderGraph(nn.Module):
         attention = _BACKENDS[config.attention_score].in_decoder(self.model, feeds)
 
         def wanted(x: Tensor) -> Tensor:
+            # `[1, num_logits, width]`: of three axes like all before it, which `export.operators` goes by.
             return x.reshape(1, -1, x.shape[-1]).index_select(1, feeds["logits_indices"])
 
         for index, layer in enumerate(self.model.layers):

@@ -71,7 +71,7 @@ INT4_LINEAR = "Int4Linear"
 BIASED = "Biased"
 """What begins the name of each of these where a bias is added."""
 GELU = "Gelu"
-"""What ends it where that is put through GELU."""
+"""What ends the name where GELU follows, with a bias or without."""
 ATTENTION = "GroupQueryAttention"
 INT8_ATTENTION = "Int8CacheAttention"
 SWIGLU = "SwiGLU"
@@ -156,7 +156,10 @@ def use_own_file(path: Path) -> None:
 
 
 def use_own(model: onnx.ModelProto) -> None:
-    """Rewrites a model's graph to operators of `DOMAIN` wherever it says what one of them means; products aside."""
+    """Rewrites a model's graph to operators of `DOMAIN` wherever it says what one of them means.
+
+    But for products, which `export.quantize` rewrites before: they take along the GELU that follows.
+    """
     graph = model.graph
     shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in graph.input}
     for node in graph.node:
@@ -181,6 +184,10 @@ def use_own(model: onnx.ModelProto) -> None:
     kept = [places.get(node.output[0], node) for node in graph.node if node.output[0] not in gone - places.keys()]
     del graph.node[:]
     graph.node.extend(kept)
+    written = {name for node in kept for name in node.output}
+    typed = [value for value in graph.value_info if value.name in written]
+    del graph.value_info[:]
+    graph.value_info.extend(typed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The operations behind what the study times, by `model.cost`: so that time can be seen beside arithmetic.
 
-`model.cost` counts logits at every position, as training has them; a server computes them at the last one alone. Of
-the square a kernel may skip what the causal mask forbids, which is half of it for long texts; in chunks that half is
-never there, as a token attends to its chunk's end and no further.
+`model.cost` counts logits at every position, as training has them; a server computes them, and whatever follows the
+last layer's attention, at the last one alone. Of the square a kernel may skip what the causal mask forbids, which is
+half of it for long texts; in chunks that half is never there, as a token attends to its chunk's end and no further.
 """
 
 from __future__ import annotations

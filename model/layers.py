@@ -25,7 +25,7 @@ AttendSelf = Callable[[SelfAttention, Tensor], Tensor]
 AttendCross = Callable[[CrossAttention, Tensor], Tensor]
 """The same for cross-attention; where the memory comes from is the caller's business."""
 Select = Callable[[Tensor], Tensor]
-"""From tensors of all tokens, `[B, S, ...]`, to those of some, `[..., ...]`."""
+"""From all tokens' tensors to those of some: `[B, S, width]` → `[1, n, width]`, or packed, `[T, width]` → `[n, width]`."""
 
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
@@ -88,7 +88,7 @@ class Residual(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor], select: Select | None = None) -> Tensor:
-        """`[B, S, d]` → `[B, S, d]`, or where the sublayer selects of its output, what `select` does of `x`."""
+        """`[B, S, d]` → `[B, S, d]`, or those tokens that `select` takes, which the sublayer takes of its output."""
         kept = x if select is None else select(x)
         if self.placement is NormPlacement.PRE:
             out: Tensor = kept + self.dropout(sublayer(self.norm(x)))

@@ -2,7 +2,8 @@
 
     decode    max(bytes / bandwidth, operations / GEMM rate): a step reads every weight once, and all keys and values
               of every sequence
-    prefill   the same over the whole prompt, with the causal half of the pairs and the logits of one position
+    prefill   the same over the whole prompt, with the causal half of the pairs; and of one position
+              alone what follows the last layer's attention, logits and all
 
 A token table that is only looked up is not read: an untied model's input table is no weight of a step.
 """
@@ -43,7 +44,7 @@ def decode_work(config: ModelConfig, batch: int, length: int, itemsize: int) -> 
 
 
 def prefill_work(config: ModelConfig, length: int, itemsize: int) -> Work:
-    """A whole prompt, its keys and values written, the logits behind its last token."""
+    """A whole prompt, its keys and values written, and the logits behind its last token."""
     attention = cost.pair_flops(config) * cost.attended_pairs(config, length)
     num_bytes = weight_bytes(config, itemsize) + length * kv_token_bytes(config, itemsize)
     return Work(num_bytes, cost.prompt_linear_flops(config, length) + attention)

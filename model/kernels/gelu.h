@@ -12,7 +12,8 @@ namespace onward {
 inline __m512 gelu(__m512 x) {
   constexpr float kTwoRootOfTwoOverPi = 1.59576912160573071176f;
   const __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f));
-  const __m512 power = power_of_two(_mm512_mul_ps(_mm512_mul_ps(x, cubic), _mm512_set1_ps(-kTwoRootOfTwoOverPi * kLog2E)));
+  const __m512 exponent = _mm512_mul_ps(_mm512_mul_ps(x, cubic), _mm512_set1_ps(-kTwoRootOfTwoOverPi * kLog2E));
+  const __m512 power = power_of_two(exponent);
   return _mm512_div_ps(x, _mm512_add_ps(power, _mm512_set1_ps(1.0f)));
 }
 

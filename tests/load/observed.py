@@ -107,9 +107,9 @@ def lateness(both: Sequence[Pair], plan: Plan) -> float:
 def holds(both: Sequence[Pair], scale: int) -> bool:
     """Whether `hold` and `hold_to_plan` are content; if not, they raise, unless the machine was too busy to tell.
 
-    Only medians that differ can be put down to that, only where the server itself was late or more has wanted to run
-    than there are processors (what is between server and client may be late where the server is not), and only while
-    there is a larger scale to look again.
+    Only medians that differ can be put down to that, only where the server itself was late or clearly more has wanted
+    to run than there are processors (what is between server and client may be late where the server is not), and only
+    while there is a larger scale to look again.
     """
     plan = Plan(**delays(scale))
     last_minute, *_ = os.getloadavg()
@@ -117,7 +117,7 @@ def holds(both: Sequence[Pair], scale: int) -> bool:
         hold(both)
         hold_to_plan(both, plan)
     except Disagreement:
-        is_quiet = lateness(both, plan) < LATE_SECONDS and last_minute < (os.cpu_count() or 1)
+        is_quiet = lateness(both, plan) < LATE_SECONDS and last_minute < len(os.sched_getaffinity(0)) + 1
         if is_quiet or scale == SCALES[-1]:
             raise
         return False

@@ -21,13 +21,24 @@ from export import golden_cases
 from export.__main__ import main
 from export.exporter import _locked, export
 from export.graphs import unsupported
-from export.operators import DOMAIN
+from export.operators import (
+    ADD_LAYER_NORM,
+    ADD_RMS_NORM,
+    BIASED,
+    DOMAIN,
+    GELU,
+    INT4_LINEAR,
+    INT8_LINEAR,
+    LINEAR,
+    SWIGLU,
+)
 from export.verify import Verdict, replay, verify
 from model import artifact, checkpoint, golden, reference
 from model.artifact import DECODER, ENCODER, PREFILL, Device, Precision
 from model.checkpoint import WEIGHTS
 from tests.artifacts import (
     ADDITIVE,
+    LEARNED,
     paged_artifact,
     random_model,
     tiny_artifact,
@@ -271,6 +282,20 @@ def test_what_follows_the_last_attention_is_computed_of_wanted_tokens_alone(fami
         found.add(part)
         assert is_selected(node.input[0]) == (part in behind), node.input[1]
     assert found == {*behind, *before}
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8, Precision.INT4])
+def test_every_layer_has_the_operators_that_several_are_fused_into(precision: Precision) -> None:
+    kind = {Precision.FP32: LINEAR, Precision.INT8: INT8_LINEAR, Precision.INT4: INT4_LINEAR}[precision]
+    gelu, swiglu = tiny_artifact("decoder-only", precision, **LEARNED), tiny_artifact("decoder-only", precision)
+    num_layers = artifact.load(gelu).config.num_layers
+    found = Counter(node.op_type for node in onnx.load(gelu / "decoder.onnx", load_external_data=False).graph.node)
+    assert found[f"{BIASED}{kind}{GELU}"] == num_layers
+    assert found[ADD_LAYER_NORM] == 2 * num_layers
+    assert found[GELU] == found["Add"] - 1 == 0, "but for positions nothing is added by itself"
+    found = Counter(node.op_type for node in onnx.load(swiglu / "decoder.onnx", load_external_data=False).graph.node)
+    assert (found[SWIGLU], found[ADD_RMS_NORM]) == (num_layers, 2 * num_layers)
+    assert found["Mul"] == found["Sigmoid"] == found["Split"] == 0
 
 
 @every_configuration

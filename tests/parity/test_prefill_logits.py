@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -13,7 +16,7 @@ from service.engine.factory import build_runner
 from service.engine.scheduler import EngineLimits
 from service.engine.session import SessionOptions
 from service.engine.types import PrefillProvider
-from tests.artifacts import tiny_artifact
+from tests.artifacts import LEARNED, tiny_artifact
 
 LIMITS = EngineLimits(max_batch_size=2, prefill_chunk=16, max_prefill_tokens=32)
 _MARK = 7.0
@@ -29,10 +32,11 @@ _MARK = 7.0
         (Precision.INT8, KVPrecision.INT8),
     ],
 )
+@pytest.mark.parametrize("overrides", [{}, LEARNED, {"norm_placement": "post"}], ids=["llama", "gpt2", "post-norm"])
 def test_chunk_without_logits_leaves_those_that_are_there_and_the_same_keys_and_values(
-    precision: Precision, kv_precision: KVPrecision, own_kernels: bool
+    precision: Precision, kv_precision: KVPrecision, overrides: Mapping[str, Any], own_kernels: bool
 ) -> None:
-    folder = tiny_artifact("decoder-only", precision, kv_precision)
+    folder = tiny_artifact("decoder-only", precision, kv_precision, **overrides)
     manifest = artifact.load(folder)
     options = SessionOptions(intra_op_threads=2, allow_spinning=False, own_kernels=own_kernels)
     tokens = np.random.default_rng(0).integers(3, manifest.config.vocab_size, 41).tolist()
