@@ -25,7 +25,7 @@ AttendSelf = Callable[[SelfAttention, Tensor], Tensor]
 AttendCross = Callable[[CrossAttention, Tensor], Tensor]
 """The same for cross-attention; where the memory comes from is the caller's business."""
 Select = Callable[[Tensor], Tensor]
-"""From a tensor of all tokens to one of some: `[B, S, w]` → `[1, n, w]`, or where they are packed, `[T, w]` → `[n, w]`."""
+"""From a tensor of all tokens to one of some: `[B, S, w]` → `[1, n, w]`, or of packed tokens `[T, w]` → `[n, w]`."""
 
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
