@@ -25,7 +25,7 @@ _WORKSPACE_BYTES = 128 << 20
 # A recorded run of a device: its launches, and what its kernels keep for themselves. An estimate.
 _RECORD_BYTES = 8 << 20
 # Made ready for copies of K/V while nobody waits: so much at most, and of all that K/V may take so large a part.
-_READY_BYTES = 256 << 20
+_READY_BYTES = 128 << 20
 _READY_PART = 8
 # What CUDA's libraries load when graphs are, and what is lost as a device hands out memory in large pieces.
 _LIBRARY_BYTES = 1 << 30
