@@ -11,7 +11,7 @@ RAY := build/ray-venv
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check kernels .kernels serve bench scenarios scaling faults soak ray gpu-check image proto format serving-check client-check node-client clean
+.PHONY: help demo test stress-test check kernels .kernels serve bench scenarios scaling faults soak ray gpu-check image proto format serving-check client-check node-client clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -32,8 +32,11 @@ demo: $(STAMP) .kernels ## train two models, export, prove, serve and ask them
 	$(BIN)/python -m benchmarks.demo
 
 # A file's tests stay together, as they share servers and artefacts; many of them wait more than they compute.
-test: $(STAMP) .kernels ## run the test suite, in a process for each processor and four at most
+test: $(STAMP) .kernels ## run the test suite in a random order (PYTEST_ADDOPTS="--randomly-seed=N" repeats one), four processes at most
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+
+stress-test: $(STAMP) .kernels ## run the suite in other settings: 20 passes of the core, 5 of all; resumable (STRESS="--only core")
+	$(BIN)/python -m tests.stress $(STRESS)
 
 check: $(STAMP) ## lint, types, layers, wire contract
 	$(BIN)/ruff check .

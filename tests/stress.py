@@ -1,0 +1,267 @@
+"""Runs the test suite again and again, each pass in another setting: `make stress-test`.
+
+    python -m tests.stress [--only suite | core | NAME ...]
+
+No test may depend on the clock's value, the load of the machine, the order of tests or a draw. Each pass runs in a
+random order whose seed is printed. The journal `build/stress/journal.jsonl` holds what has passed or failed on this
+tree, so an interrupted run resumes; another commit or another edit begins anew. Failed passes run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CLOCK = ROOT / "tests" / "clock_shift"
+CORE = ("tests/unit", "tests/contract")
+SHIFTS = (0.0, 5_476.1, 1e7)
+_COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed)\b")
+_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One run of pytest.
+
+    Args:
+        name: in the journal and on the command line.
+        tests: paths; none for the whole suite.
+        shift_seconds: added to `time.monotonic` in pytest and in all Python processes that it starts.
+        hash_seed: decides the order of sets of strings.
+        num_busy: processes that compute beside it all the while, on the same processors.
+        num_cores: processors for the tests and the busy processes together.
+    """
+
+    name: str
+    tests: tuple[str, ...] = ()
+    shift_seconds: float = 0.0
+    hash_seed: int = 0
+    num_busy: int = 0
+    num_cores: int = 2
+
+    @property
+    def setting(self) -> str:
+        """What is special about it, in words."""
+        words = [f"clock +{self.shift_seconds:,.1f} s", f"hash seed {self.hash_seed}", f"{self.num_cores} cores"]
+        return ", ".join(words + [f"{self.num_busy} busy beside"] * bool(self.num_busy))
+
+    def command(self, seed: int) -> list[str]:
+        """The command line of pytest; `seed` decides the order of the tests."""
+        words = [sys.executable, "-m", "pytest", f"--randomly-seed={seed}", "--tb=short", "-p", "no:cacheprovider"]
+        # Without xdist one process could hide what the order of another does.
+        words += ["--numprocesses", str(self.num_cores), "--dist", "loadfile"]
+        return [*words, *self.tests]
+
+    def environment(self) -> dict[str, str]:
+        """The variables that differ from this process'."""
+        paths = [str(CLOCK), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONHASHSEED": str(self.hash_seed),
+            "ONWARD_CLOCK_SHIFT_SECONDS": str(self.shift_seconds),
+        }
+
+
+WHOLE = (
+    *(Pass(name=f"suite-{number}", shift_seconds=shift) for number, shift in enumerate(SHIFTS, 1)),
+    Pass(name="suite-4", num_busy=2),
+    Pass(name="suite-5", hash_seed=5),
+)
+# All combinations of three clocks and three machines: two idle cores, two cores with a busy process, one busy core.
+TWENTY = tuple(
+    Pass(
+        name=f"core-{number + 1}",
+        tests=CORE,
+        shift_seconds=SHIFTS[number % 3],
+        hash_seed=number,
+        num_busy=number % 2,
+        num_cores=1 if number % 4 == 3 else 2,
+    )
+    for number in range(20)
+)
+GROUPS = {"core": TWENTY, "suite": WHOLE}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a pass ended: pytest's exit status, its counts by word, the failed tests, and how to repeat it."""
+
+    name: str
+    seed: int
+    status: int
+    seconds: float
+    counts: dict[str, int]
+    failures: tuple[str, ...]
+    repeat: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether every test did, and there were tests."""
+        return self.status == 0 and not self.failures and self.counts.get("passed", 0) > 0
+
+
+class Journal:
+    """Outcomes by the name of their pass, one JSON object a line, below a line that names the tree they are of."""
+
+    def __init__(self, path: Path, tree: str) -> None:
+        self._path = path
+        self._head = {"tree": tree}
+
+    def read(self) -> dict[str, Outcome]:
+        """The last outcome of each pass; nothing where the journal is another tree's. A torn line is skipped."""
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        found = [value for value in map(_parsed, lines) if value is not None]
+        if not found or found[0] != self._head:
+            return {}
+        outcomes = [Outcome(**{**each, "failures": tuple(each["failures"])}) for each in found[1:]]
+        return {outcome.name: outcome for outcome in outcomes}
+
+    def append(self, outcome: Outcome) -> None:
+        """Adds an outcome; begins anew where the journal is another tree's."""
+        known = self.read()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a" if known else "w", encoding="utf-8") as file:
+            # A line that was torn by a full disk or a kill ends here.
+            file.write("\n" if known else json.dumps(self._head) + "\n")
+            file.write(json.dumps(asdict(outcome)) + "\n")
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def tree_of(root: Path) -> str:
+    """The commit, what differs from it, and files that git does not know and does not ignore, as one hash."""
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", "-C", str(root), *words], check=True, capture_output=True).stdout
+
+    whole = hashlib.sha256(git("rev-parse", "HEAD") + git("diff", "HEAD", "--binary"))
+    for name in sorted(git("ls-files", "--others", "--exclude-standard", "-z").split(b"\0")):
+        path = root / os.fsdecode(name)
+        whole.update(name + (path.read_bytes() if name and path.is_file() else b""))
+    return whole.hexdigest()
+
+
+@contextmanager
+def on_cores(count: int) -> Iterator[None]:
+    """Keeps this process, and those that it starts, to so many of its processors.
+
+    Raises:
+        SystemExit: when there are not so many.
+    """
+    before = os.sched_getaffinity(0)
+    if len(before) < count:
+        raise SystemExit(f"{count} processors are needed, there are {len(before)}")
+    os.sched_setaffinity(0, sorted(before)[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Has so many processes compute while the block runs."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(process.kill)
+        yield
+
+
+def check_clock(one: Pass, environment: dict[str, str]) -> None:
+    """Makes sure that a Python process has the shifted clock.
+
+    Raises:
+        SystemExit: when it has another.
+    """
+    before = time.monotonic()
+    told = subprocess.run(
+        [sys.executable, "-c", "import time; print(time.monotonic())"], env=environment, check=True, capture_output=True
+    )
+    shift = float(told.stdout) - one.shift_seconds
+    # Two readings of one clock; at 10^7 seconds a float is exact to two nanoseconds.
+    if not before - 1e-6 <= shift <= time.monotonic() + 1e-6:
+        raise SystemExit(f"the clock of {one.name} is not shifted by {one.shift_seconds} s")
+
+
+def run(one: Pass, seed: int, log: Path) -> Outcome:
+    """Runs a pass; all that pytest says goes to the log."""
+    environment = {**os.environ, **one.environment()}
+    command, began = one.command(seed), time.monotonic()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with on_cores(one.num_cores), log.open("w", encoding="utf-8") as file:
+        check_clock(one, environment)
+        with busy(one.num_busy):
+            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=False)
+    said = log.read_text(encoding="utf-8", errors="replace")
+    variables = [f"{name}={value}" for name, value in one.environment().items()]
+    return Outcome(
+        name=one.name,
+        seed=seed,
+        status=done.returncode,
+        seconds=round(time.monotonic() - began, 1),
+        counts={word: int(count) for count, word in _COUNT.findall(said.rstrip().rpartition("\n")[2])},
+        failures=tuple(dict.fromkeys(_FAILURE.findall(said))),
+        repeat=shlex.join(["env", *variables, *command]),
+    )
+
+
+def told(one: Pass, outcome: Outcome) -> str:
+    """A line on an outcome, and below it what a failure needs to be repeated."""
+    counts = ", ".join(f"{count} {word}" for word, count in outcome.counts.items())
+    head = (
+        f"{'passed' if outcome.passed else 'FAILED'}  {one.name:<9} {outcome.seconds:6.0f} s  {counts}  ({one.setting})"
+    )
+    if outcome.passed:
+        return head
+    return "\n".join(
+        [head, *(f"  {name}" for name in outcome.failures), f"  status {outcome.status}: {outcome.repeat}"]
+    )
+
+
+def main(arguments: Sequence[str] | None = None, folder: Path = ROOT / "build" / "stress") -> int:
+    """Runs the passes that have not passed on this tree; 0 when all have."""
+    parser = argparse.ArgumentParser(prog="python -m tests.stress", description=__doc__.splitlines()[0])
+    names = [*GROUPS, *(one.name for group in GROUPS.values() for one in group)]
+    parser.add_argument("--only", nargs="+", choices=names, default=list(GROUPS), help="passes, by group or name")
+    only = parser.parse_args(arguments).only
+    passes = [one for name, group in GROUPS.items() for one in group if name in only or one.name in only]
+    tree = tree_of(ROOT)
+    journal = Journal(folder / "journal.jsonl", tree)
+    known = journal.read()
+    for number, one in enumerate(passes, 1):
+        if one.name in known and known[one.name].passed:
+            continue
+        seed = random.SystemRandom().getrandbits(32)
+        print(f"[{number}/{len(passes)}] {one.name}: {one.setting}, order {seed}", file=sys.stderr, flush=True)
+        known[one.name] = run(one, seed, folder / f"{one.name}.log")
+        if tree_of(ROOT) != tree:
+            raise SystemExit(f"the tree changed during {one.name}: its outcome is of no tree")
+        journal.append(known[one.name])
+        print(told(one, known[one.name]), file=sys.stderr, flush=True)
+    for one in passes:
+        print(told(one, known[one.name]))
+    return 0 if all(known[one.name].passed for one in passes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
