@@ -120,6 +120,7 @@ class AsyncEngine:
         failing: told of a model whose steps fail one after the other.
         recorder: remembers steps and requests; by default nothing.
         tracer: hears of requests; by default nobody does.
+        clock: monotonic seconds; deadlines and arrivals of requests are compared with it.
     """
 
     def __init__(
@@ -132,7 +133,9 @@ class AsyncEngine:
         failing: Callable[[str], None] = lambda _: None,
         recorder: FlightRecorder | None = None,
         tracer: Tracer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         # Handed to the thread by `start`, and not kept: a model that is removed must leave its memory.
         self._engines = dict(engines)
         self._metrics = metrics
@@ -162,7 +165,9 @@ class AsyncEngine:
         """Starts the engine thread; from now on requests are admitted. Call once, on the event loop."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        self._thread = EngineThread(self._engines, self, loop.call_soon_threadsafe, self._limits.time_shares)
+        self._thread = EngineThread(
+            self._engines, self, loop.call_soon_threadsafe, self._limits.time_shares, self._clock
+        )
         self._engines = {}
         self._thread.start()
         self._refuse = None
@@ -250,7 +255,7 @@ class AsyncEngine:
         try:
             await asyncio.wait_for(lane.wait_idle(), grace_seconds)
         except TimeoutError:
-            now = time.monotonic()
+            now = self._clock()
             for stream in [stream for stream in self._streams.values() if stream.model == model]:
                 if stream.request is not None:
                     self._thread.abort(model, stream.request_id)
@@ -327,7 +332,7 @@ class AsyncEngine:
         if len(self._lanes) == 1:
             return ()
         work = {name: lane.forecaster.work_seconds for name, lane in self._lanes.items() if name != model}
-        return self._sharing.rivals_of(model, work, time.monotonic())
+        return self._sharing.rivals_of(model, work, self._clock())
 
     def _gone(self) -> asyncio.Future[None]:
         """A future for when an engine is gone, which it is at the thread's end at the latest."""
@@ -381,7 +386,7 @@ class AsyncEngine:
             lane.kv_usage_ratio = output.stats.kv_usage_ratio
             lane.forecaster.step_done(output.stats, output.events)
             if self._hand_out(lane.metrics, output, now):
-                self._handing_seconds.append(time.monotonic() - now)
+                self._handing_seconds.append(self._clock() - now)
             self._watch(model, output)
 
     def rejected(self, request_id: str, error: RequestError, now: float) -> None:
@@ -444,7 +449,7 @@ class AsyncEngine:
     def _refuse_and_fail_all(self, error: EngineFailed | None) -> None:
         stopped = partial(NotServing, "the server has stopped")
         self._refuse = stopped if error is None else partial(EngineFailed, error.error_id)
-        now = time.monotonic()
+        now = self._clock()
         for stream in list(self._streams.values()):
             try:
                 self._fail(stream, self._refuse(), now)
@@ -465,7 +470,7 @@ class AsyncEngine:
             request = self._judge(stream, request, request.deadline, cached_tokens)
         # Whatever of this fails, the engine does not have the request yet, and the place goes back with its block.
         stream.forecaster = stream.lane.forecaster
-        self._sharing.begun(stream.model, time.monotonic())
+        self._sharing.begun(stream.model, self._clock())
         stream.quote = stream.forecaster.submitted(request)
         stream.trace.submitted(request)
         stream.request = request
@@ -476,7 +481,7 @@ class AsyncEngine:
         if request.deadline is None or lane.admission is None or not lane.forecaster.costs.may_be_cached(request):
             return 0
         answer_by = self._answer_by(request, request.deadline)
-        if lane.admission.admits(request, time.monotonic(), answer_by, is_idle=lane.is_alone):
+        if lane.admission.admits(request, self._clock(), answer_by, is_idle=lane.is_alone):
             return 0
         try:
             async with asyncio.timeout(_MAX_LOOK_UP_SECONDS):
@@ -504,7 +509,7 @@ class AsyncEngine:
         if lane.admission is not None:
             stream.admission = lane.admission
             request, stream.prediction = lane.admission.judge(
-                request, time.monotonic(), answer_by, is_idle=lane.is_alone, cached_tokens=cached_tokens
+                request, self._clock(), answer_by, is_idle=lane.is_alone, cached_tokens=cached_tokens
             )
         return request
 
@@ -575,7 +580,7 @@ class AsyncEngine:
         stream.lane.give_back(service_seconds)
         if stream.forecaster is not None:
             stream.forecaster.ended(stream.request_id)
-            self._sharing.ended(stream.model, time.monotonic())
+            self._sharing.ended(stream.model, self._clock())
         if not self._streams:
             self._idle.set()
 

@@ -305,7 +305,7 @@ class EngineThread:
         listener: hears of steps, refusals and the end.
         post: runs a callback with arguments on the event loop, callable from any thread.
         weights: by model name, what each gets of the time while several have work; 1 where nothing is said.
-        clock: seconds, to measure turns by.
+        clock: monotonic seconds; turns, deadlines and the ends of steps are measured by it.
     """
 
     def __init__(
@@ -511,7 +511,7 @@ class EngineThread:
         engine = station.engine
         if engine is None:
             return
-        for request in station.unpark(time.monotonic()):
+        for request in station.unpark(self._clock()):
             self._add(engine, request)
         if engine.has_work:
             self._tell(model, station.step(engine))
@@ -530,11 +530,11 @@ class EngineThread:
     def _reject(self, request_id: str, error: RequestError) -> None:
         # Of one whose id is in use, single steps are told from now on: more often than need be, and no harm.
         self._unstreamed.discard(request_id)
-        self._outbox.send(self._listener.rejected, request_id, error, time.monotonic())
+        self._outbox.send(self._listener.rejected, request_id, error, self._clock())
 
     def _tell(self, model: str, output: StepOutput) -> None:
         """Tells of a step: at once if it was long or somebody waits for what it brought."""
-        now = time.monotonic()
+        now = self._clock()
         is_awaited = output.is_failed or output.stats.run_seconds >= _GATHER_SECONDS
         for event in output.events:
             if event.is_terminal:

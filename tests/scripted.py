@@ -36,6 +36,7 @@ class ScriptedEngine:
         before_step: called before every step; may block.
         num_cached_tokens: what every event tells.
         num_preemptions: what every step tells.
+        clock: seconds, for the end of a request.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class ScriptedEngine:
         before_step: Callable[[], object] = lambda: None,
         num_cached_tokens: int = 0,
         num_preemptions: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.requests: list[GenerationRequest] = []
         self._script = script
         self._before_step = before_step
@@ -119,7 +122,7 @@ class ScriptedEngine:
                     arrival_time=request.arrival_time,
                     scheduled_time=request.arrival_time,
                     first_token_time=request.arrival_time,
-                    finished_time=time.monotonic(),
+                    finished_time=self._clock(),
                 )
                 events[-1] = replace(events[-1], timings=timings)
                 del self._pending[request_id]

@@ -19,11 +19,11 @@ import pytest
 from proto.onward.v1 import model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from tests.environment import environment
 from tests.faults.process import (
     DECODER,
     LONG,
     LONG_TOKENS,
-    ROOT,
     SLOTS,
     TRANSLATOR,
     Neighbour,
@@ -128,14 +128,13 @@ def test_server_writes_nothing_anywhere(tmp_path: Path) -> None:
     names = ("models", "home", "tmp", "cwd")
     for name in names:
         (tmp_path / name).mkdir()
-    environment = {
-        **{name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"},
+    surroundings = {
+        **{name: value for name, value in environment().items() if name != "ORT_DISABLE_TELEMETRY"},
         "HOME": str(tmp_path / "home"),
         "XDG_CACHE_HOME": str(tmp_path / "home"),
         "TMPDIR": str(tmp_path / "tmp"),
-        "PYTHONPATH": str(ROOT),
     }
-    with serving(tmp_path / "models", environment=environment, cwd=tmp_path / "cwd") as server:
+    with serving(tmp_path / "models", environment=surroundings, cwd=tmp_path / "cwd") as server:
         before = set(tmp_path.rglob("*"))
         Neighbour(server).check()
         with server.channel() as channel:
@@ -153,13 +152,18 @@ def test_deadlines_long_and_short_are_met_or_exceeded_and_give_everything_back(t
         stub.Generate(greedy(DECODER, max_tokens=90), timeout=300)
         whole = time.monotonic() - began
         # All slots are taken and others wait: a little of the time that one needs lets it pass in every phase.
-        calls = [
-            stub.Generate.future(greedy(DECODER, text="a" * 60, max_tokens=90), timeout=whole * (1 + number % 40) / 20)
-            for number in range(SLOTS * 10)
-        ]
-        codes = [call.code() for call in calls]
-        assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.DEADLINE_EXCEEDED}
-        assert grpc.StatusCode.DEADLINE_EXCEEDED in codes
+        codes: set[grpc.StatusCode] = set()
+        while grpc.StatusCode.DEADLINE_EXCEEDED not in codes:
+            calls = [
+                stub.Generate.future(
+                    greedy(DECODER, text="a" * 60, max_tokens=90), timeout=whole * (1 + number % 40) / 20
+                )
+                for number in range(SLOTS * 10)
+            ]
+            codes |= {call.code() for call in calls}
+            # The first answer may have taken much longer than the others do: all of them would be in time.
+            whole /= 2
+        assert codes <= {grpc.StatusCode.OK, grpc.StatusCode.DEADLINE_EXCEEDED}
         server.settle()
         neighbour.check()
         assert server.stop() == 0

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2
 
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
+from tests.environment import environment
 from tests.fakes import BOS, EOS, expected_tokens, spell
 from tests.identities import HOST, Identities
 from tests.servers import letter_tokenizer, running, served_model
@@ -49,7 +50,7 @@ async def run(program: str, folder: Path) -> str:
         "-c",
         program,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=environment(),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serving import serving
+from tests.environment import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 500
@@ -27,7 +27,7 @@ def run(command: str, folder: Path, **environ: str) -> str:
     finished = subprocess.run(
         [sys.executable, *words[1:]],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        env=environment(**environ),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_SECONDS,

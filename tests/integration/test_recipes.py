@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 import subprocess
@@ -22,6 +21,7 @@ from model.presets import resolve
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.config import parse
+from tests.environment import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "docs" / "recipes"
@@ -134,7 +134,7 @@ def run(command: str, folder: Path) -> str:
     finished = subprocess.run(
         [sys.executable, *words[1:]],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_SECONDS,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -58,10 +61,13 @@ def test_a_process_is_read_as_the_system_counts_it() -> None:
     while time.process_time() - began < 0.1:
         pass
     assert scaling_out.cpu_seconds(pid) - before >= 0.05
-    held = scaling_out.proportional_bytes(pid)
-    # Of what other processes map too, a part is counted: how many they are may change meanwhile.
-    block = b"x" * 200_000_000
-    assert scaling_out.proportional_bytes(pid) - held == pytest.approx(len(block), rel=0.2)
+    # A process of its own, that maps little: of what others map too, a part is counted, and they come and go.
+    program = "block = b'x' * 200_000_000; print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-S", "-c", program], stdin=PIPE, stdout=PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert scaling_out.proportional_bytes(child.pid) == pytest.approx(200_000_000, rel=0.2)
+        child.kill()
 
 
 def test_all_of_it_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import resource
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from loadtest.study import Settings
 from model import cost
 from model.config import ModelConfig
 from model.presets import resolve
+from proto.onward.v1 import generation_pb2 as pb
 from service.engine.batch import ScheduledBatch
 from tests.artifacts import tiny_artifact, tiny_config
 from tests.fakes import NUM_SPECIAL, VOCAB_SIZE, FakeRunner
@@ -35,19 +37,34 @@ PROMPT = [NUM_SPECIAL + index % (VOCAB_SIZE - NUM_SPECIAL) for index in range(16
 # Questions.
 
 
-def delaying(prefill: float, decode: float) -> FakeRunner:
-    """A model whose runs take at least so long."""
+def delaying(prefill: float, decode: float, decodes: threading.Event | None = None) -> FakeRunner:
+    """A model whose runs take at least so long, and which decodes while `decodes` is set."""
 
     def wait(batch: ScheduledBatch) -> None:
+        if decodes is not None and batch.decode:
+            decodes.wait()
         time.sleep(prefill if batch.prefills or batch.prefill_groups else decode if batch.decode else 0.0)
 
     return FakeRunner(before_run=wait)
 
 
 async def test_the_probe_tells_prefill_from_decoding_and_the_server_from_the_client() -> None:
-    async with running(runner=delaying(0.08, 0.02), trust=True) as server:
+    decodes = threading.Event()
+    decodes.set()
+
+    def held(call: Iterator[pb.GenerateStreamResponse]) -> Iterator[pb.GenerateStreamResponse]:
+        """Lets the model decode when the probe, which has seen the first token, asks for the next."""
+        for event in call:
+            yield event
+            if event.delta.token_ids:
+                decodes.set()
+
+    async with running(runner=delaying(0.08, 0.02, decodes), trust=True) as server:
         with probing(f"{server.endpoint.host}:{server.endpoint.port}") as probe:
             at_once = await asyncio.to_thread(probe.ask, PROMPT, 4)
+            decodes.clear()
+            stream = probe._stub.GenerateStream
+            probe._stub.GenerateStream = lambda *words, **more: held(stream(*words, **more))  # type: ignore[method-assign]
             streamed = await asyncio.to_thread(probe.stream, list(reversed(PROMPT)), 16)
     for answer, count in ((at_once, 4), (streamed, 16)):
         assert len(answer.token_ids) == count
@@ -58,8 +75,8 @@ async def test_the_probe_tells_prefill_from_decoding_and_the_server_from_the_cli
         assert answer.per_token == pytest.approx(answer.decode / (count - 1))
         assert answer.prefill + answer.decode <= answer.total
     assert at_once.first_token == at_once.total
-    # Fifteen steps later, and the news of the first may come late by ten of them.
-    assert streamed.first_token + 0.1 <= streamed.total
+    # Fifteen steps later.
+    assert streamed.first_token + 15 * 0.02 <= streamed.total
 
 
 async def test_the_probe_tells_what_was_at_hand_and_the_study_will_not_have_it() -> None:
@@ -98,8 +115,6 @@ async def test_a_call_that_fails_says_what_the_server_said() -> None:
 def test_an_answer_of_another_length_is_no_answer() -> None:
     class Stub:
         def Generate(self, request: Any, timeout: float) -> Any:  # noqa: N802
-            from proto.onward.v1 import generation_pb2 as pb
-
             return pb.GenerateResponse(outputs=[pb.GenerationOutput(token_ids=[1, 2])])
 
     probe = Probe(grpc.insecure_channel("127.0.0.1:1"))

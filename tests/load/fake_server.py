@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import signal
 import subprocess
@@ -30,8 +29,8 @@ from benchmarks.envoy import balancing
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import generation_pb2_grpc, model_pb2_grpc
 from proto.onward.v1 import model_pb2 as models
+from tests.environment import ROOT, environment
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = "fake"
 VOCAB_SIZE = 1000
 _READY = "listening on "
@@ -49,6 +48,7 @@ class Plan:
         refuse_every: of so many requests the last is refused; 0 for none. So in the next two.
         break_every: ends with OK, but without its summary.
         fail_every: ends with INTERNAL after its second token.
+        endless: numbers of requests whose last token never comes.
         stall_at: seconds after the first request when the whole server stands still.
         stall_seconds: for how long; 0 for never.
         log: file for what was done.
@@ -61,6 +61,7 @@ class Plan:
     refuse_every: int = 0
     break_every: int = 0
     fail_every: int = 0
+    endless: tuple[int, ...] = ()
     stall_at: float = 0.0
     stall_seconds: float = 0.0
     log: str = ""
@@ -120,6 +121,8 @@ class Service(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc.Mode
                     if token == 2 and _is_last_of(plan.fail_every, number):
                         done["end"] = "failed"
                         await context.abort(grpc.StatusCode.INTERNAL, "it broke")
+                    if token + 1 == request.stopping.max_tokens and number in plan.endless:
+                        await asyncio.Event().wait()
                     await asyncio.sleep(due - time.monotonic())
                     due += itl
                     done["sent"].append(time.monotonic())
@@ -173,8 +176,7 @@ async def serve(plan: Plan) -> None:
 def fake_server(**plan: Any) -> Iterator[str]:
     """Such a server as long as the context lasts; its host:port."""
     command = [sys.executable, "-m", "tests.load.fake_server", json.dumps(asdict(Plan(**plan)))]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment()) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline().strip()

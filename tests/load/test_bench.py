@@ -92,19 +92,20 @@ async def test_known_delays_come_out_within_five_percent(tmp_path: Path) -> None
 
 async def test_requests_are_sent_when_they_are_due_and_every_end_is_counted_as_what_it_is(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with fake_server(
-        ttft=(0.03, 0.03), itl=(0.02, 0.02), refuse_every=5, break_every=7, fail_every=11, log=str(log)
-    ) as target:
-        words = ("--request-rate", "60", "--burstiness", "0.5", "--num-prompts", "60", "--seed", "3")
+    words = ("--request-rate", "60", "--burstiness", "0.5", "--num-prompts", "60", "--seed", "3")
+    workload = options(*words, "--cancel-share", "0.2").workload(1000)
+    # Who gives up is not answered to the end: on a busy machine 60 ms may be longer than an answer takes.
+    impatient = {number for number in range(60) if workload.prompt(number).patience_seconds is not None}
+    assert impatient
+    every = {"refuse_every": 5, "break_every": 7, "fail_every": 11, "endless": tuple(impatient)}
+    with fake_server(ttft=(0.03, 0.03), itl=(0.02, 0.02), log=str(log), **every) as target:
         result = await measured(target, *words, "--max-tokens", "6", "--cancel-share", "0.2", "--cancel-after", "0.06")
-    run, workload = result.run, options(*words, "--cancel-share", "0.2").workload(1000)
+    run = result.run
     schedule = Arrivals(pattern=Pattern.GAMMA, rate=60.0, burstiness=0.5, seed=3).schedule(count=60)
     by_number = {record.number: record for record in run.records}
     assert [by_number[number].intended for number in range(60)] == list(schedule)
     assert all(record.sent >= record.intended for record in run.records)
     # What became of each follows from its number, and from whether its client gave up before.
-    impatient = {number for number in range(60) if workload.prompt(number).patience_seconds is not None}
-    assert impatient
     done = {int(name.rpartition("-")[2]): each["end"] for name, each in read_log(log).items()}
     for number, ended in by_number.items():
         if ended.outcome is Outcome.CANCELLED:
@@ -120,7 +121,6 @@ async def test_requests_are_sent_when_they_are_due_and_every_end_is_counted_as_w
             assert (ended.outcome, ended.generated_tokens) == (Outcome.FINISHED, 6), number
         if ended.outcome is Outcome.FINISHED:
             assert done[number] == "finished"
-    # Nobody answers in 60 ms what takes 130.
     assert {number for number in impatient if number % 5 != 4 and number % 11 != 10} <= {
         number for number, record in by_number.items() if record.outcome is Outcome.CANCELLED
     }
@@ -159,14 +159,15 @@ async def test_everything_at_once_is_due_at_once(server: str) -> None:
     assert {record.intended for record in result.run.records} == {0.0}
 
 
-async def test_a_deadline_that_passes_is_a_failure_by_its_code(server: str) -> None:
-    result = await measured(server, "--num-prompts", "3", "--max-tokens", "2", "--timeout", "0.01")
+async def test_a_deadline_that_passes_is_a_failure_by_its_code() -> None:
+    with fake_server(ttft=(60.0, 60.0)) as target:
+        result = await measured(target, "--num-prompts", "3", "--max-tokens", "2", "--timeout", "0.01")
     assert counts(result.run) == {"failed": 3}
     assert {record.code for record in result.run.records} == {"DEADLINE_EXCEEDED"}
 
 
 async def test_what_outlasts_the_end_is_given_up_and_stays_in_the_book() -> None:
-    with fake_server(ttft=(0.0, 60.0)) as target:
+    with fake_server(ttft=(60.0, 60.0)) as target:
         result = await measured(target, "--num-prompts", "6", "--max-tokens", "1", "--drain", "0.3")
     assert counts(result.run) == {"cancelled": 6}
 
@@ -381,7 +382,6 @@ def test_the_capacity_of_a_folder_of_models_is_that_of_a_server_of_its_own(
 def test_no_thread_is_left_behind(server: str) -> None:
     before = threading.active_count()
     asyncio.run(measured(server, "--num-prompts", "3", "--max-tokens", "1"))
-    limit = time.monotonic() + 10.0
-    while threading.active_count() > before and time.monotonic() < limit:
+    # The test's own timeout is the limit.
+    while threading.active_count() > before:
         time.sleep(0.01)
-    assert threading.active_count() <= before

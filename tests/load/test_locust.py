@@ -6,7 +6,6 @@ Locust patches the interpreter it runs in, so it never runs in this one.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import pytest
 
 from loadtest.arrivals import Arrivals, Pattern
 from loadtest.records import Outcome, Record
+from tests.environment import environment
 from tests.load.fake_server import ROOT, fake_server, fake_servers, read_log
 from tests.load.observed import SCALES, delays, holds, pairs
 from tests.ports import free_port
@@ -38,9 +38,8 @@ FAULTS = {"refuse_every": 5, "break_every": 7, "fail_every": 11}
 def locust(*words: str, cwd: Path = ROOT) -> Iterator[subprocess.Popen[str]]:
     """Locust with our file; ended by its id if it has not ended by then."""
     command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), *words]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, env=environ
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, env=environment()
     ) as process:
         try:
             yield process

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,10 +19,10 @@ from loadtest.figures import Run, summarise
 from loadtest.records import IN_STREAM, INCOMPLETE, Outcome
 from proto.inference import open_inference_pb2 as oip
 from proto.inference import open_inference_pb2_grpc
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, Gate
 from tests.load.test_bench import options
 from tests.servers import MODEL as OURS
-from tests.servers import SLOTS, running
+from tests.servers import SLOTS, eventually, running
 
 MODEL = "writer"
 
@@ -186,9 +185,8 @@ async def test_every_way_to_fail_is_counted_as_what_it_is(misbehaves: str, outco
 
 
 async def test_our_own_server_is_one_of_them() -> None:
-    # Slow enough for all to be there before the first is done.
-    runner = FakeRunner(SLOTS, before_run=lambda _: time.sleep(0.02))
-    async with running(runner=runner, max_queue_size=1) as server:
+    gate = Gate()
+    async with running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=1) as server:
         target = f"{server.endpoint.host}:{server.endpoint.port}"
         load = options("--model", OURS, "--num-prompts", "8", "--max-tokens", "6", "--prompt-tokens", "2")
         settings = Settings(target=target, protocol=WireProtocol.OIP, load=load, max_concurrency=3)
@@ -199,9 +197,12 @@ async def test_our_own_server_is_one_of_them() -> None:
         assert report["total_input_tokens"] > 8 * 2
         assert server.ended()["length"] == 9
         # All at once, some run, one waits, and the rest is refused.
-        crowd = (await bench.measure(replace(settings, max_concurrency=None, warmups=0))).run
+        with gate.closed():
+            crowding = asyncio.create_task(bench.measure(replace(settings, max_concurrency=None, warmups=0)))
+            await eventually(lambda: server.ended().get("overloaded") == 8 - SLOTS - 1)
+        crowd = (await crowding).run
         ends = [record.outcome for record in crowd.records]
-        assert sorted(set(ends)) == [Outcome.FINISHED, Outcome.REFUSED]
+        assert (ends.count(Outcome.FINISHED), ends.count(Outcome.REFUSED)) == (SLOTS + 1, 8 - SLOTS - 1)
         assert {record.code for record in crowd.records} == {"OK", "RESOURCE_EXHAUSTED"}
         assert len(ends) == crowd.offered == 8
 

@@ -7,7 +7,6 @@ first. They write down what they measured (`distributed_worker.py`).
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 from model import checkpoint
+from tests.environment import environment
 from tests.parity.distributed_worker import COMPARISONS, RESUMED, STEPS, make_resumable
 from tests.ports import free_port
 from tests.training_runs import Quiet, points, run, weights, write_recipe
@@ -51,7 +51,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     (folder / "recipe").mkdir()
     write_recipe(folder / "recipe")
     worker = [str(Path(__file__).with_name("distributed_worker.py")), str(folder)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environ = environment(OMP_NUM_THREADS="1")
     launcher = [*launch(nodes=2, processes=1, endpoint=f"127.0.0.1:{free_port()}"), "--local-addr", "127.0.0.1"]
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, *worker]
     with ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -54,13 +55,14 @@ async def started(
     registry: CollectorRegistry | None = None,
     *,
     admits_by_deadline: bool = False,
+    clock: Callable[[], float] = time.monotonic,
     **engines: StepEngine,
 ) -> AsyncIterator[AsyncEngine]:
     engines = engines or {MODEL: fake_engine(runner, context=ENDLESS + 1)}
     metrics = Metrics(registry or CollectorRegistry())
     costs = {name: fake_costs(engine.pieces) for name, engine in engines.items()}
     limits = LaneLimits(max_batch_size=SLOTS, max_queue_size=QUEUE, admits_by_deadline=admits_by_deadline)
-    engine = AsyncEngine(engines, metrics, costs, limits)
+    engine = AsyncEngine(engines, metrics, costs, limits, clock=clock)
     engine.start()
     try:
         yield engine
@@ -756,23 +758,36 @@ def foretells(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, seconds: flo
     return asked
 
 
-def due_in(seconds: float, name: str = "a", **fields: Any) -> GenerationRequest:
-    now = time.monotonic()
+def due_in(seconds: float, name: str = "a", now: float | None = None, **fields: Any) -> GenerationRequest:
+    now = time.monotonic() if now is None else now
     return replace(request(name), arrival_time=now, deadline=now + seconds, **fields)
 
 
+# What a clock may read after a minute: that of a machine that just started, one on which 0.61 seconds before a deadline
+# are 0.6099999 as a difference of floats, and one that has been up for a third of a year.
+ANY_TIME = pytest.mark.parametrize("now", [0.0, 5_416.7188903, 1e7])
+
+
+def moment(seconds: float) -> Any:
+    """Equal to a moment, but for the rounding of a few sums by half a unit in the last place each."""
+    return pytest.approx(seconds, rel=0.0, abs=4 * math.ulp(seconds))
+
+
+@ANY_TIME
 async def test_request_that_would_miss_its_deadline_is_refused_before_the_engine_has_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, now: float
 ) -> None:
-    registry, scripted = CollectorRegistry(), ScriptedEngine(lambda _: [[token(5, 0, FinishReason.LENGTH)]])
-    async with started(registry=registry, admits_by_deadline=True, **{MODEL: scripted}) as engine:
+    registry = CollectorRegistry()
+    scripted = ScriptedEngine(lambda _: [[token(5, 0, FinishReason.LENGTH)]], clock=lambda: now)
+    async with started(registry=registry, admits_by_deadline=True, clock=lambda: now, **{MODEL: scripted}) as engine:
         foretells(monkeypatch, engine, 3600.0)
         with pytest.raises(DeadlineUnreachable) as refusal:
-            await run(engine, due_in(60.0))
+            await run(engine, due_in(60.0, now=now))
         assert engine.num_streams == 0
         assert tokens(await run(engine, replace(request("b")))) == [5], "without a deadline nobody is judged"
     assert refusal.value.prefill_seconds == 3600.0
-    assert 59.0 < refusal.value.left_seconds < 60.0 - 0.01 - 0.6
+    # Less gRPC's rounding of a minute, and the way.
+    assert now + refusal.value.left_seconds == moment(now + 60.0 - 0.61)
     assert [each.request_id for each in scripted.requests] == ["b"]
     labels = {"model_name": MODEL, "finish_reason": "deadline_unreachable"}
     assert registry.get_sample_value("onward_requests_total", labels) == 1
@@ -850,21 +865,18 @@ async def test_nobody_is_refused_for_a_deadline_where_admission_is_off(monkeypat
     assert asked == []
 
 
-async def test_request_that_takes_what_there_is_ends_early_enough_to_reach_the_client() -> None:
-    scripted = ScriptedEngine(lambda _: [[token(5, 0, FinishReason.DEADLINE)]])
-    async with started(**{MODEL: scripted}) as engine:
-        await run(engine, due_in(60.0, partial_on_deadline=True))
+@ANY_TIME
+async def test_request_that_takes_what_there_is_ends_early_enough_to_reach_the_client(now: float) -> None:
+    scripted = ScriptedEngine(lambda _: [[token(5, 0, FinishReason.DEADLINE)]], clock=lambda: now)
+    async with started(clock=lambda: now, **{MODEL: scripted}) as engine:
+        await run(engine, due_in(60.0, now=now, partial_on_deadline=True))
         engine._handing_seconds.append(5.0)
-        await run(engine, due_in(60.0, partial_on_deadline=True))
-        await run(engine, due_in(60.0))
+        await run(engine, due_in(60.0, now=now, partial_on_deadline=True))
+        await run(engine, due_in(60.0, now=now))
     quick, slow, whole = scripted.requests
-    assert quick.deadline is not None
-    assert slow.deadline is not None
-    assert quick.end_by is not None
-    assert slow.end_by is not None
-    # gRPC's rounding of a minute, and the way.
-    assert 0.61 <= quick.deadline - quick.end_by < 5.0
-    assert slow.deadline - slow.end_by == pytest.approx(5.61)
+    # gRPC's rounding of a minute, and the way; then what it took to hand a step's events out.
+    assert quick.end_by == moment(now + 60.0 - 0.61)
+    assert slow.end_by == moment(now + 60.0 - 5.61)
     assert whole.end_by is None
 
 
