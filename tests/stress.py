@@ -179,10 +179,11 @@ def on_cores(count: int) -> Iterator[None]:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Has so many processes compute while the block runs."""
+    """Has so many processes compute while the block runs, and this process lives."""
+    program = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
     with ExitStack() as stack:
         for _ in range(count):
-            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", program]))
             stack.callback(process.kill)
         yield
 
