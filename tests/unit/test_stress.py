@@ -1,0 +1,166 @@
+"""The passes of `make stress-test`: what they set, what is kept of them, and what a failure says. One real pytest."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests import stress
+from tests.stress import GROUPS, TWENTY, WHOLE, Journal, Outcome, Pass
+
+# All that asyncio, threading and queue know of the time, after a wait in each; and the same in a child.
+CLOCKS = """
+import asyncio, json, os, queue, subprocess, sys, threading, time
+async def moment():
+    await asyncio.wait([asyncio.ensure_future(asyncio.sleep(0.001))], timeout=60.0)
+    return asyncio.get_running_loop().time()
+def told():
+    threading.Event().wait(0.001)
+    try:
+        queue.Queue().get(timeout=0.001)
+    except queue.Empty:
+        pass
+    return [time.monotonic(), time.monotonic_ns() / 1e9, asyncio.run(moment()), threading._time(), queue.time()]
+child = [] if sys.argv[1:] else json.loads(subprocess.check_output([sys.executable, *sys.orig_argv[1:], "child"]))
+print(json.dumps(told() + child))
+"""
+
+
+@pytest.mark.parametrize("shift", stress.SHIFTS)
+def test_every_clock_of_a_pass_and_of_its_children_is_shifted(shift: float) -> None:
+    environment = {**os.environ, **Pass(name="one", shift_seconds=shift).environment()}
+    before = time.clock_gettime(time.CLOCK_MONOTONIC)
+    told = json.loads(subprocess.check_output([sys.executable, "-c", CLOCKS], env=environment))
+    after = time.clock_gettime(time.CLOCK_MONOTONIC)
+    assert len(told) == 10
+    # At 10^7 seconds a float is exact to two nanoseconds.
+    assert all(before - 1e-6 <= moment - shift <= after + 1e-6 for moment in told)
+
+
+def test_a_pass_whose_clock_is_not_shifted_is_none() -> None:
+    one = Pass(name="one", shift_seconds=1e7)
+    stress.check_clock(one, {**os.environ, **one.environment()})
+    with pytest.raises(SystemExit, match=r"the clock of one is not shifted by 10000000\.0 s"):
+        stress.check_clock(one, {**os.environ, "ONWARD_CLOCK_SHIFT_SECONDS": "0"})
+
+
+def test_passes_differ_in_clock_load_and_hash_seed() -> None:
+    assert (len(WHOLE), len(TWENTY)) == (5, 20)
+    for passes in GROUPS.values():
+        assert {one.shift_seconds for one in passes} == {0.0, 5_476.1, 1e7}
+        assert len({replace(one, name="") for one in passes}) == len(passes)
+        assert {one.num_busy > 0 for one in passes} == {True, False}
+        assert len({one.hash_seed for one in passes}) > 1
+    machines = {(one.num_busy, one.num_cores) for one in TWENTY}
+    assert machines == {(0, 2), (1, 2), (1, 1)}
+    assert {(one.num_busy, one.num_cores, one.shift_seconds) for one in TWENTY} == {
+        (*machine, shift) for machine, shift in itertools.product(machines, stress.SHIFTS)
+    }
+
+
+def outcome(name: str, status: int = 0) -> Outcome:
+    counts, failures = ({"failed": 1, "passed": 3}, ("tests/a.py::test_it",)) if status else ({"passed": 3}, ())
+    return Outcome(name, 7, status, 1.0, counts, failures, "env A=1 pytest")
+
+
+def test_journal_keeps_the_last_outcome_of_each_pass_of_one_tree(tmp_path: Path) -> None:
+    path = tmp_path / "build" / "journal.jsonl"
+    journal = Journal(path, "tree")
+    assert journal.read() == {}
+    journal.append(outcome("one", status=1))
+    journal.append(outcome("two"))
+    with path.open("a") as file:
+        file.write('{"name": "two", "se')
+    journal.append(outcome("one"))
+    assert Journal(path, "tree").read() == {"one": outcome("one"), "two": outcome("two")}
+    assert Journal(path, "another").read() == {}
+    Journal(path, "another").append(outcome("three"))
+    assert Journal(path, "another").read() == {"three": outcome("three")}
+    assert Journal(path, "tree").read() == {}
+
+
+def test_tree_changes_with_every_commit_edit_and_new_file(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *author, *words], check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / ".gitignore").write_text("build\n")
+    git("add", ".")
+    git("commit", "--message", "one")
+    trees = [stress.tree_of(tmp_path)]
+    (tmp_path / "build").write_text("ignored")
+    assert stress.tree_of(tmp_path) == trees[0]
+    for change in (
+        lambda: (tmp_path / "new").write_text("a"),
+        lambda: (tmp_path / "new").write_text("b"),
+        lambda: git("add", "."),
+        lambda: git("commit", "--message", "two"),
+        lambda: (tmp_path / "new").write_text("c"),
+    ):
+        change()
+        trees.append(stress.tree_of(tmp_path))
+    assert len(set(trees)) == len(trees)
+
+
+def test_passed_passes_are_not_run_again_and_failed_ones_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+    broken = {"core-2"}
+
+    def run(one: Pass, seed: int, log: Path) -> Outcome:
+        ran.append(one.name)
+        return replace(outcome(one.name, status=int(one.name in broken)), seed=seed)
+
+    monkeypatch.setattr(stress, "run", run)
+    monkeypatch.setattr(stress, "tree_of", lambda _: "tree")
+    words = ["--only", "core-1", "core-2", "suite-5"]
+    assert stress.main(words, tmp_path) == 1
+    assert ran == ["core-1", "core-2", "suite-5"]
+    told = capsys.readouterr().out
+    assert "  tests/a.py::test_it\n  status 1: env A=1 pytest\n" in told
+    assert (told.count("FAILED"), told.count("passed  ")) == (1, 2)
+    broken.clear()
+    assert stress.main(words, tmp_path) == 0
+    assert ran[3:] == ["core-2"]
+    trees = iter(["tree", "tree", "edited"])
+    monkeypatch.setattr(stress, "tree_of", lambda _: next(trees))
+    with pytest.raises(SystemExit, match="the tree changed during core-4"):
+        stress.main(["--only", "core-3", "core-4"], tmp_path)
+    assert set(Journal(tmp_path / "journal.jsonl", "tree").read()) == {"core-1", "core-2", "core-3", "suite-5"}
+
+
+def test_a_pass_that_ran_nothing_or_ended_otherwise_has_not_passed() -> None:
+    assert outcome("one").passed
+    assert not replace(outcome("one"), counts={}).passed
+    assert not replace(outcome("one"), status=3).passed
+
+
+def test_a_failure_is_named_with_the_command_that_repeats_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Options of the suite's, which these tests do not have.
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    (tmp_path / "test_it.py").write_text(
+        "import time\n\n"
+        "def test_good():\n    assert time.monotonic() > 1e7\n\n"
+        "def test_bad():\n    assert {'a': [1, 2]} == {'a': []}, 'as - it is'\n"
+    )
+    one = Pass(name="one", tests=(str(tmp_path),), shift_seconds=1e7, num_busy=1, num_cores=1)
+    before = os.sched_getaffinity(0)
+    found = stress.run(one, 7, tmp_path / "logs" / "log")
+    assert os.sched_getaffinity(0) == before
+    assert (found.status, found.counts) == (1, {"failed": 1, "passed": 1})
+    assert [name.rpartition("/")[2] for name in found.failures] == ["test_it.py::test_bad"]
+    assert "ONWARD_CLOCK_SHIFT_SECONDS=10000000.0" in found.repeat
+    assert "--randomly-seed=7" in found.repeat
+    again = subprocess.run(found.repeat.split(), cwd=stress.ROOT, capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "1 failed, 1 passed" in again.stdout
