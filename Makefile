@@ -31,11 +31,12 @@ $(STAMP):
 demo: $(STAMP) .kernels ## train two models, export, prove, serve and ask them
 	$(BIN)/python -m benchmarks.demo
 
-# A file's tests stay together, as they share servers and artefacts; many of them wait more than they compute.
-test: $(STAMP) .kernels ## run the test suite in a random order (PYTEST_ADDOPTS="--randomly-seed=N" repeats one), four processes at most
+# A file's tests stay together, as they share servers and artefacts; many of them wait more than they compute. The
+# order is random, and its seed is printed first.
+test: $(STAMP) .kernels ## run the test suite in a random order (PYTEST_ADDOPTS=--randomly-seed=N), four processes at most
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 
-stress-test: $(STAMP) .kernels ## run the suite in other settings: 20 passes of the core, 5 of all; resumable (STRESS="--only core")
+stress-test: $(STAMP) .kernels ## run the tests in other orders, clocks and loads: 25 passes, hours, resumable (STRESS="--only core")
 	$(BIN)/python -m tests.stress $(STRESS)
 
 check: $(STAMP) ## lint, types, layers, wire contract
