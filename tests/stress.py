@@ -62,8 +62,8 @@ class Pass:
     def command(self, seed: int) -> list[str]:
         """The command line of pytest; `seed` decides the order of the tests."""
         words = [sys.executable, "-m", "pytest", f"--randomly-seed={seed}", "--tb=short", "-p", "no:cacheprovider"]
-        # Without xdist one process could hide what the order of another does.
-        words += ["--numprocesses", str(self.num_cores), "--dist", "loadfile"]
+        # By default xdist would have files with many tests go first.
+        words += ["--numprocesses", str(self.num_cores), "--dist", "loadfile", "--no-loadscope-reorder"]
         return [*words, *self.tests]
 
     def environment(self) -> dict[str, str]:

@@ -146,22 +146,49 @@ def test_a_pass_that_ran_nothing_or_ended_otherwise_has_not_passed() -> None:
     assert not replace(outcome("one"), status=3).passed
 
 
-def test_a_failure_is_named_with_the_command_that_repeats_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# Notes its name; one of four fails where the clock is shifted.
+TEST = """
+import time
+from pathlib import Path
+
+import pytest
+
+@pytest.mark.parametrize("number", range(4))
+def test_it(number):
+    with Path(__file__).with_name("order").open("a") as order:
+        order.write(f"{Path(__file__).stem}-{number} ")
+    assert number < 3 or time.monotonic() < 1e7, {"a": "b - c"}
+"""
+
+
+def test_a_failure_is_named_with_the_command_that_repeats_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Options of the suite's, which these tests do not have.
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    (tmp_path / "test_it.py").write_text(
-        "import time\n\n"
-        "def test_good():\n    assert time.monotonic() > 1e7\n\n"
-        "def test_bad():\n    assert {'a': [1, 2]} == {'a': []}, 'as - it is'\n"
-    )
+    files = [f"test_{letter}" for letter in "abcdefghij"]
+    for name in files:
+        (tmp_path / f"{name}.py").write_text(TEST)
     one = Pass(name="one", tests=(str(tmp_path),), shift_seconds=1e7, num_busy=1, num_cores=1)
-    before = os.sched_getaffinity(0)
-    found = stress.run(one, 7, tmp_path / "logs" / "log")
+    before, order = os.sched_getaffinity(0), tmp_path / "order"
+
+    def run(seed: int) -> tuple[Outcome, list[str]]:
+        order.write_text("")
+        return stress.run(one, seed, tmp_path / "logs" / "log"), order.read_text().split()
+
+    found, first = run(7)
     assert os.sched_getaffinity(0) == before
-    assert (found.status, found.counts) == (1, {"failed": 1, "passed": 1})
-    assert [name.rpartition("/")[2] for name in found.failures] == ["test_it.py::test_bad"]
-    assert "ONWARD_CLOCK_SHIFT_SECONDS=10000000.0" in found.repeat
-    assert "--randomly-seed=7" in found.repeat
+    assert (found.status, found.counts) == (1, {"failed": 10, "passed": 30})
+    assert sorted(name.rpartition("/")[2] for name in found.failures) == [f"{name}.py::test_it[3]" for name in files]
+    order.write_text("")
     again = subprocess.run(found.repeat.split(), cwd=stress.ROOT, capture_output=True, text=True, check=False)
-    assert again.returncode == 1
-    assert "1 failed, 1 passed" in again.stdout
+    assert (again.returncode, order.read_text().split()) == (1, first)
+    # A file's tests stay together. Of the files, and of the tests in them, the order is the seed's: two seeds give the
+    # same once in 10! and once in 4!^10.
+    _, other = run(8)
+    orders = [[each.rpartition("-")[0] for each in names] for names in (first, other)]
+    assert all([*dict.fromkeys(names)] == names[::4] for names in orders)
+    assert sorted(orders[0][::4]) == sorted(orders[1][::4]) == files
+    assert orders[0] != orders[1]
+    within = [[[each for each in names if each.startswith(name)] for name in files] for names in (first, other)]
+    assert within[0] != within[1]
