@@ -74,10 +74,11 @@ soak: $(STAMP) .kernels ## ten minutes of load with cancels, then the same with 
 	$(BIN)/python -m benchmarks.soak $(SOAK)
 	$(BIN)/python -m benchmarks.soak --leak-mb-per-hour 20 $(SOAK)
 
+# In the file's order: its last tests replace the replicas that the others share.
 ray: $(STAMP) .kernels ## install Ray Serve into an environment of its own (half a gigabyte) and try the server on it
 	@test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/python $(PIP_INSTALL) --editable '.[cpu,ray]'
-	$(BIN)/python -m pytest tests/faults/test_ray.py
+	$(BIN)/python -m pytest -p no:randomly tests/faults/test_ray.py
 
 gpu-check: ## check and measure all that needs CUDA, in the present interpreter (GPU="--only parity", GPU="--device cpu")
 	@$(PYTHON) -m model.kernels --if-possible
