@@ -59,6 +59,8 @@ SHARE = 0.9
 """The promise: so many of the requests within so much of what was measured."""
 YARDSTICK_EVERY = 4
 """After so many requests follows one of always the same work."""
+# A server foretells once it knows of a few steps of each kind.
+_MIN_WARM_REQUESTS = 32
 _MOST_CONTEXT = 1024
 """Lengths are drawn for a context of no more than this, so that a request takes seconds and not minutes."""
 _PREFIX_CHUNKS = 2
@@ -200,9 +202,11 @@ async def _ask(target: str, config: ModelConfig, settings: Settings) -> tuple[li
     """
     async with _stub(target) as stub:
         warm = Workload(config, settings, f"{settings.seed} warm")
-        end = time.perf_counter() + settings.warm_seconds
-        while time.perf_counter() < end:
+        end, num_warm = time.perf_counter() + settings.warm_seconds, 0
+        # Of fewer, a busy machine would have the server know too few steps to foretell anything.
+        while num_warm < _MIN_WARM_REQUESTS or time.perf_counter() < end:
             await stub.Generate(_request(warm.next()))
+            num_warm += 1
         measured = Workload(config, settings, f"{settings.seed} measured")
         alone, yardsticks = list[Seen](), list[float]()
         for number in range(settings.requests):
