@@ -88,7 +88,11 @@ def load_attention_graph(folder: Path, manifest: Manifest, *, own_kernels: bool 
         raise NotServing(
             f"{folder.name} has changed on the disk since it was loaded, and so may its explain graph have"
         )
-    cases = golden_attention.load(folder / GOLDEN_ATTENTION, manifest.config)
+    try:
+        cases = golden_attention.load(folder / GOLDEN_ATTENTION, manifest.config)
+    except ValueError as error:
+        _LOGGER.error("%s: %s", folder, error)
+        raise NotServing(f"the explain graph of {folder.name} has no golden cases that can be read") from error
     began, before = time.monotonic(), resident_bytes()
     graph = AttentionGraph(folder, manifest, own_kernels=own_kernels)
     loaded = time.monotonic()
