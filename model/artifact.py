@@ -73,6 +73,8 @@ _MAX_BYTES = {
 _WEIGHTS_SUFFIX = ".onnx.data"
 _LEAST_WEIGHTS_BYTES = 64 << 20
 _MAX_ENTRIES = 4096
+Stamp = Mapping[str, tuple[int, ...]]
+"""By a file's name: its device, inode, bytes and time of the last change."""
 
 
 class ArtifactError(Exception):
@@ -560,6 +562,19 @@ def max_file_bytes(name: str, config: ModelConfig | None) -> int | None:
         return None
     tables = (config.context + config.source_context) * config.d_model
     return 8 * (num_parameters(config) + tables) + _LEAST_WEIGHTS_BYTES
+
+
+def stamp(folder: Path, manifest: Manifest) -> Stamp:
+    """What changes when a file of an artifact is replaced or written to; one that is gone has an empty entry."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name in manifest.files:
+        try:
+            status = (folder / name).stat()
+        except OSError:
+            found[name] = ()
+        else:
+            found[name] = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return found
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -21,6 +21,7 @@ from model.artifact import (
     ArtifactError,
     Manifest,
     load,
+    stamp,
 )
 from model.artifact import Device as BuiltFor
 from model.chat import Chat, ChatSettings
@@ -146,8 +147,9 @@ def build_engines(
     parts = share_memory(models, config).parts if kv_memory is None else kv_memory
 
     def build(model: ServedModel) -> tuple[str, Engine]:
+        own = artefact_folder(folder / model.name, config.device)
         engine = build_engine(
-            artefact_folder(folder / model.name, config.device),
+            own,
             model.manifest,
             model.output_tokenizer.decode,
             dataclasses.replace(limits, kv_memory_bytes=parts[model.name]),
@@ -156,6 +158,9 @@ def build_engines(
             model.prefill_provider,
             config.device,
         )
+        # What was loaded is what was checked.
+        if model.stamp and model.stamp != stamp(own, model.manifest):
+            raise StartupError([f"{own}: its files have changed while it was loaded"])
         if config.look_up:
             # Here and not with the golden cases: where those are replayed, other models' streams stand still.
             engine.prove_look_up(model.golden_cases)
@@ -177,11 +182,12 @@ def load_model(folder: Path, prefill: PrefillProvider, device: Device = Device.A
     """
     manifest = manifest_of(folder, device)
     name, folder = folder.name, artefact_folder(folder, device)
+    before = stamp(folder, manifest)
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
         # They want a core, not the interpreter. Until they are known, nothing that was read or went wrong counts.
         checksums = beside.submit(_load, folder, device)
         try:
-            return _read(name, folder, manifest, prefill)
+            return dataclasses.replace(_read(name, folder, manifest, prefill), stamp=before)
         finally:
             checksums.result()
 
