@@ -58,6 +58,7 @@ from model.artifact import (
 from model.checkpoint import Checkpoint
 from model.golden import GoldenCase
 from model.golden_attention import AttentionCase
+from model.reading import read_text
 from model.tokenizer import Tokenizer, TokenizerError
 from model.transformer import EncoderDecoder
 
@@ -215,7 +216,7 @@ def _check_folder(out: Path) -> list[str]:
 def _is_artefact(folder: Path) -> bool:
     """Whether a folder's manifest.json is one of ours, of whatever format version."""
     try:
-        manifest = json.loads((folder / artifact.MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(folder / artifact.MANIFEST, artifact.MAX_MANIFEST_BYTES))
     except (OSError, ValueError):
         return False
     return isinstance(manifest, dict) and {"format_version", "graphs"} <= manifest.keys()

@@ -1,8 +1,9 @@
 """What an exported model *is* on disk: one folder, its manifest, its graphs' signatures, its checksums.
 
 The exporter writes an artefact, the server reads it and nothing else. Standard library only; nothing is unpickled and
-no path leaves the folder; a file that the manifest does not list is refused like a damaged one. What the graphs
-compute is proven elsewhere (`model.golden`).
+no path leaves the folder; a file that the manifest does not list is refused like a damaged one. Every file must be a
+regular one, and no larger than its kind allows (`max_file_bytes`). What the graphs compute is proven elsewhere
+(`model.golden`).
 
     manifest.json      this module's `Manifest`
     decoder.onnx       + decoder.onnx.data
@@ -23,14 +24,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from model.config import ConfigError, ModelConfig
+from model.cost import num_parameters
 from model.generation import NO_WISHES, GenerationError, GenerationRules
+from model.reading import UnfitFile, check_size, open_regular, read_text
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -49,6 +54,27 @@ MIN_OPSET = 23
 """The first ONNX operator set with RMSNormalization and Attention."""
 MAX_OPSET = 26
 """The last that ONNX Runtime 1.31 reads."""
+
+
+MAX_MANIFEST_BYTES = 4 << 20
+MAX_TOKENIZER_BYTES = 128 << 20
+MAX_CHAT_BYTES = 4 << 20
+MAX_ARRAYS_BYTES = 256 << 20
+"""Of golden.npz and of attention.npz, packed as well as unpacked."""
+MAX_OTHER_BYTES = 256 << 20
+"""Of any other file that holds no weights, graphs among them."""
+_MAX_BYTES = {
+    TOKENIZER: MAX_TOKENIZER_BYTES,
+    TARGET_TOKENIZER: MAX_TOKENIZER_BYTES,
+    CHAT: MAX_CHAT_BYTES,
+    GOLDEN: MAX_ARRAYS_BYTES,
+    GOLDEN_ATTENTION: MAX_ARRAYS_BYTES,
+}
+_WEIGHTS_SUFFIX = ".onnx.data"
+_LEAST_WEIGHTS_BYTES = 64 << 20
+_MAX_ENTRIES = 4096
+Stamp = Mapping[str, tuple[int, ...]]
+"""By a file's name: its device, inode, bytes and time of the last change."""
 
 
 class ArtifactError(Exception):
@@ -514,14 +540,41 @@ def explain_signature(config: ModelConfig) -> tuple[tuple[TensorSpec, ...], tupl
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Checksum and size of a file, read in pieces."""
-    digest = hashlib.sha256()
-    size = 0
-    with path.open("rb") as stream:
-        while piece := stream.read(1 << 20):
-            digest.update(piece)
-            size += len(piece)
-    return FileEntry(digest.hexdigest(), size)
+    """Checksum and size of a regular file, read in pieces.
+
+    Raises:
+        UnfitFile: when it is no regular file.
+        OSError: when it cannot be read.
+    """
+    with open_regular(path) as stream:
+        return FileEntry(hashlib.file_digest(stream, "sha256").hexdigest(), stream.tell())
+
+
+def max_file_bytes(name: str, config: ModelConfig | None) -> int | None:
+    """How large a file of an artefact may be; None for weights of an unknown model.
+
+    Weights follow from the model's sizes: each parameter in float32, twice, as a graph may store one matrix both ways,
+    and tables for every position. No graph of ours is near that.
+    """
+    if not name.endswith(_WEIGHTS_SUFFIX):
+        return _MAX_BYTES.get(name, MAX_OTHER_BYTES)
+    if config is None:
+        return None
+    tables = (config.context + config.source_context) * config.d_model
+    return 8 * (num_parameters(config) + tables) + _LEAST_WEIGHTS_BYTES
+
+
+def stamp(folder: Path, manifest: Manifest) -> Stamp:
+    """What changes when a file of an artifact is replaced or written to; one that is gone has an empty entry."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name in manifest.files:
+        try:
+            status = (folder / name).stat()
+        except OSError:
+            found[name] = ()
+        else:
+            found[name] = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return found
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -536,13 +589,22 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**fields)
 
 
-def load(folder: Path, devices: Collection[Device] = (Device.CPU,), *, checksums: bool = True) -> Manifest:
+def load(
+    folder: Path,
+    devices: Collection[Device] = (Device.CPU,),
+    *,
+    checksums: bool = True,
+    memory_bytes: int | None = None,
+) -> Manifest:
     """Reads an artefact's manifest and checks every file, checksum, graph signature and special token against it.
+
+    A file that is larger than it may be is not read.
 
     Args:
         folder: the artefact.
         devices: what the caller can run graphs on, or need not.
         checksums: whether to read the files for them, which takes a second for each gigabyte.
+        memory_bytes: what the caller has for the weights of a CPU's graph; None sets no limit.
 
     Raises:
         ArtifactError: listing every problem, not just the first.
@@ -550,7 +612,9 @@ def load(folder: Path, devices: Collection[Device] = (Device.CPU,), *, checksums
     fields, problems = _read(folder)
     # A manifest that is wrong elsewhere still says which files there must be.
     if "files" in fields:
-        problems += _check_files(folder, fields["files"], fields.get("graphs", {}), checksums=checksums)
+        if fields.get("device") is not Device.CPU:
+            memory_bytes = None
+        problems += _check_files(folder, fields, checksums=checksums, memory_bytes=memory_bytes)
     if fields.keys() == _PARSERS.keys():
         manifest = Manifest(**fields)
         problems += [*_check_target(manifest, devices), *_check_signatures(manifest), *_check_tokens(manifest)]
@@ -565,43 +629,60 @@ def _read(folder: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         if not path.resolve().is_relative_to(folder.resolve()):
             return {}, [f"{MANIFEST!r} leaves the artefact's folder"]
-        fields, problems = _parse(path.read_text(encoding="utf-8"))
+        fields, problems = _parse(read_text(path, MAX_MANIFEST_BYTES))
     except FileNotFoundError:
         return {}, [f"{MANIFEST} is missing: not an artefact"]
+    except UnfitFile as error:
+        return {}, [f"{MANIFEST} {error}"]
     except (OSError, ValueError, RuntimeError) as error:  # unreadable; not UTF-8; a loop of links
         return {}, [f"{MANIFEST}: {error}"]
     return fields, [f"{MANIFEST}: {problem}" for problem in problems]
 
 
-def _check_files(
-    folder: Path, files: Mapping[str, FileEntry], graphs: Mapping[str, GraphSpec], *, checksums: bool
-) -> list[str]:
+def _check_files(folder: Path, fields: Mapping[str, Any], *, checksums: bool, memory_bytes: int | None) -> list[str]:
+    """What is wrong with an artefact's files, by those fields of its manifest that could be read."""
+    files: Mapping[str, FileEntry] = fields["files"]
+    graphs: Mapping[str, GraphSpec] = fields.get("graphs", {})
+    config: ModelConfig | None = fields.get("config")
     needed = {TOKENIZER, GOLDEN, PARITY, *(graph.file for graph in graphs.values())}
     needed |= {GOLDEN_ATTENTION} if EXPLAIN in graphs else set()
     problems = [f"files does not list {name}" for name in sorted(needed - files.keys())]
     for name, expected in sorted(files.items()):
+        max_bytes = max_file_bytes(name, config)
+        if max_bytes is not None and memory_bytes is not None:
+            max_bytes = min(max_bytes, memory_bytes)
         try:
-            problem = _check_file(folder, name, expected, checksum=checksums)
+            problem = _check_file(folder, name, expected, max_bytes, checksum=checksums)
         except (OSError, ValueError, RuntimeError) as error:  # unreadable; not a path at all; a loop of links
             problem = f"{name!r} cannot be read: {error}"
         problems += [problem] if problem else []
     # A graph may name further files, so one that no checksum covers could change what is computed.
-    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or path.is_file()}
+    entries = list(islice(folder.rglob("*"), _MAX_ENTRIES + 1))
+    if len(entries) > _MAX_ENTRIES:
+        problems.append(f"the folder has more than {_MAX_ENTRIES} entries")
+    present = {path.relative_to(folder).as_posix() for path in entries if path.is_symlink() or not path.is_dir()}
     problems += [f"{name} is not in the manifest" for name in sorted(present - files.keys() - {MANIFEST})]
     return problems
 
 
-def _check_file(folder: Path, name: str, expected: FileEntry, *, checksum: bool) -> str | None:
+def _check_file(folder: Path, name: str, expected: FileEntry, max_bytes: int | None, *, checksum: bool) -> str | None:
     path = folder / name
     if PurePosixPath(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
         return f"{name!r} leaves the artefact's folder"
-    if not path.is_file():
+    if not path.exists():
         return f"{name} is missing"
-    # Sizes first: a wrong one is found without reading a file that may be huge.
-    if (actual := path.stat().st_size) != expected.num_bytes:
-        return f"{name} has {actual} bytes, the manifest says {expected.num_bytes}"
-    if checksum and hash_file(path).sha256 != expected.sha256:
-        return f"{name} does not match its sha256 in the manifest"
+    try:
+        with open_regular(path) as stream:
+            # Sizes first: a wrong one is found without reading a file that may be huge.
+            if (actual := os.fstat(stream.fileno()).st_size) != expected.num_bytes:
+                return f"{name} has {actual} bytes, the manifest says {expected.num_bytes}"
+            if max_bytes is None:  # of which it is not known how long reading it may take
+                return None
+            check_size(actual, max_bytes)
+            if checksum and hashlib.file_digest(stream, "sha256").hexdigest() != expected.sha256:
+                return f"{name} does not match its sha256 in the manifest"
+    except UnfitFile as error:
+        return f"{name} {error}"
     return None
 
 

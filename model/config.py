@@ -14,6 +14,9 @@ from typing import Any
 
 from model.fields import coerce_enums, from_json_values, to_json_values
 
+MAX_LAYERS = 4096
+"""Of a stack."""
+
 
 class ConfigError(ValueError):
     """A model configuration is invalid; `problems` lists everything that is wrong with it."""
@@ -216,6 +219,12 @@ class ModelConfig:
         return [
             *(f"{name} is {size}, must be at least 1" for name in needed if (size := getattr(self, name)) < 1),
             *(f"{name} is {size}, must not be negative" for name in derived if (size := getattr(self, name)) < 0),
+            # Layers are listed one by one, so that their number is also an amount of work and of memory.
+            *(
+                f"{name} is {size}, must be at most {MAX_LAYERS}"
+                for name in ("num_layers", "num_encoder_layers")
+                if (size := getattr(self, name)) > MAX_LAYERS
+            ),
         ]
 
     def _number_problems(self) -> list[str]:

@@ -12,11 +12,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from model.artifact import KVPrecision, Precision
+from model.arrays import ArrayFile
+from model.artifact import MAX_ARRAYS_BYTES, KVPrecision, Precision
 from model.config import ModelConfig
 
 Float32 = npt.NDArray[np.float32]
@@ -156,25 +158,36 @@ def check_steps(case: GoldenCase) -> None:
         raise ValueError(f"{case.name}: {len(case.sources)} sources for {len(case.sequences)} sequences")
 
 
-def _misfits(case: GoldenCase, config: ModelConfig) -> list[str]:
-    """Why a model of this configuration cannot be asked a case; empty when it can."""
+def _misfits(header: _Header, config: ModelConfig) -> list[str]:
+    """Why a model of this configuration cannot be asked a case, by its sizes alone; empty when it can."""
     problems = []
-    kinds = [("sequence", case.sequences, config.context, config.vocab_size)]
+    kinds = [("sequence", header.sequences, config.context)]
     if config.is_encoder_decoder:
-        kinds.append(("source", case.sources, config.source_context, config.source_vocab_size))
-        if any(feed.count != 1 for step in case.steps for feed in step):
+        kinds.append(("source", header.sources, config.source_context))
+        if any(feed.count != 1 for step in header.steps for feed in step):
             problems.append("feeds several tokens at once to an encoder-decoder")
-    if bool(case.sources) != config.is_encoder_decoder:
-        problems.append(f"has {len(case.sources)} sources, the model is {config.architecture}")
-    for kind, rows, longest, vocab_size in kinds:
-        for row, ids in enumerate(rows):
-            if not 1 <= len(ids) <= longest:
-                problems.append(f"{kind} {row} has {len(ids)} tokens, must have 1 to {longest}")
-            elif not 0 <= ids.min() <= ids.max() < vocab_size:
-                problems.append(f"{kind} {row} has ids outside [0, {vocab_size})")
-    if case.logits.shape[1] != config.vocab_size:
-        problems.append(f"has logits of {case.logits.shape[1]} tokens, the model knows {config.vocab_size}")
-    return [f"{case.name}: {problem}" for problem in problems]
+    if bool(header.sources) != config.is_encoder_decoder:
+        problems.append(f"has {len(header.sources)} sources, the model is {config.architecture}")
+    problems += [
+        f"{kind} {row} has {length} tokens, must have 1 to {longest}"
+        for kind, lengths, longest in kinds
+        for row, length in enumerate(lengths)
+        if not 1 <= length <= longest
+    ]
+    if header.logits[1] != config.vocab_size:
+        problems.append(f"has logits of {header.logits[1]} tokens, the model knows {config.vocab_size}")
+    return [f"{header.name}: {problem}" for problem in problems]
+
+
+def _foreign_ids(case: GoldenCase, config: ModelConfig) -> list[str]:
+    """The rows of a case that fits with ids which the model does not know."""
+    kinds = (("sequence", case.sequences, config.vocab_size), ("source", case.sources, config.source_vocab_size))
+    return [
+        f"{case.name}: {kind} {row} has ids outside [0, {vocab_size})"
+        for kind, rows, vocab_size in kinds
+        for row, ids in enumerate(rows)
+        if not 0 <= ids.min() <= ids.max() < vocab_size
+    ]
 
 
 def save(path: Path, cases: Iterable[GoldenCase]) -> None:
@@ -206,39 +219,62 @@ def load(path: Path, config: ModelConfig | None = None) -> tuple[GoldenCase, ...
     Raises:
         ValueError: when it is not a well-formed set of cases, or holds some that such a model cannot be asked.
     """
+    cases: list[GoldenCase] = []
+    problems: list[str] = []
     try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            cases = []
-            for number, entry in enumerate(json.loads(arrays["index"].tobytes())):
-
-                def rows(kind: str, count: int, number: int = number) -> tuple[Int64, ...]:
-                    return tuple(_ids(arrays[f"{number}/{kind}/{row}"]) for row in range(count))
-
-                steps = tuple(tuple(Feed(*map(int, feed)) for feed in step) for step in entry["steps"])
-                cases.append(
-                    GoldenCase(
-                        str(entry["name"]),
-                        rows("sequence", entry["sequences"]),
-                        rows("source", entry["sources"]),
-                        steps,
-                        arrays[f"{number}/logits"].astype(np.float32),
-                    )
-                )
+        with ArrayFile(path, MAX_ARRAYS_BYTES) as arrays:
+            for number, entry in enumerate(arrays.read_index()):
+                header = _Header.read(arrays, number, entry)
+                misfits = _misfits(header, config) if config else []
+                problems += misfits
+                # What has other sizes than the model's is not even unpacked.
+                cases += [] if misfits else [_unpack(arrays, number, header)]
     except Exception as error:  # archive, decompressors, NumPy and JSON each object in a way of their own
         raise ValueError(f"{path.name} is not a set of golden cases: {error}") from error
-    problems = []
     for case in cases:
         check_steps(case)
-        problems += _misfits(case, config) if config else []
+        problems += _foreign_ids(case, config) if config else []
     if problems:
         raise ValueError(f"{path.name}: " + "; ".join(problems))
     return tuple(cases)
 
 
-def _ids(array: npt.NDArray[np.generic]) -> Int64:
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"token ids are {array.dtype} of shape {list(array.shape)}")
-    return array.astype(np.int64)
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What is known of a case before it is unpacked: lengths of its rows, its schedule, the shape of its logits."""
+
+    name: str
+    sequences: tuple[int, ...]
+    sources: tuple[int, ...]
+    steps: tuple[Step, ...]
+    logits: tuple[int, ...]
+
+    @classmethod
+    def read(cls, arrays: ArrayFile, number: int, entry: Mapping[str, Any]) -> _Header:
+        def lengths(kind: str, count: int) -> tuple[int, ...]:
+            return tuple(arrays.shape(f"{number}/{kind}/{row}", np.integer, 1)[0] for row in range(count))
+
+        return cls(
+            str(entry["name"]),
+            lengths("sequence", entry["sequences"]),
+            lengths("source", entry["sources"]),
+            tuple(tuple(Feed(*map(int, feed)) for feed in step) for step in entry["steps"]),
+            arrays.shape(f"{number}/logits", np.floating, 2),
+        )
+
+
+def _unpack(arrays: ArrayFile, number: int, header: _Header) -> GoldenCase:
+    def rows(kind: str, count: int) -> tuple[Int64, ...]:
+        names = (f"{number}/{kind}/{row}" for row in range(count))
+        return tuple(arrays.read(name, np.integer, 1).astype(np.int64) for name in names)
+
+    return GoldenCase(
+        header.name,
+        rows("sequence", len(header.sequences)),
+        rows("source", len(header.sources)),
+        header.steps,
+        arrays.read(f"{number}/logits", np.floating, 2).astype(np.float32),
+    )
 
 
 def staggered(lengths: Sequence[int]) -> tuple[Step, ...]:

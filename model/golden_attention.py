@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from model.artifact import AttentionKind, Precision, attention_layers, attention_output
+from model.arrays import ArrayFile
+from model.artifact import MAX_ARRAYS_BYTES, AttentionKind, Precision, attention_layers, attention_output
 from model.config import ModelConfig
 
 Float32 = npt.NDArray[np.float32]
@@ -160,39 +161,47 @@ def load(path: Path, config: ModelConfig) -> tuple[AttentionCase, ...]:
         ValueError: when it is not a well-formed set of cases, is empty, or holds some that such a model cannot be
             asked.
     """
-    outputs = [
-        attention_output(kind, layer) for kind, count in attention_layers(config).items() for layer in range(count)
-    ]
     try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+        with ArrayFile(path, MAX_ARRAYS_BYTES) as arrays:
             cases = tuple(
-                AttentionCase(
-                    str(name),
-                    arrays[f"{number}/sequence"].astype(np.int64),
-                    arrays[f"{number}/source"].astype(np.int64),
-                    {output: arrays[f"{number}/{output}"].astype(np.float32) for output in outputs},
-                )
-                for number, name in enumerate(json.loads(arrays["index"].tobytes()))
+                _read_case(arrays, number, str(name), config) for number, name in enumerate(arrays.read_index())
             )
     except Exception as error:  # archive, decompressors, NumPy and JSON each object in a way of their own
         raise ValueError(f"{path.name} is not a set of golden attention: {error}") from error
-    problems = [problem for case in cases for problem in _misfits(case, config)]
-    problems += [] if cases else ["it holds no case"]
-    if problems:
-        raise ValueError(f"{path.name}: " + "; ".join(problems))
+    if not cases:
+        raise ValueError(f"{path.name}: it holds no case")
     return cases
 
 
-def _misfits(case: AttentionCase, config: ModelConfig) -> list[str]:
-    problems = []
-    kinds = [("sequence", case.sequence, config.context, config.vocab_size)]
-    if config.is_encoder_decoder:
-        kinds.append(("source", case.source, config.source_context, config.source_vocab_size))
-    elif case.source.size:
-        problems.append(f"has a source, the model is {config.architecture}")
-    for kind, ids, longest, vocab_size in kinds:
-        if ids.ndim != 1 or not 1 <= len(ids) <= longest:
-            problems.append(f"{kind} is of shape {list(ids.shape)}, must have 1 to {longest} tokens")
-        elif not 0 <= ids.min() <= ids.max() < vocab_size:
-            problems.append(f"{kind} has ids outside [0, {vocab_size})")
-    return [f"{case.name}: {problem}" for problem in problems]
+def _read_case(arrays: ArrayFile, number: int, name: str, config: ModelConfig) -> AttentionCase:
+    """Unpacks tokens and matrices, each only if its size is the model's."""
+    limits = {
+        "sequence": (config.context, config.vocab_size),
+        "source": (config.source_context, config.source_vocab_size),
+    }
+    ids = {}
+    for rows, (longest, vocab_size) in limits.items():
+        (length,) = arrays.shape(f"{number}/{rows}", np.integer, 1)
+        if rows == "source" and not config.is_encoder_decoder:
+            if length:
+                raise ValueError(f"{name}: has a source, the model is {config.architecture}")
+        elif not 1 <= length <= longest:
+            raise ValueError(f"{name}: {rows} is of shape [{length}], must have 1 to {longest} tokens")
+        ids[rows] = arrays.read(f"{number}/{rows}", np.integer, 1).astype(np.int64)
+        if length and not 0 <= ids[rows].min() <= ids[rows].max() < vocab_size:
+            raise ValueError(f"{name}: {rows} has ids outside [0, {vocab_size})")
+    sequence, source = len(ids["sequence"]), len(ids["source"])
+    lengths = {
+        AttentionKind.ENCODER: (source, source),
+        AttentionKind.DECODER: (sequence, sequence),
+        AttentionKind.CROSS: (sequence, source),
+    }
+    weights = {}
+    for kind, num_layers in attention_layers(config).items():
+        wanted = (config.num_heads, *lengths[kind])
+        for output in (attention_output(kind, layer) for layer in range(num_layers)):
+            member = f"{number}/{output}"
+            if (shape := arrays.shape(member, np.floating, 3)) != wanted:
+                raise ValueError(f"{name}: {output} has shape {list(shape)}, must have {list(wanted)}")
+            weights[output] = arrays.read(member, np.floating, 3).astype(np.float32)
+    return AttentionCase(name, ids["sequence"], ids["source"], weights)

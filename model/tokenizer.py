@@ -16,6 +16,9 @@ from pathlib import Path
 
 import tokenizers
 
+from model.artifact import MAX_TOKENIZER_BYTES
+from model.reading import read_text
+
 CONTROL_MARK = "\ufdd0"
 """A noncharacter (The Unicode Standard, section 23.7): before a control token's spelling it says that one is meant."""
 
@@ -72,7 +75,7 @@ class Tokenizer:
             TokenizerError: naming the file, when it cannot be read or is none.
         """
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
+            return cls.from_json(read_text(path, MAX_TOKENIZER_BYTES))
         except OSError as error:
             raise TokenizerError(f"{path}: {error.strerror or error}") from error
         except ValueError as error:

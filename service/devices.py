@@ -25,7 +25,7 @@ _LOGGER = logging.getLogger(__name__)
 def artefact_folder(folder: Path, device: Device) -> Path:
     """Where a model's artefact for a device is: in a folder of that name in the model's, or the model's itself."""
     own = folder / device
-    return own if not (folder / MANIFEST).exists() and (own / MANIFEST).is_file() else folder
+    return own if not (folder / MANIFEST).exists() and (own / MANIFEST).exists() else folder
 
 
 def choose_device(
@@ -114,4 +114,4 @@ def _artefacts(folder: Path) -> dict[BuiltFor, Path]:
             return {read_manifest(folder).device: folder}
     except ArtifactError:
         return {}
-    return {device: folder / device for device in BuiltFor if (folder / device / MANIFEST).is_file()}
+    return {device: folder / device for device in BuiltFor if (folder / device / MANIFEST).exists()}

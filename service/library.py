@@ -31,7 +31,6 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from model.artifact import ArtifactError, read_manifest
 from model.golden import tolerance_of
 from service.async_engine import AsyncEngine
 from service.config import ServeConfig
@@ -43,7 +42,7 @@ from service.engine.kv_memory import MemoryNeeds
 from service.engine.types import Device, StepStats
 from service.errors import ModelUnfit, RequestError, StartupError, UnknownModel
 from service.kv_pool import KVPool, Part
-from service.loading import build_engines, load_model, model_names, needs_of
+from service.loading import build_engines, load_model, manifest_of, model_names, needs_of
 from service.metrics import Metrics
 from service.models import Models, ModelState, Parity, ServedModel
 
@@ -57,6 +56,9 @@ TRIAL_BYTES = 64 << 20
 _HEARTBEAT_SECONDS = 0.01
 _LONG_STALL_SECONDS = 1.0
 _MAX_TRIAL_SECONDS = 600.0
+# The longest that a model may take to be read, a load check included. A disk that does not answer must not keep the
+# turn of those that come after it.
+_MAX_READ_SECONDS = 3 * _MAX_TRIAL_SECONDS
 
 
 class Library:
@@ -188,14 +190,13 @@ class Library:
 
     async def _bring(self, name: str) -> None:
         began = time.monotonic()
-        needs = await asyncio.wrap_future(_in_daemon(lambda: self._read_needs(name)))
+        needs = await _in_time(name, lambda: self._read_needs(name))
         with _told_without_paths(self._config.models, name):
             former = self._pool.part_of(name) if name in self._models.names else None
             part = self._pool.take(name, needs)
         try:
             async with _stall() as stall:
-                reading = _in_daemon(lambda: self._read_model(name, needs, part.kv_bytes))
-                model = await asyncio.wrap_future(reading)
+                model = await _in_time(name, lambda: self._read_model(name, needs, part.kv_bytes))
                 making = time.monotonic()
                 engine, parity, steps = await self._where_engines_are_made(lambda: self._prepare(model, part.kv_bytes))
                 made = time.monotonic()
@@ -227,19 +228,13 @@ class Library:
             gone.add_done_callback(lambda _: self._pool.give_back(part))
 
     def _read_needs(self, name: str) -> MemoryNeeds:
-        """What a model of the folder will take, by its manifest alone. On a thread of its own."""
+        """What a model of the folder will take, by its manifest and the sizes of its files. On a thread of its own."""
         with _told_without_paths(self._config.models, name):
             served = model_names(self._config.models)
             # Compared with what is there, not joined: a name is never a path.
             if name not in served:
                 raise UnknownModel(name, served)
-            folder = artefact_folder(self._config.models / name, self._config.device)
-            try:
-                manifest = read_manifest(folder)
-            except ArtifactError:
-                # Which names whatever else is wrong with it, too.
-                manifest = self._load(name).manifest
-            return needs_of(manifest, self._config)
+            return needs_of(manifest_of(self._config.models / name, self._config.device), self._config)
 
     def _read_model(self, name: str, needs: MemoryNeeds, kv_memory: int) -> ServedModel:
         """All of a model but its engine. On a thread of its own."""
@@ -349,6 +344,18 @@ def _in_daemon(function: Callable[[], _Result]) -> Future[_Result]:
 
     threading.Thread(target=run, name="library", daemon=True).start()
     return future
+
+
+async def _in_time(name: str, read: Callable[[], _Result]) -> _Result:
+    """Reads on a thread of its own, which is left to itself once it has taken too long.
+
+    Raises:
+        ModelUnfit: when it has.
+    """
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(_in_daemon(read)), _MAX_READ_SECONDS)
+    except TimeoutError as error:
+        raise ModelUnfit(name, [f"it could not be read in {_MAX_READ_SECONDS:g} s"]) from error
 
 
 def _last_json(text: str) -> dict[str, Any] | None:

@@ -6,15 +6,26 @@ Loading graphs takes seconds: it is done before anything is served, or on a thre
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from model import golden
-from model.artifact import CHAT, GOLDEN, TARGET_TOKENIZER, TOKENIZER, ArtifactError, Manifest, load
+from model.artifact import (
+    CHAT,
+    GOLDEN,
+    MAX_CHAT_BYTES,
+    TARGET_TOKENIZER,
+    TOKENIZER,
+    ArtifactError,
+    Manifest,
+    load,
+    stamp,
+)
 from model.artifact import Device as BuiltFor
 from model.chat import Chat, ChatSettings
+from model.reading import read_text
 from model.tokenizer import Tokenizer, TokenizerError
 from service.admission import PATIENCE_SECONDS
 from service.config import Admission, Kernels, ServeConfig
@@ -136,8 +147,9 @@ def build_engines(
     parts = share_memory(models, config).parts if kv_memory is None else kv_memory
 
     def build(model: ServedModel) -> tuple[str, Engine]:
+        own = artefact_folder(folder / model.name, config.device)
         engine = build_engine(
-            artefact_folder(folder / model.name, config.device),
+            own,
             model.manifest,
             model.output_tokenizer.decode,
             dataclasses.replace(limits, kv_memory_bytes=parts[model.name]),
@@ -146,6 +158,9 @@ def build_engines(
             model.prefill_provider,
             config.device,
         )
+        # What was loaded is what was checked.
+        if model.stamp and model.stamp != stamp(own, model.manifest):
+            raise StartupError([f"{own}: its files have changed while it was loaded"])
         if config.look_up:
             # Here and not with the golden cases: where those are replayed, other models' streams stand still.
             engine.prove_look_up(model.golden_cases)
@@ -165,32 +180,42 @@ def load_model(folder: Path, prefill: PrefillProvider, device: Device = Device.A
     Raises:
         StartupError: listing all that is wrong with it.
     """
+    manifest = manifest_of(folder, device)
     name, folder = folder.name, artefact_folder(folder, device)
-    devices = tuple(BuiltFor) if device is Device.AUTO else (BuiltFor(device),)
-    try:
-        manifest = _manifest(folder, devices)
-        with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
-            # They want a core, not the interpreter. Until they are known, nothing that was read or went wrong counts.
-            checksums = beside.submit(load, folder, devices)
-            try:
-                return _read(name, folder, manifest, prefill)
-            finally:
-                checksums.result()
-    except ArtifactError as error:
-        raise StartupError([f"{folder}: {problem}" for problem in error.problems]) from error
+    before = stamp(folder, manifest)
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
+        # They want a core, not the interpreter. Until they are known, nothing that was read or went wrong counts.
+        checksums = beside.submit(_load, folder, device)
+        try:
+            return dataclasses.replace(_read(name, folder, manifest, prefill), stamp=before)
+        finally:
+            checksums.result()
 
 
-def _manifest(folder: Path, devices: Collection[BuiltFor]) -> Manifest:
-    """An artefact's, all of whose files are there, are files, and have their sizes: they can be opened.
+def manifest_of(folder: Path, device: Device) -> Manifest:
+    """The manifest of an artifact all of whose files are there, are regular, and have their sizes: they can be opened.
+
+    Args:
+        folder: the model's.
+        device: as for `load_model`.
 
     Raises:
-        ArtifactError: listing every problem, wrong checksums among them.
+        StartupError: listing every problem, wrong checksums among them.
     """
+    folder = artefact_folder(folder, device)
     try:
-        return load(folder, devices, checksums=False)
-    except ArtifactError:
-        load(folder, devices)
+        return _load(folder, device, checksums=False)
+    except StartupError:
+        _load(folder, device)
         raise
+
+
+def _load(folder: Path, device: Device, *, checksums: bool = True) -> Manifest:
+    devices = tuple(BuiltFor) if device is Device.AUTO else (BuiltFor(device),)
+    try:
+        return load(folder, devices, checksums=checksums, memory_bytes=memory_limit())
+    except ArtifactError as error:
+        raise StartupError([f"{folder}: {problem}" for problem in error.problems]) from error
 
 
 def _read(name: str, folder: Path, manifest: Manifest, prefill: PrefillProvider) -> ServedModel:
@@ -248,7 +273,7 @@ def _load_tokenizer(path: Path, vocab_size: int, problems: list[str]) -> Tokeniz
 
 def _load_chat(path: Path, tokenizer: Tokenizer, problems: list[str]) -> Chat | None:
     try:
-        return Chat(ChatSettings.from_json(path.read_text(encoding="utf-8")), tokenizer)
+        return Chat(ChatSettings.from_json(read_text(path, MAX_CHAT_BYTES)), tokenizer)
     except (OSError, ValueError) as error:
         problems.append(f"{path}: {error}")
         return None

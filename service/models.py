@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from model.artifact import EXPLAIN, Manifest
+from model.artifact import EXPLAIN, Manifest, Stamp
 from model.chat import Chat, ConversationError, Message
 from model.golden import CaseResult, GoldenCase
 from model.tokenizer import Tokenizer
@@ -62,7 +62,10 @@ class Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """One model, as everything but its engine sees it; `chat` is its template for conversations, None without one."""
+    """One model, as everything but its engine sees it.
+
+    `chat` is its template for conversations, None without one. `stamp` is that of its files before they were checked.
+    """
 
     name: str
     manifest: Manifest
@@ -71,6 +74,7 @@ class ServedModel:
     golden_cases: tuple[GoldenCase, ...]
     prefill_provider: PrefillProvider = PrefillProvider.CPU
     chat: Chat | None = None
+    stamp: Stamp | None = None
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -141,6 +141,9 @@ class FakeRunner:
         self.kept: dict[int, tuple[int, list[int], tuple[int, ...]]] = {}
         self._logits = np.full((num_slots, vocab_size), np.nan, np.float32)
 
+    def own_weights(self) -> None:
+        """It has none."""
+
     def run(self, batch: ScheduledBatch) -> Float32:
         """Logits by slot, then those that chunks want besides; rows that hold one of `poisoned_tokens` get NaN."""
         self.batches.append(batch)

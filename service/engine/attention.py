@@ -1,7 +1,7 @@
 """An artefact's explain graph, loaded when it is first wanted: whole sequences in, attention weights out.
 
-Its session has one thread, keeps to the weights' file, which the system has in memory anyway, and is no business of the
-engine's: nothing here is shared with the graphs that generate. Before it answers it has to be the served artefact's,
+Its session has one thread and its own copy of the weights, as they are in the file, and is no business of the engine's:
+nothing here is shared with the graphs that generate. Before it answers it has to be the served artefact's,
 which may have been replaced on the disk by then, and to pass its golden cases.
 
 Knows graphs and artefacts; nothing of requests, threads or the event loop.
@@ -46,6 +46,10 @@ class AttentionGraph:
         options = dataclasses.replace(_OPTIONS, own_kernels=own_kernels)
         self._session = GraphSession(folder, manifest.graphs[EXPLAIN], options)
 
+    def own_weights(self) -> None:
+        """Makes the graph independent of its files, once it has run; raises StartupError when these changed."""
+        self._session.own_weights()
+
     def run(self, decoder: Sequence[int], source: Sequence[int], outputs: Sequence[str]) -> list[Float32]:
         """Attention weights over one sequence.
 
@@ -79,6 +83,7 @@ def load_attention_graph(folder: Path, manifest: Manifest, *, own_kernels: bool 
         StartupError: when the graph cannot be loaded.
         GraphError: when it cannot be run.
     """
+    before = artifact.stamp(folder, manifest)
     try:
         is_same = artifact.load(folder) == manifest
     except ArtifactError as error:
@@ -88,10 +93,16 @@ def load_attention_graph(folder: Path, manifest: Manifest, *, own_kernels: bool 
         raise NotServing(
             f"{folder.name} has changed on the disk since it was loaded, and so may its explain graph have"
         )
-    cases = golden_attention.load(folder / GOLDEN_ATTENTION, manifest.config)
+    try:
+        cases = golden_attention.load(folder / GOLDEN_ATTENTION, manifest.config)
+    except ValueError as error:
+        _LOGGER.error("%s: %s", folder, error)
+        raise NotServing(f"the explain graph of {folder.name} has no golden cases that can be read") from error
     began, before = time.monotonic(), resident_bytes()
     graph = AttentionGraph(folder, manifest, own_kernels=own_kernels)
     loaded = time.monotonic()
+    if before != artifact.stamp(folder, manifest):
+        raise NotServing(f"{folder.name} has changed on the disk while its explain graph was loaded")
     for case in cases:
         names = list(case.weights)
         weights = dict(zip(names, graph.run(case.sequence.tolist(), case.source.tolist(), names), strict=True))
@@ -99,6 +110,7 @@ def load_attention_graph(folder: Path, manifest: Manifest, *, own_kernels: bool 
         if not result.passed:
             _LOGGER.error("%s: %s", folder.name, result)
             raise NotServing(f"the explain graph of {folder.name} does not answer as its golden cases say")
+    graph.own_weights()
     _LOGGER.info(
         "%s: the explain graph was loaded in %.3f s and proven in %.3f s, in %.0f MiB",
         folder.name,

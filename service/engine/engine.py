@@ -202,6 +202,7 @@ class Engine:
             empty = ScheduledBatch(kv_operations=(KVRetain(frozenset()), *map(KVFree, range(max_rows))))
             self._runner.run(empty)
             answers = replay_all(self._runner, cases, pieces, num_slots)
+            self._runner.own_weights()
             return tuple(compare(case, logits, tolerance) for case, logits in zip(cases, answers, strict=True))
         finally:
             self._scheduler.forget_kv()

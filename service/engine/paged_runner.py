@@ -83,6 +83,7 @@ class PagedRunner:
     ) -> None:
         self.kv = kv
         self.memory = memory
+        self._sessions = [session for session in (decoder, encoder) if session is not None]
         self._config = config
         self._device = device or "cpu"
         self._max_prefill_tokens = max_prefill_tokens
@@ -115,6 +116,11 @@ class PagedRunner:
     def num_buckets(self) -> int:
         """Sizes in which steps without prompts have run on a device; 0 where they run in their own."""
         return 0 if self._buckets is None else self._buckets.num_buckets
+
+    def own_weights(self) -> None:
+        """See `Runner.own_weights`."""
+        for session in self._sessions:
+            session.own_weights()
 
     def run(self, batch: ScheduledBatch) -> Float32:
         """Runs one step; see `Runner.run`. Rows that `top` knows are undefined, too.

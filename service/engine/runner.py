@@ -38,6 +38,13 @@ class Runner(Protocol):
             Exception: when the step fails; the K/V of every slot is in doubt then.
         """
 
+    def own_weights(self) -> None:
+        """Makes all graphs independent of their files; called when all of them have run.
+
+        Raises:
+            StartupError: when the files have changed since the graphs were loaded.
+        """
+
 
 class OrtRunner:
     """Runs the CPU graphs of one artefact.
@@ -63,6 +70,7 @@ class OrtRunner:
     ) -> None:
         self.kv = kv
         self._encoder = encoder
+        self._sessions = [session for session in (decoder, encoder, prefill) if session is not None]
         slots = kv.num_slots
         num_logits = slots + max_prefill_tokens
         self._logits = np.zeros((num_logits, config.vocab_size), np.float32)
@@ -75,6 +83,11 @@ class OrtRunner:
         self._prefill: Prefill = (
             DecoderPrefill(self._decoder) if prefill is None else GraphPrefill(prefill, kv, self._logits)
         )
+
+    def own_weights(self) -> None:
+        """See `Runner.own_weights`."""
+        for session in self._sessions:
+            session.own_weights()
 
     def run(self, batch: ScheduledBatch) -> Float32:
         """Runs one step; see `Runner.run`."""

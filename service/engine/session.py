@@ -27,6 +27,7 @@ import onnxruntime as ort
 from model import kernels
 from model.artifact import GraphSpec, TensorSpec
 from service.engine.cuda import EXTRA, PROVIDER_LIBRARY, CudaError, CudaRuntime, cuda_runtime, find_problem
+from service.engine.own_weights import OwnWeights
 from service.errors import OnwardError, StartupError
 
 Array = npt.NDArray[Any]
@@ -81,8 +82,8 @@ class SessionOptions:
     `allow_spinning` keeps threads busy between operators: faster on a machine of one's own, wasteful on a shared one.
     `stop_spinning` ends that when a run ends, so that the threads of another graph or provider find the cores free.
     Where the process has threads to share (`share_threads`), none of these three matters.
-    `map_weights` leaves weights where they are, in the file, instead of laying them out anew in memory for fast
-    products of many rows: the graph loads in no time and in no memory of its own, and is slower to run.
+    `map_weights` leaves weights as they are in the file, instead of laying them out anew in memory for fast products of
+    many rows: the graph loads in no time, and is slower to run.
     `own_kernels` computes the project's own operators by its own kernels, where they are built for this machine
     (`model.kernels`), and not by the standard operators that they stand for. `tells_operators` has a session on the CPU
     provider know what it is computed by (`GraphSession.operators`). `profile` is where what each operator takes is
@@ -153,6 +154,16 @@ class GraphSession:
         ]
         if problems:
             raise StartupError([f"{folder}: {problem}" for problem in problems])
+
+    def own_weights(self) -> None:
+        """Makes the graph independent of its files: after its first run, and before another thread runs it.
+
+        Raises:
+            StartupError: when a file has changed since it was opened.
+        """
+        # Other providers than the CPU's take what they want of the file as they load it.
+        if (weights := getattr(self._session, "onward_weights", None)) is not None:
+            weights.own()
 
     def run(self, feeds: Mapping[str, Array], names: Sequence[str] | None = None) -> list[Array]:
         """Runs with inputs copied in and outputs freshly allocated: those of `names`, or all in the graph's order.
@@ -471,14 +482,24 @@ def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any
         settings.enable_profiling = True
         settings.profile_file_prefix = str(options.profile)
     try:
-        if openvino is None:
-            if options.own_kernels and (library := kernels.library()) is not None:
-                settings.register_custom_ops_library(str(library))
-            return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-        settings.add_provider_for_devices([openvino.device], {"load_config": _openvino_config(openvino, options)})
-        return ort.InferenceSession(str(path), settings)
+        if openvino is not None:
+            settings.add_provider_for_devices([openvino.device], {"load_config": _openvino_config(openvino, options)})
+            return ort.InferenceSession(str(path), settings)
+        if options.own_kernels and (library := kernels.library()) is not None:
+            settings.register_custom_ops_library(str(library))
+        weights = OwnWeights(path)
+        values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in weights.arrays.items()}
+        for name, value in values.items():
+            settings.add_initializer(name, value)
+        session = ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    except StartupError:
+        raise
     except Exception as error:
         raise StartupError([f"{path}: {error}"]) from error
+    # ONNX Runtime only knows where they are: they live as long as the session.
+    session.onward_weights, session.onward_values = weights, values
+    weights.forget()
+    return session
 
 
 def find_cuda_problem() -> str | None:

@@ -33,6 +33,7 @@ from tests.faults.process import (
     streamed,
     until,
 )
+from tests.faults.stuck_disk import STUCK
 
 NUM_STREAMS = 32
 
@@ -95,11 +96,12 @@ def blocked(path: Path) -> int:
 
 
 def test_sigterm_while_a_model_is_loaded_does_not_wait_for_it(tmp_path: Path) -> None:
-    with serving(tmp_path, "--drain-grace-seconds", "0") as server, server.channel() as channel:
+    given = {"module": "tests.faults.stuck_disk"}
+    with serving(tmp_path, "--drain-grace-seconds", "0", **given) as server, server.channel() as channel:
         (tmp_path / "slow").mkdir()
-        os.mkfifo(tmp_path / "slow" / "manifest.json")
+        os.mkfifo(tmp_path / "slow" / STUCK)
         call = ModelServiceStub(channel).LoadModel.future(model_pb2.LoadModelRequest(model="slow"))
-        end = blocked(tmp_path / "slow" / "manifest.json")
+        end = blocked(tmp_path / "slow" / STUCK)
         try:
             Neighbour(server).check()
             assert server.stop(signal.SIGTERM) == 0
@@ -111,10 +113,11 @@ def test_sigterm_while_a_model_is_loaded_does_not_wait_for_it(tmp_path: Path) ->
 def test_sigterm_before_anything_is_served_ends_the_process_with_0(tmp_path: Path) -> None:
     """A container's first process would not even be ended by a signal that it has no handler for."""
     (tmp_path / "slow").mkdir()
-    os.mkfifo(tmp_path / "slow" / "manifest.json")
-    command = [sys.executable, "-m", "service", "serve", "--models", tmp_path, "--port", "0", "--no-metrics"]
+    os.mkfifo(tmp_path / "slow" / STUCK)
+    module = "tests.faults.stuck_disk"
+    command = [sys.executable, "-m", module, "serve", "--models", tmp_path, "--port", "0", "--no-metrics"]
     with subprocess.Popen(command) as process:
-        end = blocked(tmp_path / "slow" / "manifest.json")
+        end = blocked(tmp_path / "slow" / STUCK)
         try:
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0

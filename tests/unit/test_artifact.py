@@ -191,7 +191,7 @@ def test_every_bad_file_is_listed_at_once(decoder_folder: Path) -> None:
         "'../outside' leaves the artefact's folder",
         f"{str(outside)!r} leaves the artefact's folder",
         "'link' leaves the artefact's folder",
-        "deep is missing",
+        "deep is a directory, must be a regular file",
         "foreign.bin is not in the manifest",
         "deep/foreign.bin is not in the manifest",
         "dangling is not in the manifest",

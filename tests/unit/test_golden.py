@@ -213,7 +213,7 @@ def test_a_file_that_holds_no_cases_is_refused(tmp_path: Path) -> None:
 def test_pickled_arrays_are_never_opened(tmp_path: Path) -> None:
     path = tmp_path / "golden.npz"
     np.savez(path, index=np.array([{"name": "x"}], dtype=object))
-    with pytest.raises(ValueError, match="allow_pickle=False"):
+    with pytest.raises(ValueError, match="index is object"):
         golden.load(path)
 
 
@@ -277,6 +277,7 @@ def test_cases_that_the_model_cannot_be_asked_are_all_listed(tmp_path: Path) -> 
             golden.load(path, config)
         assert [problem for problem in problems if problem not in str(caught.value)] == []
     short = tmp_path / "short.npz"
-    golden.save(short, [make_case(((Feed(0, 0, 4),),), (4,))])
+    case = make_case(((Feed(0, 0, 4),),), (4,))
+    golden.save(short, [replace(case, logits=case.logits[:, :6])])
     with pytest.raises(ValueError, match=r"sequence 0 has ids outside \[0, 6\)"):
         golden.load(short, decoder)

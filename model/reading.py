@@ -1,0 +1,76 @@
+"""Reads files that others wrote: regular files only, and at most a stated number of bytes.
+
+A pipe, a socket or a device would block its reader for good, or never end. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class UnfitFile(ValueError):
+    """A file is no regular file, or too large; the message says which, without the path."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file for reading, without ever blocking.
+
+    Raises:
+        UnfitFile: when it is something else.
+        OSError: when it cannot be opened.
+    """
+    # Before it is opened, which is enough to set a device to work; and after, as it may have been replaced in between.
+    _require_regular(path.stat())
+    stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        _require_regular(os.fstat(stream.fileno()))
+    except UnfitFile:
+        stream.close()
+        raise
+    return stream
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """All of a regular file.
+
+    Raises:
+        UnfitFile: when it is something else, or larger.
+        OSError: when it cannot be read.
+    """
+    with open_regular(path) as stream:
+        check_size(os.fstat(stream.fileno()).st_size, max_bytes)
+        data = stream.read(max_bytes + 1)
+    check_size(len(data), max_bytes)
+    return data
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """All of a regular file in UTF-8.
+
+    Raises:
+        ValueError: as `read_bytes`; when it is not UTF-8.
+        OSError: when it cannot be read.
+    """
+    return read_bytes(path, max_bytes).decode("utf-8")
+
+
+def check_size(num_bytes: int, max_bytes: int) -> None:
+    """Raises `UnfitFile` for a file that is too large."""
+    if num_bytes > max_bytes:
+        raise UnfitFile(f"has {num_bytes} bytes, must have at most {max_bytes}")
+
+
+def _require_regular(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise UnfitFile(f"is {_KINDS.get(stat.S_IFMT(status.st_mode), 'special')}, must be a regular file")

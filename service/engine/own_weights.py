@@ -1,0 +1,164 @@
+"""Weights that a running model has to itself, whatever becomes of the files that they came from.
+
+ONNX Runtime by itself maps weights from their file and reads them there for as long as the model runs: whoever writes
+to the file changes the model, and truncating it ends the process with SIGBUS. So the mapping is ours here. Most weights
+are copied as a graph is loaded, into a layout of ONNX Runtime's or of the project's kernels; once the graph has run,
+what it still read from the mapping is copied in place (`own`). A graph runs every node, so that what a first run has
+not read no run reads: that costs no memory, and stays a part of the file.
+
+Copies in place need Linux; elsewhere weights stay a part of the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from model.artifact import MAX_OTHER_BYTES
+from model.onnx_weights import ExternalTensor, external_tensors
+from model.reading import open_regular, read_bytes
+from service.errors import StartupError
+
+_DTYPES: Mapping[int, Any] = {1: np.float32, 2: np.uint8, 3: np.int8, 6: np.int32, 7: np.int64, 10: np.float16}
+# Those that are smaller share pages with others, and are copied without being asked about.
+_SMALL_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 24
+_PRESENT = np.uint64(1 << 63)
+
+
+class OwnWeights:
+    """The weights of one graph.
+
+    Args:
+        path: the graph.
+
+    Attributes:
+        arrays: by name, where they lie; those of types that NumPy does not know are left out.
+
+    Raises:
+        StartupError: when the graph or a file of its weights cannot be read, or is shorter than the graph says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        self._files: dict[str, _MappedFile] = {}
+        try:
+            for tensor in external_tensors(read_bytes(path, MAX_OTHER_BYTES)):
+                if tensor.data_type in _DTYPES:
+                    self.arrays[tensor.name] = self._file(path.parent, tensor.file).add(tensor)
+        except (OSError, ValueError) as error:
+            raise StartupError([f"{path}: {error}"]) from error
+
+    def forget(self) -> None:
+        """Has it forgotten what was read so far: for after loading, when all that is copied has been."""
+        for file in self._files.values():
+            file.forget()
+
+    def own(self) -> None:
+        """Copies what was read since `forget`; before another thread runs the graph. Does nothing the second time.
+
+        Raises:
+            StartupError: when a file has changed since it was opened.
+        """
+        for file in self._files.values():
+            file.own()
+
+    def _file(self, folder: Path, name: str) -> _MappedFile:
+        if name not in self._files:
+            path = folder / name
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise ValueError(f"weights are in {name}, which leaves the artifact's folder")
+            self._files[name] = _MappedFile(path)
+        return self._files[name]
+
+
+class _MappedFile:
+    """A file that is mapped for this process alone."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stream = open_regular(path)
+        weakref.finalize(self, self._stream.close)
+        self._state = self._look()
+        self._map = mmap.mmap(self._stream.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._ranges: list[tuple[int, int]] = []
+
+    def add(self, tensor: ExternalTensor) -> npt.NDArray[Any]:
+        dtype, count = _DTYPES[tensor.data_type], math.prod(tensor.shape)
+        array = np.frombuffer(self._map, dtype, count, tensor.offset) if count else np.empty(0, dtype)
+        self._ranges.append((tensor.offset, tensor.offset + array.nbytes))
+        return array.reshape(tensor.shape)
+
+    def forget(self) -> None:
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def own(self) -> None:
+        if self._stream.closed or sys.platform != "linux":
+            return
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        present = _present_pages(address, len(self._map))
+        for begin, end in _joined(self._read_ranges(present)):
+            self._copy(address, begin, end)
+        if self._look() != self._state:
+            raise StartupError([f"{self._path} has changed while it was loaded"])
+        self._stream.close()
+
+    def _read_ranges(self, present: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+        """Pages of tensors that are small or were read; the first and the last belong to neighbors, too."""
+        for begin, end in self._ranges:
+            first, last = begin // mmap.PAGESIZE, -(-end // mmap.PAGESIZE)
+            if end - begin <= _SMALL_BYTES or present[first + 1 : last - 1].any():
+                yield first * mmap.PAGESIZE, last * mmap.PAGESIZE
+
+    def _copy(self, address: int, begin: int, end: int) -> None:
+        """Puts memory of this process in the place of a part of the file, with the same in it."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        if _mmap(address + begin, end - begin, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != address + begin:
+            raise StartupError([f"{self._path}: no memory for {end - begin} bytes of weights"])
+        view = memoryview(self._map)
+        for place in range(begin, min(end, len(view)), _PIECE_BYTES):
+            piece = view[place : min(end, place + _PIECE_BYTES)]
+            if os.preadv(self._stream.fileno(), [piece], place) != len(piece):
+                raise StartupError([f"{self._path} has changed while it was loaded"])
+
+    def _look(self) -> tuple[int, int]:
+        status = os.fstat(self._stream.fileno())
+        return status.st_size, status.st_mtime_ns
+
+
+_MAP_FIXED = 0x10
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
+
+
+def _present_pages(address: int, num_bytes: int) -> npt.NDArray[np.bool_]:
+    """Which pages of a mapping this process has read; all of them where the system does not say."""
+    first, count = address // mmap.PAGESIZE, -(-num_bytes // mmap.PAGESIZE)
+    try:
+        with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
+            entries = np.frombuffer(os.pread(pages.fileno(), 8 * count, 8 * first), np.uint64)
+    except OSError:
+        entries = np.empty(0, np.uint64)
+    return (entries & _PRESENT) != 0 if len(entries) == count else np.ones(count, np.bool_)
+
+
+def _joined(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges in order, those that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined

@@ -1,0 +1,26 @@
+"""`python -m tests.faults.stuck_disk serve …`: the server, on a disk that stops answering in the middle of a file.
+
+Reading a manifest waits for as long as nobody writes to a pipe named `STUCK` beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from model import artifact
+from model.reading import read_text
+from service.__main__ import main
+
+STUCK = "stuck"
+
+
+def _read_slowly(path: Path, max_bytes: int) -> str:
+    if (path.parent / STUCK).exists():
+        (path.parent / STUCK).read_bytes()
+    return read_text(path, max_bytes)
+
+
+if __name__ == "__main__":
+    artifact.read_text = _read_slowly  # type: ignore[attr-defined]
+    sys.exit(main(sys.argv[1:], is_own_process=True))
