@@ -94,5 +94,5 @@ def library_name(folder: Path) -> str:
 
 
 def sources(folder: Path) -> list[Path]:
-    """The files that are compiled, in order."""
-    return sorted(folder.glob("*.cc"))
+    """The files that are compiled, in order, and the linker's list of what the library exports."""
+    return [*sorted(folder.glob("*.cc")), *folder.glob("exports.ld")]

@@ -21,6 +21,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "checked.h"
 #include "scratch.h"
 
 namespace onward {
@@ -56,6 +57,8 @@ constexpr int64_t kFetched = 128;                // keys at the beginning of a c
 constexpr int64_t kInt8FetchAhead = 64;          // the same of eight bits, of which all are fetched
 constexpr int64_t kLine = 64;                    // bytes that are fetched together
 constexpr int64_t kPackedAtOnce = 2 * 1024 * 1024;  // floats of packed K to hold at a time: part of the L3 cache
+// The same where that is too few to keep threads busy: 32 MiB, which the calling thread keeps, or one head's K.
+constexpr int64_t kPackedAtMost = 8 * 1024 * 1024;
 
 // Eight bits are read so fast that the processor's own fetching comes late at each head: rows of them to bring into the
 // L2 cache while others, as wide, are computed with.
@@ -662,28 +665,31 @@ void attend(const Parallel& parallel, const AttentionShape& shape, const Attenti
     most_keys = std::max(most_keys, round_up(sequence.length - sequence.base, kLanes));
     longest_row = std::max(longest_row, sequence.stride);
   }
-  const int64_t packed_size = most_keys * shape.head_dim;
-  const int64_t at_once = std::clamp<int64_t>(kPackedAtOnce / (heads * packed_size), 1, shape.batch);
-  float* const packed = packed_scratch.at_least(at_once * heads * packed_size);
+  const int64_t pairs = shape.batch * heads;  // of a row of the batch and a head: each has keys of its own
+  const int64_t packed_size = product(most_keys, shape.head_dim);
   const int64_t packings = (most_keys + kKeysOfPacking - 1) / kKeysOfPacking;
   const int64_t task_rows = std::clamp<int64_t>(kScoresOfTask / longest_row / kTile * kTile, kTile, kRowsOfTask);
   const int64_t tasks = (rows + task_rows - 1) / task_rows;
+  // As many pairs as the cache holds, or as keep the threads busy, but no more than the memory allows.
+  const int64_t wanted = std::max(kPackedAtOnce / packed_size, (kPieces + tasks - 1) / tasks);
+  const int64_t at_once = std::clamp<int64_t>(std::min(wanted, kPackedAtMost / packed_size), 1, pairs);
+  float* const packed = packed_scratch.at_least(product(at_once, packed_size));
 
-  for (int64_t begin = 0; begin < shape.batch; begin += at_once) {
-    const int64_t pairs = std::min(at_once, shape.batch - begin) * heads;
-    parallel(pairs * packings, [&](size_t index) {
-      const int64_t pair = index / packings, b = begin + pair / heads, head = pair % heads;
+  for (int64_t begin = 0; begin < pairs; begin += at_once) {
+    const int64_t count = std::min(at_once, pairs - begin);
+    parallel(count * packings, [&](size_t index) {
+      const int64_t place = index / packings, pair = begin + place, b = pair / heads, head = pair % heads;
       const Sequence sequence = attention.sequence(b);
       const int64_t base = sequence.base, offset = index % packings * kKeysOfPacking;
       const int64_t from = base + offset, to = std::min(from + kKeysOfPacking, sequence.length);
       attention.append(b, head, sequence, from, to);
-      attention.pack_keys(b, head, sequence, from, to, packed + pair * packed_size + offset * shape.head_dim);
+      attention.pack_keys(b, head, sequence, from, to, packed + place * packed_size + offset * shape.head_dim);
     });
-    parallel(pairs * tasks, [&](size_t index) {
-      const int64_t pair = index / tasks, b = begin + pair / heads, head = pair % heads;
+    parallel(count * tasks, [&](size_t index) {
+      const int64_t place = index / tasks, pair = begin + place, b = pair / heads, head = pair % heads;
       const int64_t first = (tasks - 1 - index % tasks) * task_rows;  // the longest first: short ones fill up the end
       attention.attend(b, head, attention.sequence(b), first, std::min(first + task_rows, rows),
-                       packed + pair * packed_size);
+                       packed + place * packed_size);
     });
   }
 }

@@ -72,6 +72,18 @@ constexpr Tile kTiles[kTileRows] = {multiply_tile<1>, multiply_tile<2>, multiply
 
 }  // namespace
 
+bool ends_in_zeros(const Int8Matrix& matrix) {
+  const int64_t height = padded(matrix.num_rows), rest = matrix.num_rows % kGroupRows;
+  const int64_t num_panels = (matrix.num_columns + kPanelColumns - 1) / kPanelColumns;
+  for (int64_t panel = 0; rest && panel < num_panels; ++panel) {
+    const int8_t* group = matrix.panels + ((panel + 1) * height - kGroupRows) * kPanelColumns;
+    for (int64_t i = 0; i < kPanelColumns * kGroupRows; ++i) {
+      if (i % kGroupRows >= rest && group[i]) return false;
+    }
+  }
+  return true;
+}
+
 void sum_columns(const Int8Matrix& matrix, int32_t zero, int32_t* offsets) {
   const int64_t height = padded(matrix.num_rows);
   for (int64_t column = 0; column < matrix.num_columns; ++column) {

@@ -21,7 +21,8 @@ struct Int8Matrix {
   bool is_gelu;            // whether what comes out is put through gelu.h
 };
 
-// How rows are rounded: scale = max(max |x|, 1e-30) · step, byte = round(x / scale) + zero.
+// How rows are rounded: scale = max(max |x|, 1e-30) · step, byte = round(x / scale) + zero. A row with a number that is
+// not finite has a scale of NaN.
 struct Rounding {
   float step;
   int32_t zero;
@@ -29,6 +30,9 @@ struct Rounding {
 
 // Whether this processor has the instructions that `multiply` is made of.
 bool can_multiply();
+
+// Whether what is past K is zero: there, rounded rows end in bytes of earlier ones.
+bool ends_in_zeros(const Int8Matrix& matrix);
 
 // Writes `Int8Matrix::offsets`.
 void sum_columns(const Int8Matrix& matrix, int32_t zero, int32_t* offsets);

@@ -8,15 +8,17 @@
 #include <cmath>
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <initializer_list>
+#include <limits>
 #include <memory>
-#include <numeric>
+#include <new>
+#include <sstream>
 #include <string>
 #include <type_traits>
 #include <vector>
 
 #include "attention.h"
+#include "checked.h"
 #include "float_linear.h"
 #include "int4_linear.h"
 #include "linear.h"
@@ -60,9 +62,10 @@ class Shape {
   }
   bool operator!=(const Shape& other) const { return !(*this == other); }
 
-  // How many numbers there are, and how many rows of them along the last dimension.
-  int64_t count() const { return product(rank_); }
-  int64_t num_rows() const { return product(rank_ - 1); }
+  // How many numbers there are, and how many rows of them along the last dimension. Throw where 64 bits cannot hold it,
+  // as a dimension of zero beside large ones allows.
+  int64_t count() const { return leading(rank_); }
+  int64_t num_rows() const { return leading(rank_ - 1); }
 
   Shape with_last(int64_t last) const {
     Shape shape = *this;
@@ -71,8 +74,10 @@ class Shape {
   }
 
  private:
-  int64_t product(size_t rank) const {
-    return std::accumulate(data(), data() + rank, int64_t{1}, std::multiplies<>());
+  int64_t leading(size_t rank) const {
+    int64_t count = 1;
+    for (size_t index = 0; index < rank; ++index) count = product(count, dimensions_[index]);
+    return count;
   }
 
   std::array<int64_t, kMostDimensions> dimensions_{};
@@ -87,7 +92,15 @@ struct Tensor {
   Number* as() const {
     return static_cast<Number*>(data);
   }
+
+  // An optional input that a node leaves out: even one without numbers has dimensions.
+  bool is_absent() const { return !data && shape.empty(); }
 };
+
+// How many bytes a number takes of the types that ports have.
+constexpr size_t num_bytes(ort::ElementType type) {
+  return type == ort::kUint8 || type == ort::kInt8 ? 1 : type == ort::kFloat16 ? 2 : 4;
+}
 
 // ONNX Runtime's interface with errors as exceptions.
 class Runtime {
@@ -98,10 +111,16 @@ class Runtime {
     if (!is_so) throw Refused(api_.create_status(ort::kInvalidArgument, message));
   }
 
+  // An attribute from `least` to `most`, both allowed; no bounds allow NaN.
   template <typename Number>
-  Number attribute(const ort::KernelInfo* info, const char* name) const {
+  Number attribute(const ort::KernelInfo* info, const char* name, Number least, Number most) const {
     Number value{};
     check(api_.attribute(info, name, &value));
+    if (!(least <= value && value <= most)) {
+      std::ostringstream message;
+      message << name << " is " << value << ", must be from " << least << " to " << most;
+      require(false, message.str().c_str());
+    }
     return value;
   }
 
@@ -118,7 +137,7 @@ class Runtime {
   // input is not stored or is small.
   std::shared_ptr<const void> resident(const ort::KernelInfo* info, size_t index, size_t num_bytes) const {
     const Tensor tensor = copied(info, index, num_bytes);
-    return tensor.data ? make_resident(tensor.data, tensor.shape.count() * num_bytes) : nullptr;
+    return tensor.data ? make_resident(tensor.data, product(tensor.shape.count(), num_bytes)) : nullptr;
   }
 
   // The same for a matrix whose rows are `stride` numbers apart in the copy.
@@ -127,7 +146,9 @@ class Runtime {
     const Tensor tensor = copied(info, index, num_bytes);
     if (!tensor.data || tensor.shape.size() != 2) return nullptr;
     const int64_t width = tensor.shape[1];
-    return make_resident(tensor.data, width * num_bytes, tensor.shape[0], stride(width) * num_bytes);
+    const int64_t pitch = product(stride(width), num_bytes);
+    product(tensor.shape[0], pitch);  // may be more than the tensor has
+    return make_resident(tensor.data, width * num_bytes, tensor.shape[0], pitch);
   }
 
   Tensor input(const ort::KernelContext* context, size_t index) const {
@@ -139,6 +160,7 @@ class Runtime {
   Tensor output(ort::KernelContext* context, size_t index, const Shape& shape) const {
     ort::Value* value = nullptr;
     check(api_.output(context, index, shape.data(), shape.size(), &value));
+    require(value, "a node must have all outputs of its operator");
     Tensor tensor{nullptr, shape};
     check(api_.data(value, &tensor.data));
     return tensor;
@@ -148,7 +170,7 @@ class Runtime {
     check(api_.parallel_for(context, fn, count, data));
   }
 
-  ort::Status* status(const std::exception& error) const { return api_.create_status(ort::kFail, error.what()); }
+  ort::Status* status(const char* message) const { return api_.create_status(ort::kFail, message); }
 
  private:
   void check(ort::Status* status) const {
@@ -158,7 +180,7 @@ class Runtime {
   // A stored input that is to be copied; without data where it is not.
   Tensor copied(const ort::KernelInfo* info, size_t index, size_t num_bytes) const {
     const Tensor tensor = copies_weights_ ? stored(info, index) : Tensor{};
-    return tensor.data && tensor.shape.count() * num_bytes >= kLeastResident ? tensor : Tensor{};
+    return tensor.data && product(tensor.shape.count(), num_bytes) >= kLeastResident ? tensor : Tensor{};
   }
 
   Tensor read(const ort::Value* value) const {
@@ -173,10 +195,12 @@ class Runtime {
     // What is read is not written, but for what one buffer is both of: the caller says so by tying it to an output,
     // too.
     check(api_.data(const_cast<ort::Value*>(value), &tensor.data));
+    // A file's weights are read where the file has them, which may be anywhere.
+    require(reinterpret_cast<uintptr_t>(tensor.data) % num_bytes(type) == 0, "tensors must be aligned to their numbers");
     return tensor;
   }
 
-  static constexpr size_t kLeastResident = 1 << 16;
+  static constexpr int64_t kLeastResident = 1 << 16;
 
   ort::Api api_;
   bool copies_weights_;
@@ -202,8 +226,10 @@ ort::Status* guarded(const Runtime& runtime, Body body) {
     return nullptr;
   } catch (const Refused& refused) {
     return refused.status;
+  } catch (const std::bad_alloc&) {
+    return runtime.status("out of memory");
   } catch (const std::exception& error) {
-    return runtime.status(error);
+    return runtime.status(error.what());
   }
 }
 
@@ -264,9 +290,9 @@ class Int8Linear {
   static bool is_able() { return can_multiply(); }
 
   Int8Linear(const Runtime& runtime, const ort::KernelInfo* info)
-      : rounding_{runtime.attribute<float>(info, "step"),
-                  static_cast<int32_t>(runtime.attribute<int64_t>(info, "zero"))},
-        num_rows_(runtime.attribute<int64_t>(info, "K")),
+      : rounding_{runtime.attribute(info, "step", kLeastStep, 1.0f),
+                  static_cast<int32_t>(runtime.attribute<int64_t>(info, "zero", 0, 255))},
+        num_rows_(runtime.attribute<int64_t>(info, "K", 1, kMostRows)),
         panels_(runtime.stored(info, 1)),
         scales_(runtime.stored(info, 2)),
         bias_(runtime, info, 3),
@@ -278,7 +304,7 @@ class Int8Linear {
     const Shape shape = {(scales_.shape[0] + kPanelColumns - 1) / kPanelColumns,
                          (num_rows_ + kGroupRows - 1) / kGroupRows, kPanelColumns, kGroupRows};
     runtime.require(panels_.shape == shape, "panels must be [ceil(N / 32), ceil(K / 4), 32, 4]");
-    runtime.require(num_rows_ <= kMostRows, "K must be such that sums of bytes stay exact: 65536 at most");
+    runtime.require(ends_in_zeros(matrix(nullptr)), "panels must be zero past K");
     offsets_.resize(scales_.shape[0]);
     sum_columns(matrix(nullptr), rounding_.zero, offsets_.data());
   }
@@ -298,7 +324,8 @@ class Int8Linear {
             kIsGelu};
   }
 
-  static constexpr int64_t kMostRows = 1 << 16;
+  static constexpr int64_t kMostRows = 1 << 16;    // sums of bytes stay exact in 32 bits
+  static constexpr float kLeastStep = 0x1p-16f;    // no scale is subnormal, no quotient past 32 bits
 
   Rounding rounding_;
   int64_t num_rows_;
@@ -320,32 +347,37 @@ class Int4Linear {
   static bool is_able() { return can_multiply(); }
 
   Int4Linear(const Runtime& runtime, const ort::KernelInfo* info)
-      : num_columns_(runtime.attribute<int64_t>(info, "N")),
+      : num_rows_(runtime.attribute<int64_t>(info, "K", kInt4Block, kMost)),
+        num_columns_(runtime.attribute<int64_t>(info, "N", 1, kMost)),
         panels_(runtime, info, 1),
         scales_(runtime, info, 2),
         bias_(runtime, info, 3),
         resident_panels_(runtime.resident(info, 1, sizeof(uint8_t))),
-        resident_scales_(runtime.resident(info, 2, sizeof(uint16_t))) {}
+        resident_scales_(runtime.resident(info, 2, sizeof(uint16_t))) {
+    runtime.require(num_rows_ % kInt4Block == 0, "K must be a multiple of 32");
+  }
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
     const Tensor rows = runtime.input(context, 0), panels = panels_.of(runtime, context);
     const Tensor scales = scales_.of(runtime, context);
     const float* bias = bias_.of(runtime, context, num_columns_);
-    runtime.require(!rows.shape.empty() && rows.shape.back() % kInt4Block == 0, "rows must be a multiple of 32 wide");
-    const int64_t num_blocks = rows.shape.back() / kInt4Block;
+    runtime.require(!rows.shape.empty() && rows.shape.back() == num_rows_, "rows must be K numbers wide");
+    const int64_t num_blocks = num_rows_ / kInt4Block;
     const int64_t num_panels = (num_columns_ + kInt4PanelColumns - 1) / kInt4PanelColumns;
     runtime.require(panels.shape == Shape{num_panels, num_blocks, 4, kInt4PanelColumns, 4} &&
                         scales.shape == Shape{num_panels, num_blocks, kInt4PanelColumns},
                     "panels must be [ceil(N / 16), K / 32, 4, 16, 4] and scales [ceil(N / 16), K / 32, 16]");
     const Int4Matrix matrix{where<uint8_t>(resident_panels_, panels), where<uint16_t>(resident_scales_, scales),
-                            rows.shape.back(), num_columns_, bias, kIsGelu};
+                            num_rows_, num_columns_, bias, kIsGelu};
     const Tensor output = runtime.output(context, 0, rows.shape.with_last(num_columns_));
     const Lender lender{&runtime, context};
     multiply(lender.parallel(), rows.as<float>(), rows.shape.num_rows(), matrix, output.as<float>());
   }
 
  private:
-  int64_t num_columns_;
+  static constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+
+  int64_t num_rows_, num_columns_;
   Weight panels_, scales_;
   Bias<kIsBiased> bias_;
   std::shared_ptr<const void> resident_panels_;
@@ -395,15 +427,14 @@ class AttentionOver {
   static bool is_able() { return can_attend(); }
 
   AttentionOver(const Runtime& runtime, const ort::KernelInfo* info)
-      : num_heads_(runtime.attribute<int64_t>(info, "num_heads")),
-        num_kv_heads_(runtime.attribute<int64_t>(info, "kv_num_heads")),
-        rotates_(runtime.attribute<int64_t>(info, "do_rotary") != 0),
-        window_(std::max<int64_t>(runtime.attribute<int64_t>(info, "local_window_size"), 0)),
+      : num_heads_(runtime.attribute<int64_t>(info, "num_heads", 1, kMost)),
+        num_kv_heads_(runtime.attribute<int64_t>(info, "kv_num_heads", 1, num_heads_)),
+        rotates_(runtime.attribute<int64_t>(info, "do_rotary", 0, 1) != 0),
+        window_(std::max<int64_t>(runtime.attribute<int64_t>(info, "local_window_size", -1, kMostPositions), 0)),
         cosines_(runtime, info, 7),
         sines_(runtime, info, 8),
         int8_(runtime, info) {
-    runtime.require(num_heads_ > 0 && num_kv_heads_ > 0 && num_heads_ % num_kv_heads_ == 0,
-                    "kv_num_heads must divide num_heads");
+    runtime.require(num_heads_ % num_kv_heads_ == 0, "kv_num_heads must divide num_heads");
   }
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
@@ -425,28 +456,30 @@ class AttentionOver {
     shape.capacity = past_key.shape[2];
     shape.window = window_;
     shape.scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
-    const bool is_packed = !key.data && key.shape.empty();
+    const bool is_packed = key.is_absent();
+    runtime.require(is_packed == value.is_absent(), "key and value must both be given or neither");
     runtime.require(is_packed || key.shape.size() == 3, "key must have 3 dimensions");
     // Keys that are given and none are those of a source, which is cached already.
     shape.appends = is_packed || key.shape[1] > 0;
-    const int64_t width = num_heads_ * shape.head_dim, kv_width = num_kv_heads_ * shape.head_dim;
-    runtime.require(shape.head_dim > 0 && shape.head_dim % kHeadDimMultiple == 0, "heads must be a multiple of 16 wide");
+    runtime.require(shape.head_dim > 0 && shape.head_dim % kHeadDimMultiple == 0 && shape.head_dim <= kMost,
+                    "heads must be a multiple of 16 wide, 65536 at most");
+    const int64_t width = product(num_heads_, shape.head_dim), kv_width = product(num_kv_heads_, shape.head_dim);
     runtime.require(query.shape[2] == (is_packed ? width + 2 * kv_width : width), "query must be as wide as its heads");
     runtime.require(past_key.shape[0] == shape.batch && last.shape == Shape{shape.batch},
                     "past_key and seqlens_k must have as many rows as query");
-    if (!is_packed && shape.appends) {
-      const Shape wanted = {shape.batch, shape.new_tokens, kv_width};
+    if (!is_packed) {
+      const Shape wanted = {shape.batch, shape.appends ? shape.new_tokens : 0, kv_width};
       runtime.require(key.shape == wanted && value.shape == wanted,
                       "key and value must be as many and wide as their heads");
     }
     if (rotates_) {
-      runtime.require(cosines.shape.size() == 2 && cosines.shape[1] * 2 == shape.head_dim &&
+      runtime.require(cosines.shape.size() == 2 && cosines.shape[1] == shape.head_dim / 2 &&
                           cosines.shape == sines.shape && cosines.shape[0] >= shape.total_tokens,
                       "cos_cache and sin_cache must reach total_sequence_length and be half as wide as a head");
     }
-    for (int64_t row = 0; shape.appends && row < shape.batch; ++row) {
-      const int64_t position = last.as<int32_t>()[row];
-      runtime.require(position < shape.capacity, "seqlens_k must be within the cache");
+    for (int64_t row = 0; row < shape.batch; ++row) {
+      const int64_t position = last.as<int32_t>()[row];  // -1 of a row without tokens
+      runtime.require(-1 <= position && position < shape.capacity, "seqlens_k must be within the cache");
       runtime.require(position < shape.total_tokens, "seqlens_k must be within total_sequence_length");
     }
 
@@ -481,6 +514,8 @@ class AttentionOver {
 
  private:
   static constexpr int64_t kHeadDimMultiple = 16;
+  static constexpr int64_t kMost = 1 << 16;  // of heads, and of their width: 64 bits hold all that is made of both
+  static constexpr int64_t kMostPositions = std::numeric_limits<int32_t>::max();
 
   // Inputs that only K/V in eight bits have.
   struct Int8Inputs {
@@ -548,7 +583,7 @@ class SwiGlu {
     const int64_t width = rows.shape.back() / 2, num_rows = rows.shape.num_rows();
     const Tensor output = runtime.output(context, 0, rows.shape.with_last(width));
     const Lender lender{&runtime, context};
-    if (num_rows) swiglu(lender.parallel(), rows.as<float>(), num_rows, width, output.as<float>());
+    if (rows.shape.count()) swiglu(lender.parallel(), rows.as<float>(), num_rows, width, output.as<float>());
   }
 };
 
@@ -558,7 +593,8 @@ class AddNorm {
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat, ort::kFloat};
   static bool is_able() { return can_compute_rows(); }
 
-  AddNorm(const Runtime& runtime, const ort::KernelInfo* info) : epsilon_(runtime.attribute<float>(info, "epsilon")) {}
+  AddNorm(const Runtime& runtime, const ort::KernelInfo* info)
+      : epsilon_(runtime.attribute(info, "epsilon", 0.0f, std::numeric_limits<float>::max())) {}
 
  protected:
   // Checks the inputs and hands `norm(parallel, addition, weights, epsilon, output)` what it needs.
@@ -578,7 +614,7 @@ class AddNorm {
     const Lender lender{&runtime, context};
     const int64_t num_rows = left.shape.num_rows();
     const Addition addition{left.as<float>(), right.as<float>(), sums.as<float>(), num_rows, width};
-    if (num_rows) norm(lender.parallel(), addition, weights, epsilon_, output.as<float>());
+    if (left.shape.count()) norm(lender.parallel(), addition, weights, epsilon_, output.as<float>());
   }
 
  private:

@@ -17,8 +17,9 @@ constexpr float kLeastPeak = 1e-30f;
 // Below this many numbers, rounding them is over before another thread has woken.
 constexpr int64_t kRoundedAlone = 1 << 14;
 
-// Writes a row's bytes, round(x / scale) + zero, and returns the scale, max(max |x|, 1e-30) · step; of a row in which a
-// number is none, so is the scale, and with it whatever the row is multiplied by.
+// Writes a row's bytes, round(x / scale) + zero, and returns the scale, max(max |x|, 1e-30) · step. A row with a number
+// that is NaN or infinite has a scale of NaN, and so is whatever it is multiplied by: an infinite scale would leave each
+// product infinite with a sign that says nothing.
 template <typename Byte>
 float round_row(const float* row, int64_t width, float step, int32_t zero, Byte* bytes) {
   __m512 peaks = _mm512_setzero_ps();
@@ -28,7 +29,8 @@ float round_row(const float* row, int64_t width, float step, int32_t zero, Byte*
     undefined |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     peaks = _mm512_max_ps(peaks, _mm512_abs_ps(x));
   }
-  const float peak = undefined ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(peaks);
+  float peak = _mm512_reduce_max_ps(peaks);
+  if (undefined || !(peak <= std::numeric_limits<float>::max())) peak = std::numeric_limits<float>::quiet_NaN();
   const float scale = std::max(peak, kLeastPeak) * step;
   const __m512 divisor = _mm512_set1_ps(scale);
   const __m512i zeros = _mm512_set1_epi32(zero);

@@ -17,8 +17,10 @@ class Scratch {
       constexpr size_t kLine = 64;
       memory_.reset();
       size_ = 0;
-      const size_t bytes = (count * sizeof(Number) + kLine - 1) / kLine * kLine;
-      memory_.reset(static_cast<Number*>(std::aligned_alloc(kLine, bytes)));
+      size_t bytes = 0;
+      if (__builtin_mul_overflow(count, sizeof(Number), &bytes) || __builtin_add_overflow(bytes, kLine - 1, &bytes))
+        throw std::bad_alloc();
+      memory_.reset(static_cast<Number*>(std::aligned_alloc(kLine, bytes / kLine * kLine)));
       if (!memory_) throw std::bad_alloc();
       size_ = count;
     }

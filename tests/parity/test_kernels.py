@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,99 +18,39 @@ from onnx import TensorProto, helper, numpy_helper
 from export.operators import (
     ADD_LAYER_NORM,
     ADD_RMS_NORM,
-    ATTENTION,
     BIASED,
     CONTRIB,
     DOMAIN,
     GELU,
     INT4_BLOCK,
     INT4_LINEAR,
-    INT8_ATTENTION,
     INT8_LINEAR,
     LINEAR,
     SWIGLU,
     add_functions,
     pack_int4_panels,
     pack_int4_scales,
-    pack_panels,
     use_own,
 )
 from export.quantize import quantize
-from model import kernels
 from model.artifact import Precision
-from model.kernels.build import COMPILERS
+from tests.own_operators import (
+    NEEDS_KERNELS,
+    Array,
+    AttentionCase,
+    Float32,
+    int8_linear,
+    model_of,
+    name_of,
+    open_session,
+    plain_product,
+    register_kernels,
+)
 
 FP32, INT8, INT4 = Precision.FP32, Precision.INT8, Precision.INT4
-Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
-Float32 = npt.NDArray[np.float32]
 
-_HAS_NONE = kernels.library() is None and not any(map(shutil.which, COMPILERS))
-pytestmark = [
-    pytest.mark.skipif(not kernels.is_for_this_machine(), reason="there are no kernels for this kind of processor"),
-    pytest.mark.skipif(_HAS_NONE, reason="the kernels are not built, and there is no C++ compiler to do it"),
-]
-
-_TYPES = {
-    np.dtype(np.float32): TensorProto.FLOAT,
-    np.dtype(np.int32): TensorProto.INT32,
-    np.dtype(np.int8): TensorProto.INT8,
-}
-
-
-def _session(
-    model: onnx.ModelProto, *, by_kernels: bool, threads: int = 2, leaves_weights: bool = False
-) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.add_session_config_entry("session.disable_prepacking", str(int(leaves_weights)))
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4  # refusals are asked for here
-    if by_kernels:
-        _register_kernels(options, model)
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
-def _register_kernels(options: ort.SessionOptions, model: onnx.ModelProto) -> None:
-    """Has kernels compute a model's operators; skips the test where this processor can run none for one of them."""
-    library = kernels.library()
-    assert library is not None, "the kernels are not built: python -m model.kernels"
-    lacking = {node.op_type for node in model.graph.node if node.domain == DOMAIN} - set(kernels.operators())
-    if lacking:
-        pytest.skip(f"this processor can run no kernel for {', '.join(sorted(lacking))}")
-    options.register_custom_ops_library(str(library))
-
-
-def _shape(name: str, value: Array) -> list[int | None]:
-    """Unknown, but for how wide the heads of a cache are."""
-    return [*[None] * (value.ndim - 1), value.shape[-1] if name.startswith("past_") else None][: value.ndim]
-
-
-def _model(
-    nodes: Sequence[onnx.NodeProto],
-    feeds: Mapping[str, Array],
-    outputs: Sequence[str],
-    stored: Mapping[str, Array],
-    types: Mapping[str, int] | None = None,
-) -> onnx.ModelProto:
-    """A model of these nodes; its outputs are float32, but for those of other `types`."""
-    types = types or {}
-    inputs = [
-        helper.make_tensor_value_info(name, _TYPES[value.dtype], _shape(name, value)) for name, value in feeds.items()
-    ]
-    graph = helper.make_graph(
-        list(nodes),
-        "own",
-        inputs,
-        [helper.make_tensor_value_info(name, types.get(name, TensorProto.FLOAT), None) for name in outputs],
-        [numpy_helper.from_array(value, name) for name, value in stored.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
-    add_functions(model)
-    return model
-
-
-def _kind(kind: str, *, biased: bool, gelu: bool) -> str:
-    return f"{BIASED if biased else ''}{kind}{GELU if gelu else ''}"
+pytestmark = NEEDS_KERNELS
 
 
 def _after(product: Float64, *, gelu: bool) -> Float64:
@@ -120,27 +58,6 @@ def _after(product: Float64, *, gelu: bool) -> Float64:
     if not gelu:
         return product
     return 0.5 * product * (1 + np.tanh(math.sqrt(2 / math.pi) * (product + 0.044715 * product**3)))
-
-
-def _linear(
-    inner: int,
-    outer: int,
-    rng: np.random.Generator,
-    *,
-    positive: bool = False,
-    biased: bool = False,
-    gelu: bool = False,
-) -> onnx.ModelProto:
-    stored: dict[str, Array] = {
-        "panels": pack_panels(rng.integers(-127, 128, (inner, outer)).astype(np.int8)),
-        "scales": rng.uniform(0.001, 0.1, outer).astype(np.float32),
-    }
-    stored |= {"bias": rng.standard_normal(outer).astype(np.float32)} if biased else {}
-    step = np.float32(1) / np.float32(255 if positive else 127)
-    node = helper.make_node(_kind(INT8_LINEAR, biased=biased, gelu=gelu), ["x", *stored], ["y"], domain=DOMAIN)
-    attributes = {"step": float(step), "zero": 0 if positive else 128, "K": inner}
-    node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
-    return _model([node], {"x": np.zeros((1, inner), np.float32)}, ["y"], stored)
 
 
 @given(
@@ -158,14 +75,14 @@ def test_int8_linear_has_the_bits_of_its_function(
 ) -> None:
     """But for GELU, which both compute to within a few units in the last place."""
     rng = np.random.default_rng(seed)
-    model = _linear(inner, outer, rng, positive=positive, biased=biased, gelu=gelu)
+    model = int8_linear(inner, outer, rng, positive=positive, biased=biased, gelu=gelu)
     x = rng.standard_normal((num_rows, inner)).astype(np.float32) * rng.choice([1e-3, 1, 1e3], (num_rows, 1))
     x = np.maximum(x, 0) if positive else x
     x[: num_rows // 8] = 0
     x = x.astype(np.float32)
-    session = _session(model, by_kernels=True)
+    session = open_session(model, by_kernels=True)
     found = session.run(None, {"x": x})[0]
-    expected = _session(model, by_kernels=False).run(None, {"x": x})[0]
+    expected = open_session(model, by_kernels=False).run(None, {"x": x})[0]
     np.testing.assert_allclose(found, expected, rtol=1e-5 if gelu else 0, atol=1e-6 if gelu else 0)
     for row in range(min(num_rows, 3)):
         assert session.run(None, {"x": x[row : row + 1]})[0].tobytes() == found[row : row + 1].tobytes()
@@ -188,14 +105,14 @@ def test_linear_is_the_product_and_each_rows_own(
     bias = rng.standard_normal(outer).astype(np.float32) * biased
     x = rng.standard_normal((num_rows, inner)).astype(np.float32)
     stored = {"weight": weight} | ({"bias": bias} if biased else {})
-    node = helper.make_node(_kind(LINEAR, biased=biased, gelu=gelu), ["x", *stored], ["y"], domain=DOMAIN)
-    model = _model([node], {"x": x}, ["y"], stored)
-    session = _session(model, by_kernels=True)
+    node = helper.make_node(name_of(LINEAR, biased=biased, gelu=gelu), ["x", *stored], ["y"], domain=DOMAIN)
+    model = model_of([node], {"x": x}, ["y"], stored)
+    session = open_session(model, by_kernels=True)
     (found,) = session.run(None, {"x": x})
     room = (2e-6 if gelu else 1e-6) * (np.abs(x).astype(np.float64) @ np.abs(weight).T + 1)
     expected = _after(x.astype(np.float64) @ weight.T + bias, gelu=gelu)
     assert (np.abs(found - expected) <= room).all()
-    (standard,) = _session(model, by_kernels=False).run(None, {"x": x})
+    (standard,) = open_session(model, by_kernels=False).run(None, {"x": x})
     assert (np.abs(found - standard) <= 2 * room).all()
     for row in range(min(num_rows, 3)):
         assert session.run(None, {"x": x[row : row + 1]})[0].tobytes() == found[row : row + 1].tobytes()
@@ -222,10 +139,10 @@ def test_int4_linear_is_its_definition_and_each_rows_own(
     stored |= {"bias": bias} if biased else {}
     x = rng.standard_normal((num_rows, inner)).astype(np.float32) * rng.choice([1e-3, 1, 1e3], (num_rows, 1))
     x = x.astype(np.float32)
-    kind = _kind(INT4_LINEAR, biased=biased, gelu=gelu)
+    kind = name_of(INT4_LINEAR, biased=biased, gelu=gelu)
     node = helper.make_node(kind, ["x", *stored], ["y"], domain=DOMAIN, K=inner, N=outer)
-    model = _model([node], {"x": x}, ["y"], stored)
-    session = _session(model, by_kernels=True)
+    model = model_of([node], {"x": x}, ["y"], stored)
+    session = open_session(model, by_kernels=True)
     (found,) = session.run(None, {"x": x})
     weight = ((codes.astype(np.float64) - 8) * scales[..., None]).reshape(outer, inner)
     row_scales = np.abs(x).max(axis=-1, keepdims=True) * (np.float32(1) / np.float32(127))
@@ -233,7 +150,7 @@ def test_int4_linear_is_its_definition_and_each_rows_own(
     room = (2e-6 if gelu else 1e-6) * (np.abs(x) @ np.abs(weight).T + 1)
     assert (np.abs(found - _after(rounded @ weight.T + bias, gelu=gelu)) <= room).all()
     # The function rounds rows block by block: by less, if anything.
-    (standard,) = _session(model, by_kernels=False).run(None, {"x": x})
+    (standard,) = open_session(model, by_kernels=False).run(None, {"x": x})
     # GELU is nowhere steeper than 1.13.
     step = (1.13 if gelu else 1) * 0.51 * row_scales * np.abs(weight).sum(axis=-1)
     assert (np.abs(standard - _after(x.astype(np.float64) @ weight.T + bias, gelu=gelu)) <= step + room).all()
@@ -242,14 +159,14 @@ def test_int4_linear_is_its_definition_and_each_rows_own(
 
 
 def test_a_session_with_kernels_has_them_in_its_graph_and_one_without_has_standard_operators(tmp_path: Path) -> None:
-    model = _linear(64, 64, np.random.default_rng(0))
+    model = int8_linear(64, 64, np.random.default_rng(0))
     found = []
     for is_registered in (True, False):
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
         if is_registered:
-            _register_kernels(options, model)
+            register_kernels(options, model)
         ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         found.append({(node.domain, node.op_type) for node in onnx.load(tmp_path / "optimised.onnx").graph.node})
     assert found[0] == {(DOMAIN, INT8_LINEAR)}
@@ -268,8 +185,8 @@ def test_gates_and_norms_are_what_their_functions_say_and_each_rows_own(num_rows
     names = ["x", "delta", "weight", "bias"]
     centred = helper.make_node(ADD_LAYER_NORM, names, ["sum_again", "centred"], domain=DOMAIN, epsilon=1e-5)
     feeds, outputs = {"x": x, "delta": delta}, ["gated", "sum", "normed", "sum_again", "centred"]
-    model = _model([gate, norm, centred], feeds, outputs, {"weight": weight, "bias": bias})
-    by_kernels, standard = (_session(model, by_kernels=each) for each in (True, False))
+    model = model_of([gate, norm, centred], feeds, outputs, {"weight": weight, "bias": bias})
+    by_kernels, standard = (open_session(model, by_kernels=each) for each in (True, False))
     found = by_kernels.run(None, feeds)
     gates, ups = x[:, :width].astype(np.float64), x[:, width:].astype(np.float64)
     total = x.astype(np.float64) + delta
@@ -292,7 +209,7 @@ def test_a_gates_exponential_is_good_to_the_last_places() -> None:
     gates = np.linspace(-12, 1, 100_000, dtype=np.float32)
     x = np.concatenate([gates, np.ones_like(gates)])[None]
     node = helper.make_node(SWIGLU, ["x"], ["y"], domain=DOMAIN)
-    found = _session(_model([node], {"x": x}, ["y"], {}), by_kernels=True).run(None, {"x": x})[0][0]
+    found = open_session(model_of([node], {"x": x}, ["y"], {}), by_kernels=True).run(None, {"x": x})[0][0]
     powers = (gates * np.float32(-np.log2(np.e))).astype(np.float64)
     errors = found / (gates / (1 + np.exp2(powers))) - 1
     assert np.abs(errors).max() < 4e-7
@@ -305,7 +222,7 @@ def test_a_gate_is_open_or_shut_at_numbers_that_are_too_large_for_an_exponential
     node = helper.make_node(SWIGLU, ["x"], ["y"], domain=DOMAIN)
     gates = np.array([-3e38, -1e4, -90, 0, 90, 1e4, 3e38], np.float32)
     x = np.concatenate([gates, np.ones_like(gates)])[None]
-    found = _session(_model([node], {"x": x}, ["y"], {}), by_kernels=True).run(None, {"x": x})[0][0]
+    found = open_session(model_of([node], {"x": x}, ["y"], {}), by_kernels=True).run(None, {"x": x})[0][0]
     np.testing.assert_array_equal(found, [0, 0, found[2], 0, 90, 1e4, np.float32(3e38)])
     assert -1e-36 < found[2] <= 0
 
@@ -313,8 +230,8 @@ def test_a_gate_is_open_or_shut_at_numbers_that_are_too_large_for_an_exponential
 def _gelu_of(x: Float32) -> Float32:
     """By a product with a matrix of one number, 1."""
     node = helper.make_node(f"{LINEAR}{GELU}", ["x", "weight"], ["y"], domain=DOMAIN)
-    model = _model([node], {"x": x[:, None]}, ["y"], {"weight": np.ones((1, 1), np.float32)})
-    (y,) = _session(model, by_kernels=True).run(None, {"x": x[:, None]})
+    model = model_of([node], {"x": x[:, None]}, ["y"], {"weight": np.ones((1, 1), np.float32)})
+    (y,) = open_session(model, by_kernels=True).run(None, {"x": x[:, None]})
     found: Float32 = y[:, 0]
     return found
 
@@ -341,9 +258,9 @@ def test_gelu_of_a_product_is_one_operator_with_it(kind: str, biased: bool) -> N
     after.CopyFrom(before)
     use_own(after)
     add_functions(after)
-    assert [node.op_type for node in after.graph.node] == [_kind(kind, biased=biased, gelu=True)]
+    assert [node.op_type for node in after.graph.node] == [name_of(kind, biased=biased, gelu=True)]
     x = np.random.default_rng(1).standard_normal((5, 64)).astype(np.float32)
-    sessions = [_session(model, by_kernels=True) for model in (before, after)]
+    sessions = [open_session(model, by_kernels=True) for model in (before, after)]
     apart, together = (session.run(None, {"x": x})[0] for session in sessions)
     np.testing.assert_allclose(together, apart, rtol=1e-5, atol=1e-6)
 
@@ -366,7 +283,7 @@ def test_gelu_stays_by_itself_where_it_must(reason: str) -> None:
 def _gelu_graph(kind: str, *, biased: bool, approximate: str = "tanh") -> onnx.ModelProto:
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((64, 40)).astype(np.float32)
-    model = quantize(_plain_product(weight), {LINEAR: FP32, INT8_LINEAR: INT8, INT4_LINEAR: INT4}[kind])
+    model = quantize(plain_product(weight), {LINEAR: FP32, INT8_LINEAR: INT8, INT4_LINEAR: INT4}[kind])
     (product,) = (node for node in model.graph.node if node.domain == DOMAIN)
     if biased:
         product.op_type = f"{BIASED}{product.op_type}"
@@ -379,94 +296,6 @@ def _gelu_graph(kind: str, *, biased: bool, approximate: str = "tanh") -> onnx.M
     return model
 
 
-class _Attention:
-    """One attention over a cache, by kernels and by the operator of ONNX Runtime's own.
-
-    `int8` keeps K/V in eight bits; `sinks` are a score of each head besides, which goes with that alone.
-    """
-
-    def __init__(
-        self,
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        *,
-        rotary: bool,
-        window: int = -1,
-        packed: bool = True,
-        int8: bool = False,
-        sinks: float | None = None,
-        seed: int = 0,
-    ) -> None:
-        rng = np.random.default_rng(seed)
-        self.heads, self.kv_heads, self.dim, self.packed, self.rng = heads, kv_heads, dim, packed, rng
-        self.dtype = np.dtype(np.int8 if int8 else np.float32)
-        angles = np.outer(np.arange(600), 10000.0 ** (-np.arange(dim // 2) / (dim // 2)))
-        stored = {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)} if rotary else {}
-        new = {"query": np.zeros((1, 1, 1), np.float32)}
-        new |= {} if packed else {"key": new["query"], "value": new["query"]}
-        cache = np.zeros((1, 1, 1, dim), self.dtype)
-        feeds = new | {"past_key": cache, "past_value": cache, "last": np.zeros(1, np.int32)}
-        names = [*[*new, "", ""][:3], "past_key", "past_value", "last", "total", *stored]
-        # A step of a normal number's eight bits: few saturate, at either end.
-        self.scales = [np.exp(rng.normal(-3.8, 0.3, (1, kv_heads, 1, dim))).astype(np.float32) for _ in range(2)]
-        if int8:
-            names += [""] * (11 - len(names)) + ["" if sinks is None else "sinks", "key_scale", "value_scale"]
-            stored |= dict(zip(("key_scale", "value_scale"), self.scales, strict=True))
-            stored |= {} if sinks is None else {"sinks": (sinks + rng.standard_normal(heads)).astype(np.float32)}
-        node = helper.make_node(ATTENTION, names, ["y", "new_key", "new_value"], domain=CONTRIB)
-        attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": kv_heads, "do_rotary": int(rotary)}
-        attributes |= {"local_window_size": window} if window > 0 else {}
-        quantized = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-        attributes |= quantized if int8 else {}
-        node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
-        types = dict.fromkeys(("new_key", "new_value"), _TYPES[self.dtype])
-        feeds |= {"total": np.zeros((), np.int32)}
-        self.standard_model = _model([node], feeds, ["y", *types], stored, types)
-        self.standard_model.opset_import.append(helper.make_opsetid(CONTRIB, 1))
-        own = onnx.ModelProto()
-        own.CopyFrom(self.standard_model)
-        use_own(own)
-        add_functions(own)
-        assert [node.op_type for node in own.graph.node] == [INT8_ATTENTION if int8 else ATTENTION]
-        assert own.graph.node[0].domain == DOMAIN
-        self.own_model = own
-        self.own, self.standard = _session(own, by_kernels=True), _session(self.standard_model, by_kernels=False)
-
-    def new_tokens(self, batch: int, count: int) -> list[Float32]:
-        widths = [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim]
-        widths = [sum(widths)] if self.packed else widths
-        return [self.rng.standard_normal((batch, count, width)).astype(np.float32) for width in widths]
-
-    def cache(self, batch: int, capacity: int) -> tuple[Array, Array]:
-        shape = (batch, self.kv_heads, capacity, self.dim)
-        key, value = (self.rng.standard_normal(shape).astype(np.float32) for _ in range(2))
-        if self.dtype == np.float32:
-            return key, value
-        key, value = (np.rint(part / scale) for part, scale in zip((key, value), self.scales, strict=True))
-        return key.clip(-128, 127).astype(np.int8), value.clip(-128, 127).astype(np.int8)
-
-    @property
-    def nothing(self) -> float:
-        """What lies behind a row's end: no number where there is one such, else the largest."""
-        return np.nan if self.dtype == np.float32 else -128
-
-    def run(
-        self,
-        session: ort.InferenceSession,
-        new: Sequence[Float32],
-        cache: tuple[Array, Array],
-        last: Sequence[int],
-    ) -> tuple[Float32, Array, Array]:
-        """Output and caches; the caches given stay as they are."""
-        names = ["query"] if len(new) == 1 else ["query", "key", "value"]
-        feeds: dict[str, Array] = dict(zip(names, new, strict=True))
-        feeds |= {"past_key": cache[0], "past_value": cache[1], "last": np.array(last, np.int32)}
-        feeds["total"] = np.array(max(last) + 1, np.int32)
-        y, key, value = session.run(None, feeds)
-        return y, key, value
-
-
 _HEADS = [(12, 4, 64, True), (4, 4, 32, False), (6, 1, 16, True), (2, 2, 80, False), (3, 3, 128, True)]
 
 
@@ -476,7 +305,7 @@ _HEADS = [(12, 4, 64, True), (4, 4, 32, False), (6, 1, 16, True), (2, 2, 80, Fal
 def test_attention_is_onnx_runtimes_in_decoding_ragged_rows_and_in_chunks(
     heads: int, kv_heads: int, dim: int, rotary: bool, window: int, int8: bool
 ) -> None:
-    attention = _Attention(heads, kv_heads, dim, rotary=rotary, window=window, int8=int8)
+    attention = AttentionCase(heads, kv_heads, dim, rotary=rotary, window=window, int8=int8)
     for batch, count, last in ((5, 1, (0, 16, 33, 150, 97)), (1, 40, (39,)), (1, 48, (147,)), (3, 12, (11, 4, 0))):
         new, cache = attention.new_tokens(batch, count), attention.cache(batch, 160)
         found = attention.run(attention.own, new, cache, last)
@@ -492,7 +321,7 @@ def test_attention_is_onnx_runtimes_in_decoding_ragged_rows_and_in_chunks(
 @pytest.mark.parametrize("count", [1, 50])
 def test_new_keys_and_values_are_rounded_to_eight_bits_as_by_onnx_runtime_to_the_bit(count: int) -> None:
     """Halves, what lies beyond the ends, infinities and what is no number among them."""
-    attention = _Attention(4, 4, 64, rotary=False, packed=False, int8=True)
+    attention = AttentionCase(4, 4, 64, rotary=False, packed=False, int8=True)
     rng = np.random.default_rng(count)
     steps = rng.integers(-140, 141, (2, 20, count, 4, 64)) + rng.choice([0, 0.5, 0.5, 0.25, 0.4999999], (64,))
     steps[:, 0, 0, 0, :6] = [np.nan, np.inf, -np.inf, 1e30, -1e30, -0.0]
@@ -511,7 +340,7 @@ def test_new_keys_and_values_are_rounded_to_eight_bits_as_by_onnx_runtime_to_the
 def test_sinks_take_their_part_of_the_weights(heads: int, kv_heads: int, dim: int, rotary: bool) -> None:
     found = []
     for sinks in (0.5, -1e30, None):
-        attention = _Attention(heads, kv_heads, dim, rotary=rotary, int8=True, sinks=sinks)
+        attention = AttentionCase(heads, kv_heads, dim, rotary=rotary, int8=True, sinks=sinks)
         attention.rng = np.random.default_rng(1)
         for batch, count, last in ((3, 1, (0, 40, 17)), (1, 30, (29,))):
             new, cache = attention.new_tokens(batch, count), attention.cache(batch, 48)
@@ -525,7 +354,7 @@ def test_sinks_take_their_part_of_the_weights(heads: int, kv_heads: int, dim: in
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_attention_to_a_source_is_onnx_runtimes(int8: bool) -> None:
-    attention = _Attention(8, 8, 64, rotary=False, packed=False, int8=int8)
+    attention = AttentionCase(8, 8, 64, rotary=False, packed=False, int8=int8)
     cache, last = attention.cache(4, 90), (0, 30, 89, 63)
     query = attention.new_tokens(4, 1)[0]
     nothing = np.zeros((4, 0, 512), np.float32)
@@ -542,8 +371,8 @@ def test_a_tokens_attention_has_the_same_bits_alone_in_company_in_chunks_and_dec
     heads: int, kv_heads: int, dim: int, rotary: bool, int8: bool
 ) -> None:
     """And K/V behind a row's end are not felt, be they no numbers."""
-    attention = _Attention(heads, kv_heads, dim, rotary=rotary, int8=int8)
-    one_thread = _session(attention.own_model, by_kernels=True, threads=1)
+    attention = AttentionCase(heads, kv_heads, dim, rotary=rotary, int8=int8)
+    one_thread = open_session(attention.own_model, by_kernels=True, threads=1)
     length, (packed,) = 150, attention.new_tokens(1, 150)
     empty = attention.cache(1, 200)
     for part in empty:
@@ -574,7 +403,7 @@ def test_a_tokens_attention_has_the_same_bits_alone_in_company_in_chunks_and_dec
 
 
 def test_attention_refuses_what_it_cannot_compute_and_says_what() -> None:
-    attention = _Attention(4, 2, 32, rotary=True)
+    attention = AttentionCase(4, 2, 32, rotary=True)
     new, cache = attention.new_tokens(2, 1), attention.cache(2, 16)
     cases: list[tuple[Sequence[Float32], tuple[Float32, Float32], Sequence[int], str]] = [
         (new, cache, (3, 16), "seqlens_k must be within the cache"),
@@ -590,24 +419,24 @@ def test_attention_refuses_what_it_cannot_compute_and_says_what() -> None:
     for total, message in (([4], "within total_sequence_length"), ([], "must be one number")):
         with pytest.raises(Exception, match=message):
             attention.own.run(None, feeds | {"total": np.array(total, np.int32)})
-    int8 = _Attention(4, 2, 32, rotary=False, int8=True, sinks=0.0)
+    int8 = AttentionCase(4, 2, 32, rotary=False, int8=True, sinks=0.0)
     for name, shape, message in (("key_scale", (1, 1, 1, 32), "head_dim"), ("sinks", (2,), "one of each head")):
         model = onnx.ModelProto()
         model.CopyFrom(int8.own_model)
         (tensor,) = (each for each in model.graph.initializer if each.name == name)
         tensor.CopyFrom(numpy_helper.from_array(np.ones(shape, np.float32), name))
         with pytest.raises(Exception, match=message):
-            int8.run(_session(model, by_kernels=True), int8.new_tokens(2, 1), int8.cache(2, 16), (3, 3))
+            int8.run(open_session(model, by_kernels=True), int8.new_tokens(2, 1), int8.cache(2, 16), (3, 3))
 
 
 def test_products_refuse_what_they_cannot_compute_and_say_what() -> None:
-    linear = _linear(40, 40, np.random.default_rng(0))
+    linear = int8_linear(40, 40, np.random.default_rng(0))
     with pytest.raises(Exception, match="rows must be K numbers wide"):
-        _session(linear, by_kernels=True).run(None, {"x": np.zeros((2, 39), np.float32)})
+        open_session(linear, by_kernels=True).run(None, {"x": np.zeros((2, 39), np.float32)})
     del linear.graph.initializer[0]
     linear.graph.initializer.append(numpy_helper.from_array(np.zeros((1, 10, 32, 4), np.int8), "panels"))
     with pytest.raises(Exception, match=r"panels must be \[ceil\(N / 32\), ceil\(K / 4\), 32, 4\]"):
-        _session(linear, by_kernels=True)
+        open_session(linear, by_kernels=True)
 
 
 def test_weights_that_are_computed_are_read_in_each_run_and_stored_ones_stay_where_they_are() -> None:
@@ -620,14 +449,14 @@ def test_weights_that_are_computed_are_read_in_each_run_and_stored_ones_stay_whe
     scales = weights[:, 0]
     feeds = {"x": x, "weight": weights[0], "scale": scales[0]}
     outputs = ("y", "sums", "z", "p")
-    given = _session(_model([node, norm, product], feeds, outputs, {}), by_kernels=True)
-    stored = _model([node, norm, product], {"x": x}, outputs, {"weight": weights[0], "scale": scales[0]})
+    given = open_session(model_of([node, norm, product], feeds, outputs, {}), by_kernels=True)
+    stored = model_of([node, norm, product], {"x": x}, outputs, {"weight": weights[0], "scale": scales[0]})
     # Stored, and yet an input: what is given in a run takes its place.
     default = onnx.ModelProto()
     default.CopyFrom(stored)
     default.graph.input.append(helper.make_tensor_value_info("weight", TensorProto.FLOAT, [64, 64]))
-    both = _session(default, by_kernels=True)
-    own = _session(stored, by_kernels=True)
+    both = open_session(default, by_kernels=True)
+    own = open_session(stored, by_kernels=True)
     for weight, scale in zip(weights, scales, strict=True):
         y, sums, z, p = given.run(None, {"x": x, "weight": weight, "scale": scale})
         np.testing.assert_allclose(y, x @ weight.T, rtol=1e-4, atol=1e-4)
@@ -642,12 +471,12 @@ def test_weights_that_are_computed_are_read_in_each_run_and_stored_ones_stay_whe
 
 
 def test_eight_bits_must_be_stored() -> None:
-    linear = _linear(40, 40, np.random.default_rng(0))
+    linear = int8_linear(40, 40, np.random.default_rng(0))
     (panels,) = (each for each in linear.graph.initializer if each.name == "panels")
     linear.graph.initializer.remove(panels)
     linear.graph.input.append(helper.make_tensor_value_info("panels", TensorProto.INT8, [2, 10, 32, 4]))
     with pytest.raises(Exception, match="panels and scales must be stored in the graph"):
-        _session(linear, by_kernels=True)
+        open_session(linear, by_kernels=True)
 
 
 def test_rows_have_up_to_eight_dimensions() -> None:
@@ -656,10 +485,12 @@ def test_rows_have_up_to_eight_dimensions() -> None:
     node = helper.make_node(LINEAR, ["x", "weight"], ["y"], domain=DOMAIN)
     x = rng.standard_normal((2, 1, 3, 1, 1, 1, 2, 32)).astype(np.float32)
     for rows in (x[0, 0, 0, 0, 0, 0, 0], x):
-        (y,) = _session(_model([node], {"x": rows}, ["y"], {"weight": weight}), by_kernels=True).run(None, {"x": rows})
+        (y,) = open_session(model_of([node], {"x": rows}, ["y"], {"weight": weight}), by_kernels=True).run(
+            None, {"x": rows}
+        )
         np.testing.assert_allclose(y, rows @ weight.T, rtol=1e-4, atol=1e-4)
     for rows, message in ((x[np.newaxis], "8 dimensions at most"), (x[0, 0, 0, 0, 0, 0, 0, 0], "K numbers wide")):
-        session = _session(_model([node], {"x": rows}, ["y"], {"weight": weight}), by_kernels=True)
+        session = open_session(model_of([node], {"x": rows}, ["y"], {"weight": weight}), by_kernels=True)
         with pytest.raises(Exception, match=message):
             session.run(None, {"x": np.asarray(rows)})
 
@@ -672,11 +503,11 @@ def test_products_of_the_sizes_of_models_are_their_functions_and_each_rows_own(
     """Several parts of K, blocks of rows, panels a piece, and rows that threads share the rounding of."""
     rng = np.random.default_rng(outer)
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((num_rows, inner), (inner, outer)))
-    low = quantize(_plain_product(weight), {LINEAR: FP32, INT8_LINEAR: INT8, INT4_LINEAR: INT4}[kind])
+    low = quantize(plain_product(weight), {LINEAR: FP32, INT8_LINEAR: INT8, INT4_LINEAR: INT4}[kind])
     assert [node.op_type for node in low.graph.node if node.domain == DOMAIN] == [kind]
-    session = _session(low, by_kernels=True)
+    session = open_session(low, by_kernels=True)
     (found,) = session.run(None, {"x": x})
-    (standard,) = _session(low, by_kernels=False).run(None, {"x": x})
+    (standard,) = open_session(low, by_kernels=False).run(None, {"x": x})
     room = {LINEAR: 1e-5, INT8_LINEAR: 0, INT4_LINEAR: 2e-2}[kind]
     assert np.abs(found - standard).max() <= room * np.abs(standard).max()
     assert (
@@ -687,19 +518,12 @@ def test_products_of_the_sizes_of_models_are_their_functions_and_each_rows_own(
         assert session.run(None, {"x": x[row : row + 1]})[0].tobytes() == found[row : row + 1].tobytes()
 
 
-def _plain_product(weight: Float32) -> onnx.ModelProto:
-    """A product that is read by another node, so that its head is not the graph's."""
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["z"]), helper.make_node("Identity", ["z"], ["y"])]
-    x = np.zeros((1, len(weight)), np.float32)
-    return _model(nodes, {"x": x}, ["y"], {"w": weight})
-
-
 def test_a_square_matrix_is_not_taken_for_its_transpose() -> None:
     rng = np.random.default_rng(0)
     x, weight = (rng.standard_normal((8, 8)).astype(np.float32) for _ in range(2))
-    model = quantize(_plain_product(weight), FP32)
+    model = quantize(plain_product(weight), FP32)
     for by_kernels in (True, False):
-        found = _session(model, by_kernels=by_kernels).run(None, {"x": x})[0]
+        found = open_session(model, by_kernels=by_kernels).run(None, {"x": x})[0]
         np.testing.assert_allclose(found, x @ weight, rtol=1e-5, atol=1e-5)
 
 
@@ -708,7 +532,7 @@ def test_a_row_that_is_no_number_stays_none_and_is_nobody_elses_affair(precision
     rng = np.random.default_rng(0)
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 64), (64, 40)))
     x[1, 5] = np.nan
-    session = _session(quantize(_plain_product(weight), precision), by_kernels=True)
+    session = open_session(quantize(plain_product(weight), precision), by_kernels=True)
     found = session.run(None, {"x": x})[0]
     assert np.isnan(found[1]).all()
     assert np.isfinite(found[[0, 2]]).all()
@@ -716,7 +540,7 @@ def test_a_row_that_is_no_number_stays_none_and_is_nobody_elses_affair(precision
 
 @pytest.mark.parametrize(("batch", "count", "past"), [(1, 128, 2900), (1, 600, 0), (40, 1, 300), (2, 70, 0)])
 def test_attention_to_many_keys_is_onnx_runtimes_and_each_rows_own(batch: int, count: int, past: int) -> None:
-    attention = _Attention(6, 2, 64, rotary=False)
+    attention = AttentionCase(6, 2, 64, rotary=False)
     new, cache = attention.new_tokens(batch, count), attention.cache(batch, past + count)
     last = [past + count - 1] * batch
     found = attention.run(attention.own, new, cache, last)
@@ -736,21 +560,21 @@ def test_weights_are_read_from_pages_of_their_own_unless_they_are_to_stay_in_the
     weight, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((2048, 1024), (2, 1024)))
     node = helper.make_node(LINEAR, ["x", "weight"], ["y"], domain=DOMAIN)
     path = tmp_path / "linear.onnx"
-    model = _model([node], {"x": x}, ["y"], {"weight": weight})
+    model = model_of([node], {"x": x}, ["y"], {"weight": weight})
     onnx.save(model, path, save_as_external_data=True, location="weights")
     options = ort.SessionOptions()
     options.add_session_config_entry("session.disable_prepacking", str(int(stays)))
-    _register_kernels(options, model)
+    register_kernels(options, model)
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     found = session.run(None, {"x": x})[0]
     np.testing.assert_allclose(found, x.astype(np.float64) @ weight.T, rtol=1e-5, atol=1e-3)
     resident, share = _resident_bytes(tmp_path / "weights"), 0.9
     assert resident >= share * weight.nbytes if stays else resident <= (1 - share) * weight.nbytes
     # In the copy, columns of a length like this one's lie further apart than in the file.
-    whole = _model(
+    whole = model_of(
         [node], {"x": x}, ["y"], {"weight": weight}
     )  # what is saved beside a file is not in the model any more
-    alike = _session(whole, by_kernels=True, leaves_weights=not stays).run(None, {"x": x})[0]
+    alike = open_session(whole, by_kernels=True, leaves_weights=not stays).run(None, {"x": x})[0]
     assert alike.tobytes() == found.tobytes()
 
 

@@ -52,7 +52,7 @@ def compiler(tmp_path: Path) -> Compiler:
 
 def libraries(folder: Path) -> list[str]:
     """All that lies beside the sources, hidden or not."""
-    return sorted(path.name for path in folder.iterdir() if path.suffix not in (".cc", ".h"))
+    return sorted(path.name for path in folder.iterdir() if path.suffix not in (".cc", ".h", ".ld"))
 
 
 def test_library_is_found_by_the_very_sources_that_it_was_built_of(folder: Path, compiler: Compiler) -> None:
@@ -90,10 +90,11 @@ def test_libraries_of_older_sources_are_removed_once_there_is_a_newer(folder: Pa
 
 def test_compiler_is_told_the_flags_and_every_source(folder: Path, compiler: Compiler) -> None:
     (folder / "two.cc").write_text("")
+    (folder / "exports.ld").write_text("")
     build.build(str(compiler('echo "$@" > ' + f"{folder.parent}/told; {WRITES}")), folder)
     told = (folder.parent / "told").read_text().split()
     assert told[: len(kernels.FLAGS)] == list(kernels.FLAGS)
-    assert told[-2:] == [str(folder / "one.cc"), str(folder / "two.cc")]
+    assert told[-3:] == [str(folder / name) for name in ("one.cc", "two.cc", "exports.ld")]
 
 
 def test_what_is_up_to_date_is_not_built_again(
@@ -228,6 +229,9 @@ def test_the_real_sources_are_built_without_a_warning_and_registered(
     built = build.build(folder=folder)
     assert built.warnings == ""
     assert built.path.name == kernels.library_name(FOLDER)
+    command = ["nm", "--dynamic", "--defined-only", str(built.path)]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert {line.split()[-1] for line in symbols.splitlines()} == {"OnwardOperators", "RegisterCustomOps"}
     ort.SessionOptions().register_custom_ops_library(str(built.path))
     monkeypatch.setattr(kernels, "library", lambda: built.path)
     # Tests of kernels go by this list: one that is not on it would be tested by nobody.
