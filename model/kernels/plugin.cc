@@ -196,7 +196,8 @@ class Runtime {
     // too.
     check(api_.data(const_cast<ort::Value*>(value), &tensor.data));
     // A file's weights are read where the file has them, which may be anywhere.
-    require(reinterpret_cast<uintptr_t>(tensor.data) % num_bytes(type) == 0, "tensors must be aligned to their numbers");
+    const auto address = reinterpret_cast<uintptr_t>(tensor.data);
+    require(address % num_bytes(type) == 0, "tensors must be aligned to their numbers");
     return tensor;
   }
 
@@ -324,8 +325,8 @@ class Int8Linear {
             kIsGelu};
   }
 
-  static constexpr int64_t kMostRows = 1 << 16;    // sums of bytes stay exact in 32 bits
-  static constexpr float kLeastStep = 0x1p-16f;    // no scale is subnormal, no quotient past 32 bits
+  static constexpr int64_t kMostRows = 1 << 16;  // sums of bytes stay exact in 32 bits
+  static constexpr float kLeastStep = 0x1p-16f;  // no scale is subnormal, no quotient past 32 bits
 
   Rounding rounding_;
   int64_t num_rows_;

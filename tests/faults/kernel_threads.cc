@@ -1,0 +1,146 @@
+// Every kernel by four threads, for two callers at once: a program for ThreadSanitizer, which ONNX Runtime and Python
+// are not built for. The threads are lent as a session lends its own. Exits with 1 where a caller gets other bits than
+// one thread gives.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+#include "float_linear.h"
+#include "int4_linear.h"
+#include "linear.h"
+#include "resident.h"
+#include "rows.h"
+
+namespace {
+
+using Floats = std::vector<float>;
+
+constexpr int kThreads = 4;
+constexpr int kCallers = 2;
+constexpr int kRounds = 3;
+
+// Takes indices one after the other, as a session's threads do; `context` says how many threads there are.
+void lend(void* context, void (*fn)(void*, size_t), size_t count, void* data) {
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    for (size_t index = next++; index < count; index = next++) fn(data, index);
+  };
+  std::vector<std::thread> others;
+  for (int i = 1; i < *static_cast<int*>(context); ++i) others.emplace_back(work);
+  work();
+  for (auto& other : others) other.join();
+}
+
+template <typename Number>
+std::vector<Number> draw(size_t count, uint32_t seed) {
+  std::mt19937 generator(seed);
+  std::vector<Number> numbers(count);
+  if constexpr (sizeof(Number) == 4) {
+    std::normal_distribution<float> normal;
+    for (auto& number : numbers) number = normal(generator);
+  } else {
+    for (auto& number : numbers) number = static_cast<Number>(generator());
+  }
+  return numbers;
+}
+
+template <typename Number>
+void attend(const onward::Parallel& parallel, int64_t count, Floats* results) {
+  constexpr int64_t kBatch = 3, kHeads = 4, kKvHeads = 2, kDim = 64, kCapacity = 300;
+  const onward::AttentionShape shape{kBatch, count, kCapacity, kHeads, kKvHeads, kDim, kCapacity, 0, 0.125f, true};
+  auto keys = draw<Number>(kBatch * kKvHeads * kCapacity * kDim, 1);
+  auto values = draw<Number>(keys.size(), 2);
+  const Floats query = draw<float>(kBatch * count * kHeads * kDim, 3);
+  const Floats new_keys = draw<float>(kBatch * count * kKvHeads * kDim, 4);
+  const Floats scales(kKvHeads * kDim, 0.02f), turns = draw<float>(kCapacity * kDim / 2, 5);
+  const std::vector<int32_t> last = {kCapacity - 1, 150, 99};
+  Floats output(query.size());
+  onward::AttentionTensors<Number> tensors{};
+  tensors.query = query.data();
+  tensors.key = tensors.value = new_keys.data();
+  tensors.query_stride = kHeads * kDim;
+  tensors.key_stride = kKvHeads * kDim;
+  tensors.past_key = keys.data();
+  tensors.past_value = values.data();
+  if constexpr (sizeof(Number) == 1) tensors.key_scales = tensors.value_scales = scales.data();
+  tensors.last = last.data();
+  tensors.cosines = tensors.sines = turns.data();
+  tensors.output = output.data();
+  onward::attend(parallel, shape, tensors);
+  results->insert(results->end(), output.begin(), output.end());
+  results->insert(results->end(), keys.begin(), keys.end());
+}
+
+// What all kernels give, one after the other.
+Floats compute(int threads) {
+  constexpr int64_t kRows = 70, kInner = 512, kOuter = 330;
+  const onward::Parallel parallel{&threads, lend};
+  const Floats rows = draw<float>(kRows * kInner, 6), bias = draw<float>(kOuter, 7);
+  Floats results, output(kRows * kOuter);
+  const auto keep = [&](const Floats& found) { results.insert(results.end(), found.begin(), found.end()); };
+
+  if (onward::can_multiply_floats()) {
+    const Floats weights = draw<float>(kInner * kOuter, 8);
+    const auto copy = onward::make_resident(weights.data(), weights.size() * sizeof(float));
+    const onward::FloatMatrix matrix{static_cast<const float*>(copy.get()), kInner, kOuter, kInner, bias.data(), true};
+    onward::multiply(parallel, rows.data(), kRows, matrix, output.data());
+    keep(output);
+  }
+  if (onward::can_multiply()) {
+    const auto panels = draw<int8_t>((kOuter + 31) / 32 * 32 * kInner, 9);
+    const Floats scales = draw<float>(kOuter, 10);
+    std::vector<int32_t> offsets(kOuter);
+    const onward::Int8Matrix bytes{panels.data(), kInner, kOuter, scales.data(), bias.data(), offsets.data(), false};
+    onward::sum_columns(bytes, 128, offsets.data());
+    onward::multiply(parallel, rows.data(), kRows, onward::Rounding{1.0f / 127, 128}, bytes, output.data());
+    keep(output);
+    const auto codes = draw<uint8_t>((kOuter + 15) / 16 * 16 * kInner / 2, 11);
+    const std::vector<uint16_t> halves((kOuter + 15) / 16 * 16 * kInner / 32, 0x2E66);  // 0.1
+    const onward::Int4Matrix nibbles{codes.data(), halves.data(), kInner, kOuter, nullptr, false};
+    onward::multiply(parallel, rows.data(), kRows, nibbles, output.data());
+    keep(output);
+  }
+  if (onward::can_compute_rows()) {
+    Floats sums(rows.size()), normed(rows.size()), gated(rows.size() / 2);
+    const onward::Addition addition{rows.data(), rows.data(), sums.data(), kRows, kInner};
+    onward::add_rms_norm(parallel, addition, rows.data(), 1e-5f, normed.data());
+    keep(normed);
+    onward::add_layer_norm(parallel, addition, rows.data(), rows.data(), 1e-5f, normed.data());
+    keep(normed);
+    onward::swiglu(parallel, rows.data(), kRows, kInner / 2, gated.data());
+    keep(gated);
+  }
+  if (onward::can_attend()) {
+    for (const int64_t count : {1, 40}) {  // few rows read K as it lies, many have it packed
+      attend<float>(parallel, count, &results);
+      attend<int8_t>(parallel, count, &results);
+    }
+  }
+  return results;
+}
+
+}  // namespace
+
+int main() {
+  const Floats expected = compute(1);
+  std::atomic<int> num_wrong{0};
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < kCallers; ++caller) {
+    callers.emplace_back([&] {
+      for (int round = 0; round < kRounds; ++round) {
+        const Floats found = compute(kThreads);
+        num_wrong += found.size() != expected.size() ||
+                     std::memcmp(found.data(), expected.data(), found.size() * sizeof(float)) != 0;
+      }
+    });
+  }
+  for (auto& caller : callers) caller.join();
+  std::printf("%zu numbers, %d of %d rounds wrong\n", expected.size(), num_wrong.load(), kCallers * kRounds);
+  return num_wrong != 0;
+}

@@ -1,0 +1,63 @@
+"""Hostile models find no fault of memory, of undefined behavior or between threads in kernels built to report each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from model import kernels
+from tests.faults.sanitized import ROOT, build, runtime
+
+pytestmark = pytest.mark.skipif(
+    not kernels.operators(), reason="the kernels are not built, or this processor can run none"
+)
+# A session is slow to end where its threads wait for a busy machine.
+_GRACE_SECONDS = 240
+_SHOWN = 6000  # characters of a report
+
+
+def _environment(**options: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **options}
+
+
+def test_hostile_models_are_refused_or_computed_without_a_fault(pytestconfig: pytest.Config) -> None:
+    """AddressSanitizer and UndefinedBehaviorSanitizer see what kernels do, not what ONNX Runtime does by itself."""
+    preloaded = [runtime(name) for name in ("libasan.so", "libstdc++.so")]
+    runtime("libubsan.so")
+    flags = ("-shared", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    library = build("kernels.so", flags, kernels.sources(kernels.FOLDER))
+    seconds = float(pytestconfig.getoption("--kernel-fuzz-seconds"))
+    environment = _environment(
+        LD_PRELOAD=":".join(map(str, preloaded)),
+        # ONNX Runtime and Python keep what they have at exit; what nobody has memory for is refused.
+        ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=2048",
+        UBSAN_OPTIONS="print_stacktrace=1",
+    )
+    command = [sys.executable, "-m", "tests.faults.kernel_fuzz", str(library), str(seconds)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=seconds + _GRACE_SECONDS
+    )
+    *seeds, told = done.stdout.splitlines()
+    assert done.returncode == 0, f"seed {told}: {done.stderr[:_SHOWN]}"
+    result = json.loads(told)
+    print(result)
+    assert result["cases"] == len(seeds) > 0
+    # Either is the greater part of some tens of cases.
+    assert sum(result["computed"].values()) > 0
+    assert sum(count for words, count in result["refused"].items() if "ONNX Runtime" not in words) > 0
+
+
+def test_kernels_by_four_threads_and_for_two_callers_have_no_race() -> None:
+    """By threads of the test's own: ThreadSanitizer cannot follow those of ONNX Runtime, which is not built for it."""
+    runtime("libtsan.so")
+    program = Path(__file__).with_name("kernel_threads.cc")
+    sources = [path for path in kernels.sources(kernels.FOLDER) if path.suffix == ".cc" and path.name != "plugin.cc"]
+    built = build("threads", ("-fsanitize=thread",), [*sources, program])
+    done = subprocess.run([built], env=_environment(), capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr[:_SHOWN]
+    assert done.stdout.endswith(" 0 of 6 rounds wrong\n")
