@@ -62,6 +62,7 @@ from service.transport.server import (
     TransportLimits,
 )
 from service.transport.tls import TlsFiles, server_credentials
+from service.transport.wire_limits import request_limits
 from service.verifier import Verifier
 from service.vllm_names import VllmNames
 
@@ -255,6 +256,7 @@ class App:
             max_message_bytes=config.max_message_bytes,
             max_stall_seconds=config.max_stall_seconds,
             tracer=self._tracer,
+            check=request_limits(SERVICES, config.request_limits, self._models).check,
         )
         self._credentials = None if (files := _tls_files(config)) is None else server_credentials(files)
 

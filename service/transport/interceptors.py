@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -22,9 +23,10 @@ from prometheus_client import Counter
 
 from service.access import Access, Allowance, OpenAccess
 from service.allowance import shortfall
-from service.errors import AnswerTooLarge, ClientStalled, InvalidRequest
+from service.errors import AnswerTooLarge, ClientStalled
 from service.tracing import NoTracer, Tracer
 from service.transport.status import Status, to_status
+from service.transport.wire_limits import malformed
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         max_message_bytes: largest answer, or part of one.
         max_stall_seconds: how long a stream waits for its client to read.
         tracer: hears of each call's begin and end; by default nobody does.
+        check: raises for a request that holds too much, given its method's path and its bytes, before it is parsed.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         max_message_bytes: int,
         max_stall_seconds: float,
         tracer: Tracer | None = None,
+        check: Callable[[str, bytes], None] = lambda *_: None,
     ) -> None:
         self._services = frozenset(services)
         self._handled = handled
@@ -66,6 +70,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._max_message_bytes = max_message_bytes
         self._max_stall_seconds = max_stall_seconds
         self._tracer = tracer or NoTracer()
+        self._check = check
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -92,7 +97,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return handler
         # Requests are parsed in here and not by gRPC, which would answer garbage with UNKNOWN, uncounted; answers are
         # serialised in here, or one that no message can hold would be counted as OK and end otherwise.
-        codec = _Codec(handler.request_deserializer, handler.response_serializer, self._max_message_bytes)
+        codec = _Codec(
+            partial(self._check, path),
+            handler.request_deserializer,
+            handler.response_serializer,
+            self._max_message_bytes,
+        )
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(self._wrap_exchange(handler.stream_stream, codec, path))
         if handler.response_streaming:
@@ -191,15 +201,17 @@ def each_request() -> AbstractContextManager[None]:
 class _Codec:
     """Bytes to a method's request, its answer to bytes."""
 
+    _check: Callable[[bytes], None]
     _parse: Callable[[bytes], Any]
     _serialize: Callable[[Any], bytes]
     _max_message_bytes: int
 
     def parse(self, data: bytes) -> Any:
+        self._check(data)
         try:
             return self._parse(data)
         except DecodeError as error:
-            raise InvalidRequest("request", f"{len(data)} bytes", "must be a message of the method's type") from error
+            raise malformed(data) from error
 
     def serialize(self, answer: Any) -> bytes:
         data = self._serialize(answer)

@@ -1,0 +1,236 @@
+"""How much a request may hold, asked of its bytes: nothing is built of a message that holds too much.
+
+A few megabytes can spell millions of elements, and a parser builds every one of them before any limit can be asked.
+This module walks the wire format (https://protobuf.dev/programming-guides/encoding) and counts: entries of repeated
+fields, and fields of all kinds. Strings and bytes are not counted: each costs one copy, whatever its length.
+
+Messages of up to `FREE` bytes are not walked, and up to `FREE` entries of any repeated field pass: building so many
+takes a few milliseconds. The operator's limits below that are `transport.codec`'s to check, which knows the model.
+Repeated fields that may hold more are listed in `long_fields`; all others are limited to `FREE` entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import FieldDescriptor as _Type
+
+from service.config import RequestLimits
+from service.errors import InvalidRequest, PromptTooLong
+from service.models import Models
+
+FREE = 4096
+"""Bytes of a message, and entries of any field, that need no look."""
+MAX_FIELDS = 4 * FREE
+"""Fields on the wire in one message besides the entries of `sampling.logit_bias`, which have three each."""
+_MAP_ENTRY_FIELDS = 3
+
+_VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
+_FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
+_MAX_VARINT_BYTES = 10
+_MAX_TAG = (1 << 32) - 1
+# Bytes of a number that others follow.
+_CONTINUED = bytes(range(0x80, 0x100))
+_WIRE_TYPES: Mapping[int, int] = {
+    **dict.fromkeys((_Type.TYPE_DOUBLE, _Type.TYPE_FIXED64, _Type.TYPE_SFIXED64), _FIXED64),
+    **dict.fromkeys((_Type.TYPE_FLOAT, _Type.TYPE_FIXED32, _Type.TYPE_SFIXED32), _FIXED32),
+    **dict.fromkeys((_Type.TYPE_STRING, _Type.TYPE_BYTES, _Type.TYPE_MESSAGE), _DELIMITED),
+}
+# Its fields' paths are those of the request inside.
+_TRANSPARENT = "onward.v1.EstimateRequest.request"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Most entries of a repeated field.
+
+    `most` is read when a message has more than `FREE`: models come and go. `error` is what more of them raise, `unit`
+    what they are called in it.
+    """
+
+    most: Callable[[], int]
+    error: type[InvalidRequest] = InvalidRequest
+    unit: str = "entries"
+
+
+_COMMON = Limit(lambda: FREE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A field of a request at its path; `fields` are those of a message, by number; `limit` is a repeated field's."""
+
+    path: str
+    wire_type: int
+    limit: Limit | None
+    fields: Mapping[int, _Field] | None
+
+
+class WireLimits:
+    """Refuses requests by their bytes.
+
+    Args:
+        services: full names of the services whose requests it knows.
+        long_fields: limits of repeated fields by full name; others may have `FREE` entries.
+        max_fields: most fields of one message on the wire.
+    """
+
+    def __init__(
+        self, services: Collection[str], long_fields: Mapping[str, Limit], max_fields: int = MAX_FIELDS
+    ) -> None:
+        self._max_fields = max_fields
+        self._requests: dict[str, Mapping[int, _Field]] = {}
+        for name in services:
+            for method in descriptor_pool.Default().FindServiceByName(name).methods:
+                self._requests[f"{name}/{method.name}"] = _fields(method.input_type, "", long_fields)
+
+    def check(self, path: str, data: bytes) -> None:
+        """Refuses a request that holds too much to be built.
+
+        Args:
+            path: the method's, as in "onward.v1.GenerationService/Generate".
+            data: the request as it came.
+
+        Raises:
+            InvalidRequest: naming the field, how many entries it has at least, and how many it may have; also for bytes
+                that are no message.
+        """
+        if len(data) > FREE:
+            try:
+                _walk(data, self._requests[path], self._max_fields)
+            except (IndexError, _Malformed) as error:
+                raise malformed(data) from error
+
+
+def malformed(data: bytes) -> InvalidRequest:
+    """The error for bytes that are no message of the method's type."""
+    return InvalidRequest("request", f"{len(data)} bytes", "must be a message of the method's type")
+
+
+def request_limits(services: Collection[str], limits: RequestLimits, models: Models) -> WireLimits:
+    """The limits of all requests.
+
+    Args:
+        services: full names.
+        limits: the operator's.
+        models: what is served; their contexts and vocabularies bound lists of token ids.
+    """
+
+    def context() -> int:
+        configs = [models.resolve(name).manifest.config for name in models.names]
+        return max((max(each.context, each.source_context) for each in configs), default=FREE)
+
+    def vocabulary() -> int:
+        return max((models.resolve(name).manifest.config.vocab_size for name in models.names), default=FREE)
+
+    long_fields = {
+        "onward.v1.TokenIds.ids": Limit(context, PromptTooLong, "tokens"),
+        "onward.v1.SamplingParams.allowed_token_ids": Limit(vocabulary),
+        "onward.v1.SamplingParams.logit_bias": Limit(lambda: limits.max_logit_bias),
+        "onward.v1.StoppingParams.stop": Limit(lambda: limits.max_stop_strings),
+        "onward.v1.StoppingParams.stop_token_ids": Limit(lambda: limits.max_stop_token_ids),
+        "onward.v1.DetokenizeRequest.token_ids": Limit(lambda: limits.max_detokenize_tokens),
+    }
+    return WireLimits(services, long_fields, MAX_FIELDS + _MAP_ENTRY_FIELDS * limits.max_logit_bias)
+
+
+class _Malformed(Exception):
+    """The bytes are no message."""
+
+
+def _fields(kind: Descriptor, prefix: str, long_fields: Mapping[str, Limit]) -> Mapping[int, _Field]:
+    """A message's fields by number, at their paths; our messages do not contain themselves."""
+    found = {}
+    for field in kind.fields:
+        group = field.containing_oneof
+        # An `optional` field has a oneof of its own, which begins with "_".
+        name = f"{group.name}.{field.name}" if group is not None and group.name[0] != "_" else field.name
+        path = f"{prefix}{name}"
+        inner = "" if field.full_name == _TRANSPARENT else f"{path}."
+        found[field.number] = _Field(
+            path=path,
+            wire_type=_WIRE_TYPES.get(field.type, _VARINT),
+            limit=long_fields.get(field.full_name, _COMMON) if field.is_repeated else None,
+            fields=_fields(field.message_type, inner, long_fields) if field.message_type else None,
+        )
+    return found
+
+
+def _walk(data: bytes, fields: Mapping[int, _Field], max_fields: int) -> None:
+    """Counts fields and entries until one has too many.
+
+    Raises:
+        InvalidRequest: for one that has.
+        _Malformed, IndexError: when the bytes are no message.
+    """
+    counts: dict[str, int] = {}
+    outer: list[tuple[int, Mapping[int, _Field]]] = []
+    at, end, num_fields = 0, len(data), 0
+    while True:
+        while at >= end:
+            if at > end:
+                raise _Malformed
+            if not outer:
+                return
+            end, fields = outer.pop()
+        tag, at = _varint(data, at)
+        if tag > _MAX_TAG:
+            raise _Malformed
+        wire_type, field = tag & 7, fields.get(tag >> 3)
+        num_fields += 1
+        if num_fields > max_fields:
+            limit = f"the message must have at most {max_fields} fields, lists of numbers packed"
+            raise InvalidRequest("request" if field is None else field.path, f"{num_fields} or more", limit)
+        start = at
+        if wire_type == _DELIMITED:
+            length, start = _varint(data, at)
+            at = start + length
+            if at > end:
+                raise _Malformed
+        elif wire_type == _VARINT:
+            _, at = _varint(data, at)
+        else:
+            # Groups, which have no length, are no part of proto3.
+            at += _FIXED_BYTES.get(wire_type, len(data))
+        if field is None:
+            continue
+        if field.limit is not None:
+            _count(counts, field, field.limit, wire_type, data, start, at)
+        if field.fields is not None and wire_type == _DELIMITED:
+            outer.append((end, fields))
+            at, end, fields = start, at, field.fields
+
+
+def _count(
+    counts: dict[str, int], field: _Field, limit: Limit, wire_type: int, data: bytes, start: int, end: int
+) -> None:
+    """Adds an entry of a repeated field, or all of a packed list's."""
+    if wire_type == field.wire_type:
+        num_entries = 1
+    elif wire_type != _DELIMITED:
+        return  # no type of this field: parsers take it for an unknown one
+    elif field.wire_type == _VARINT:
+        # A number ends with the byte whose highest bit is not set.
+        num_entries = len(data[start:end].translate(None, _CONTINUED))
+    else:
+        num_entries = (end - start) // _FIXED_BYTES[field.wire_type]
+    count = counts[field.path] = counts.get(field.path, 0) + num_entries
+    if count > FREE and count > (most := limit.most()):
+        raise limit.error(field.path, f"{count} or more", f"must have at most {most} {limit.unit}")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number of variable length, and where it ends."""
+    value = data[at]
+    if value < 0x80:
+        return value, at + 1
+    value &= 0x7F
+    for place in range(1, _MAX_VARINT_BYTES):
+        byte = data[at + place]
+        value |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            return value, at + place + 1
+    raise _Malformed
