@@ -26,8 +26,14 @@ Knows nothing of gRPC: `transport.status` maps each leaf to a status code, and a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Sequence, Sized
 from typing import ClassVar
+
+_MAX_SHOWN = 80
+"""Characters of a value in an error's text."""
+_MAX_PATH = 200
+"""Characters of a field's path, which may end with a name that the client chose."""
 
 
 class OnwardError(Exception):
@@ -46,10 +52,10 @@ class InvalidRequest(RequestError):
     label = "invalid_request"
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        self.field = field
+        self.field = field if len(field) <= _MAX_PATH else f"{field[: _MAX_PATH - 1]}…"
         self.value = value
         self.limit = limit
-        super().__init__(f"{field}: {limit}, got {_shorten(value)}")
+        super().__init__(f"{self.field}: {limit}, got {_shorten(value)}")
 
 
 class PromptTooLong(InvalidRequest):
@@ -243,7 +249,30 @@ class StartupError(OnwardError):
         super().__init__("\n".join(problems))
 
 
-def _shorten(value: object, limit: int = 80) -> str:
-    """Bounded rendering of a client's value, so that an error never echoes a megabyte."""
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+class _Renderer(reprlib.Repr):
+    """Renders the beginning of a value, and looks at no more of it, however large it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxlong = _MAX_SHOWN
+        self.maxlevel = 2
+
+    def repr_str(self, value: str | bytes, level: int) -> str:  # noqa: ARG002
+        return repr(value[: _MAX_SHOWN + 1])
+
+    repr_bytes = repr_str
+
+    def repr_instance(self, value: object, level: int) -> str:  # noqa: ARG002
+        many = isinstance(value, Sized) and len(value) > _MAX_SHOWN
+        return f"{len(value)} entries" if many else repr(value)  # type: ignore[arg-type]
+
+    repr_set = repr_frozenset = repr_dict = repr_instance
+
+
+_RENDERER = _Renderer()
+
+
+def _shorten(value: object) -> str:
+    """Bounded rendering of a client's value: an error never echoes a megabyte, nor costs what one does."""
+    text = _RENDERER.repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"

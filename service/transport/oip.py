@@ -203,7 +203,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
     def _decode(self, request: oip.ModelInferRequest) -> InferCall:
         try:
             check_version(request.model_version)
-            return decode_infer(request)
+            return decode_infer(request, self._limits)
         except RequestError as error:
             self._generator.refused(request.model_name, error)
             raise

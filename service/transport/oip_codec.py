@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 
 from proto.inference import open_inference_pb2 as oip
 from proto.onward.v1 import generation_pb2 as pb
+from service.config import RequestLimits
 from service.engine.types import FinishReason
 from service.errors import InvalidRequest
 
@@ -52,6 +53,11 @@ _INTEGERS = (
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 _TIMEOUT = "timeout"
 """What clients call a time limit in microseconds."""
+# JSON is read on the event loop: so many bytes take a few milliseconds. An id and its bias have 64 with room to spare;
+# a character may be spelled as two escapes.
+_MAX_JSON_BYTES = 32 << 10
+_MAX_NUMBER_BYTES = 64
+_MAX_CHARACTER_BYTES = len(r"\ud83d\ude00")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,12 @@ class InferCall:
     wants_empty_final: bool
 
 
-def decode_infer(message: oip.ModelInferRequest) -> InferCall:
+def decode_infer(message: oip.ModelInferRequest, limits: RequestLimits) -> InferCall:
     """Reads a request.
+
+    Args:
+        message: the request.
+        limits: the operator's, which bound lists and maps before they are read.
 
     Raises:
         InvalidRequest: naming the tensor or the parameter, what it is and what it must be.
@@ -84,7 +94,7 @@ def decode_infer(message: oip.ModelInferRequest) -> InferCall:
             if microseconds:
                 request.timeout_seconds = microseconds / _MICROSECONDS
         else:
-            _set(request, name, value)
+            _set(request, name, value, limits)
     return InferCall(message.id, request, wants_empty_final)
 
 
@@ -198,14 +208,14 @@ def _checked(name: str, value: Any, kind: type, limit: str) -> Any:
     return value
 
 
-def _set(request: pb.GenerateRequest, name: str, value: Any) -> None:
+def _set(request: pb.GenerateRequest, name: str, value: Any, limits: RequestLimits) -> None:
     """Puts a parameter where it belongs."""
     if name not in _FIELDS:
         raise InvalidRequest(f"parameters.{name}", value, f"is none of {', '.join(sorted(_FIELDS))}")
     part, field = _FIELDS[name]
     message: Message = request if part is None else getattr(request, part)
     if field.is_repeated or field.message_type is not None:
-        _set_many(message, field, value)
+        _set_many(message, field, value, limits)
         return
     path = f"parameters.{name}"
     match field.cpp_type:
@@ -242,8 +252,16 @@ def _number(value: Any) -> float | None:
     return None
 
 
-def _set_many(message: Message, field: FieldDescriptor, value: Any) -> None:
+def _set_many(message: Message, field: FieldDescriptor, value: Any, limits: RequestLimits) -> None:
     path = f"parameters.{field.name}"
+    most, entry_bytes = {
+        "stop": (limits.max_stop_strings, _MAX_CHARACTER_BYTES * limits.max_stop_string_length),
+        "stop_token_ids": (limits.max_stop_token_ids, _MAX_NUMBER_BYTES),
+        "logit_bias": (limits.max_logit_bias, _MAX_NUMBER_BYTES),
+    }.get(field.name, (_MAX_JSON_BYTES, 0))
+    max_bytes = max(_MAX_JSON_BYTES, most * entry_bytes)
+    if isinstance(value, str) and len(value) > max_bytes:
+        raise InvalidRequest(path, f"{len(value)} characters", f"must have at most {max_bytes} as JSON")
     is_map = field.message_type is not None
     limit = "must be a JSON object" if is_map else "must be a JSON list"
     try:
@@ -254,6 +272,8 @@ def _set_many(message: Message, field: FieldDescriptor, value: Any) -> None:
         content = [value]  # one text as it is
     if not isinstance(content, dict if is_map else list):
         raise InvalidRequest(path, value, limit)
+    if len(content) > most:
+        raise InvalidRequest(path, len(content), f"must have at most {most} entries")
     try:
         json_format.ParseDict({field.name: content}, message)
     except json_format.ParseError as error:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
+from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from proto.onward.v1.generation_pb2 import TokenIds
 from service.errors import (
     DeadlineUnreachable,
     EngineFailed,
@@ -49,6 +52,52 @@ def test_invalid_field_is_named_in_a_bad_request(kind: type[InvalidRequest]) -> 
     assert (details.code, details.message) == (status.code.value[0], status.message)
     (violation,) = request.field_violations
     assert (violation.field, violation.description) == ("sampling.top_p", status.message)
+
+
+class Counted:
+    """Counts how often it is rendered."""
+
+    rendered = 0
+
+    def __repr__(self) -> str:
+        Counted.rendered += 1
+        return "x"
+
+
+LARGE: dict[str, Any] = {
+    "text": "x" * (4 << 20),
+    "wide text": "😀" * (1 << 20),
+    "bytes": b"\xff" * (4 << 20),
+    "list of texts": ["x" * (1 << 16)] * 64,
+    "list": [Counted()] * 1_000_000,
+    "tuple": (Counted(),) * 1_000_000,
+    "nested lists": [[Counted()] * 1000] * 1000,
+    "ids": range(1_000_000),
+    "set": frozenset(range(1_000_000)),
+    "map": dict.fromkeys(range(1_000_000)),
+    "message's list": TokenIds(ids=[3] * 1_000_000).ids,
+}
+
+
+@pytest.mark.parametrize("value", LARGE.values(), ids=LARGE.keys())
+def test_error_looks_at_the_beginning_of_a_value_and_no_further(value: Any) -> None:
+    Counted.rendered = 0
+    tracemalloc.start()
+    try:
+        error = InvalidRequest("field", value, "must be small")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert str(error).startswith("field: must be small, got ")
+    assert len(str(error)) < 120
+    assert Counted.rendered <= 81 * 81
+    assert peak < 1 << 19, "all of it was rendered"
+
+
+def test_error_cuts_a_path_that_a_client_chose() -> None:
+    error = InvalidRequest(f"parameters.{'x' * 1_000_000}", 1, "is not known")
+    assert error.field == f"parameters.{'x' * 188}…"
+    assert str(error) == f"{error.field}: is not known, got 1"
 
 
 def test_overload_tells_when_to_come_again() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from benchmarks.envoy import balancing
 from proto.inference import open_inference_pb2 as oip
 from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from service.config import RequestLimits
+from service.errors import InvalidRequest
+from service.transport.oip_codec import decode_infer
 from tests.fakes import FakeRunner, Gate
 from tests.faults.process import DECODER, MODELS, ServerProcess, greedy, serving
 from tests.servers import MODEL, SLOTS, Running, eventually, generate_request, running, status_of
@@ -176,6 +180,19 @@ def stub_of(server: Running) -> Any:
         (infer_request(stop_token_ids="7"), "parameters.stop_token_ids: must be a JSON list"),
         (infer_request(ignore_eos="yes"), "parameters.ignore_eos: must be a truth value"),
         (infer_request(timeout="soon"), "parameters.timeout: must be a number of microseconds"),
+        (
+            infer_request(stop_token_ids=f"[{'3,' * 1_900_000}3]"),
+            "parameters.stop_token_ids: must have at most 32768 as",
+        ),
+        (
+            infer_request(allowed_token_ids=f"[{'3,' * 16_384}3]"),
+            "parameters.allowed_token_ids: must have at most 32768",
+        ),
+        (
+            infer_request(stop_token_ids=f"[{'3,' * 64}3]"),
+            "parameters.stop_token_ids: must have at most 64 entries, got 65",
+        ),
+        (infer_request(**{"x" * 3_000_000: "y" * 1_000_000}), f"parameters.{'x' * 100}"),
         (infer_request(beam_size=3), "parameters.temperature: must not be set with beam_search"),
     ],
 )
@@ -185,6 +202,19 @@ async def test_a_bad_request_is_refused_by_its_tensor_or_parameter(request_: oip
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert words in str(error.details())
         assert sum(server.ended().values()) == 1
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "logit_bias", "allowed_token_ids"])
+def test_no_parameter_in_json_is_read_that_has_more_bytes_than_entries_can_take(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    read: list[int] = []
+    monkeypatch.setattr("service.transport.oip_codec.json.loads", lambda text: read.append(len(text)))
+    for size in (10, 1000, 30_000, 100_000, 4_000_000):
+        with suppress(InvalidRequest):
+            decode_infer(infer_request(**{name: "1" * size}), RequestLimits())
+    # Sixteen stop texts of 256 characters, each of them spelled as two escapes, are the longest.
+    assert max(read) <= 16 * 256 * 12
 
 
 async def test_a_stream_tells_tokens_as_they_come() -> None:
