@@ -11,10 +11,14 @@ from the file's own post-processor (`encode`), from whoever puts ids together by
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import tokenizers
+from tokenizers import pre_tokenizers
+
+_Result = TypeVar("_Result")
 
 from model.artifact import MAX_TOKENIZER_BYTES
 from model.reading import read_text
@@ -24,13 +28,20 @@ CONTROL_MARK = "\ufdd0"
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
+LOSSY_TOKEN_BYTES = 256
+"""Bytes of text that a token may stand for where its spelling is no bound: a limit of ours, not the tokenizer's.
+
+Some tokenizers drop or collapse characters, or put one unknown token in the place of a word. A text with more bytes per
+token than this, on average, is refused for its length (`Tokenizer.max_bytes`).
+"""
+
 PAD_ID = 0
 BOS_ID = 1
 EOS_ID = 2
 
 
 class TokenizerError(ValueError):
-    """A tokenizer file is missing, damaged or not a tokenizer."""
+    """A tokenizer file is missing, damaged or not a tokenizer, or the library fails on a text or on ids."""
 
 
 class Tokenizer:
@@ -53,7 +64,12 @@ class Tokenizer:
         if self._may_spell_control_tokens():
             self._encoder = _mark(inner, self._control_spellings)
             self._encoder.encode_special_tokens = True
-        self._vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocabulary = inner.get_vocab(with_added_tokens=True)
+        self._vocab_size = 1 + max(vocabulary.values(), default=-1)
+        longest = max((len(spelling.encode()) for spelling in vocabulary), default=0)
+        # What a template writes as a control token has a mark before it.
+        longest += len(CONTROL_MARK.encode())
+        self._max_token_bytes = longest if _spells_everything(inner) else max(longest, LOSSY_TOKEN_BYTES)
 
     @classmethod
     def from_json(cls, text: str) -> Tokenizer:
@@ -63,7 +79,7 @@ class Tokenizer:
             TokenizerError: when it is none.
         """
         try:
-            return cls(tokenizers.Tokenizer.from_str(text))
+            return _guarded(lambda: cls(tokenizers.Tokenizer.from_str(text)))
         except Exception as error:  # The library raises bare Exception for whatever its parser objects to.
             raise TokenizerError(f"not a tokenizer: {error}") from error
 
@@ -93,6 +109,13 @@ class Tokenizer:
         A file may leave ids out, so that it has fewer tokens than this.
         """
         return self._vocab_size
+
+    def max_bytes(self, num_tokens: int) -> int:
+        """Most bytes that a text of so many tokens may have: one that has more has more tokens.
+
+        Where spellings are no bound, `LOSSY_TOKEN_BYTES` stands for one.
+        """
+        return num_tokens * self._max_token_bytes
 
     @property
     def unknown_id(self) -> int | None:
@@ -128,7 +151,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt or source, with the control tokens that the file's post-processor adds."""
-        ids: list[int] = self._encoder.encode(self._clean(text)).ids
+        ids: list[int] = _guarded(self._encoder.encode, self._clean(text)).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -137,7 +160,7 @@ class Tokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of the text alone: no control tokens, as for a target or its forced beginning."""
-        ids: list[int] = self._encoder.encode(self._clean(text), add_special_tokens=False).ids
+        ids: list[int] = _guarded(self._encoder.encode, self._clean(text), add_special_tokens=False).ids
         return ids
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -150,7 +173,7 @@ class Tokenizer:
 
         Bytes that are no whole character yet come out as U+FFFD. Ids outside the vocabulary are left out.
         """
-        text: str = self._inner.decode(list(ids), skip_special_tokens=True)
+        text: str = _guarded(self._inner.decode, list(ids), skip_special_tokens=True)
         return text
 
     def token(self, token_id: int) -> str | None:
@@ -184,8 +207,18 @@ class MarkedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone: nothing is added."""
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        ids: list[int] = _guarded(self._inner.encode, text, add_special_tokens=False).ids
         return ids
+
+
+def _guarded(function: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
+    """What a function of the library returns; a panic in it, which is no `Exception`, becomes a `TokenizerError`."""
+    try:
+        return function(*arguments, **options)
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise TokenizerError(f"the tokenizers library panicked: {error}") from error
 
 
 def _mark(inner: tokenizers.Tokenizer, spellings: Collection[str]) -> tokenizers.Tokenizer:
@@ -216,6 +249,42 @@ def _mark(inner: tokenizers.Tokenizer, spellings: Collection[str]) -> tokenizers
         if marked.token_to_id(name) != inner.token_to_id(spelling):
             raise TokenizerError(f"{spelling} cannot be told from its spelling")
     return marked
+
+
+def _spells_everything(inner: tokenizers.Tokenizer) -> bool:
+    """Whether each byte of any text is in the spelling of a token: nothing is dropped, collapsed or unknown."""
+    described = json.loads(inner.to_str())
+    model, steps = described["model"], _steps(described["normalizer"]) + _steps(described["pre_tokenizer"])
+    kinds = {step["type"] for step in steps}
+    alphabet = (
+        pre_tokenizers.ByteLevel.alphabet() if "ByteLevel" in kinds else [f"<0x{byte:02X}>" for byte in range(256)]
+    )
+    return (
+        model["type"] == "BPE"
+        and ("ByteLevel" in kinds or bool(model["byte_fallback"]))
+        and model["vocab"].keys() >= set(alphabet)
+        and kinds <= {"ByteLevel", "Metaspace", "Digits", "Prepend", "Split", "Replace"}
+        and all(_keeps(step) for step in steps)
+        and not any(token["lstrip"] or token["rstrip"] for token in described["added_tokens"])
+    )
+
+
+def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as the steps that it is made of."""
+    if part is None:
+        return []
+    inner = part.get("normalizers", part.get("pretokenizers"))
+    return [part] if inner is None else [step for each in inner for step in _steps(each)]
+
+
+def _keeps(step: dict[str, Any]) -> bool:
+    """Whether a splitting step keeps all of the text, and a replacing one makes it no shorter."""
+    if step["type"] == "Split":
+        return bool(step["behavior"] != "Removed")
+    if step["type"] == "Replace":
+        pattern = step["pattern"].get("String")
+        return pattern is not None and len(pattern.encode()) <= len(step["content"].encode())
+    return True
 
 
 def _parts(merge: str | list[str]) -> list[str]:

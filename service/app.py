@@ -14,7 +14,6 @@ import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,6 +44,7 @@ from service.loading import build_engines, load_models, settle_device, share_mem
 from service.metrics import Metrics, Objectives
 from service.models import Models, ModelState, Parity, ServedModel
 from service.recorder import FlightLog, FlightRecorder
+from service.text_pool import TextPool
 from service.tracing import NoTracer, Tracer, open_tracer
 from service.transport.generation import GenerationServicer
 from service.transport.interceptors import CallInterceptor
@@ -233,9 +233,9 @@ class App:
         )
         self._told: set[str] = set()
         self._mending: set[asyncio.Task[None]] = set()
-        self._prompts = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="prompts")
+        self._prompts = TextPool("prompts", _TOKENIZER_THREADS)
         # A thread of its own: whoever tokenises for its own sake waits in line and holds up no prompt.
-        self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._texts = TextPool("texts", 1)
         self._generator = Generator(self._engine, self._models, self._prompts)
         self._explainer = Explainer(
             self._generator,
@@ -394,8 +394,8 @@ class App:
             task.cancel()
         self._library.close()
         await self._tracer.close(_CLOSING_SECONDS)
-        for executor in (self._prompts, self._texts):
-            executor.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._prompts, self._texts):
+            pool.close()
         self._explainer.close()
 
     async def _drain(self, hurry: asyncio.Event) -> None:

@@ -192,9 +192,19 @@ class AsyncEngine:
         self._idle.clear()
         return Admission(self, stream)
 
-    def require_place(self, model: str, request_id: str) -> None:
-        """Raises what `admit` would now; takes no place, and counts nothing."""
-        self._lane_with_place(model, request_id)
+    @contextmanager
+    def place(self, model: str, request_id: str) -> Iterator[None]:
+        """Holds a place for the length of the block, for work before the engine's; counts nothing.
+
+        Raises:
+            RequestError: as `admit`.
+        """
+        lane = self._lane_with_place(model, request_id)
+        lane.take()
+        try:
+            yield
+        finally:
+            lane.give_back(None)
 
     async def estimate(self, request: GenerationRequest) -> Estimate:
         """What a request would cost and when it would end, were it submitted now.

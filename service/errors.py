@@ -266,7 +266,7 @@ class _Renderer(reprlib.Repr):
         many = isinstance(value, Sized) and len(value) > _MAX_SHOWN
         return f"{len(value)} entries" if many else repr(value)  # type: ignore[arg-type]
 
-    repr_set = repr_frozenset = repr_dict = repr_instance
+    repr_set = repr_frozenset = repr_dict = repr_instance  # type: ignore[assignment]
 
 
 _RENDERER = _Renderer()

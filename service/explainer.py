@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from typing import Protocol
 
@@ -22,7 +22,8 @@ from service.engine.types import SamplingParams, StoppingParams
 from service.errors import AnswerTooLarge, Overloaded, PromptTooLong, UnsupportedFeature
 from service.explaining import ExplainCall, ExplainTask, Explanation, Float32, Selection
 from service.generator import GenerateCall, Generator, Piece
-from service.models import Models, ServedModel, prompt_field
+from service.models import Models, ServedModel, prompt_field, text_size
+from service.text_pool import TextPool
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Explainer:
         generator: writes the outputs that are not given.
         models: what is served.
         load: a model's explain graph; called on the worker, once for each model that is asked for.
-        executor: where prompts are tokenised.
+        texts: where prompts are tokenized.
         max_tokens: most of a source, and most that a decoder reads.
         max_message_bytes: most of an answer.
     """
@@ -58,14 +59,14 @@ class Explainer:
         generator: Generator,
         models: Models,
         load: Callable[[ServedModel], AttentionSource],
-        executor: Executor,
+        texts: TextPool,
         max_tokens: int,
         max_message_bytes: int,
     ) -> None:
         self._generator = generator
         self._models = models
         self._load = load
-        self._executor = executor
+        self._texts = texts
         self._max_tokens = max_tokens
         self._max_message_bytes = max_message_bytes
         # It starts its thread with the first call.
@@ -109,9 +110,8 @@ class Explainer:
             why = f"is not offered for {model.name}, which was exported without --explain-graph"
             raise UnsupportedFeature("Explain", why)
         selection = explaining.select(model, call)
-        prompt, target = await asyncio.get_running_loop().run_in_executor(
-            self._executor, explaining.encode, model, call, self._max_tokens
-        )
+        num_bytes = text_size(call.prompt) + text_size(call.target)
+        prompt, target = await self._texts.run(num_bytes, explaining.encode, model, call, self._max_tokens)
         if not target:
             target = await self._generate(model, call, prompt, selection, deadline)
         task = ExplainTask.of(model, prompt, target)

@@ -8,10 +8,8 @@ token, except for requests with stop strings, whose text the engine has already 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -31,8 +29,9 @@ from service.engine.types import (
 )
 from service.errors import DeadlineExceeded, NotServing, RequestCancelled, RequestError, UnknownModel
 from service.forecast import Estimate
-from service.models import Models, Prompt, ServedModel
+from service.models import Models, Prompt, ServedModel, text_size
 from service.scoring import Score, ScoreCall, ScoreTask, make_task
+from service.text_pool import TextPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +120,13 @@ class Generator:
     Args:
         engine: where requests run.
         models: what is served.
-        executor: where prompts are tokenised.
+        texts: where prompts are tokenized.
     """
 
-    def __init__(self, engine: AsyncEngine, models: Models, executor: Executor) -> None:
+    def __init__(self, engine: AsyncEngine, models: Models, texts: TextPool) -> None:
         self._engine = engine
         self._models = models
-        self._executor = executor
+        self._texts = texts
 
     async def run(
         self, call: GenerateCall, time_remaining: float | None, *, is_streamed: bool = True
@@ -166,16 +165,18 @@ class Generator:
             yield replace(outcome, cost=place.cost) if call.wants_cost else outcome
 
     async def estimate(self, call: GenerateCall) -> Estimate:
-        """What a call would cost and how long it would take, were it run now. No place is taken, nothing is computed.
+        """What a call would cost and how long it would take, were it run now; nothing is computed.
+
+        It holds a place meanwhile, as tokenizing takes memory and time.
 
         Raises:
             RequestError: what `run` would raise before it runs.
         """
         model = self._models.resolve(call.model)
         self._models.require_serving(model.name)
-        self._engine.require_place(model.name, call.request_id)
-        request = await self._prepare(call, model, time.monotonic(), None)
-        return await self._engine.estimate(request)
+        with self._engine.place(model.name, call.request_id):
+            request = await self._prepare(call, model, time.monotonic(), None)
+            return await self._engine.estimate(request)
 
     async def score(self, call: ScoreCall, time_remaining: float | None) -> Score:
         """How probable a given text is. It waits for its turn as `run` does; cancelling it frees what it holds.
@@ -222,8 +223,8 @@ class Generator:
         self, call: GenerateCall, model: ServedModel, arrival: float, time_remaining: float | None
     ) -> GenerationRequest:
         model.check_stop_token_ids(call.stopping.stop_token_ids)
-        loop = asyncio.get_running_loop()
-        token_ids, prefix_token_ids = await loop.run_in_executor(self._executor, _encode, model, call)
+        num_bytes = text_size(call.prompt) + text_size(call.target_prefix)
+        token_ids, prefix_token_ids = await self._texts.run(num_bytes, _encode, model, call)
         seconds = [limit for limit in (call.timeout_seconds, time_remaining) if limit is not None]
         return GenerationRequest(
             request_id=call.request_id,
@@ -244,8 +245,8 @@ class Generator:
     async def _prepare_score(
         self, call: ScoreCall, model: ServedModel, arrival: float, time_remaining: float | None
     ) -> tuple[ScoreTask, GenerationRequest]:
-        loop = asyncio.get_running_loop()
-        task = await loop.run_in_executor(self._executor, make_task, model, call.prompt, call.target)
+        num_bytes = text_size(call.prompt) + text_size(call.target)
+        task = await self._texts.run(num_bytes, make_task, model, call.prompt, call.target)
         request = GenerationRequest(
             request_id=call.request_id,
             model=model.name,

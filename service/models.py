@@ -126,9 +126,10 @@ class ServedModel:
         most = self.max_prompt_tokens if max_tokens is None else max_tokens
         match prompt:
             case str():
+                require_room(field, text_size(prompt), self.prompt_tokenizer, most)
                 token_ids = tuple(self.prompt_tokenizer.encode(prompt))
-            case Conversation(messages):
-                token_ids = self._encode_chat(messages)
+            case Conversation():
+                token_ids = self._encode_chat(field, prompt, most)
             case _:
                 token_ids = prompt
         if not token_ids:
@@ -138,14 +139,17 @@ class ServedModel:
         check_ids(field, token_ids, self.prompt_vocab_size)
         return token_ids
 
-    def _encode_chat(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+    def _encode_chat(self, field: str, prompt: Conversation, most: int) -> tuple[int, ...]:
         if self.chat is None:
             raise UnsupportedFeature("prompt.chat")
+        require_room(field, text_size(prompt), self.prompt_tokenizer, most)
         try:
-            return tuple(self.chat.encode(messages))
+            written = self.chat.render(prompt.messages)
         except ConversationError as error:
-            roles = [message.role for message in messages]
+            roles = [message.role for message in prompt.messages]
             raise InvalidRequest(f"prompt.chat.messages{error.place}", roles, error.reason) from error
+        require_room(field, text_size(written), self.prompt_tokenizer, most)
+        return tuple(self.chat.tokenize(written))
 
     def encode_target_prefix(self, text: str) -> tuple[int, ...]:
         """Token ids of an output's forced start, with no control token but one that the model wants to come first.
@@ -161,8 +165,9 @@ class ServedModel:
         config = self.manifest.config
         if not config.is_encoder_decoder:
             raise InvalidRequest("target_prefix", text, f"must be empty, as {self.name} is decoder-only")
-        token_ids = self.output_beginning + tuple(self.output_tokenizer.encode_plain(text))
         most = self.max_target_prefix_tokens
+        require_room("target_prefix", text_size(text), self.output_tokenizer, most)
+        token_ids = self.output_beginning + tuple(self.output_tokenizer.encode_plain(text))
         if len(token_ids) > most:
             raise PromptTooLong("target_prefix", len(token_ids), f"must have at most {most} tokens")
         check_ids("target_prefix", token_ids, config.vocab_size)
@@ -216,6 +221,29 @@ def prompt_field(prompt: Prompt) -> str:
             return "prompt.chat.messages"
         case _:
             return "prompt.token_ids.ids"
+
+
+def text_size(given: Prompt | None) -> int:
+    """Bytes of a text, or of all that a conversation says; 0 for ids, which are not tokenized."""
+    match given:
+        case str():
+            return len(given.encode())
+        case Conversation(messages):
+            return sum(len(message.content.encode()) for message in messages)
+        case _:
+            return 0
+
+
+def require_room(field: str, num_bytes: int, tokenizer: Tokenizer, max_tokens: int) -> None:
+    """Refuses a text that has more bytes than so many tokens hold, before any work is spent on it.
+
+    Raises:
+        PromptTooLong: with the numbers of bytes.
+    """
+    max_bytes = tokenizer.max_bytes(max_tokens)
+    if num_bytes > max_bytes:
+        limit = f"must have at most {max_tokens} tokens, which hold at most {max_bytes} bytes"
+        raise PromptTooLong(field, f"{num_bytes} bytes", limit)
 
 
 def check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:

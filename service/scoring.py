@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from service.errors import InvalidRequest, PromptTooLong
-from service.models import ServedModel, check_ids, prompt_field
+from service.models import ServedModel, check_ids, prompt_field, require_room, text_size
 
 Text = str | tuple[int, ...]
 
@@ -128,8 +128,12 @@ def encode_target(model: ServedModel, target: Text, room: int, why: str) -> tupl
         PromptTooLong: when it has more.
         InvalidRequest: when an id is not in the vocabulary, or the text has no tokens.
     """
-    field = "target.target_text" if isinstance(target, str) else "target.target_token_ids.ids"
-    token_ids = tuple(model.output_tokenizer.encode_plain(target)) if isinstance(target, str) else target
+    if isinstance(target, str):
+        field = "target.target_text"
+        require_room(field, text_size(target), model.output_tokenizer, room)
+        token_ids = tuple(model.output_tokenizer.encode_plain(target))
+    else:
+        field, token_ids = "target.target_token_ids.ids", target
     if not token_ids:
         raise InvalidRequest(field, target, "must have at least 1 token")
     if len(token_ids) > room:

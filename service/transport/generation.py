@@ -5,12 +5,10 @@ The unary call is the stream, put together. Errors pass through; the interceptor
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Executor
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -21,12 +19,11 @@ from service.config import RequestLimits
 from service.errors import InvalidRequest, RequestError
 from service.explainer import Explainer
 from service.generator import Accepted, Finished, GenerateCall, Generator, Outcome, Part, Piece, PromptScores
-from service.models import Models, ServedModel, check_ids
+from service.models import Models, ServedModel, check_ids, text_size
+from service.text_pool import TextPool
 from service.transport import codec
 
 Context = grpc.aio.ServicerContext[Any, Any]
-_Asked = TypeVar("_Asked")
-_Answer = TypeVar("_Answer")
 
 
 class GenerationServicer(GenerationServiceServicer):
@@ -37,18 +34,18 @@ class GenerationServicer(GenerationServiceServicer):
         explainer: answers `Explain`.
         models: what is served.
         limits: what one request may ask.
-        executor: where `Tokenize` and `Detokenize` work and large answers are put together; not the generator's, or
-            they would hold up its prompts.
+        texts: where `Tokenize` and `Detokenize` work and large answers are put together; not the generator's, or they
+            would hold up its prompts.
     """
 
     def __init__(
-        self, generator: Generator, explainer: Explainer, models: Models, limits: RequestLimits, executor: Executor
+        self, generator: Generator, explainer: Explainer, models: Models, limits: RequestLimits, texts: TextPool
     ) -> None:
         self._generator = generator
         self._explainer = explainer
         self._models = models
         self._limits = limits
-        self._executor = executor
+        self._texts = texts
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """Collects the stream into one answer."""
@@ -90,12 +87,18 @@ class GenerationServicer(GenerationServiceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Splits a text as `Generate` would, or bare."""
         tokenizer = _tokenizer(self._models.resolve(request.model), request.side, pb.TEXT_SIDE_PROMPT)
-        return await self._off_the_loop(_tokenize, tokenizer, request, self._limits.max_tokenize_bytes)
+        max_bytes, num_bytes = self._limits.max_tokenize_bytes, text_size(request.text)
+        if num_bytes > max_bytes:
+            raise InvalidRequest("text", num_bytes, f"must have at most {max_bytes} bytes")
+        return await self._texts.run(num_bytes, _tokenize, tokenizer, request)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Joins tokens as an output's are joined."""
         tokenizer = _tokenizer(self._models.resolve(request.model), request.side, pb.TEXT_SIDE_OUTPUT)
-        return await self._off_the_loop(_detokenize, tokenizer, request, self._limits.max_detokenize_tokens)
+        most = self._limits.max_detokenize_tokens
+        if len(request.token_ids) > most:
+            raise InvalidRequest("token_ids", len(request.token_ids), f"must have at most {most} entries")
+        return await self._texts.run(len(request.token_ids), _detokenize, tokenizer, request)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Computes a text without generating anything."""
@@ -114,7 +117,7 @@ class GenerationServicer(GenerationServiceServicer):
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         """Computes attention weights, apart from the engine; the answer is put together off the event loop."""
         explanation = await self._explainer.explain(codec.decode_explain(request), context.time_remaining())
-        return await asyncio.get_running_loop().run_in_executor(self._executor, codec.encode_explanation, explanation)
+        return await self._texts.run(0, codec.encode_explanation, explanation)
 
     def _decode(self, request: pb.GenerateRequest | pb.GenerateStreamRequest) -> GenerateCall:
         try:
@@ -123,25 +126,15 @@ class GenerationServicer(GenerationServiceServicer):
             self._generator.refused(request.model, error)
             raise
 
-    async def _off_the_loop(
-        self, work: Callable[[Tokenizer, _Asked, int], _Answer], tokenizer: Tokenizer, request: _Asked, limit: int
-    ) -> _Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, tokenizer, request, limit)
 
-
-def _tokenize(tokenizer: Tokenizer, request: pb.TokenizeRequest, max_bytes: int) -> pb.TokenizeResponse:
-    num_bytes = len(request.text.encode())
-    if num_bytes > max_bytes:
-        raise InvalidRequest("text", num_bytes, f"must have at most {max_bytes} bytes")
+def _tokenize(tokenizer: Tokenizer, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
     is_bare = request.HasField("add_special_tokens") and not request.add_special_tokens
     token_ids = (tokenizer.encode_plain if is_bare else tokenizer.encode)(request.text)
     return pb.TokenizeResponse(token_ids=token_ids, tokens=[tokenizer.token(each) or "" for each in token_ids])
 
 
-def _detokenize(tokenizer: Tokenizer, request: pb.DetokenizeRequest, max_tokens: int) -> pb.DetokenizeResponse:
+def _detokenize(tokenizer: Tokenizer, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
     token_ids = request.token_ids
-    if len(token_ids) > max_tokens:
-        raise InvalidRequest("token_ids", len(token_ids), f"must have at most {max_tokens} entries")
     check_ids("token_ids", token_ids, tokenizer.vocab_size)
     return pb.DetokenizeResponse(text=tokenizer.decode(token_ids))
 

@@ -173,7 +173,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except asyncio.CancelledError:
                 status = Status(_cancelled_code(time.monotonic() - started, timeout), "")
                 raise
-            except Exception as error:
+            except (GeneratorExit, KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic of an extension module is no Exception
                 status = to_status(error)
             finally:
                 # Counted before the client hears of it, so that whoever has an answer finds it counted.

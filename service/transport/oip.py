@@ -248,7 +248,9 @@ class InferenceServicer(GRPCInferenceServiceServicer):
                                 ended = ",".join(reason for _, reason in sorted(reasons.items()))
                                 texts = () if call.wants_empty_final else ("",)
                                 await tell(texts, {**_usage(part), "finish_reason": ended}, is_final=True)
-        except Exception as error:
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of an extension module is no Exception, and would end the others
             known = renamed(error) if isinstance(error, InvalidRequest) else error
             status = to_status(known)
             answer = encode_infer(model, request.id, (), {FINAL: True})

@@ -71,7 +71,7 @@ class Status:
     trailing_metadata: tuple[tuple[str, bytes], ...] = ()
 
 
-def to_status(error: Exception) -> Status:
+def to_status(error: BaseException) -> Status:
     """The status for an error that ended a call. An error nobody foresaw is logged here, and only here."""
     if not isinstance(error, RequestError):
         error = report_failure("an unexpected error ended a call", error)

@@ -79,6 +79,42 @@ async def test_a_call_that_ended_under_a_message_is_cancelled_and_its_handler_cl
     assert "unexpected" not in caplog.text
 
 
+class Panic(BaseException):
+    """As extension modules raise them."""
+
+
+async def test_panic_in_a_handler_is_internal_and_leaves_nothing_open(caplog: pytest.LogCaptureFixture) -> None:
+    async def handler(request: bytes, context: Any) -> AsyncGenerator[bytes, None]:
+        raise Panic("/secret/path")
+        yield b""
+
+    registry = CollectorRegistry()
+    interceptor, call = await wrapped(handler, registry)
+    context = Context()
+    await call(b"", context)
+    ((code, words, _),) = context.aborted
+    assert code is grpc.StatusCode.INTERNAL
+    assert words.removeprefix("internal error ") in caplog.text
+    assert "secret" not in words
+    assert interceptor.num_open == 0
+    labels = {"grpc_method": "GenerateStream", "grpc_code": "INTERNAL"}
+    assert registry.get_sample_value("onward_grpc_server_handled_total", labels) == 1
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+async def test_what_ends_the_process_passes_through(end: type[BaseException]) -> None:
+    async def handler(request: bytes, context: Any) -> AsyncGenerator[bytes, None]:
+        raise end
+        yield b""
+
+    interceptor, call = await wrapped(handler, CollectorRegistry())
+    context = Context()
+    with pytest.raises(end):
+        await call(b"", context)
+    assert context.aborted == []
+    assert interceptor.num_open == 0
+
+
 async def test_a_call_whose_end_is_at_hand_is_sent_no_message() -> None:
     sent = []
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from model.config import Architecture
-from model.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer, TokenizerError
+from model.tokenizer import BOS_ID, EOS_ID, LOSSY_TOKEN_BYTES, PAD_ID, Tokenizer, TokenizerError
 from model.tokenizer_training import (
     BOS,
     EOS,
@@ -47,6 +49,78 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]))
 def test_byte_level_tokens_give_any_text_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode(tokenizer.encode_plain(text)) == text
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, NATURAL, BYTES], ids=["code", "natural", "bytes"])
+@given(text=any_text)
+def test_text_of_so_many_tokens_has_no_more_bytes_than_they_hold(tokenizer: Tokenizer, text: str) -> None:
+    """Long runs besides: those are what tokens of many bytes are made for."""
+    for each in (text, text * 50, SOURCE + text):
+        num_tokens = len(tokenizer.encode_plain(each))
+        assert len(each.encode()) <= tokenizer.max_bytes(num_tokens)
+    assert tokenizer.max_bytes(1) < LOSSY_TOKEN_BYTES
+
+
+def changed(**parts: Any) -> Tokenizer:
+    """`BPE` with other parts."""
+    described = json.loads(BPE.to_json())
+    described["model"] |= parts.pop("model", {})
+    return Tokenizer.from_json(json.dumps(described | parts))
+
+
+ADDED = {"id": 320, "content": "<a>", "single_word": False, "normalized": False, "special": False}
+LOSSY: dict[str, dict[str, Any]] = {
+    "normalizer that strips": {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+    "normalizer that composes": {
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": " "}, {"type": "NFKC"}]}
+    },
+    "normalizer that shortens": {
+        "normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": " "},
+    },
+    "normalizer by pattern": {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}},
+    "split that removes": {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+            ],
+        }
+    },
+    "white space": {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+    "no pre-tokenizer": {"pre_tokenizer": None},
+    "added token that takes spaces along": {"added_tokens": [{**ADDED, "lstrip": True, "rstrip": False}]},
+    "symbol that is missing": {
+        "model": {"vocab": {"a": 0, "b": 1}, "merges": []},
+        "added_tokens": [],
+        "post_processor": None,
+    },
+}
+
+
+@pytest.mark.parametrize("parts", LOSSY.values(), ids=LOSSY.keys())
+def test_where_text_may_get_lost_a_token_holds_what_is_documented(parts: dict[str, Any]) -> None:
+    assert changed(**parts).max_bytes(3) == 3 * LOSSY_TOKEN_BYTES
+    assert CHARACTERS.max_bytes(1) == WORDS.max_bytes(1) == LOSSY_TOKEN_BYTES
+
+
+def test_parts_that_keep_all_text_leave_spellings_as_the_bound() -> None:
+    split = {"type": "Split", "pattern": {"Regex": r"\\p{L}+"}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    like_llama = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [split, byte_level]})
+    assert like_llama.max_bytes(1) == BPE.max_bytes(1) < LOSSY_TOKEN_BYTES
+    longer = {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}}
+    assert changed(**longer).max_bytes(1) == BPE.max_bytes(1)
+
+
+def test_panic_of_the_library_is_an_error_like_others() -> None:
+    """The library's own: a decoder that strips more than a token has, a pre-tokenizer that cuts nothing off."""
+    with pytest.raises(TokenizerError, match="the tokenizers library panicked: index out of bounds"):
+        changed(decoder={"type": "Strip", "content": "a", "start": 0, "stop": 2}).decode(BPE.encode_plain("a"))
+    without_length = changed(pre_tokenizer={"type": "FixedLength", "length": 0})
+    for encode in (without_length.encode, without_length.encode_plain, without_length.with_marks().encode):
+        with pytest.raises(TokenizerError, match="the tokenizers library panicked: chunk size must be non-zero"):
+            encode("a")
 
 
 @given(any_text)
