@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fuzz", type=int, default=1500, help="fuzzed requests")
     group.addoption("--kills", type=int, default=8, help="clients killed in the middle of a stream")
     group.addoption("--kernel-fuzz-seconds", type=float, default=4.0, help="hostile models for kernels with sanitizers")
+    group.addoption("--large-rounds", type=int, default=1, help="times that each of the largest messages is sent")
     group.addoption("--soak-seconds", type=float, default=12.0, help="length of the soak")
     parser.addoption(
         "--require-prometheus", action="store_true", help="fail, and do not skip, where Prometheus is not installed"

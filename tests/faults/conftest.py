@@ -18,3 +18,8 @@ def kills(pytestconfig: pytest.Config) -> int:
 @pytest.fixture(scope="session")
 def soak_seconds(pytestconfig: pytest.Config) -> float:
     return float(pytestconfig.getoption("--soak-seconds"))
+
+
+@pytest.fixture(scope="session")
+def rounds(pytestconfig: pytest.Config) -> int:
+    return int(pytestconfig.getoption("--large-rounds"))
