@@ -151,8 +151,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt or source, with the control tokens that the file's post-processor adds."""
-        ids: list[int] = _guarded(self._encoder.encode, self._clean(text)).ids
-        return ids
+        return _encode(self._encoder, self._clean(text), add_special_tokens=True)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts, in parallel."""
@@ -160,8 +159,7 @@ class Tokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of the text alone: no control tokens, as for a target or its forced beginning."""
-        ids: list[int] = _guarded(self._encoder.encode, self._clean(text), add_special_tokens=False).ids
-        return ids
+        return _encode(self._encoder, self._clean(text), add_special_tokens=False)
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode_plain` of many texts, in parallel."""
@@ -207,8 +205,14 @@ class MarkedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone: nothing is added."""
-        ids: list[int] = _guarded(self._inner.encode, text, add_special_tokens=False).ids
-        return ids
+        return _encode(self._inner, text, add_special_tokens=False)
+
+
+def _encode(inner: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Ids of one text, by the library's method for many: the one for one holds the interpreter's lock all the while."""
+    (encoding,) = _guarded(inner.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _guarded(function: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:

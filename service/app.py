@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from model import kernels
 from service.access import KeyAccess, OpenAccess
 from service.async_engine import AsyncEngine
-from service.config import Admission, Kernels, MetricsCompat, ServeConfig
+from service.config import Admission, Kernels, MetricsCompat, ServeConfig, keep_tokenizers_on_their_threads
 from service.costing import CostModel
 from service.debug import from_loop, with_debug
 from service.devices import artefact_folder
@@ -233,6 +233,7 @@ class App:
         )
         self._told: set[str] = set()
         self._mending: set[asyncio.Task[None]] = set()
+        keep_tokenizers_on_their_threads()
         self._prompts = TextPool("prompts", _TOKENIZER_THREADS)
         # A thread of its own: whoever tokenises for its own sake waits in line and holds up no prompt.
         self._texts = TextPool("texts", 1)

@@ -1,7 +1,7 @@
 """The command line and its environment twins, turned into frozen configurations.
 
 Every flag `--some-name` may be given as `ONWARD_SOME_NAME` instead; the flag wins. All problems are reported at once.
-This is the only reader of the environment. Knows nothing of what the values do.
+This is the only module that touches the environment. Knows nothing of what the values do.
 """
 
 from __future__ import annotations
@@ -533,6 +533,14 @@ _TOGETHER = (
     ("tls_client_ca", "tls_certificate"),
     ("kv_shares", "kv_memory"),
 )
+
+
+def keep_tokenizers_on_their_threads() -> None:
+    """Makes the tokenizers library work on the thread that calls it, unless the operator says otherwise.
+
+    A pool of its own would take as many cores as there are, at the engine's priority.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def parse_command_line(argv: Sequence[str]) -> Config:

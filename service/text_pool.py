@@ -2,7 +2,7 @@
 
 Tokenizing takes about two microseconds per byte (a megabyte: two seconds) and cannot be interrupted. So long texts have
 one thread of their own, with a low priority and a short queue: they neither delay short texts nor take the engine's
-cores. The library releases the interpreter's lock while it tokenizes. Knows nothing of what the work is.
+cores. `model.tokenizer` releases the interpreter's lock while it tokenizes. Knows nothing of what the work is.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,26 @@ def test_parts_that_keep_all_text_leave_spellings_as_the_bound() -> None:
     assert like_llama.max_bytes(1) == BPE.max_bytes(1) < LOSSY_TOKEN_BYTES
     longer = {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}}
     assert changed(**longer).max_bytes(1) == BPE.max_bytes(1)
+
+
+def test_other_threads_go_on_while_a_text_is_tokenized() -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def tokenize() -> None:
+        began.set()
+        BPE.encode("import os " * 60_000)
+        ended.set()
+
+    thread = threading.Thread(target=tokenize)
+    thread.start()
+    began.wait()
+    num_turns = 0
+    while not ended.is_set():
+        time.sleep(0.001)
+        num_turns += 1
+    thread.join()
+    # One that waits for the interpreter's lock has a turn before it and one behind it.
+    assert num_turns > 5
 
 
 def test_panic_of_the_library_is_an_error_like_others() -> None:
