@@ -3,7 +3,7 @@
     start   load ─> listen (NOT_SERVING) ─> learn how long steps take ─> replay the golden cases ─> SERVING
     stop    NOT_SERVING ─> refuse new requests ─> let those in flight end ─> end the engine thread ─> close
 
-If the engine thread dies, every stream is told, health flips and the process exits with 1: it never limps.
+If the engine thread dies or gRPC accepts no more calls, health flips, every stream ends and the process exits with 1.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
@@ -33,7 +34,7 @@ from service.engine.engine import LastRun
 from service.engine.session import share_threads
 from service.engine.types import Device, PrefillProvider
 from service.engine_thread import StepEngine
-from service.errors import EngineFailed, RequestError, StartupError
+from service.errors import NotServing, OnwardError, RequestError, StartupError
 from service.explainer import Explainer
 from service.exposition import exposing, metrics_app
 from service.generator import Generator
@@ -47,12 +48,12 @@ from service.recorder import FlightLog, FlightRecorder
 from service.text_pool import TextPool
 from service.tracing import NoTracer, Tracer, open_tracer
 from service.transport.generation import GenerationServicer
+from service.transport.health import EVERYTHING, LIST
 from service.transport.interceptors import CallInterceptor
 from service.transport.model_service import ModelServicer
 from service.transport.oip import InferenceServicer
 from service.transport.permissions import PERMISSIONS
 from service.transport.server import (
-    EVERYTHING,
     GENERATION_SERVICE,
     INFERENCE_SERVICE,
     MODEL_SERVICE,
@@ -155,7 +156,8 @@ async def run(app: App, announce: Callable[[Ready], None]) -> int:
                 states = {name: app.models.state(name) for name in app.models.names}
                 parity = {name: found for name in states if (found := app.models.parity(name))}
                 announce(Ready(endpoint, states, parity))
-            error = await app.wait(stop)
+            if (error := await app.wait(stop)) is not None:
+                _LOGGER.error("the server stops because it failed: %s", error)
     finally:
         for number in _STOP_SIGNALS:
             loop.remove_signal_handler(number)
@@ -222,16 +224,16 @@ class App:
             recorder=FlightRecorder(config.recorder_steps),
             tracer=self._tracer,
         )
-        self._verifier = Verifier(self._engine, self._models, self._metrics, self._tell_health)
+        self._verifier = Verifier(self._engine, self._models, self._metrics, self._show_health)
         pool = pool or share_memory(models, config)
         for name, part in pool.parts.items():
             self._metrics.for_model(name).kv_memory(part)
         for name, engine in engines.items():
             self._metrics.for_model(name).max_draft_tokens(engine.max_draft_tokens)
         self._library = Library(
-            config, self._engine, self._models, self._metrics, last_run or LastRun(), pool, self._tell_health
+            config, self._engine, self._models, self._metrics, last_run or LastRun(), pool, self._show_health
         )
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
         self._mending: set[asyncio.Task[None]] = set()
         keep_tokenizers_on_their_threads()
         self._prompts = TextPool("prompts", _TOKENIZER_THREADS)
@@ -251,7 +253,7 @@ class App:
             config.max_message_bytes,
         )
         self._calls = CallInterceptor(
-            SERVICES,
+            (*SERVICES, LIST),
             self._metrics.handled,
             OpenAccess() if config.api_keys is None else KeyAccess(config.api_keys, PERMISSIONS),
             max_message_bytes=config.max_message_bytes,
@@ -308,7 +310,7 @@ class App:
                 _LOGGER.error("%s does not serve, its golden cases could not be replayed: %s", name, error)
                 self._models.verified(name, Parity(()))
                 self._metrics.for_model(name).parity_checked(Parity(()).max_abs_error, passed=False)
-        await self._tell_health()
+        self._show_health()
 
     async def _calibrate(self, name: str) -> None:
         try:
@@ -318,16 +320,19 @@ class App:
         else:
             _LOGGER.info("%s: step times learned from %d steps", name, num_steps)
 
-    async def wait(self, stop: asyncio.Event) -> EngineFailed | None:
-        """Waits until `stop` is set (None) or the engine thread died (its error)."""
+    async def wait(self, stop: asyncio.Event) -> OnwardError | None:
+        """Waits until `stop` is set (None), or the engine thread or what accepts calls has ended (the error)."""
         ended = asyncio.create_task(self._engine.wait_ended())
+        closed = asyncio.create_task(self._server.wait_ended())
         stopped = asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
-            return ended.result() if ended.done() else None
+            await asyncio.wait((ended, closed, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                return ended.result()
+            return NotServing("no call is accepted any more") if closed.done() else None
         finally:
-            stopped.cancel()
-            ended.cancel()
+            for task in (ended, closed, stopped):
+                task.cancel()
 
     def _make_server(self) -> Server:
         """A gRPC server belongs to the event loop that runs when it is made, so it cannot be made any earlier."""
@@ -341,6 +346,7 @@ class App:
                 max_message_bytes=self._config.max_message_bytes,
                 max_metadata_bytes=self._config.max_metadata_bytes,
                 max_concurrent_rpcs=self._config.max_concurrent_rpcs,
+                max_stall_seconds=self._config.max_stall_seconds,
                 keepalive_seconds=self._config.keepalive_seconds,
             ),
             credentials=self._credentials,
@@ -351,29 +357,29 @@ class App:
         """A model fails step after step: it is not asked any more until its golden cases pass again."""
         _LOGGER.error("%s does not serve, its steps fail one after the other", name)
         self._models.failing(name)
+        self._show_health()
         task = asyncio.get_running_loop().create_task(self._mend(name))
         self._mending.add(task)
         task.add_done_callback(self._mending.discard)
 
     async def _mend(self, name: str) -> None:
-        await self._tell_health()
         try:
             await self._verifier.verify(name)
         except RequestError as error:
             _LOGGER.error("%s does not serve, its golden cases could not be replayed: %s", name, error)
 
-    async def _tell_health(self) -> None:
-        for name in self._told - set(self._models.names):
-            await self._server.set_health(name, is_serving=False)
-        self._told |= set(self._models.names)
+    def _show_health(self) -> None:
+        for name in self._shown - set(self._models.names):
+            self._server.set_health(name, is_serving=False)
+        self._shown |= set(self._models.names)
         self._explainer.models_changed()
         self._show_states()
         serving = {name: self._models.state(name) is ModelState.SERVING for name in self._models.names}
         for name, is_serving in serving.items():
-            await self._server.set_health(name, is_serving=is_serving)
+            self._server.set_health(name, is_serving=is_serving)
         for name in (EVERYTHING, GENERATION_SERVICE, INFERENCE_SERVICE):
-            await self._server.set_health(name, is_serving=all(serving.values()))
-        await self._server.set_health(MODEL_SERVICE, is_serving=True)
+            self._server.set_health(name, is_serving=all(serving.values()))
+        self._server.set_health(MODEL_SERVICE, is_serving=True)
 
     def _show_states(self) -> None:
         for name in self._models.names:
@@ -383,12 +389,12 @@ class App:
         self._models.drain()
         self._show_states()
         self._engine.drain()
-        await self._server.withdraw()
+        self._server.withdraw()
         await self._drain(hurry)
         # Before the gRPC server: a stream that is still open is told that the server stops, and not just cut off.
         await _within(_ENGINE_SECONDS, self._engine.stop, "the engine did not stop")
         await _within(_CLOSING_SECONDS, self._calls.wait_idle, "calls did not end with the engine")
-        await self._server.stop(_CLOSING_SECONDS)
+        await _within(2 * _CLOSING_SECONDS, partial(self._server.stop, _CLOSING_SECONDS), "gRPC did not stop")
         # Cancelled handlers clean up after `stop` has returned.
         await _within(_CLOSING_SECONDS, self._calls.wait_idle, "cancelled calls did not end")
         for task in self._mending:

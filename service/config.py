@@ -366,7 +366,11 @@ class ServeConfig:
     max_message_bytes: Annotated[int, Option("largest message in bytes, either way", _integer(1024, 1 << 30))] = 4 << 20
     max_metadata_bytes: Annotated[int, Option("most metadata of a call in bytes", _integer(1024, 1 << 20))] = 16 << 10
     max_concurrent_rpcs: Annotated[
-        int, Option("most calls at once; health checks have as many places of their own", _integer(1, 1_000_000))
+        int,
+        Option(
+            "most calls at once; health checks have as many places of their own, and so have health watchers",
+            _integer(1, 1_000_000),
+        ),
     ] = 1024
     max_stall_seconds: Annotated[
         float, Option("how long a stream waits for its client to read, then it ends", _number(0.1, 86400))
@@ -381,7 +385,7 @@ class ServeConfig:
         Path | None, Option("PEM file of who signs clients' certificates, which they must show then", _file)
     ] = None
     api_keys: Annotated[Path | None, Option("TOML file of the API keys; calls need one then", _file)] = None
-    reflection: Annotated[bool, Option("let clients ask for the wire contract", _boolean)] = True
+    reflection: Annotated[bool, Option("let clients ask for the wire contract, without a key", _boolean)] = True
     log_level: Annotated[LogLevel, Option("least severe message logged", _choice(LogLevel))] = LogLevel.INFO
     # 80 s of steps that take 10 ms, 8 s of a small model's that take 1 ms; with as many requests below 3 MB per model,
     # where ids have 40 characters at most.

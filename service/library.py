@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -82,7 +82,7 @@ class Library:
         metrics: Metrics,
         last_run: LastRun,
         pool: KVPool,
-        state_changed: Callable[[], Awaitable[None]],
+        state_changed: Callable[[], None],
     ) -> None:
         self._config = config
         self._engine = engine
@@ -133,11 +133,11 @@ class Library:
         async def change() -> None:
             model = self._models.resolve(name).name
             self._models.withdraw(model)
-            await self._state_changed()
+            self._state_changed()
             gone = await self._engine.remove(model, self._config.drain_grace_seconds)
             self._give_back_when(gone, self._pool.part_of(model))
             self._models.remove(model)
-            await self._state_changed()
+            self._state_changed()
             # Whoever hears that it is unloaded may want its memory next.
             await asyncio.wait([gone])
             # Sessions and buffers are large: whatever cycle holds them should not do so until some day.
@@ -212,7 +212,7 @@ class Library:
         metrics.parity_checked(parity.max_abs_error, passed=parity.passed)
         metrics.kv_memory(part.kv_bytes)
         metrics.max_draft_tokens(max_draft_tokens)
-        await self._state_changed()
+        self._state_changed()
         stood_still = made - making if self._config.device is Device.CUDA else stall()
         _LOGGER.log(
             logging.WARNING if stood_still > _LONG_STALL_SECONDS else logging.INFO,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from model.golden import tolerance_of
@@ -41,7 +41,7 @@ class Verifier:
     """
 
     def __init__(
-        self, engine: AsyncEngine, models: Models, metrics: Metrics, state_changed: Callable[[], Awaitable[None]]
+        self, engine: AsyncEngine, models: Models, metrics: Metrics, state_changed: Callable[[], None]
     ) -> None:
         self._engine = engine
         self._models = models
@@ -88,5 +88,5 @@ class Verifier:
         if not parity.passed:
             failed = ", ".join(case.name for case in parity.cases if not case.passed)
             _LOGGER.error("%s does not serve, golden cases failed: %s", name, failed or "there are none")
-        await self._state_changed()
+        self._state_changed()
         return parity

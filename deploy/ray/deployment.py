@@ -78,7 +78,7 @@ class Replica:
         Raises:
             RuntimeError: when a model does not answer.
         """
-        if not await self._handlers.is_serving():
+        if not self._handlers.is_serving():
             raise RuntimeError("a model does not answer: it has not passed its proof, or its steps fail")
 
     async def record_autoscaling_stats(self) -> Mapping[str, float]:

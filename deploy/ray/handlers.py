@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from proto.inference import open_inference_pb2
 from proto.inference.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
@@ -25,8 +25,9 @@ from proto.onward.v1 import generation_pb2, model_pb2
 from proto.onward.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from proto.onward.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 from service.access import Permission
+from service.transport.health import EVERYTHING, HealthServicer
 from service.transport.permissions import PERMISSIONS
-from service.transport.server import EVERYTHING, SERVICES
+from service.transport.server import SERVICES, TransportLimits
 
 _FILES = (generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
 _OURS = {
@@ -39,8 +40,6 @@ FOR_ONE = frozenset(name for name, permission in PERMISSIONS.items() if permissi
 """What changes or occupies a model of one replica, and nobody could say of which."""
 _FOR_ONE = "this is for one replica and not for all behind this address"
 
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _KINDS: Mapping[tuple[bool, bool], Callable[..., Any]] = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
@@ -103,13 +102,13 @@ class Handlers:
         models: Any,
         inference: Any,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
-        limits: object,  # noqa: ARG002
+        limits: TransportLimits,
         *,
         credentials: grpc.ServerCredentials | None = None,  # noqa: ARG002
         has_reflection: bool = True,  # noqa: ARG002
     ) -> None:
         (self._interceptor,) = interceptors
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer(limits.max_stall_seconds)
         registry = _Registry()
         add_GenerationServiceServicer_to_server(generation, registry)  # type: ignore[arg-type]
         add_ModelServiceServicer_to_server(models, registry)  # type: ignore[arg-type]
@@ -121,7 +120,7 @@ class Handlers:
     async def start(self, host: str, port: int) -> int:  # noqa: ARG002
         """Wraps the methods; nobody listens, and health is bad. Returns 0, which is no port."""
         for name in (EVERYTHING, *SERVICES):
-            await self.set_health(name, is_serving=False)
+            self.set_health(name, is_serving=False)
         for name, method in METHODS.items():
             path = f"/{method.containing_service.full_name}/{name}"
             bare = self._bare[path]
@@ -133,21 +132,24 @@ class Handlers:
             self._wrapped[name] = await self._interceptor.intercept_service(continuation, details)  # type: ignore[arg-type]
         return 0
 
-    async def set_health(self, name: str, *, is_serving: bool) -> None:
-        """Tells whoever asks for the health of everything (""), a service or a model."""
-        await self._health.set(name, _SERVING if is_serving else _NOT_SERVING)
+    def set_health(self, name: str, *, is_serving: bool) -> None:
+        """Sets the health of everything (""), a service or a model."""
+        self._health.set(name, is_serving=is_serving)
 
-    async def withdraw(self) -> None:
-        """All health is bad from now on."""
-        await self._health.enter_graceful_shutdown()
+    def withdraw(self) -> None:
+        """Sets all health to NOT_SERVING, for good."""
+        self._health.withdraw()
+
+    async def wait_ended(self) -> None:
+        """Never returns: what accepts the calls is not ours to watch."""
+        await asyncio.Event().wait()
 
     async def stop(self, grace_seconds: float) -> None:
         """Nothing to stop: whoever takes the calls stops them."""
 
-    async def is_serving(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether everything serves."""
-        told = await self._health.Check(health_pb2.HealthCheckRequest(service=EVERYTHING), None)
-        return bool(told.status == _SERVING)
+        return self._health.is_serving(EVERYTHING)
 
     async def call(self, name: str, request: bytes, context: CallContext) -> bytes:
         """Answers a unary call.

@@ -23,13 +23,13 @@ class CallLimit(grpc.aio.ServerInterceptor):
 
     Args:
         max_calls: at once.
-        apart: full names of services whose calls have as many places of their own, all of these services together.
+        apart: full names of methods that have as many places of their own each.
     """
 
     def __init__(self, max_calls: int, *, apart: Collection[str] = ()) -> None:
         self._max_calls = max_calls
         self._apart = frozenset(apart)
-        self._num_open = Counter[bool]()
+        self._num_open = Counter[str]()
         # Of the kind that is not given its request: others would read all of it first.
         self._refusal: Any = grpc.stream_stream_rpc_method_handler(self._refuse)
 
@@ -39,15 +39,16 @@ class CallLimit(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Passes a call on, and holds a place for it until it is over; or refuses it."""
-        is_apart = handler_call_details.method.lstrip("/").partition("/")[0] in self._apart
-        if self._num_open[is_apart] >= self._max_calls:
+        method = handler_call_details.method.lstrip("/")
+        kind = method if method in self._apart else ""
+        if self._num_open[kind] >= self._max_calls:
             return self._refusal
         # gRPC handles each call, this look-up of its handler included, in a task of its own. The handler's end would
         # not do: it is not even called for a client that goes away before its request is there.
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 (this is a coroutine)
-        self._num_open[is_apart] += 1
-        task.add_done_callback(lambda _: self._num_open.subtract({is_apart: 1}))
+        self._num_open[kind] += 1
+        task.add_done_callback(lambda _: self._num_open.subtract({kind: 1}))
         return await continuation(handler_call_details)
 
     async def _refuse(self, _: AsyncIterator[bytes], context: Context) -> None:

@@ -2,7 +2,7 @@
 
 A cancelled call ends with `CancelledError` where it awaits; `context.cancelled()` is still False then. That passes
 through untouched, and closes a stream's handler where it is suspended in `yield`, so that the handler's own `finally`
-frees what it holds. Health and reflection are not ours and are left alone.
+frees what it holds. Of health only `List` is wrapped, since it names the models; reflection is left alone.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from service.access import Access, Allowance, OpenAccess
 from service.allowance import shortfall
 from service.errors import AnswerTooLarge, ClientStalled
 from service.tracing import NoTracer, Tracer
+from service.transport.sending import abort_stalled, send
 from service.transport.status import Status, to_status
 from service.transport.wire_limits import malformed
 
@@ -44,7 +45,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """Maps errors to statuses, counts, traces and logs calls.
 
     Args:
-        services: full names of the services whose calls are wrapped.
+        services: full names of the services, or of single methods, whose calls are wrapped.
         handled: counts ended calls, labelled with the method's name and the status code's.
         access: who may call what.
         max_message_bytes: largest answer, or part of one.
@@ -93,7 +94,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         path = handler_call_details.method.lstrip("/")
         service = path.partition("/")[0]
-        if handler is None or service not in self._services:
+        if handler is None or self._services.isdisjoint((service, path)):
             return handler
         # Requests are parsed in here and not by gRPC, which would answer garbage with UNKNOWN, uncounted; answers are
         # serialised in here, or one that no message can hold would be counted as OK and end otherwise.
@@ -124,7 +125,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 with self._access.admitted(_method(path), _api_key(context)):
                     async with aclosing(handler(codec.parse(data), context)) as responses:
                         async for response in responses:
-                            await self._send(codec.serialize(response), context)
+                            await send(codec.serialize(response), context, self._max_stall_seconds)
 
         return call
 
@@ -136,26 +137,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     parsed = (codec.parse(data) async for data in messages)
                     async with aclosing(handler(parsed, context)) as responses:
                         async for response in responses:
-                            await self._send(codec.serialize(response), context)
+                            await send(codec.serialize(response), context, self._max_stall_seconds)
 
         return call
-
-    async def _send(self, message: bytes, context: Context) -> None:
-        """Waits until the message is on its way: what a client does not read it need not be sent more of."""
-        stall = asyncio.timeout(self._max_stall_seconds)
-        # An end of the call that the event loop has in hand comes first: gRPC never gives back what it took to send a
-        # message that fails, some hundred bytes of every client that goes away amid a stream (grpc/grpc#43360).
-        await asyncio.sleep(0)
-        try:
-            async with stall:
-                await context.write(message)
-        except TimeoutError as error:
-            if not stall.expired():
-                raise
-            raise ClientStalled(self._max_stall_seconds) from error
-        except grpc.aio.InternalError as error:
-            # The call ended before its handler was told so.
-            raise asyncio.CancelledError from error
 
     @asynccontextmanager
     async def _watch(self, path: str, context: Context, *, has_many: bool = False) -> AsyncIterator[None]:
@@ -166,7 +150,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         started = time.monotonic()
         # Now, not when it ends: the time that is left then may still be a few milliseconds.
         timeout = context.time_remaining()
-        status = Status(grpc.StatusCode.OK, "")
+        status, is_stalled = Status(grpc.StatusCode.OK, ""), False
         try:
             try:
                 yield
@@ -176,13 +160,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except (GeneratorExit, KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # a panic of an extension module is no Exception
-                status = to_status(error)
+                status, is_stalled = to_status(error), isinstance(error, ClientStalled)
             finally:
                 # Counted before the client hears of it, so that whoever has an answer finds it counted.
                 self._handled.labels(method, status.code.name).inc()
                 trace.ended(status.code.name, status.message)
                 _LOGGER.info("%s %s %.3f s", method, status.code.name, time.monotonic() - started)
-            if status.code is not grpc.StatusCode.OK:
+            if is_stalled:
+                await abort_stalled(context, status)
+            elif status.code is not grpc.StatusCode.OK:
                 await context.abort(status.code, status.message, status.trailing_metadata)
         finally:
             self._num_open -= 1

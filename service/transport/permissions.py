@@ -24,6 +24,8 @@ PERMISSIONS: Mapping[str, Permission] = {
     "ModelInfer": Permission.GENERATE,
     "ModelStreamInfer": Permission.GENERATE,
     "RepositoryIndex": Permission.GENERATE,
+    # Of health: it names the models. `Check` and `Watch` need no key.
+    "List": Permission.GENERATE,
     "RepositoryModelLoad": Permission.MANAGE,
     "RepositoryModelUnload": Permission.MANAGE,
     # Occupies a model until it is done.

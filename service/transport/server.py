@@ -5,12 +5,12 @@ Health speaks of "" (everything), of each service and of each model by its name.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from proto.inference import open_inference_pb2
@@ -23,15 +23,14 @@ from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer, add_G
 from proto.onward.v1.model_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
 from service.errors import StartupError
 from service.transport.concurrency import CallLimit
+from service.transport.health import CHECK, EVERYTHING, WATCH, HealthServicer, add_health
+from service.transport.health import SERVICE as HEALTH_SERVICE
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MODEL_SERVICE = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 INFERENCE_SERVICE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 SERVICES = (GENERATION_SERVICE, MODEL_SERVICE, INFERENCE_SERVICE)
-EVERYTHING = ""
 
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # For a client that is there to say so.
 _MAX_ANSWER_SECONDS = 10.0
 
@@ -40,13 +39,16 @@ _MAX_ANSWER_SECONDS = 10.0
 class TransportLimits:
     """What is refused with RESOURCE_EXHAUSTED before anybody looks at it: larger messages, more metadata, more calls.
 
-    Health checks, of which a full server must hear too, have `max_concurrent_rpcs` places of their own.
+    Health checks have `max_concurrent_rpcs` places of their own, and so have health watchers: neither a full server nor
+    its watchers keep it from answering a check.
+    A health watcher that has taken no bytes for `max_stall_seconds` is ended.
     A client that has been quiet for `keepalive_seconds` is asked whether it is there, and gone if it does not answer.
     """
 
     max_message_bytes: int
     max_metadata_bytes: int
     max_concurrent_rpcs: int
+    max_stall_seconds: float
     keepalive_seconds: float
 
 
@@ -57,12 +59,16 @@ class Server(Protocol):
         """Takes calls; returns the port."""
         ...
 
-    async def set_health(self, name: str, *, is_serving: bool) -> None:
-        """Tells whoever asks."""
+    def set_health(self, name: str, *, is_serving: bool) -> None:
+        """Sets the health of everything (""), a service or a model."""
         ...
 
-    async def withdraw(self) -> None:
-        """All health is bad, for good."""
+    def withdraw(self) -> None:
+        """Sets all health to NOT_SERVING, for good."""
+        ...
+
+    async def wait_ended(self) -> None:
+        """Waits until no call is accepted any more: `stop` was called, or what accepts calls has failed."""
         ...
 
     async def stop(self, grace_seconds: float) -> None:
@@ -112,15 +118,15 @@ class GrpcServer:
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
         ]
-        places = CallLimit(limits.max_concurrent_rpcs, apart=[health.SERVICE_NAME])
+        places = CallLimit(limits.max_concurrent_rpcs, apart=[CHECK, WATCH])
         self._server = grpc.aio.server(interceptors=(places, *interceptors), options=options)
         add_GenerationServiceServicer_to_server(generation, self._server)
         add_ModelServiceServicer_to_server(models, self._server)
         add_GRPCInferenceServiceServicer_to_server(inference, self._server)
-        self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health = HealthServicer(limits.max_stall_seconds)
+        add_health(self._health, self._server)
         if has_reflection:
-            names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (*SERVICES, HEALTH_SERVICE, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
 
     async def start(self, host: str, port: int) -> int:
@@ -131,7 +137,7 @@ class GrpcServer:
         """
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         for name in (EVERYTHING, *SERVICES):
-            await self.set_health(name, is_serving=False)
+            self.set_health(name, is_serving=False)
         try:
             if self._credentials is None:
                 bound = self._server.add_insecure_port(address)
@@ -139,20 +145,34 @@ class GrpcServer:
                 bound = self._server.add_secure_port(address, self._credentials)
         except RuntimeError as error:
             raise StartupError([f"cannot listen on {address}: {error}"]) from error
+        before = asyncio.all_tasks()
         await self._server.start()
+        # The task in which gRPC accepts calls. `wait_for_termination` is second best: it waits for open calls, too, and
+        # as long as one stream lasts it does not show that no other call is accepted.
+        begun = [task for task in asyncio.all_tasks() - before if _is_accepting(task)]
+        self._accepting = begun[0] if begun else asyncio.create_task(self._server.wait_for_termination())
         return bound
 
-    async def set_health(self, name: str, *, is_serving: bool) -> None:
-        """Tells health checks and watchers about everything (""), a service or a model."""
-        await self._health.set(name, _SERVING if is_serving else _NOT_SERVING)
+    def set_health(self, name: str, *, is_serving: bool) -> None:
+        """Sets the health of everything (""), a service or a model."""
+        self._health.set(name, is_serving=is_serving)
 
-    async def withdraw(self) -> None:
-        """Turns all health to NOT_SERVING, for good: load balancers look elsewhere, calls still work."""
-        await self._health.enter_graceful_shutdown()
+    def withdraw(self) -> None:
+        """Sets all health to NOT_SERVING, for good: load balancers look elsewhere, calls still work."""
+        self._health.withdraw()
+
+    async def wait_ended(self) -> None:
+        """Waits until no call is accepted any more: `stop` was called, or gRPC's serving task has failed."""
+        await asyncio.wait([self._accepting])
 
     async def stop(self, grace_seconds: float) -> None:
-        """Refuses new calls, gives those in flight some time, then cancels them."""
+        """Refuses new calls, ends health watchers, gives calls in flight some time, then cancels them."""
+        self._health.close()
         await self._server.stop(grace_seconds)
+
+
+def _is_accepting(task: asyncio.Task[Any]) -> bool:
+    return "_server_main_loop" in getattr(task.get_coro(), "__qualname__", "")
 
 
 def _milliseconds(seconds: float) -> int:

@@ -40,10 +40,10 @@ def literal(name: bytes, value: bytes) -> bytes:
     return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
 
 
-def headers(path: bytes, *more: tuple[bytes, bytes]) -> bytes:
+def headers(path: bytes, *more: tuple[bytes, bytes], stream: int = 1) -> bytes:
     fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"x")]
     fields += [(b"te", b"trailers"), (b"content-type", b"application/grpc"), *more]
-    return frame(1, 4, 1, b"".join(literal(*field) for field in fields))
+    return frame(1, 4, stream, b"".join(literal(*field) for field in fields))
 
 
 GENERATE = b"/onward.v1.GenerationService/Generate"
@@ -66,6 +66,8 @@ SENT: dict[str, bytes] = {
     + frame(0, 1, 1, b"\x01\x00\x00\x00\x01a"),
     "unknown method": BEGIN + headers(b"/a/b") + EMPTY,
     "path of no method": BEGIN + headers(b"//..//") + EMPTY,
+    "path that is no UTF-8": BEGIN + headers(b"/onward.v1.GenerationService/\xff\xfe") + EMPTY,
+    "path that is no UTF-8 and no method": BEGIN + headers(b"\xff") + EMPTY,
     "another content type": BEGIN + headers(GENERATE, (b"content-type", b"text/html")),
     "timeout that is none": BEGIN + headers(GENERATE, (b"grpc-timeout", b"99999999999x")) + EMPTY,
     "window of zero": PREFACE + frame(4, 0, 0, struct.pack(">HI", 4, 0)) + headers(GENERATE) + EMPTY,

@@ -381,16 +381,16 @@ async def test_a_model_that_is_served_no_more_takes_its_graph_along(graph: FakeG
     first, other = explained_model(), served_model("other")
     async with running([first, other]) as server:
         await server.generation.Explain(request)
-        await server.app._tell_health()
+        server.app._show_health()
         await server.generation.Explain(request)
         assert len(graph.loads) == 1
         # Another of the same name, as after a reload.
         server.app.models.serve(explained_model(), Parity((TRUSTED,)))
-        await server.app._tell_health()
+        server.app._show_health()
         await server.generation.Explain(request)
         assert len(graph.loads) == 2
         server.app.models.remove("fake")
-        await server.app._tell_health()
+        server.app._show_health()
         await eventually(lambda: server.app._explainer._graphs == {})
         assert (await status_of(server.generation.Explain(request))).code() is grpc.StatusCode.NOT_FOUND
 

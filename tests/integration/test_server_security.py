@@ -29,6 +29,7 @@ from service.client import ask
 from service.client import health as probe
 from service.config import AskConfig, HealthConfig, ServeConfig
 from service.errors import StartupError
+from service.transport.health import LIST
 from service.transport.permissions import PERMISSIONS
 from service.transport.server import SERVICES
 from service.transport.tls import TlsFiles, server_credentials
@@ -272,7 +273,7 @@ async def test_every_method_of_ours_has_a_permission() -> None:
         for service in file.services_by_name.values()
         for method in service.methods
     }
-    assert set(PERMISSIONS) == methods
+    assert set(PERMISSIONS) == {*methods, LIST.rpartition("/")[2]}
     changing = {"VerifyParity", "LoadModel", "UnloadModel", "ReloadModel"}
     changing |= {"RepositoryModelLoad", "RepositoryModelUnload"}
     assert {name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE} == changing
@@ -357,41 +358,51 @@ async def test_a_full_server_tells_health_checks_that_it_is_well() -> None:
             assert len(tokens_of(await read(call))) == 3
 
 
-async def test_health_checks_are_not_without_limit_either() -> None:
+async def test_health_checks_and_watchers_have_limits_of_their_own() -> None:
     async with running(max_concurrent_rpcs=2) as server:
         watches = [server.health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
         for watch in watches:
             await watch.read()
-        assert (await status_of(check(server))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        refused = await status_of(server.health.Watch(health_pb2.HealthCheckRequest()))
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await check(server)).status == health_pb2.HealthCheckResponse.SERVING
+        begin = server.channel.stream_unary("/grpc.health.v1.Health/Check")
+        checks = [begin(nothing()) for _ in range(2)]
+        while (error := await outcome(check(server))) is None:
+            pass
+        assert error is grpc.StatusCode.RESOURCE_EXHAUSTED
         await server.generation.Generate(generate_request("ab", max_tokens=1))
-        for watch in watches:
-            watch.cancel()
+        for call in (*watches, *checks):
+            call.cancel()
+
+
+async def nothing() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
 
 
 async def test_a_call_whose_request_never_comes_holds_a_place_until_its_client_goes() -> None:
-    never = asyncio.Event()
-
-    async def nothing() -> AsyncIterator[bytes]:
-        await never.wait()
-        yield b""
-
     async with running(max_concurrent_rpcs=2) as server:
         begin = server.channel.stream_unary("/onward.v1.GenerationService/Generate")
         begun = []
         # One that arrives beside the question is refused, and holds nothing.
-        while (error := await outcome(server)) is None:
+        while (error := await outcome(short(server))) is None:
             begun.append(begin(nothing()))
         assert error is grpc.StatusCode.RESOURCE_EXHAUSTED
         for call in begun:
             call.cancel()
-        while await outcome(server) is not None:
+        while await outcome(short(server)) is not None:
             pass
 
 
-async def outcome(server: Running) -> grpc.StatusCode | None:
+def short(server: Running) -> Any:
+    return server.generation.Generate(generate_request("ab", max_tokens=1))
+
+
+async def outcome(call: Any) -> grpc.StatusCode | None:
     """The status of a call that is refused; None of one that is not."""
     try:
-        await server.generation.Generate(generate_request("ab", max_tokens=1))
+        await call
     except grpc.aio.AioRpcError as error:
         return error.code()
     return None

@@ -29,7 +29,7 @@ class _Replays:
 
 
 def _verifier(engine: _Replays) -> Verifier:
-    async def told() -> None:
+    def told() -> None:
         pass
 
     model = SimpleNamespace(golden_cases=(), manifest=Mock())
