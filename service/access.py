@@ -24,7 +24,7 @@ import logging
 import math
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -37,6 +37,10 @@ _LOGGER = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 _DIGEST_LENGTH = 64
+_HOW_TO_OPEN = (
+    "this server is reached beyond loopback and knows no callers; start it with --api-keys and show a key that has the "
+    "permission, start it with --tls-client-ca, or have it listen on loopback"
+)
 _PLACE_SECONDS = 1.0  # when to come again where all places are taken: nobody knows when one will be free
 
 
@@ -96,11 +100,24 @@ class Access(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
 class OpenAccess:
-    """Everybody may do everything: for a server that only those reach who may."""
+    """No keys: every caller may use every method, but for some that may be closed to all.
+
+    Args:
+        closed: methods that are refused, since the server is reached by clients that it cannot tell apart.
+    """
+
+    closed: Collection[str] = ()
 
     def admitted(self, method: str, key: str | None) -> AbstractContextManager[Allowance]:  # noqa: ARG002 (the protocol's)
-        """Nothing is asked, nothing is counted."""
+        """Nothing is counted.
+
+        Raises:
+            PermissionDenied: for a closed method.
+        """
+        if method in self.closed:
+            raise PermissionDenied(method, Permission.MANAGE, _HOW_TO_OPEN)
         return nullcontext(self)
 
     def request(self) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from model import kernels
-from service.access import KeyAccess, OpenAccess
+from service.access import Access, KeyAccess, OpenAccess
 from service.async_engine import AsyncEngine
 from service.config import Admission, Kernels, MetricsCompat, ServeConfig, keep_tokenizers_on_their_threads
 from service.costing import CostModel
@@ -52,7 +52,7 @@ from service.transport.health import EVERYTHING, LIST
 from service.transport.interceptors import CallInterceptor
 from service.transport.model_service import ModelServicer
 from service.transport.oip import InferenceServicer
-from service.transport.permissions import PERMISSIONS
+from service.transport.permissions import MANAGING, PERMISSIONS
 from service.transport.server import (
     GENERATION_SERVICE,
     INFERENCE_SERVICE,
@@ -255,7 +255,7 @@ class App:
         self._calls = CallInterceptor(
             (*SERVICES, LIST),
             self._metrics.handled,
-            OpenAccess() if config.api_keys is None else KeyAccess(config.api_keys, PERMISSIONS),
+            _access(config),
             max_message_bytes=config.max_message_bytes,
             max_stall_seconds=config.max_stall_seconds,
             tracer=self._tracer,
@@ -450,6 +450,13 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _access(config: ServeConfig) -> Access:
+    if config.api_keys is not None:
+        return KeyAccess(config.api_keys, PERMISSIONS)
+    is_open = config.tls_client_ca is not None or _is_loopback(config.host)
+    return OpenAccess(closed=() if is_open else MANAGING)
 
 
 def _tls_files(config: ServeConfig) -> TlsFiles | None:

@@ -177,10 +177,10 @@ class PermissionDenied(RequestError):
 
     label = "permission_denied"
 
-    def __init__(self, method: str, permission: str) -> None:
+    def __init__(self, method: str, permission: str, advice: str = "") -> None:
         self.method = method
         self.permission = permission
-        super().__init__(f"{method}: needs the permission {permission!r}")
+        super().__init__(f"{method}: needs the permission {permission!r}{advice and f': {advice}'}")
 
 
 class RateLimited(RequestError):

@@ -24,9 +24,8 @@ from proto.inference.open_inference_pb2_grpc import add_GRPCInferenceServiceServ
 from proto.onward.v1 import generation_pb2, model_pb2
 from proto.onward.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from proto.onward.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
-from service.access import Permission
 from service.transport.health import EVERYTHING, HealthServicer
-from service.transport.permissions import PERMISSIONS
+from service.transport.permissions import MANAGING
 from service.transport.server import SERVICES, TransportLimits
 
 _FILES = (generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
@@ -36,7 +35,7 @@ _OURS = {
 _CHECK = health_pb2.DESCRIPTOR.services_by_name["Health"].methods_by_name["Check"]
 METHODS: Mapping[str, MethodDescriptor] = {**_OURS, _CHECK.name: _CHECK}
 """Every method that is offered; no two have the same name, which a test of permissions relies on too."""
-FOR_ONE = frozenset(name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE)
+FOR_ONE = MANAGING
 """What changes or occupies a model of one replica, and nobody could say of which."""
 _FOR_ONE = "this is for one replica and not for all behind this address"
 

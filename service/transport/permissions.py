@@ -34,3 +34,5 @@ PERMISSIONS: Mapping[str, Permission] = {
     "UnloadModel": Permission.MANAGE,
     "ReloadModel": Permission.MANAGE,
 }
+MANAGING = frozenset(name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE)
+"""The methods that change or occupy a model."""

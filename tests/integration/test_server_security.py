@@ -31,7 +31,7 @@ from service.config import AskConfig, HealthConfig, ServeConfig
 from service.errors import StartupError
 from service.transport.health import LIST
 from service.transport.permissions import PERMISSIONS
-from service.transport.server import SERVICES
+from service.transport.server import SERVICES, GrpcServer
 from service.transport.tls import TlsFiles, server_credentials
 from tests.fakes import FakeRunner, Gate
 from tests.servers import (
@@ -277,6 +277,80 @@ async def test_every_method_of_ours_has_a_permission() -> None:
     changing = {"VerifyParity", "LoadModel", "UnloadModel", "ReloadModel"}
     changing |= {"RepositoryModelLoad", "RepositoryModelUnload"}
     assert {name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE} == changing
+
+
+BEYOND = "0.0.0.0"
+
+
+@pytest.fixture
+def beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a server that is to listen on `BEYOND` listen on loopback, so that a test is not reached from outside."""
+    start = GrpcServer.start
+    monkeypatch.setattr(GrpcServer, "start", lambda self, _, port: start(self, "127.0.0.1", port))
+
+
+async def managed(channel: grpc.aio.Channel, metadata: Any = ()) -> dict[str, grpc.aio.AioRpcError | None]:
+    """How each method that manages models ends with an empty request; None is without an error."""
+    found: dict[str, grpc.aio.AioRpcError | None] = {}
+    for file in (model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR):
+        for service in file.services_by_name.values():
+            for method in service.methods:
+                if PERMISSIONS[method.name] is Permission.MANAGE:
+                    call = channel.unary_unary(f"/{service.full_name}/{method.name}")
+                    try:
+                        await call(b"", metadata=metadata)
+                    except grpc.aio.AioRpcError as error:
+                        found[method.name] = error
+                    else:
+                        found[method.name] = None
+    assert len(found) == 6
+    return found
+
+
+def is_managed(outcomes: dict[str, grpc.aio.AioRpcError | None]) -> bool:
+    """Whether the calls are let in: the empty request is good for one, and wrong for others."""
+    codes = {error.code() for error in outcomes.values() if error}
+    refused = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED}
+    assert not codes & refused or codes <= refused, "all or none"
+    return not codes & refused
+
+
+@pytest.mark.usefixtures("beyond")
+async def test_models_are_not_managed_by_callers_from_beyond_loopback_whom_nobody_knows() -> None:
+    async with running(host=BEYOND) as server:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.endpoint.port}") as channel:
+            outcomes = await managed(channel)
+            for name, error in outcomes.items():
+                assert error is not None
+                assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+                told = str(error.details())
+                assert told.startswith(f"{name}: ")
+                assert all(way in told for way in ("--api-keys", "--tls-client-ca", "loopback"))
+            answer = await GenerationServiceStub(channel).Generate(generate_request("ab", max_tokens=2))
+            assert len(answer.outputs[0].token_ids) == 2
+        assert server.app.models.names == (MODEL,)
+
+
+@pytest.mark.usefixtures("beyond")
+@pytest.mark.parametrize("way", ["loopback", "keys", "TLS", "mutual TLS"])
+async def test_models_are_managed_from_loopback_with_a_key_or_a_client_certificate(
+    way: str, authority: Authority, tmp_path: Path
+) -> None:
+    certificate, key = authority.issue("server", HOST)
+    tls = {"tls_certificate": certificate, "tls_key": key}
+    changes: dict[str, dict[str, Any]] = {
+        "loopback": {},
+        "keys": {"host": BEYOND, "api_keys": keys_file(tmp_path, '["generate", "manage"]')},
+        "TLS": {"host": BEYOND, **tls},
+        "mutual TLS": {"host": BEYOND, **tls, "tls_client_ca": authority.pem},
+    }
+    async with running(**changes[way]) as server:
+        if "TLS" in way:
+            async with secured(server, authority, *authority.issue("client", "client.example")) as channel:
+                assert is_managed(await managed(channel)) is (way == "mutual TLS")
+        else:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{server.endpoint.port}") as channel:
+                assert is_managed(await managed(channel, bearer() if way == "keys" else ()))
 
 
 async def test_people_and_probes_bring_their_key_and_trust(authority: Authority, tmp_path: Path) -> None:
