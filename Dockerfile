@@ -6,7 +6,8 @@
 # Everything that pip installs is named with its version and its hashes, for Python 3.11 and 3.12, in deploy/container;
 # deploy/container/pin.sh names it anew. The probe asks 127.0.0.1:8001 in the clear: where the server listens elsewhere or
 # over TLS, the probe is told by ONWARD_TARGET, ONWARD_CA_CERTIFICATE and ONWARD_SERVER_NAME.
-ARG BASE_IMAGE=python:3.12-slim-bookworm
+# An index of all platforms. A newer one, for its fixes, is `docker buildx imagetools inspect python:3.12-slim-bookworm`.
+ARG BASE_IMAGE=python:3.12-slim-bookworm@sha256:54c85f3c47607a77f32adec749d3c81d1348bf25833671f512b26a9b6d778cb3
 
 FROM ${BASE_IMAGE} AS build
 ARG EXTRA=gpu

