@@ -27,6 +27,7 @@ EVERYTHING = ""
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 CHECK, LIST, WATCH = (f"{SERVICE}/{method}" for method in ("Check", "List", "Watch"))
 
+_MAX_REQUEST_BYTES = 1024
 _State = health_pb2.HealthCheckResponse
 
 
@@ -95,6 +96,10 @@ class HealthServicer:
 
     async def Watch(self, request: Any, context: Context) -> None:  # noqa: N802 (the protocol's)
         """Sends the state of a name whenever it is another than the last that was sent; states between may be lost."""
+        if request.ByteSize() > _MAX_REQUEST_BYTES:
+            # It is held for as long as the watcher stays, with all of its unknown fields.
+            limit = f"request: must have at most {_MAX_REQUEST_BYTES} bytes"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, limit)
         watcher = _Watcher(request.service)
         self._watchers.add(watcher)
         sent: int | None = None

@@ -78,6 +78,21 @@ async def test_a_watcher_of_an_unknown_name_is_sent_what_becomes_of_it() -> None
         watch.cancel()
 
 
+@pytest.mark.parametrize("field", [b"\x0a", b"\x12"], ids=["name", "unknown"])
+async def test_a_watcher_whose_request_is_larger_than_any_name_is_refused(field: bytes) -> None:
+    async with running() as server:
+        watch = server.channel.unary_stream("/grpc.health.v1.Health/Watch")
+        # With three bytes for the field and its length.
+        error = await status_of(watch(field + b"\xfe\x07" + b"x" * 1022))
+        assert (error.code(), error.details()) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "request: must have at most 1024 bytes",
+        )
+        call = watch(field + b"\xfd\x07" + b"x" * 1021)
+        assert await call.read()
+        call.cancel()
+
+
 class Slow:
     """A watcher's context: a message is taken when the test takes it."""
 
