@@ -22,6 +22,7 @@ from typing import Any
 import gevent
 import grpc
 from gevent.event import Event
+from locust import runners
 from locust.env import Environment
 from locust.exception import StopTest
 from locust.runners import STATE_MISSING, MasterRunner, WorkerRunner
@@ -46,6 +47,9 @@ _BAD_RUN = 2
 # From the news of a run to its begin: by then users should be there.
 _LEAD_SECONDS = 0.2
 _LEAD_SECONDS_OF_MASTER = 1.5
+# Locust's master drops a worker after three seconds without a heartbeat, and stops the run with the last one; a worker
+# on a busy machine is silent for longer while it starts.
+_MISSED_HEARTBEATS = 30
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +104,7 @@ class Conductor:
             events.test_start.add_listener(lambda **_: self._lead())
             events.test_stop.add_listener(lambda **_: self._report())
             if isinstance(self._runner, MasterRunner):
+                runners.HEARTBEAT_LIVENESS = _MISSED_HEARTBEATS
                 self._runner.register_message(TOLD, lambda msg, **_: self.ledger.told(msg.data))
 
     # What users do.
