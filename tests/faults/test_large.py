@@ -117,6 +117,8 @@ class Checking:
 
     def __init__(self, server: ServerProcess) -> None:
         self._stub = health_pb2_grpc.HealthStub(server.channel())
+        # Once before: what a connection takes is no wait beside a message.
+        self._stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
         self._is_over = threading.Event()
         self.num_checks = 0
         self.longest_seconds = 0.0
