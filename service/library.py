@@ -21,6 +21,7 @@ import asyncio
 import gc
 import json
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -300,7 +301,7 @@ class Library:
         answer = _last_json(out)
         if answer is None:
             _LOGGER.error("trying out %s ended with %d: %s", name, process.returncode, err.strip()[-2000:])
-            raise StartupError([f"the process that tried it out ended with {process.returncode}"])
+            raise StartupError([f"the process that tried it out ended with {_ending(process.returncode)}"])
         if problems := answer["problems"]:
             raise StartupError(problems)
         _LOGGER.info("%s was tried out: its sessions took %.1f s to make", name, answer["session_seconds"])
@@ -356,6 +357,13 @@ async def _in_time(name: str, read: Callable[[], _Result]) -> _Result:
         return await asyncio.wait_for(asyncio.wrap_future(_in_daemon(read)), _MAX_READ_SECONDS)
     except TimeoutError as error:
         raise ModelUnfit(name, [f"it could not be read in {_MAX_READ_SECONDS:g} s"]) from error
+
+
+def _ending(returncode: int) -> str:
+    """A process's exit status, or the name of the signal that ended it."""
+    if returncode < 0 and -returncode in {*signal.Signals}:
+        return signal.Signals(-returncode).name
+    return str(returncode)
 
 
 def _last_json(text: str) -> dict[str, Any] | None:

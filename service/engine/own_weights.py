@@ -33,6 +33,7 @@ _DTYPES: Mapping[int, Any] = {1: np.float32, 2: np.uint8, 3: np.int8, 6: np.int3
 # Those that are smaller share pages with others, and are copied without being asked about.
 _SMALL_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 24
+_IS_LINUX = sys.platform == "linux"
 _PRESENT = np.uint64(1 << 63)
 
 
@@ -96,14 +97,20 @@ class _MappedFile:
     def add(self, tensor: ExternalTensor) -> npt.NDArray[Any]:
         dtype, count = _DTYPES[tensor.data_type], math.prod(tensor.shape)
         array = np.frombuffer(self._map, dtype, count, tensor.offset) if count else np.empty(0, dtype)
-        self._ranges.append((tensor.offset, tensor.offset + array.nbytes))
+        begin, end = tensor.offset, tensor.offset + array.nbytes
+        self._ranges.append((begin, end))
+        if end - begin > _SMALL_BYTES and _IS_LINUX:
+            # The kernel maps pages around one that is read, but no farther than memory is of the same kind: what is
+            # read of its neighbors is not to count for this tensor. Nor is it of any use in a core dump.
+            first, last = _inner_pages(begin, end)
+            self._map.madvise(mmap.MADV_DONTDUMP, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
         return array.reshape(tensor.shape)
 
     def forget(self) -> None:
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def own(self) -> None:
-        if self._stream.closed or sys.platform != "linux":
+        if self._stream.closed or not _IS_LINUX:
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         present = _present_pages(address, len(self._map))
@@ -114,11 +121,11 @@ class _MappedFile:
         self._stream.close()
 
     def _read_ranges(self, present: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-        """Pages of tensors that are small or were read; the first and the last belong to neighbors, too."""
+        """Places of tensors that are small or were read, in whole pages."""
         for begin, end in self._ranges:
-            first, last = begin // mmap.PAGESIZE, -(-end // mmap.PAGESIZE)
-            if end - begin <= _SMALL_BYTES or present[first + 1 : last - 1].any():
-                yield first * mmap.PAGESIZE, last * mmap.PAGESIZE
+            first, last = _inner_pages(begin, end)
+            if end - begin <= _SMALL_BYTES or present[first:last].any():
+                yield (first - 1) * mmap.PAGESIZE, (last + 1) * mmap.PAGESIZE
 
     def _copy(self, address: int, begin: int, end: int) -> None:
         """Puts memory of this process in the place of a part of the file, with the same in it."""
@@ -140,6 +147,11 @@ _MAP_FIXED = 0x10
 _mmap = ctypes.CDLL(None, use_errno=True).mmap
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
+
+
+def _inner_pages(begin: int, end: int) -> tuple[int, int]:
+    """The pages of a tensor but the first and the last, which may belong to others as well."""
+    return begin // mmap.PAGESIZE + 1, -(-end // mmap.PAGESIZE) - 1
 
 
 def _present_pages(address: int, num_bytes: int) -> npt.NDArray[np.bool_]:

@@ -8,6 +8,8 @@ import inspect
 import json
 import re
 import shutil
+import signal
+import sys
 import threading
 import time
 import weakref
@@ -235,6 +237,82 @@ async def test_a_large_model_is_tried_out_in_a_process_of_its_own(
 
 
 _load_model = library.load_model
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGBUS])
+async def test_a_load_check_that_a_signal_ends_makes_the_model_unfit_and_the_next_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(library, "TRIAL_BYTES", 0)
+    dying = tmp_path / "dying"
+    dying.write_text(f"#!/bin/sh\nkill -{number.value} $$\n")
+    dying.chmod(0o700)
+    (tmp_path / "models").mkdir()
+    async with shelf(tmp_path / "models") as shelved:
+        shelved.put("b", NEW())
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "executable", str(dying))
+            error = await status_of(shelved.load("b"))
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert f"ended with {number.name}" in str(error.details())
+        await shelved.load("b")
+
+
+async def test_a_load_check_has_no_more_address_space_than_its_model_needs(tmp_path: Path) -> None:
+    """Which ends with the model's refusal, not with the machine's memory."""
+    (tmp_path / "a").symlink_to(OLD(), target_is_directory=True)
+    greedy = (
+        "import sys, numpy; from service import trial;"
+        "trial.load_model = lambda *given: numpy.zeros(12 << 30, numpy.uint8);"
+        "sys.exit(trial.main(sys.argv[1:]))"
+    )
+    settings = json.dumps(library.trial_settings(ServeConfig(models=tmp_path, device=Device.CPU), "a"))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", greedy, settings, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err
+    (problem,) = json.loads(out)["problems"]
+    assert problem.startswith("it needs more memory than its manifest implies")
+
+
+async def test_a_disk_that_does_not_answer_keeps_no_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = threading.Event()
+
+    def load(folder: Path, *given: Any) -> Any:
+        if folder.name == "stuck":
+            stuck.wait()
+        return _load_model(folder, *given)
+
+    monkeypatch.setattr(library, "load_model", load)
+    async with shelf(tmp_path) as shelved:
+        shelved.put("stuck", NEW())
+        shelved.put("b", NEW())
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(library, "_MAX_READ_SECONDS", 0.1)
+                error = await status_of(shelved.load("stuck"))
+            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert "could not be read in 0.1 s" in str(error.details())
+            await shelved.load("b")
+        finally:
+            stuck.set()
+
+
+async def test_a_model_whose_files_change_after_they_were_checked_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_and_replace(folder: Path, *given: Any) -> Any:
+        model = _load_model(folder, *given)
+        (folder / "decoder.onnx.data").write_bytes((folder / "decoder.onnx.data").read_bytes())
+        return model
+
+    monkeypatch.setattr(library, "load_model", load_and_replace)
+    async with shelf(tmp_path) as shelved:
+        shelved.put("b", NEW())
+        error = await status_of(shelved.load("b"))
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "have changed while it was loaded" in str(error.details())
 
 
 async def test_reloading_under_load_loses_no_request_and_mixes_no_answer(tmp_path: Path) -> None:
