@@ -20,7 +20,8 @@ import numpy as np
 from model import artifact, golden_attention
 from model.artifact import EXPLAIN, GOLDEN_ATTENTION, ArtifactError, Manifest
 from model.golden_attention import ATTENTION_TOLERANCES, Float32
-from service.engine.memory import resident_bytes
+from service.engine.kv_memory import weight_bytes
+from service.engine.memory import memory_limit, resident_bytes
 from service.engine.session import GraphSession, SessionOptions
 from service.errors import NotServing
 
@@ -79,10 +80,16 @@ def load_attention_graph(folder: Path, manifest: Manifest, *, own_kernels: bool 
         own_kernels: as in `SessionOptions`.
 
     Raises:
-        NotServing: when the artefact is another one by now, or the graph does not answer as its golden cases say.
+        NotServing: when the artefact is another one by now, or the graph does not answer as its golden cases say, or
+            there is no memory for its weights.
         StartupError: when the graph cannot be loaded.
         GraphError: when it cannot be run.
     """
+    needed, limit = weight_bytes(manifest), memory_limit()
+    if limit is not None and resident_bytes() + needed > limit:
+        raise NotServing(
+            f"the explain graph of {folder.name} needs up to {needed} bytes, of {limit} there are too few left"
+        )
     before = artifact.stamp(folder, manifest)
     try:
         is_same = artifact.load(folder) == manifest
