@@ -5,10 +5,10 @@ A pipe, a socket or a device would block its reader for good, or never end. Stan
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -23,7 +23,7 @@ class UnfitFile(ValueError):
     """A file is no regular file, or too large; the message says which, without the path."""
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """Opens a regular file for reading, without ever blocking.
 
     Raises:

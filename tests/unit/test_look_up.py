@@ -572,6 +572,7 @@ def test_whoever_builds_engines_has_guesses_proven_where_they_are_wanted(
         manifest=None,
         output_tokenizer=SimpleNamespace(decode=None),
         prefill_provider=None,
+        stamp=None,
         golden_cases=[long_case(40)],
     )
     config = ServeConfig(models=tmp_path, look_up=look_up)
