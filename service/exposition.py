@@ -13,10 +13,11 @@ import gzip
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from socketserver import ThreadingMixIn
-from typing import Any
+from contextlib import contextmanager, suppress
+from socketserver import TCPServer, ThreadingMixIn
+from typing import IO, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
@@ -32,8 +33,11 @@ _STOP_POLL_SECONDS = 0.1
 # A fifth of the highest level's time or less, for a few bytes more.
 _GZIP_LEVEL = 1
 _MAX_ONE_WRITE_BYTES = 1 << 18
-# For a scraper to ask and to take its answer; one that does neither must not keep a thread.
-_PATIENCE_SECONDS = 10.0
+# For a client to ask and to take its answer, all of both: one that does so byte by byte must not keep a thread.
+_MAX_SECONDS = 10.0
+# Each has a thread. A scraper takes one, for milliseconds.
+_MAX_CONNECTIONS = 16
+_MAX_REQUEST_BYTES = 1 << 14
 _PLAIN = ("Content-Type", "text/plain; charset=utf-8")
 
 
@@ -86,31 +90,75 @@ def exposing(app: WSGIApplication, host: str, port: int) -> Iterator[int]:
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _PATIENCE_SECONDS
     wbufsize = _MAX_ONE_WRITE_BYTES
     # An answer that takes two writes must not wait until the first is acknowledged.
     disable_nagle_algorithm = True
 
-    def handle(self) -> None:
-        """Answers one request, unless the client leaves or keeps silent."""
-        try:
-            super().handle()
-        except (TimeoutError, ConnectionError):
-            self.close_connection = True
+    def setup(self) -> None:
+        """Bounds the request, of which the base class would take megabytes."""
+        super().setup()
+        self.rfile: Any = _Bounded(self.rfile)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Says nothing: a line for each scrape would drown the others."""
 
 
+class _Bounded:
+    """A request's lines, of `_MAX_REQUEST_BYTES` in all."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._left = _MAX_REQUEST_BYTES
+        self._file = file
+        self.close = file.close
+
+    def readline(self, size: int) -> bytes:
+        line = self._file.readline(min(size, self._left))
+        self._left -= len(line)
+        if not self._left:
+            raise ConnectionAbortedError("the request is too large")
+        return line
+
+
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each request: one that is slow to read its answer holds up no other."""
+    """A thread for each connection, of which there are few: one that is slow holds up no other, for so long."""
 
     daemon_threads = True
 
     def __init__(self, host: str, port: int) -> None:
+        self._begun: dict[Any, float] = {}
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, address = found[0][0], str(found[0][4][0])
         super().__init__((address, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Binds. The base class would look its own name up, which waits where no name server answers."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002 (the base class')
+        """Whether there is a place for a connection; one for which there is none is closed at once."""
+        has_place = len(self._begun) < _MAX_CONNECTIONS
+        if has_place:
+            self._begun[request] = time.monotonic()
+        return has_place
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answers a request, unless the client leaves or has had its time."""
+        with suppress(ConnectionError):
+            super().finish_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Closes a connection."""
+        self._begun.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Cuts connections that have had their time; their threads find them closed. Called at every poll."""
+        for request, begun in list(self._begun.items()):
+            if time.monotonic() - begun > _MAX_SECONDS:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
 
 def _accepts_gzip(header: str) -> bool:

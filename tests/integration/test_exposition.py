@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import http.client
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -57,7 +58,7 @@ def test_scrape_is_plain_text_whatever_the_scraper_would_rather_have(connection:
 def test_client_that_asks_nothing_keeps_no_thread(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(exposition._Handler, "timeout", 0.05)
+    monkeypatch.setattr(exposition, "_MAX_SECONDS", 0.05)
     with exposing(metrics_app(registry), "127.0.0.1", 0) as port:
         for asked in (b"", b"GET /met"):
             # On a busy machine it has done so before it is sent anything.
@@ -66,6 +67,90 @@ def test_client_that_asks_nothing_keeps_no_thread(
                 silent.sendall(asked)
                 assert silent.recv(1) == b"", "the server has hung up"
     assert capsys.readouterr().err == ""
+
+
+def test_client_that_asks_byte_by_byte_is_cut_off(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exposition, "_MAX_SECONDS", 1.0)
+    with exposing(metrics_app(registry), "127.0.0.1", 0) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as slow:
+            slow.settimeout(0.05)
+            # A minute's worth: never is it silent for long.
+            for _ in range(1200):
+                try:
+                    slow.sendall(b"a")
+                    assert slow.recv(1) == b"", "it was answered"
+                    break
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    break
+            else:
+                pytest.fail("it is still there")
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as later:
+            later.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert later.recv(12) == b"HTTP/1.0 200"
+    assert capsys.readouterr().err == ""
+
+
+def test_client_that_reads_nothing_keeps_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposition, "_MAX_SECONDS", 0.5)
+    ended = threading.Event()
+
+    def endless(_: object, start_response: Callable[..., object]) -> Iterator[bytes]:
+        start_response("200 OK", [])
+        try:
+            while True:
+                yield bytes(1 << 16)
+        finally:
+            ended.set()
+
+    with (
+        exposing(endless, "127.0.0.1", 0) as port,  # type: ignore[arg-type]
+        socket.create_connection(("127.0.0.1", port)) as silent,
+    ):
+        silent.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert ended.wait(60)
+
+
+def test_more_connections_than_the_limit_are_closed_and_begin_no_thread(registry: CollectorRegistry) -> None:
+    with exposing(metrics_app(registry), "127.0.0.1", 0) as port:
+        before = threading.active_count()
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(exposition._MAX_CONNECTIONS)]
+        for each in silent:
+            each.sendall(b"GET /met")
+        beyond = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(50)]
+        for each in beyond:
+            with suppress(ConnectionResetError):
+                assert each.recv(1) == b"", "the server has hung up"
+        assert threading.active_count() <= before + exposition._MAX_CONNECTIONS
+        for each in silent:
+            each.sendall(b"rics HTTP/1.0\r\n\r\n")
+            assert each.recv(12) == b"HTTP/1.0 200"
+        for each in (*silent, *beyond):
+            each.close()
+
+
+def test_request_larger_than_the_limit_is_not_read_in_full(registry: CollectorRegistry) -> None:
+    with (
+        exposing(metrics_app(registry), "127.0.0.1", 0) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as large,
+    ):
+        with suppress(ConnectionError):
+            large.sendall(b"GET /metrics HTTP/1.0\r\n" + b"".join(b"x-%d: %060000d\r\n" % (i, i) for i in range(90)))
+            large.sendall(b"\r\n")
+            assert large.recv(1) == b"", "the server has hung up"
+
+
+def test_start_asks_no_name_server(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(*_: object) -> str:
+        raise AssertionError("a name was looked up")
+
+    for name in ("getfqdn", "gethostbyaddr", "gethostbyname"):
+        monkeypatch.setattr(socket, name, look_up)
+    with exposing(metrics_app(registry), "127.0.0.1", 0) as port:
+        assert port
 
 
 @pytest.mark.parametrize(
