@@ -123,6 +123,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     """A thread for each connection, of which there are few: one that is slow holds up no other, for so long."""
 
     daemon_threads = True
+    request_queue_size = _MAX_CONNECTIONS
 
     def __init__(self, host: str, port: int) -> None:
         self._begun: dict[Any, float] = {}
