@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +33,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
         StartupError: naming every file that cannot be read, or a key that is not the certificate's.
     """
     contents = _read(files)
-    _check(files)
+    _check(files, contents)
     certificates = _Certificates(files, contents)
     # Asking for a certificate and not insisting would let those in who have none.
     return grpc.dynamic_ssl_server_credentials(
@@ -53,7 +56,7 @@ class _Certificates:
             contents = _read(self._files)
             if contents == self._contents:
                 return None
-            _check(self._files)
+            _check(self._files, contents)
         except StartupError as error:
             _LOGGER.error("the certificates stay as they were: %s", "; ".join(error.problems))
             return None
@@ -85,21 +88,36 @@ def _read(files: TlsFiles) -> tuple[bytes, ...]:
     return tuple(contents)
 
 
-def _check(files: TlsFiles) -> None:
-    """Refuses what no handshake could be made with: gRPC takes it, and lets every handshake fail."""
+def _check(files: TlsFiles, contents: tuple[bytes, ...]) -> None:
+    """Refuses what no handshake could be made with: gRPC takes it, and lets every handshake fail.
+
+    The files may have changed since they were read, so that their contents are checked and not they.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    certificate, key, *client_ca = contents
     try:
-        # Without a password OpenSSL would ask for one on the terminal.
-        context.load_cert_chain(files.certificate, files.key, password="")
+        with _in_memory(certificate) as certificate_path, _in_memory(key) as key_path:
+            # Without a password OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(certificate_path, key_path, password="")
     except (OSError, ValueError) as error:
         told = f"{files.key}: cannot be used as the key of {files.certificate} ({_reason(error)})"
         raise StartupError([told]) from error
-    if files.client_ca is None:
+    if not client_ca:
         return
     try:
-        context.load_verify_locations(files.client_ca)
+        with _in_memory(client_ca[0]) as path:
+            context.load_verify_locations(path)
     except (OSError, ValueError) as error:
         raise StartupError([f"{files.client_ca}: holds no certificates ({_reason(error)})"]) from error
+
+
+@contextmanager
+def _in_memory(content: bytes) -> Iterator[str]:
+    """A path to bytes for OpenSSL, which takes a key from nowhere else; nothing is written to a disk."""
+    with open(os.memfd_create("tls"), "wb") as file:  # noqa: PTH123 (there is a descriptor and no path)
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 def _reason(error: Exception) -> str:

@@ -186,6 +186,26 @@ async def test_certificates_that_no_handshake_could_be_made_with_are_refused_bef
     assert problem.startswith(f"{client_ca or key}: ")
 
 
+async def test_files_are_read_once_and_what_was_read_is_checked(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = authority.issue("raced", HOST)
+    fitting = certificate.read_bytes()
+    certificate.write_bytes(authority.issue("another", HOST)[0].read_bytes())
+    read_bytes = Path.read_bytes
+
+    def read_and_replace(path: Path) -> bytes:
+        content = read_bytes(path)
+        if path == certificate:
+            path.write_bytes(fitting)
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", read_and_replace)
+    with pytest.raises(StartupError, match="cannot be used as the key"):
+        server_credentials(TlsFiles(certificate, key, None))
+    server_credentials(TlsFiles(certificate, key, None))
+
+
 def keys_file(folder: Path, permissions: str = '["generate"]', rest: str = "") -> Path:
     path = folder / "keys.toml"
     path.write_text(
