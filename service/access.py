@@ -71,6 +71,10 @@ class ApiKey:
 class Allowance(Protocol):
     """What a call that was let in may ask."""
 
+    @property
+    def owner(self) -> str | None:
+        """The name of the call's key; None where calls need none."""
+
     def request(self) -> AbstractContextManager[None]:
         """A context to run one of a call's many requests in, which may refuse when it is entered.
 
@@ -109,6 +113,8 @@ class OpenAccess:
     """
 
     closed: Collection[str] = ()
+
+    owner = None
 
     def admitted(self, method: str, key: str | None) -> AbstractContextManager[Allowance]:  # noqa: ARG002 (the protocol's)
         """Nothing is counted.
@@ -172,7 +178,7 @@ class KeyAccess:
         _take(owner, use, now)
         use.num_running += 1
         try:
-            yield _KeyAllowance(self, method, key, use)
+            yield _KeyAllowance(self, method, key, owner.name, use)
         finally:
             use.num_running -= 1
 
@@ -228,6 +234,7 @@ class _KeyAllowance:
     access: KeyAccess
     method: str
     key: str | None
+    owner: str
     use: _Use
     num_running: int = 0
     is_begun: bool = False

@@ -347,6 +347,7 @@ class App:
                 max_metadata_bytes=self._config.max_metadata_bytes,
                 max_concurrent_rpcs=self._config.max_concurrent_rpcs,
                 max_stall_seconds=self._config.max_stall_seconds,
+                max_connections=self._config.max_connections,
                 keepalive_seconds=self._config.keepalive_seconds,
             ),
             credentials=self._credentials,

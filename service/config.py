@@ -372,8 +372,14 @@ class ServeConfig:
             _integer(1, 1_000_000),
         ),
     ] = 1024
+    max_connections: Annotated[
+        int, Option("most connections of gRPC at once; more are closed as they come", _integer(1, 1_000_000))
+    ] = 4096
     max_stall_seconds: Annotated[
-        float, Option("how long a stream waits for its client to read, then it ends", _number(0.1, 86400))
+        float,
+        Option(
+            "how long a call waits for its client to read, or to send its request; then it ends", _number(0.1, 86400)
+        ),
     ] = 30.0
     keepalive_seconds: Annotated[
         float,

@@ -194,13 +194,18 @@ class RateLimited(RequestError):
 
 
 class ClientStalled(RequestError):
-    """The client holds a place without reading what it asked for."""
+    """The client holds a place without reading what it asked for, or without sending what it asks.
+
+    Args:
+        seconds: for how long.
+        what: what happened in that time.
+    """
 
     label = "client_stalled"
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, what: str = "nothing was read") -> None:
         self.seconds = seconds
-        super().__init__(f"nothing was read for {seconds:g} s")
+        super().__init__(f"{what} for {seconds:.3g} s")
 
 
 class NotServing(RequestError):

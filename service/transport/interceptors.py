@@ -2,7 +2,8 @@
 
 A cancelled call ends with `CancelledError` where it awaits; `context.cancelled()` is still False then. That passes
 through untouched, and closes a stream's handler where it is suspended in `yield`, so that the handler's own `finally`
-frees what it holds. Of health only `List` is wrapped, since it names the models; reflection is left alone.
+frees what it holds. A call is admitted before its request is read. Of health only `List` is wrapped, since it names the
+models. The other methods of health, and reflection, count nothing and ask no key, but their requests are bounded too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from service.access import Access, Allowance, OpenAccess
 from service.allowance import shortfall
 from service.errors import AnswerTooLarge, ClientStalled
 from service.tracing import NoTracer, Tracer
+from service.transport.receiving import Receiver, bounded
 from service.transport.sending import abort_stalled, send
 from service.transport.status import Status, to_status
 from service.transport.wire_limits import malformed
@@ -49,7 +51,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handled: counts ended calls, labelled with the method's name and the status code's.
         access: who may call what.
         max_message_bytes: largest answer, or part of one.
-        max_stall_seconds: how long a stream waits for its client to read.
+        max_stall_seconds: how long a call waits for its client to read, or to send its request.
         tracer: hears of each call's begin and end; by default nobody does.
         check: raises for a request that holds too much, given its method's path and its bytes, before it is parsed.
     """
@@ -70,6 +72,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._access = access
         self._max_message_bytes = max_message_bytes
         self._max_stall_seconds = max_stall_seconds
+        self._receiver = Receiver(max_message_bytes, max_stall_seconds)
+        # Anybody may call the others' methods, whose requests are small.
+        self._open_receiver = Receiver(max_message_bytes, max_stall_seconds, max_bytes=0)
         self._tracer = tracer or NoTracer()
         self._check = check
         self._num_open = 0
@@ -94,8 +99,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         path = handler_call_details.method.lstrip("/")
         service = path.partition("/")[0]
-        if handler is None or self._services.isdisjoint((service, path)):
-            return handler
+        if handler is None:
+            return None
+        if self._services.isdisjoint((service, path)):
+            return bounded(handler, self._open_receiver)
         # Requests are parsed in here and not by gRPC, which would answer garbage with UNKNOWN, uncounted; answers are
         # serialised in here, or one that no message can hold would be counted as OK and end otherwise.
         codec = _Codec(
@@ -104,25 +111,28 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             handler.response_serializer,
             self._max_message_bytes,
         )
+        # To gRPC every method's requests are a stream, which it does not read before it calls the handler.
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(self._wrap_exchange(handler.stream_stream, codec, path))
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._wrap_stream(handler.unary_stream, codec, path))
-        return grpc.unary_unary_rpc_method_handler(self._wrap_unary(handler.unary_unary, codec, path))
+            return grpc.stream_stream_rpc_method_handler(self._wrap_stream(handler.unary_stream, codec, path))
+        return grpc.stream_unary_rpc_method_handler(self._wrap_unary(handler.unary_unary, codec, path))
 
     def _wrap_unary(self, handler: UnaryHandler, codec: _Codec, path: str) -> Any:
-        async def call(data: bytes, context: Context) -> bytes:
+        async def call(_: AsyncIterator[bytes], context: Context) -> bytes:
             async with self._watch(path, context):
-                # Before anything of the request is looked at.
-                with self._access.admitted(_method(path), _api_key(context)):
+                # Before anything of the request is read.
+                with self._access.admitted(_method(path), _api_key(context)) as allowance:
+                    data = await self._receiver.message(context, _caller(allowance, context))
                     return codec.serialize(await handler(codec.parse(data), context))
 
         return call
 
     def _wrap_stream(self, handler: StreamHandler, codec: _Codec, path: str) -> Any:
-        async def call(data: bytes, context: Context) -> None:
+        async def call(_: AsyncIterator[bytes], context: Context) -> None:
             async with self._watch(path, context):
-                with self._access.admitted(_method(path), _api_key(context)):
+                with self._access.admitted(_method(path), _api_key(context)) as allowance:
+                    data = await self._receiver.message(context, _caller(allowance, context))
                     async with aclosing(handler(codec.parse(data), context)) as responses:
                         async for response in responses:
                             await send(codec.serialize(response), context, self._max_stall_seconds)
@@ -132,7 +142,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _wrap_exchange(self, handler: StreamHandler, codec: _Codec, path: str) -> Any:
         async def call(messages: AsyncIterator[bytes], context: Context) -> None:
             async with self._watch(path, context, has_many=True):
-                with self._access.admitted(_method(path), _api_key(context)) as allowance:
+                with (
+                    self._access.admitted(_method(path), _api_key(context)) as allowance,
+                    self._receiver.stream(_caller(allowance, context)),
+                ):
                     _ALLOWANCE.set(allowance)
                     parsed = (codec.parse(data) async for data in messages)
                     async with aclosing(handler(parsed, context)) as responses:
@@ -211,6 +224,11 @@ class _Codec:
 def _method(path: str) -> str:
     """The name without its service's."""
     return path.rpartition("/")[2]
+
+
+def _caller(allowance: Allowance, context: Context) -> str:
+    """Whose requests these are: a key's, or where nobody needs one a connection's."""
+    return allowance.owner or context.peer()
 
 
 def _api_key(context: Context) -> str | None:

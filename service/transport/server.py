@@ -42,6 +42,7 @@ class TransportLimits:
     Health checks have `max_concurrent_rpcs` places of their own, and so have health watchers: neither a full server nor
     its watchers keep it from answering a check.
     A health watcher that has taken no bytes for `max_stall_seconds` is ended.
+    Connections beyond `max_connections` are closed as they come.
     A client that has been quiet for `keepalive_seconds` is asked whether it is there, and gone if it does not answer.
     """
 
@@ -49,6 +50,7 @@ class TransportLimits:
     max_metadata_bytes: int
     max_concurrent_rpcs: int
     max_stall_seconds: float
+    max_connections: int
     keepalive_seconds: float
 
 
@@ -113,8 +115,15 @@ class GrpcServer:
             ("grpc.http2.max_pings_without_data", 0),
             # gRPC unpacks a compressed message in full, to a thousand times its size, before it looks at the limit.
             ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
+            # Probing widens every stream's window to megabytes, which are buffered before anybody asks to read.
+            ("grpc.http2.bdp_probe", 0),
             ("grpc.max_receive_message_length", limits.max_message_bytes),
             ("grpc.max_send_message_length", limits.max_message_bytes),
+            ("grpc.max_allowed_incoming_connections", limits.max_connections),
+            # A connection has no use for more calls than there are places.
+            ("grpc.max_concurrent_streams", 2 * limits.max_concurrent_rpcs),
+            # For a client that connects and says nothing.
+            ("grpc.server_handshake_timeout_ms", _milliseconds(_MAX_ANSWER_SECONDS)),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
         ]

@@ -73,6 +73,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "max_message_bytes": ("2048", 2048),
     "max_metadata_bytes": ("4096", 4096),
     "max_concurrent_rpcs": ("7", 7),
+    "max_connections": ("9", 9),
     "max_stall_seconds": ("2.5", 2.5),
     "keepalive_seconds": ("60", 60.0),
     "tls_certificate": (str(THIS_FILE), THIS_FILE),

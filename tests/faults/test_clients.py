@@ -16,6 +16,7 @@ from grpc_status import rpc_status
 
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.faults.http2 import Connection, message_header, status
 from tests.faults.process import (
     DECODER,
     LONG,
@@ -218,3 +219,15 @@ def test_cancelling_at_each_stage_leaves_no_leak(server: ServerProcess) -> None:
     server.settle()
     neighbour.check()
     assert server.process.poll() is None
+
+
+def test_a_request_that_does_not_come_is_ended_after_the_stall_limit(server: ServerProcess) -> None:
+    neighbour = Neighbour(server)
+    connection = Connection(server.port)
+    with neighbour.beside():
+        stream = connection.call(b"/onward.v1.GenerationService/Generate", head=message_header(100), num_zeros=99)
+        assert connection.pump(lambda: stream in connection.ended)
+    connection.close()
+    assert status(10) in connection.ended[stream]
+    assert server.sample("grpc_server_handled_total", grpc_method="Generate", grpc_code="ABORTED") == 1
+    server.settle()

@@ -13,18 +13,11 @@ import pytest
 
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.faults.http2 import BEGIN, PREFACE, SETTINGS, frame, headers
 from tests.faults.process import DECODER, Neighbour, ServerProcess, greedy, serving, until
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 FRAME_TYPES = 12
 _READ_SECONDS = 5.0
-
-
-def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
-    """An HTTP/2 frame, whose header may lie about its length."""
-    size = len(payload) if length is None else length
-    return struct.pack(">I", size)[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
 def random_frames(source: random.Random) -> bytes:
@@ -35,20 +28,8 @@ def random_frames(source: random.Random) -> bytes:
     return b"".join(one() for _ in range(source.randint(1, 12)))
 
 
-def literal(name: bytes, value: bytes) -> bytes:
-    """A header, uncompressed (RFC 7541, 6.2.2); names and values of fewer than 127 bytes."""
-    return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
-
-
-def headers(path: bytes, *more: tuple[bytes, bytes], stream: int = 1) -> bytes:
-    fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"x")]
-    fields += [(b"te", b"trailers"), (b"content-type", b"application/grpc"), *more]
-    return frame(1, 4, stream, b"".join(literal(*field) for field in fields))
-
-
 GENERATE = b"/onward.v1.GenerationService/Generate"
 EMPTY = frame(0, 1, 1, b"\x00\x00\x00\x00\x00")
-BEGIN = PREFACE + SETTINGS
 SENT: dict[str, bytes] = {
     "nothing": b"",
     "http 1": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",

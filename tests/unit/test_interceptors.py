@@ -30,6 +30,12 @@ class Context:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    async def read(self) -> bytes:
+        return b""
+
     async def write(self, message: bytes) -> None:
         raise grpc.aio.InternalError(f"cannot send {len(message)} bytes")
 
@@ -51,7 +57,7 @@ async def wrapped(handler: Any, registry: CollectorRegistry) -> tuple[CallInterc
         return grpc.unary_stream_rpc_method_handler(handler, bytes, bytes)
 
     details: Any = SimpleNamespace(method=METHOD)
-    return interceptor, (await interceptor.intercept_service(continuation, details)).unary_stream
+    return interceptor, (await interceptor.intercept_service(continuation, details)).stream_stream
 
 
 async def test_a_call_that_ended_under_a_message_is_cancelled_and_its_handler_closed(

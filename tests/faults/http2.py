@@ -1,0 +1,157 @@
+"""HTTP/2 as bytes, for clients that no library would be: calls that never end, and windows filled to the last byte."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+BEGIN = PREFACE + SETTINGS
+_HEADER_BYTES = 9
+_DATA_BYTES = 16384
+_INITIAL_WINDOW = 65535
+_WINDOW_SETTING = 4
+_ACK = _END_STREAM = 1
+_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
+_WAIT_SECONDS = 60.0
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
+    """An HTTP/2 frame, whose header may lie about its length."""
+    size = len(payload) if length is None else length
+    return struct.pack(">I", size)[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """A header, uncompressed (RFC 7541, 6.2.2); names and values of fewer than 127 bytes."""
+    return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
+
+
+def headers(path: bytes, *more: tuple[bytes, bytes], stream: int = 1) -> bytes:
+    """The frame that begins a call."""
+    fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"x")]
+    fields += [(b"te", b"trailers"), (b"content-type", b"application/grpc"), *more]
+    return frame(1, 4, stream, b"".join(literal(*field) for field in fields))
+
+
+def message_header(size: int) -> bytes:
+    """What gRPC puts before an uncompressed message."""
+    return b"\x00" + struct.pack(">I", size)
+
+
+def status(code: int) -> bytes:
+    """How a header block says it, as gRPC compresses it."""
+    return b"\x0bgrpc-status" + bytes((len(str(code)),)) + str(code).encode()
+
+
+class Connection:
+    """A client that sends all that the server's windows take, and reads what it answers.
+
+    `ended` has the last header block of each stream that the server closed, `sent` the bytes sent on each.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.ended: dict[int, bytes] = {}
+        self.sent = defaultdict[int, int](int)
+        self.is_closed = False
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=_WAIT_SECONDS)
+        self._read = b""
+        self._blocks: dict[int, bytes] = {}
+        self._initial = _INITIAL_WINDOW
+        self._windows = {0: _INITIAL_WINDOW}
+        self._unsent: dict[int, tuple[bytes, int]] = {}
+        self.send(BEGIN)
+
+    def send(self, data: bytes) -> None:
+        """Sends bytes as they are, unless the server hung up."""
+        with suppress(ConnectionError):
+            self._socket.sendall(data)
+
+    def call(self, path: bytes, *more: tuple[bytes, bytes], head: bytes, num_zeros: int) -> int:
+        """Begins a call that sends a head and zeros and never ends; returns its stream."""
+        stream = 2 * len(self._windows) - 1
+        self._windows[stream] = self._initial
+        self._unsent[stream] = head, num_zeros
+        self.send(headers(path, *more, stream=stream))
+        return stream
+
+    def pump(self, until: Callable[[], bool], seconds: float = _WAIT_SECONDS) -> bool:
+        """Sends and reads until a condition holds, the server hangs up or time is up; whether it holds."""
+        deadline = time.monotonic() + seconds
+        while not until() and not self.is_closed:
+            self._send_data()
+            if select.select([self._socket], [], [], 0.02)[0]:
+                self._receive()
+            elif time.monotonic() >= deadline:
+                break
+        return until()
+
+    def push(self, seconds: float = 0.1) -> bool:
+        """Sends what the server takes, until it takes nothing for so long; whether it took anything."""
+        first = last = sum(self.sent.values())
+        while self.pump(lambda last=last: sum(self.sent.values()) > last, seconds):
+            last = sum(self.sent.values())
+        return last > first
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._socket.close()
+
+    def _send_data(self) -> None:
+        for stream, (head, num_zeros) in list(self._unsent.items()):
+            room = min(self._windows[0], self._windows[stream], _DATA_BYTES)
+            if room <= 0:
+                continue
+            data = head[:room] or bytes(min(room, num_zeros))
+            rest = (head[room:], num_zeros) if head else (b"", num_zeros - len(data))
+            for each in (0, stream):
+                self._windows[each] -= len(data)
+            self.sent[stream] += len(data)
+            self._unsent[stream] = rest
+            if not any(rest):
+                del self._unsent[stream]
+            self.send(frame(_DATA, 0, stream, data))
+
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(1 << 20)
+        except ConnectionError:
+            data = b""
+        self.is_closed = not data
+        self._read += data
+        while len(self._read) >= _HEADER_BYTES:
+            size = int.from_bytes(self._read[:3]) + _HEADER_BYTES
+            if len(self._read) < size:
+                return
+            head, payload = self._read[:_HEADER_BYTES], self._read[_HEADER_BYTES:size]
+            self._read = self._read[size:]
+            self._take(head[3], head[4], int.from_bytes(head[5:]) & 0x7FFFFFFF, payload)
+
+    def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        if kind == _SETTINGS and not flags & _ACK:
+            for number, value in struct.iter_unpack(">HI", payload):
+                if number == _WINDOW_SETTING:
+                    for each in self._windows.keys() - {0}:
+                        self._windows[each] += value - self._initial
+                    self._initial = value
+            self.send(frame(_SETTINGS, _ACK, 0, b""))
+        elif kind == _PING and not flags & _ACK:
+            self.send(frame(_PING, _ACK, 0, payload))
+        elif kind == _WINDOW_UPDATE:
+            self._windows[stream] += int.from_bytes(payload)
+        elif kind == _HEADERS:
+            self._blocks[stream] = payload
+            if flags & _END_STREAM:
+                self._end(stream)
+        elif kind == _RESET:
+            self._end(stream)
+
+    def _end(self, stream: int) -> None:
+        self.ended[stream] = self._blocks.get(stream, b"")
+        self._unsent.pop(stream, None)

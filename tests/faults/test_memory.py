@@ -1,0 +1,150 @@
+"""How much a client can make the server buffer: requests that never end, of callers with a key and without one."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.faults.http2 import Connection, message_header, status
+from tests.faults.process import DECODER, ServerProcess, greedy, serving, until
+
+MESSAGE = 4 << 20
+CALLS = 128
+KEYS = {name: secrets.token_hex(32) for name in ("alice", "bob")}
+STALL_SECONDS = 600
+_KIB = 1 << 10
+_UNAUTHENTICATED, _RESOURCE_EXHAUSTED = status(16), status(8)
+GENERATE = b"/onward.v1.GenerationService/Generate"
+OURS = (
+    GENERATE,
+    b"/onward.v1.GenerationService/GenerateStream",
+    b"/onward.v1.ModelService/ReloadModel",
+    b"/inference.GRPCInferenceService/ModelStreamInfer",
+)
+OPEN = (
+    b"/grpc.health.v1.Health/Check",
+    b"/grpc.health.v1.Health/Watch",
+    b"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    keys = tmp_path_factory.mktemp("keys") / "keys.toml"
+    keys.write_text(
+        "\n".join(
+            f'[keys.{name}]\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\npermissions = ["generate"]'
+            for name, key in KEYS.items()
+        )
+    )
+    flags = ("--api-keys", str(keys), "--max-stall-seconds", str(STALL_SECONDS), "--max-connections", "64")
+    with serving(tmp_path_factory.mktemp("models"), *flags) as server:
+        yield server
+        assert server.stop() == 0
+
+
+def bearer(name: str) -> tuple[bytes, bytes]:
+    return b"authorization", f"Bearer {KEYS[name]}".encode()
+
+
+@contextmanager
+def unfinished(
+    server: ServerProcess, path: bytes, *metadata: tuple[bytes, bytes], num_connections: int = 1
+) -> Iterator[list[Connection]]:
+    """`CALLS` calls that send all but the last byte of a message, as far as the server takes it."""
+    connections = [Connection(server.port) for _ in range(num_connections)]
+    try:
+        for _ in range(CALLS // num_connections):
+            for each in connections:
+                each.call(path, *metadata, head=message_header(MESSAGE), num_zeros=MESSAGE - 1)
+        # Again, for what ended reads have made room for.
+        for each in connections * 2:
+            each.push()
+        yield connections
+    finally:
+        for each in connections:
+            each.close()
+
+
+def growth(server: ServerProcess, before: int) -> float:
+    """MiB that the server has taken at most since then."""
+    return (server.status("VmHWM") - before) / _KIB
+
+
+@pytest.mark.parametrize("num_connections", [1, 32])
+@pytest.mark.parametrize("path", OURS)
+def test_unfinished_requests_without_a_key_take_little_memory(
+    server: ServerProcess, path: bytes, num_connections: int
+) -> None:
+    before = server.forget_peak()
+    with unfinished(server, path, num_connections=num_connections) as connections:
+        assert growth(server, before) <= 50
+        for each in connections:
+            assert each.pump(lambda each=each: len(each.ended) == CALLS // num_connections)
+            assert all(_UNAUTHENTICATED in block for block in each.ended.values())
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_unfinished_requests_that_need_no_key_take_little_memory_and_health_is_told(
+    server: ServerProcess, path: bytes
+) -> None:
+    before = server.forget_peak()
+    with unfinished(server, path, num_connections=32):
+        with server.channel() as channel:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        assert growth(server, before) <= 50
+
+
+@pytest.mark.parametrize("path", OURS[:2])
+def test_unfinished_requests_of_a_key_take_no_more_than_its_share_and_another_key_is_served(
+    server: ServerProcess, path: bytes
+) -> None:
+    before = server.forget_peak()
+    with unfinished(server, path, bearer("alice"), num_connections=32):
+        with server.channel() as channel:
+            key = tuple(each.decode() for each in bearer("bob"))
+            answer = GenerationServiceStub(channel).Generate(greedy(DECODER, max_tokens=3), metadata=[key], timeout=60)
+        assert len(answer.outputs[0].token_ids) == 3
+        # 16 messages, and what every stream may send before its message is read.
+        assert growth(server, before) <= 16 * 4 + 8 + 32
+    server.settle()
+
+
+def test_a_call_that_ends_without_a_request_is_invalid(server: ServerProcess) -> None:
+    with server.channel() as channel:
+        call = channel.stream_unary(GENERATE.decode())
+        with pytest.raises(grpc.RpcError) as caught:
+            call(iter(()), metadata=[tuple(each.decode() for each in bearer("alice"))], timeout=60)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("path", [*OURS[:2], OURS[3], *OPEN])
+def test_a_message_above_the_limit_is_refused_by_its_length(server: ServerProcess, path: bytes) -> None:
+    connection = Connection(server.port)
+    stream = connection.call(path, bearer("alice"), head=message_header(1 << 30), num_zeros=16 << 20)
+    assert connection.pump(lambda: stream in connection.ended)
+    assert _RESOURCE_EXHAUSTED in connection.ended[stream]
+    assert connection.sent[stream] <= MESSAGE
+    connection.close()
+
+
+def test_connections_above_the_limit_are_closed_and_the_others_served(server: ServerProcess) -> None:
+    with server.channel() as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        health.Check(health_pb2.HealthCheckRequest(), timeout=60)
+        before = server.num_descriptors()
+        connections = [Connection(server.port) for _ in range(128)]
+        until(lambda: sum(each.pump(lambda each=each: each.is_closed, 0.05) for each in connections) >= 64, "open")
+        assert server.num_descriptors() <= before + 64
+        health.Check(health_pb2.HealthCheckRequest(), timeout=60)
+        for each in connections:
+            each.close()
+    until(lambda: server.num_descriptors() <= before, "connections are still open")
