@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import pre_tokenizers
 
-_Result = TypeVar("_Result")
-
 from model.artifact import MAX_TOKENIZER_BYTES
 from model.reading import read_text
+
+_Result = TypeVar("_Result")
 
 CONTROL_MARK = "\ufdd0"
 """A noncharacter (The Unicode Standard, section 23.7): before a control token's spelling it says that one is meant."""

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
@@ -164,14 +163,6 @@ async def run(app: App, announce: Callable[[Ready], None]) -> int:
     return 0 if error is None else 1
 
 
-class ServedEngine(StepEngine, Protocol):
-    """An engine as it is handed over: what its thread needs of it, and what operators are told of it."""
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """How many tokens it guesses at once, at most; 0 where it never does."""
-
-
 class App:
     """One server over loaded models.
 
@@ -190,7 +181,7 @@ class App:
         self,
         config: ServeConfig,
         models: Collection[ServedModel],
-        engines: Mapping[str, ServedEngine],
+        engines: Mapping[str, StepEngine],
         registry: CollectorRegistry | None = None,
         last_run: LastRun | None = None,
         tracer: Tracer | None = None,
@@ -224,15 +215,9 @@ class App:
             recorder=FlightRecorder(config.recorder_steps),
             tracer=self._tracer,
         )
-        self._verifier = Verifier(self._engine, self._models, self._metrics, self._show_health)
+        self._verifier = Verifier(self._engine, self._models, self._show_health)
         pool = pool or share_memory(models, config)
-        for name, part in pool.parts.items():
-            self._metrics.for_model(name).kv_memory(part)
-        for name, engine in engines.items():
-            self._metrics.for_model(name).max_draft_tokens(engine.max_draft_tokens)
-        self._library = Library(
-            config, self._engine, self._models, self._metrics, last_run or LastRun(), pool, self._show_health
-        )
+        self._library = Library(config, self._engine, self._models, last_run or LastRun(), pool, self._show_health)
         self._shown: set[str] = set()
         self._mending: set[asyncio.Task[None]] = set()
         keep_tokenizers_on_their_threads()
@@ -303,13 +288,12 @@ class App:
         if self._config.calibrate:
             for name in self._models.names:
                 await self._calibrate(name)
-        for name in self._models.names:
+        for model in [self._models.resolve(name) for name in self._models.names]:
             try:
-                await self._verifier.verify(name)
+                await self._verifier.verify(model.name)
             except RequestError as error:
-                _LOGGER.error("%s does not serve, its golden cases could not be replayed: %s", name, error)
-                self._models.verified(name, Parity(()))
-                self._metrics.for_model(name).parity_checked(Parity(()).max_abs_error, passed=False)
+                _LOGGER.error("%s does not serve, its golden cases could not be replayed: %s", model.name, error)
+                self._models.verified(model, Parity(()))
         self._show_health()
 
     async def _calibrate(self, name: str) -> None:
@@ -356,8 +340,9 @@ class App:
 
     def _failing(self, name: str) -> None:
         """A model fails step after step: it is not asked any more until its golden cases pass again."""
+        if not self._models.failing(name):
+            return  # it is mended already, or leaves
         _LOGGER.error("%s does not serve, its steps fail one after the other", name)
-        self._models.failing(name)
         self._show_health()
         task = asyncio.get_running_loop().create_task(self._mend(name))
         self._mending.add(task)
@@ -384,7 +369,11 @@ class App:
 
     def _show_states(self) -> None:
         for name in self._models.names:
-            self._metrics.for_model(name).serves(is_serving=self._models.state(name) is ModelState.SERVING)
+            if (metrics := self._engine.metrics_of(name)) is None:
+                continue
+            metrics.serves(is_serving=self._models.state(name) is ModelState.SERVING)
+            if (parity := self._models.parity(name)) is not None:
+                metrics.parity_checked(parity.max_abs_error, passed=parity.passed)
 
     async def _stop(self, hurry: asyncio.Event) -> None:
         self._models.drain()

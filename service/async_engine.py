@@ -25,7 +25,7 @@ from service.allowance import shortfall
 from service.costing import Cost, CostModel
 from service.engine.failure import report_failure
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, StepStats, TokenEvent
-from service.engine_thread import EngineThread, Result, StepEngine
+from service.engine_thread import EngineHandle, EngineThread, Result, StepEngine
 from service.errors import EngineFailed, InvalidRequest, NotServing, RequestCancelled, RequestError
 from service.forecast import Estimate, Forecaster
 from service.lane import Lane, LaneLimits
@@ -39,8 +39,6 @@ from service.tracing import NoTracer, Tracer
 _NUM_HANDED = 64
 # For a step to end, so that a refusal need not be wrong for want of what is cached.
 _MAX_LOOK_UP_SECONDS = 0.1
-# One bad step may be a bad request's; so many in a row are the model's.
-_MAX_FAILURES = 3
 
 
 class Admission:
@@ -144,9 +142,8 @@ class AsyncEngine:
         self._tracer = tracer or NoTracer()
         self._sharing = CoreSharing(limits.time_shares)
         self._handing_seconds: deque[float] = deque([0.0], maxlen=_NUM_HANDED)
-        self._lanes = {name: self._make_lane(name, costs[name]) for name in engines}
+        self._lanes = {name: self._make_lane(name, costs[name], engine) for name, engine in engines.items()}
         self._failing = failing
-        self._failures: dict[str, int] = {}
         self._streams: dict[str, Stream] = {}
         self._refuse: Callable[[], RequestError] | None = partial(NotServing, "the server is starting")
         self._idle = asyncio.Event()
@@ -165,9 +162,8 @@ class AsyncEngine:
         """Starts the engine thread; from now on requests are admitted. Call once, on the event loop."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        self._thread = EngineThread(
-            self._engines, self, loop.call_soon_threadsafe, self._limits.time_shares, self._clock
-        )
+        engines = {self._lanes[name].engine: engine for name, engine in self._engines.items()}
+        self._thread = EngineThread(engines, self, loop.call_soon_threadsafe, self._limits.time_shares, self._clock)
         self._engines = {}
         self._thread.start()
         self._refuse = None
@@ -214,20 +210,22 @@ class AsyncEngine:
         Raises:
             RequestError: when the engine would refuse it; EngineFailed or NotServing where the thread is over.
         """
-        cached_tokens = await self._ask_cached_tokens(request)
-        lane = self._lanes.get(request.model)
-        if lane is None:
-            raise NotServing(f"{request.model} is not served any more")
-        return lane.forecaster.estimate(request, cached_tokens)
+        # Of the engine that is asked, whatever has replaced it when it answers.
+        forecaster = self._lane(request.model).forecaster
+        return forecaster.estimate(request, await self._ask_cached_tokens(request))
 
     async def calibrate(self, model: str, max_seconds: float, max_wait_seconds: float) -> int:
         """Learns step times from steps that nobody asked for, on the idle engine; how many there were.
 
         Raises:
-            RequestError: as `call` does.
+            RequestError: as `call` does; NotServing where the engine was replaced or removed meanwhile.
         """
+        lane = self._lane(model)
+        engine = lane.engine
         steps = await self.call(model, lambda engine: engine.calibrate(max_seconds), max_wait_seconds)
-        self._learn(self._lanes[model], steps)
+        if self._lanes.get(model) is not lane or lane.engine is not engine:
+            raise NotServing(f"the engine of {model} has changed while it was calibrated")
+        self._learn(lane, steps)
         return len(steps)
 
     def refused(self, model: str, error: RequestError, request_id: str | None = None) -> None:
@@ -243,17 +241,18 @@ class AsyncEngine:
         What is known of its step times begins anew with `steps`, which it was calibrated by; without any it stays, if
         its work is counted as before. The future is done once the other, if there was one, is gone.
         """
-        self._failures.pop(model, None)
-        lane = self._lanes.get(model)
         gone = self._gone()
+        lane = self._lanes.get(model)
         if lane is None:
-            self._lanes[model] = self._make_lane(model, costs)
-            gone.set_result(None)
-        elif steps or lane.forecaster.costs != costs:
-            lane.foretell_by(self._make_forecaster(model, costs))
+            lane = self._lanes[model] = self._make_lane(model, costs, engine)
+            _finish_waiting(gone)
+        else:
+            lane.serve_by(engine)
+            if steps or lane.forecaster.costs != costs:
+                lane.foretell_by(self._make_forecaster(model, costs))
         if steps:
-            self._learn(self._lanes[model], steps)
-        self._thread.install(model, engine, partial(_finish_waiting, gone))
+            self._learn(lane, steps)
+        self._thread.install(lane.engine, engine, partial(_finish_waiting, gone))
         return gone
 
     async def remove(self, model: str, grace_seconds: float) -> asyncio.Future[None]:
@@ -266,13 +265,13 @@ class AsyncEngine:
             await asyncio.wait_for(lane.wait_idle(), grace_seconds)
         except TimeoutError:
             now = self._clock()
-            for stream in [stream for stream in self._streams.values() if stream.model == model]:
-                if stream.request is not None:
-                    self._thread.abort(model, stream.request_id)
+            for stream in [stream for stream in self._streams.values() if stream.lane is lane]:
+                if stream.engine is not None:
+                    self._thread.abort(stream.engine, stream.request_id)
                 self._fail(stream, NotServing(f"{model} is not served any more"), now)
         gone = self._gone()
-        self._thread.remove(model, partial(_finish_waiting, gone))
-        lane.metrics.idle()
+        self._thread.remove(lane.engine, partial(_finish_waiting, gone))
+        lane.metrics.close()
         self._recorder.forget(model)
         self._sharing.forget(model)
         del self._lanes[model]
@@ -283,18 +282,28 @@ class AsyncEngine:
         lane = self._lanes.get(model)
         return 0.0 if lane is None else lane.kv_usage_ratio
 
-    async def call(self, model: str, function: Callable[[StepEngine], Result], max_wait_seconds: float) -> Result:
+    def metrics_of(self, model: str) -> ModelMetrics | None:
+        """Where a served model's state is shown; None where it is not served."""
+        lane = self._lanes.get(model)
+        return None if lane is None else lane.metrics
+
+    async def call(
+        self, model: str, function: Callable[[StepEngine], Result], max_wait_seconds: float | None
+    ) -> Result:
         """Runs `function` on a model's engine once that is idle; the model's new requests wait behind it.
 
-        Cancelling takes the call back, unless `function` has begun: then it runs to its end and nobody hears of it.
+        It runs on the engine that serves the model now, or not at all. Cancelling takes the call back, unless
+        `function` has begun: then it runs to its end and its result is dropped.
 
         Raises:
             RequestError: raised by `function`; EngineFailed for anything else it raised; NotServing if it never ran, as
-                the model was not idle for `max_wait_seconds` or the engine thread is over.
+                the model was not idle for `max_wait_seconds` (None waits without limit), its engine was replaced or
+                removed, or the engine thread is over.
         """
         self._end()
-        call = self._thread.call(model, function)
-        return await self._answer(call, max_wait_seconds, f"{model} was not idle for {max_wait_seconds:g} s; try again")
+        call = self._thread.call(self._lane(model).engine, function)
+        complaint = f"{model} was not idle for {max_wait_seconds or 0:g} s; try again"
+        return await self._answer(call, max_wait_seconds, complaint)
 
     async def do(self, function: Callable[[], Result]) -> Result:
         """Runs `function` on the engine thread, between two turns, while all models wait.
@@ -329,9 +338,9 @@ class AsyncEngine:
         self._thread.stop()
         await self.wait_ended()
 
-    def _make_lane(self, model: str, costs: CostModel) -> Lane:
+    def _make_lane(self, model: str, costs: CostModel, engine: StepEngine) -> Lane:
         self._recorder.begin(model)
-        return Lane(model, self._limits, self._metrics.for_model(model), self._make_forecaster(model, costs))
+        return Lane(model, self._limits, self._metrics.for_model(model), self._make_forecaster(model, costs), engine)
 
     def _make_forecaster(self, model: str, costs: CostModel) -> Forecaster:
         patience = PATIENCE_SECONDS if self._limits.admits_by_deadline else None
@@ -347,6 +356,9 @@ class AsyncEngine:
     def _gone(self) -> asyncio.Future[None]:
         """A future for when an engine is gone, which it is at the thread's end at the latest."""
         gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._end().done():
+            gone.set_result(None)
+            return gone
         self._leaving.add(gone)
         gone.add_done_callback(self._leaving.discard)
         return gone
@@ -361,10 +373,14 @@ class AsyncEngine:
             raise self._refuse()
         if request_id in self._streams:
             raise InvalidRequest("request_id", request_id, "must not be in use by another request")
+        lane = self._lane(model)
+        lane.require_place()
+        return lane
+
+    def _lane(self, model: str) -> Lane:
         lane = self._lanes.get(model)
         if lane is None:
             raise NotServing(f"{model} is not served any more")
-        lane.require_place()
         return lane
 
     async def _answer(
@@ -386,23 +402,26 @@ class AsyncEngine:
             # Waiting for a future does not cancel it, and what is not cancelled runs.
             result.cancel()
 
-    def step_done(self, model: str, output: StepOutput, now: float) -> None:
+    def step_done(self, engine: EngineHandle, output: StepOutput, now: float) -> None:
         """Hands a step's events to their streams (`Listener`)."""
         with self._faults_are_fatal():
-            lane = self._lanes.get(model)
+            lane = self._lanes.get(engine.model)
             if lane is None:  # it is on its way out, and so is everybody who asked it
                 return
-            self._recorder.step_done(model, output, now)
+            self._recorder.step_done(engine.model, output, now)
             lane.kv_usage_ratio = output.stats.kv_usage_ratio
-            lane.forecaster.step_done(output.stats, output.events)
-            if self._hand_out(lane.metrics, output, now):
+            if engine is lane.engine:
+                lane.forecaster.step_done(output.stats)
+            if self._hand_out(lane.metrics, engine, output, now):
                 self._handing_seconds.append(self._clock() - now)
-            self._watch(model, output)
+            # A replaced engine's failures say nothing of the one that serves, nor does its success.
+            if engine is lane.engine and lane.fails_by(output):
+                self._failing(engine.model)
 
-    def rejected(self, request_id: str, error: RequestError, now: float) -> None:
+    def rejected(self, engine: EngineHandle, request_id: str, error: RequestError, now: float) -> None:
         """Ends the stream of a request that the engine refused (`Listener`)."""
         with self._faults_are_fatal():
-            if stream := self._streams.get(request_id):
+            if (stream := self._streams.get(request_id)) is not None and stream.engine is engine:
                 self._fail(stream, error, now)
 
     def ended(self, error: EngineFailed | None) -> None:
@@ -426,14 +445,14 @@ class AsyncEngine:
                 self._refuse_and_fail_all(self._fault)
                 self._thread.stop()
 
-    def _hand_out(self, metrics: ModelMetrics, output: StepOutput, now: float) -> bool:
+    def _hand_out(self, metrics: ModelMetrics, engine: EngineHandle, output: StepOutput, now: float) -> bool:
         """Gives events to their streams; whether anybody waits for one of them."""
         is_awaited = False
         metrics.step_done(output.stats)
         metrics.tokens_generated(sum(event.token_id is not None for event in output.events))
         for event in output.events:
             stream = self._streams.get(event.request_id)
-            if stream is None:
+            if stream is None or stream.engine is not engine:
                 continue
             if event.token_id is not None:
                 stream.token_told(metrics, event, now)
@@ -446,15 +465,6 @@ class AsyncEngine:
             if event.is_terminal:
                 self._finish(stream, event)
         return is_awaited
-
-    def _watch(self, model: str, output: StepOutput) -> None:
-        """Counts steps that fail one after the other; one that computes something ends the row."""
-        if output.is_failed:
-            self._failures[model] = self._failures.get(model, 0) + 1
-            if self._failures[model] == _MAX_FAILURES:
-                self._failing(model)
-        elif output.stats.num_tokens:
-            self._failures.pop(model, None)
 
     def _refuse_and_fail_all(self, error: EngineFailed | None) -> None:
         stopped = partial(NotServing, "the server has stopped")
@@ -474,17 +484,17 @@ class AsyncEngine:
     def _submit(self, stream: Stream, request: GenerationRequest, cached_tokens: int) -> None:
         if (request.request_id, request.model) != (stream.request_id, stream.model) or stream.request is not None:
             raise ValueError(f"admission {stream.request_id} does not fit request {request.request_id}")
-        if stream.request_id not in self._streams:
+        if self._streams.get(stream.request_id) is not stream:
             raise self._refuse() if self._refuse is not None else NotServing("the place was given up")
         if request.deadline is not None:
             request = self._judge(stream, request, request.deadline, cached_tokens)
         # Whatever of this fails, the engine does not have the request yet, and the place goes back with its block.
-        stream.forecaster = stream.lane.forecaster
+        stream.forecaster, stream.engine = stream.lane.forecaster, stream.lane.engine
         self._sharing.begun(stream.model, self._clock())
         stream.quote = stream.forecaster.submitted(request)
         stream.trace.submitted(request)
         stream.request = request
-        self._thread.submit(stream.model, request, is_streamed=stream.is_streamed)
+        self._thread.submit(stream.engine, request, is_streamed=stream.is_streamed)
 
     async def _cached_tokens(self, stream: Stream, request: GenerationRequest) -> int:
         lane = stream.lane
@@ -501,7 +511,8 @@ class AsyncEngine:
 
     async def _ask_cached_tokens(self, request: GenerationRequest) -> int:
         self._end()
-        question = self._thread.ask(request.model, lambda engine: engine.num_cached_tokens(request))
+        engine = self._lane(request.model).engine
+        question = self._thread.ask(engine, lambda engine: engine.num_cached_tokens(request))
         return await self._answer(question)
 
     def _answer_by(self, request: GenerationRequest, deadline: float) -> float:
@@ -532,11 +543,11 @@ class AsyncEngine:
 
     def _leave(self, stream: Stream, error: BaseException | None) -> None:
         """The consumer is gone. A place in use stays taken until the engine says that the request is over."""
-        if stream.request is None:
+        if stream.request is None or stream.engine is None:
             self._release(stream, None)
             stream.lane.refused(_outcome(error), stream.request_id)
         elif self._streams.get(stream.request_id) is stream:
-            self._thread.abort(stream.model, stream.request_id)
+            self._thread.abort(stream.engine, stream.request_id)
 
     def _fail(self, stream: Stream, error: RequestError, now: float) -> None:
         arrival = stream.request.arrival_time if stream.request else now

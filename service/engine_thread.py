@@ -43,6 +43,10 @@ class StepEngine(Protocol):
         """How it cuts and pads what it computes: for life, and for anybody to read."""
 
     @property
+    def max_draft_tokens(self) -> int:
+        """How many tokens of a row that decodes alone are drafted at once, at most; 0 where none ever are. Constant."""
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
 
@@ -79,13 +83,23 @@ class StepEngine(Protocol):
         """Runs steps that nobody asked for, to learn how long they take; only while it has no work."""
 
 
-class Listener(Protocol):
-    """Who hears of it. All methods run on the event loop."""
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineHandle:
+    """The identity of one engine, for what must not be confused with another engine of the same model.
 
-    def step_done(self, model: str, output: StepOutput, now: float) -> None:
+    It holds no memory of the engine's.
+    """
+
+    model: str
+
+
+class Listener(Protocol):
+    """Receives what the engines report. All methods run on the event loop."""
+
+    def step_done(self, engine: EngineHandle, output: StepOutput, now: float) -> None:
         """An engine took a step, which ended at `now` (`time.monotonic()` seconds)."""
 
-    def rejected(self, request_id: str, error: RequestError, now: float) -> None:
+    def rejected(self, engine: EngineHandle, request_id: str, error: RequestError, now: float) -> None:
         """An engine refused a request; no event of it will follow."""
 
     def ended(self, error: EngineFailed | None) -> None:
@@ -94,20 +108,20 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
-    model: str
+    engine: EngineHandle
     request: GenerationRequest
     is_streamed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Abort:
-    model: str
+    engine: EngineHandle
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    model: str
+    engine: EngineHandle
     function: Callable[[StepEngine], Any]
     future: concurrent.futures.Future[Any]
     needs_idle: bool
@@ -115,14 +129,14 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Install:
-    model: str
+    handle: EngineHandle
     engine: StepEngine
     gone: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class _Remove:
-    model: str
+    engine: EngineHandle
     gone: Callable[[], object]
 
 
@@ -202,7 +216,8 @@ class _Leaver:
     `kept_bytes` is what its K/V may be. What it gives up is free only when a step has gone by, which frees it.
     """
 
-    def __init__(self, engine: StepEngine, gone: Callable[[], object], kept_bytes: int) -> None:
+    def __init__(self, handle: EngineHandle, engine: StepEngine, gone: Callable[[], object], kept_bytes: int) -> None:
+        self.handle = handle
         self.engine = engine
         self.gone = gone
         self.kept_bytes = self._limit = kept_bytes
@@ -225,15 +240,17 @@ class _Leaver:
 class _Station:
     """One model on the thread: the engine that serves it, None once it is removed, and those that did before.
 
-    A call waits until the engine is idle; requests that come after are parked till then. Parked requests live on: one
-    that is aborted or late goes to the engine all the same, whose next step ends it before it takes a slot, and the
-    others are counted as waiting.
+    A call waits until the engine is idle and no other engine holds memory of the model: a replay writes all of its
+    K/V, whatever the limit. Requests that come after the call are parked till then. Parked requests live on: one that
+    is aborted or late goes to the engine all the same, whose next step ends it before it takes a slot, and the others
+    are counted as waiting. Calls and parked requests are the serving engine's: no other engine gets them.
 
     All engines of a model share the K/V memory of the newest. Those on their way out keep what their requests need, and
     what is free goes to the oldest that lacks some; the one that serves has the rest.
     """
 
-    def __init__(self, engine: StepEngine | None = None) -> None:
+    def __init__(self, handle: EngineHandle | None = None, engine: StepEngine | None = None) -> None:
+        self.handle = handle
         self.engine = engine
         self.leavers: list[_Leaver] = []
         self._part = self._limit = 0 if engine is None else engine.kv_memory_bytes
@@ -245,11 +262,17 @@ class _Station:
         serves = self.engine is not None and self.engine.has_work
         return serves or bool(self.leavers) or bool(self.calls) or bool(self.parked)
 
-    def replace(self, engine: StepEngine | None, gone: Callable[[], object]) -> None:
-        """Has another engine serve from now on, or none; `gone` is told of once the one before is no more."""
-        if self.engine is not None:
-            self.leavers.append(_Leaver(self.engine, gone, self._limit))
-        self.engine = engine
+    def engine_of(self, handle: EngineHandle) -> StepEngine | None:
+        """The engine of this identity; None once it is gone."""
+        if handle is self.handle:
+            return self.engine
+        return next((leaver.engine for leaver in self.leavers if leaver.handle is handle), None)
+
+    def replace(self, handle: EngineHandle | None, engine: StepEngine | None, gone: Callable[[], object]) -> None:
+        """Has another engine serve from now on, or none; `gone` is called once the engine before is gone."""
+        if self.handle is not None and self.engine is not None:
+            self.leavers.append(_Leaver(self.handle, self.engine, gone, self._limit))
+        self.handle, self.engine = handle, engine
         self._limit = 0
         if engine is not None:
             self._part = engine.kv_memory_bytes
@@ -301,7 +324,7 @@ class EngineThread:
     """Steps the engines in turns (`service.turns`) while any has work, and sleeps on the inbox while none has.
 
     Args:
-        engines: by model name; the thread owns them from `start` on.
+        engines: by their handles, one for each model; the thread owns them from `start` on.
         listener: hears of steps, refusals and the end.
         post: runs a callback with arguments on the event loop, callable from any thread.
         weights: by model name, what each gets of the time while several have work; 1 where nothing is said.
@@ -310,13 +333,13 @@ class EngineThread:
 
     def __init__(
         self,
-        engines: Mapping[str, StepEngine],
+        engines: Mapping[EngineHandle, StepEngine],
         listener: Listener,
         post: Callable[..., object],
         weights: Mapping[str, float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stations = {model: _Station(engine) for model, engine in engines.items()}
+        self._stations = {handle.model: _Station(handle, engine) for handle, engine in engines.items()}
         self._turns = Turns(weights)
         self._clock = clock
         self._listener = listener
@@ -331,29 +354,29 @@ class EngineThread:
         """Starts the thread, once."""
         self._thread.start()
 
-    def submit(self, model: str, request: GenerationRequest, *, is_streamed: bool = True) -> None:
+    def submit(self, engine: EngineHandle, request: GenerationRequest, *, is_streamed: bool = True) -> None:
         """Queues a request; its first event comes with a later step, or `Listener.rejected` does.
 
         Of one that is not streamed the event loop may hear some steps late, but for its end.
         """
-        self._inbox.put(_Submit(model, request, is_streamed))
+        self._inbox.put(_Submit(engine, request, is_streamed))
 
-    def abort(self, model: str, request_id: str) -> None:
+    def abort(self, engine: EngineHandle, request_id: str) -> None:
         """Ends a request before the next step; its terminal event still comes."""
-        self._inbox.put(_Abort(model, request_id))
+        self._inbox.put(_Abort(engine, request_id))
 
-    def call(self, model: str, function: Callable[[StepEngine], Result]) -> concurrent.futures.Future[Result]:
+    def call(self, engine: EngineHandle, function: Callable[[StepEngine], Result]) -> concurrent.futures.Future[Result]:
         """Runs `function` on an engine once that is idle; requests submitted meanwhile wait behind it.
 
         Cancelling the future before `function` has begun takes the call back. What `function` raises becomes
-        EngineFailed, RequestErrors aside. The future stays undone if the thread ends first: wait for `Listener.ended`
-        too.
+        EngineFailed, RequestErrors aside; NotServing if the engine was replaced or removed before it ran. The future
+        stays undone if the thread ends first: wait for `Listener.ended` too.
         """
-        return self._call(model, function, needs_idle=True)
+        return self._call(engine, function, needs_idle=True)
 
-    def ask(self, model: str, function: Callable[[StepEngine], Result]) -> concurrent.futures.Future[Result]:
+    def ask(self, engine: EngineHandle, function: Callable[[StepEngine], Result]) -> concurrent.futures.Future[Result]:
         """As `call`, before the next step, however busy the engine is: for what is quick and changes nothing."""
-        return self._call(model, function, needs_idle=False)
+        return self._call(engine, function, needs_idle=False)
 
     def do(self, function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
         """Runs `function` between two turns, while all models wait: for what must not happen beside a step.
@@ -365,30 +388,27 @@ class EngineThread:
         self._inbox.put(_Errand(function, future))
         return future
 
-    def install(self, model: str, engine: StepEngine, gone: Callable[[], object]) -> None:
-        """Gives a model its engine, or another one: requests from now on go there, the old one ends what it has.
+    def install(self, handle: EngineHandle, engine: StepEngine, gone: Callable[[], object]) -> None:
+        """Gives a model its engine, or another one; the old one ends what was submitted to it, and refuses its calls.
 
         Until then the two share what K/V may take. `gone` is called on the event loop once the thread has let go of the
         old one; never, if there was none or the thread ends first.
         """
-        self._inbox.put(_Install(model, engine, gone))
+        self._inbox.put(_Install(handle, engine, gone))
 
-    def remove(self, model: str, gone: Callable[[], object]) -> None:
-        """Takes a model's engine away. It still ends what it has begun; calls that wait for it are cancelled.
-
-        `gone` is called as for `install`.
-        """
-        self._inbox.put(_Remove(model, gone))
+    def remove(self, engine: EngineHandle, gone: Callable[[], object]) -> None:
+        """Takes a model's engine away, as `install` does, and puts none in its place; `gone` is called as there."""
+        self._inbox.put(_Remove(engine, gone))
 
     def stop(self) -> None:
         """Ends the thread before its next step; `Listener.ended` follows."""
         self._inbox.put(_Stop())
 
     def _call(
-        self, model: str, function: Callable[[StepEngine], Result], *, needs_idle: bool
+        self, engine: EngineHandle, function: Callable[[StepEngine], Result], *, needs_idle: bool
     ) -> concurrent.futures.Future[Result]:
         future: concurrent.futures.Future[Result] = concurrent.futures.Future()
-        self._inbox.put(_Call(model, function, future, needs_idle))
+        self._inbox.put(_Call(engine, function, future, needs_idle))
         return future
 
     def _run(self) -> None:
@@ -429,58 +449,59 @@ class EngineThread:
             case _Errand():
                 self._outbox.flush()  # it may take long
                 _run_errand(command)
-            case _Install(model, engine, gone):
-                self._stations.setdefault(model, _Station()).replace(engine, gone)
-            case _Remove(model, gone):
-                self._remove(self._stations[model], gone)
-            case _Abort(model, request_id):
-                self._abort(model, request_id)
+            case _Install(handle, engine, gone):
+                self._replace(self._stations.setdefault(handle.model, _Station()), handle, engine, gone)
+            case _Remove(handle, gone):
+                self._replace(self._stations[handle.model], None, None, gone)
+            case _Abort(handle, request_id):
+                self._abort(handle, request_id)
             case _Call():
                 self._arrange(command)
-            case _Submit(model, request, is_streamed):
+            case _Submit(handle, request, is_streamed):
                 if not is_streamed:
                     self._unstreamed.add(request.request_id)
-                self._submit(model, request)
+                self._submit(handle, request)
 
-    def _submit(self, model: str, request: GenerationRequest) -> None:
-        station = self._stations.get(model)
-        if station is None or station.engine is None:
-            self._reject(request.request_id, _gone(model))
+    def _submit(self, handle: EngineHandle, request: GenerationRequest) -> None:
+        station = self._stations.get(handle.model)
+        if station is None or station.engine is None or station.handle is not handle:
+            self._reject(handle, request.request_id, _gone(handle))
         elif station.calls or station.parked:
             # Behind those that wait already, even if what they waited for is just over.
             station.parked[request.request_id] = request
         else:
-            self._add(station.engine, request)
+            self._add(handle, station.engine, request)
 
     def _arrange(self, call: _Call) -> None:
         """Has a call wait for its turn, or runs it at once if it need not wait."""
-        station = self._stations.get(call.model)
-        if station is None or station.engine is None:
+        station = self._stations.get(call.engine.model)
+        if station is None or station.engine is None or station.handle is not call.engine:
             _refuse(call)
         elif call.needs_idle:
             station.calls.append(call)
         else:
             _run(call, station.engine)
 
-    def _abort(self, model: str, request_id: str) -> None:
-        station = self._stations.get(model)
-        if station is None:
+    def _abort(self, handle: EngineHandle, request_id: str) -> None:
+        station = self._stations.get(handle.model)
+        engine = None if station is None else station.engine_of(handle)
+        if station is None or engine is None:
             return
-        if station.engine is not None:
-            if parked := station.parked.pop(request_id, None):
-                self._add(station.engine, parked)
-            station.engine.abort(request_id)
-        for leaver in station.leavers:
-            leaver.engine.abort(request_id)
+        if handle is station.handle and (parked := station.parked.pop(request_id, None)):
+            self._add(handle, engine, parked)
+        engine.abort(request_id)
 
-    def _remove(self, station: _Station, gone: Callable[[], object]) -> None:
+    def _replace(
+        self, station: _Station, handle: EngineHandle | None, engine: StepEngine | None, gone: Callable[[], object]
+    ) -> None:
+        """Has another engine serve, or none. What waits was meant for the one before: that gets it, or refuses it."""
         while station.calls:
             _refuse(station.calls.popleft())
-        if station.engine is not None:
+        if station.handle is not None and station.engine is not None:
             for request in station.parked.values():
-                self._add(station.engine, request)
+                self._add(station.handle, station.engine, request)
         station.parked.clear()
-        station.replace(None, gone)
+        station.replace(handle, engine, gone)
 
     def _take_turn(self) -> None:
         """One turn of the model that is due: the inbox is looked at between any two."""
@@ -489,50 +510,51 @@ class EngineThread:
             return
         station, began = self._stations[model], self._clock()
         # Those on their way out first, so that what a model's gauges say last is of the engine that serves.
-        self._advance_leavers(model, station)
-        self._advance(model, station)
+        self._advance_leavers(station)
+        self._advance(station)
         self._turns.took(model, self._clock() - began)
         if station.engine is None and not station.leavers:
             del self._stations[model]
             self._turns.forget(model)
 
-    def _advance_leavers(self, model: str, station: _Station) -> None:
+    def _advance_leavers(self, station: _Station) -> None:
         """One step of each engine that is on its way out, and away with those that are done."""
         if not station.leavers:
             return
         for leaver in station.leavers:
             if leaver.engine.has_work:
-                self._tell(model, leaver.step())
+                self._tell(leaver.handle, leaver.step())
         for gone in station.let_go():
             self._outbox.send(gone)
 
-    def _advance(self, model: str, station: _Station) -> None:
+    def _advance(self, station: _Station) -> None:
         """One step, or one call, of the engine that serves."""
-        engine = station.engine
-        if engine is None:
+        handle, engine = station.handle, station.engine
+        if handle is None or engine is None:
             return
         for request in station.unpark(self._clock()):
-            self._add(engine, request)
+            self._add(handle, engine, request)
         if engine.has_work:
-            self._tell(model, station.step(engine))
-        elif station.calls:
+            self._tell(handle, station.step(engine))
+        elif station.calls and not station.leavers:
             self._outbox.flush()
             _run(station.calls.popleft(), engine)
 
-    def _add(self, engine: StepEngine, request: GenerationRequest) -> None:
+    def _add(self, handle: EngineHandle, engine: StepEngine, request: GenerationRequest) -> None:
         try:
             engine.add_request(request)
         except RequestError as error:
-            self._reject(request.request_id, error)
+            self._reject(handle, request.request_id, error)
         except Exception as cause:  # one bad request must not end the others
-            self._reject(request.request_id, report_failure(f"request {request.request_id} could not be queued", cause))
+            failure = report_failure(f"request {request.request_id} could not be queued", cause)
+            self._reject(handle, request.request_id, failure)
 
-    def _reject(self, request_id: str, error: RequestError) -> None:
+    def _reject(self, handle: EngineHandle, request_id: str, error: RequestError) -> None:
         # Of one whose id is in use, single steps are told from now on: more often than need be, and no harm.
         self._unstreamed.discard(request_id)
-        self._outbox.send(self._listener.rejected, request_id, error, self._clock())
+        self._outbox.send(self._listener.rejected, handle, request_id, error, self._clock())
 
-    def _tell(self, model: str, output: StepOutput) -> None:
+    def _tell(self, handle: EngineHandle, output: StepOutput) -> None:
         """Tells of a step: at once if it was long or somebody waits for what it brought."""
         now = self._clock()
         is_awaited = output.is_failed or output.stats.run_seconds >= _GATHER_SECONDS
@@ -543,9 +565,9 @@ class EngineThread:
             elif event.request_id not in self._unstreamed:
                 is_awaited = True
         if is_awaited:
-            self._outbox.send(self._listener.step_done, model, output, now)
+            self._outbox.send(self._listener.step_done, handle, output, now)
         else:
-            self._outbox.leave(now, self._listener.step_done, model, output, now)
+            self._outbox.leave(now, self._listener.step_done, handle, output, now)
 
 
 def _run(call: _Call, engine: StepEngine) -> None:
@@ -586,10 +608,10 @@ def _let_go(error: BaseException) -> None:
 
 
 def _refuse(call: _Call) -> None:
-    """Tells a caller that there is no such model any more."""
+    """Raises NotServing to a caller whose engine serves no more."""
     if call.future.set_running_or_notify_cancel():
-        call.future.set_exception(_gone(call.model))
+        call.future.set_exception(_gone(call.engine))
 
 
-def _gone(model: str) -> NotServing:
-    return NotServing(f"{model} is not served any more")
+def _gone(engine: EngineHandle) -> NotServing:
+    return NotServing(f"this engine of {engine.model} does not serve any more")

@@ -155,13 +155,15 @@ class Forecaster:
         prompts = sum(each.prefill_seconds for each in known if not each.num_tokens)
         return prompts + num_steps * self._times.rates.step_seconds(rows, rows * self._times.pairs_per_row)
 
-    def step_done(self, stats: StepStats, events: Iterable[TokenEvent] = ()) -> None:
-        """Learns from a step, and takes note of the tokens that it told."""
-        for event in events:
-            if event.token_id is not None and (known := self._outstanding.get(event.request_id)):
-                known.num_tokens += 1
+    def step_done(self, stats: StepStats) -> None:
+        """Learns from a step of the engine whose requests are predicted; from no other engine's."""
         self._times.learn(stats)
         self._times.note_company(stats)
+
+    def token_told(self, request_id: str) -> None:
+        """A request has one token more; unknown ones are ignored."""
+        if known := self._outstanding.get(request_id):
+            known.num_tokens += 1
 
     def calibrated(self, steps: Iterable[StepStats]) -> None:
         """Learns from steps that nobody asked for: from each, however quick."""

@@ -176,6 +176,9 @@ class Generator:
         self._models.require_serving(model.name)
         with self._engine.place(model.name, call.request_id):
             request = await self._prepare(call, model, time.monotonic(), None)
+            while (current := self._models.resolve(model.name)) is not model:
+                model = current
+                request = await self._prepare(call, model, time.monotonic(), None)
             return await self._engine.estimate(request)
 
     async def score(self, call: ScoreCall, time_remaining: float | None) -> Score:

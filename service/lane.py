@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from service.admission import DeadlineAdmission
+from service.engine.types import StepOutput
+from service.engine_thread import EngineHandle, StepEngine
 from service.errors import Overloaded
 from service.forecast import Forecaster
 from service.metrics import ModelMetrics, RequestRecord
@@ -24,6 +26,8 @@ _RECENT_REQUESTS = 64
 _UNKNOWN_SERVICE_SECONDS = 1.0
 _MIN_RETRY_SECONDS = 0.05
 _MAX_RETRY_SECONDS = 60.0
+# One bad step may be a bad request's; so many in a row are the model's.
+_MAX_FAILURES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,20 +52,25 @@ class Lane:
         limits: who gets a place.
         metrics: where its steps and requests are counted.
         forecaster: what foretells its requests.
+        engine: what serves it; not kept, as a model that is removed must leave its memory.
 
     Attributes:
+        engine: the handle of the engine that serves it now.
         metrics: the same.
         kv_usage_ratio: share of its K/V memory that requests took after the last step.
         forecaster: what foretells its requests now.
         admission: who judges them by their deadlines, None where nobody does.
     """
 
-    def __init__(self, model: str, limits: LaneLimits, metrics: ModelMetrics, forecaster: Forecaster) -> None:
+    def __init__(
+        self, model: str, limits: LaneLimits, metrics: ModelMetrics, forecaster: Forecaster, engine: StepEngine
+    ) -> None:
         self.metrics = metrics
         self.kv_usage_ratio = 0.0
         self._model = model
         self._limits = limits
         self.foretell_by(forecaster)
+        self.serve_by(engine)
         self._taken = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -82,6 +91,27 @@ class Lane:
     def is_alone(self) -> bool:
         """Whether whoever asks has the only place that is taken."""
         return self._taken == 1
+
+    def serve_by(self, engine: StepEngine) -> None:
+        """Has another engine serve the model: how those before it failed is of no use any more."""
+        self.engine = EngineHandle(self._model)
+        self._num_failures = 0
+        self.metrics.kv_memory(engine.kv_memory_bytes)
+        self.metrics.max_draft_tokens(engine.max_draft_tokens)
+
+    def fails_by(self, output: StepOutput) -> bool:
+        """Counts steps of `engine` that fail one after the other; whether they are as many as make a model fail.
+
+        A step that computes something ends the row, and so does the answer yes.
+        """
+        if output.is_failed:
+            self._num_failures += 1
+        elif output.stats.num_tokens:
+            self._num_failures = 0
+        if self._num_failures < _MAX_FAILURES:
+            return False
+        self._num_failures = 0
+        return True
 
     def foretell_by(self, forecaster: Forecaster) -> None:
         """Has another foretell its requests: what was learned with the one before is of no use any more."""

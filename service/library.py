@@ -44,7 +44,6 @@ from service.engine.types import Device, StepStats
 from service.errors import ModelUnfit, RequestError, StartupError, UnknownModel
 from service.kv_pool import KVPool, Part
 from service.loading import build_engines, load_model, manifest_of, model_names, needs_of
-from service.metrics import Metrics
 from service.models import Models, ModelState, Parity, ServedModel
 
 _LOGGER = logging.getLogger(__name__)
@@ -69,7 +68,6 @@ class Library:
         config: the operator's; `models` is the folder that models come from.
         engine: where they run.
         models: what is known of them.
-        metrics: where their largest error is shown.
         last_run: shared by the engines of the thread.
         pool: the memory of keys and values, with the parts of the models that are served.
         state_changed: called after each change.
@@ -80,7 +78,6 @@ class Library:
         config: ServeConfig,
         engine: AsyncEngine,
         models: Models,
-        metrics: Metrics,
         last_run: LastRun,
         pool: KVPool,
         state_changed: Callable[[], None],
@@ -88,7 +85,6 @@ class Library:
         self._config = config
         self._engine = engine
         self._models = models
-        self._metrics = metrics
         self._last_run = last_run
         self._pool = pool
         self._state_changed = state_changed
@@ -204,15 +200,9 @@ class Library:
         except BaseException:
             self._pool.give_back(part)
             raise
-        # Read while it is nobody else's: from then on it is the engine thread's.
-        max_draft_tokens = engine.max_draft_tokens
         gone = self._engine.install(name, engine, CostModel.of(model, engine), steps)
         self._give_back_when(gone, former)
         self._models.serve(model, parity)
-        metrics = self._metrics.for_model(name)
-        metrics.parity_checked(parity.max_abs_error, passed=parity.passed)
-        metrics.kv_memory(part.kv_bytes)
-        metrics.max_draft_tokens(max_draft_tokens)
         self._state_changed()
         stood_still = made - making if self._config.device is Device.CUDA else stall()
         _LOGGER.log(

@@ -158,7 +158,10 @@ class Metrics:
                 slo.labels(field.name, repr(bound)).set(bound)
 
     def for_model(self, model: str) -> ModelMetrics:
-        """The metrics of one served model; its gauges and counters show up at zero from now on."""
+        """The metrics of one served model, until they are closed; gauges and counters show up at zero from now on.
+
+        For whoever has the model served, once for each time that it is.
+        """
         return ModelMetrics(self, model)
 
 
@@ -168,20 +171,27 @@ class ModelMetrics:
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._model = model
         self._requests = {outcome: metrics.requests.labels(model, outcome) for outcome in OUTCOMES}
-        self._serving = metrics.serving.labels(model)
+        self._serving = metrics.serving
         self._parity = metrics.parity
         self._parity_passed = metrics.parity_passed
         self._kv_memory = metrics.kv_memory
         self._max_draft_tokens = metrics.max_draft_tokens
         self._coefficient = metrics.coefficient
         self._relative_error = metrics.relative_error
-        self._states = (
+        self._gauges = (
+            metrics.running,
+            metrics.waiting,
+            metrics.kv_usage,
+            metrics.kv_memory,
             metrics.serving,
             metrics.parity,
             metrics.parity_passed,
-            metrics.kv_memory,
             metrics.max_draft_tokens,
+            metrics.coefficient,
+            metrics.relative_error,
         )
+        self._is_open = True
+        self.serves(is_serving=False)
         self._running = metrics.running.labels(model)
         self._waiting = metrics.waiting.labels(model)
         self._kv_usage = metrics.kv_usage.labels(model)
@@ -209,38 +219,39 @@ class ModelMetrics:
         self._step_batch = metrics.step_batch.labels(model)
         self._step_tokens = metrics.step_tokens.labels(model)
 
-    def idle(self) -> None:
-        """The model is gone: nothing of it runs or waits, and nobody asks for its state. What was counted stays."""
-        for gauge in (self._running, self._waiting, self._kv_usage):
-            gauge.set(0)
-        for state in self._states:
-            state.remove(self._model)
-        for learned in (self._coefficient, self._relative_error):
-            learned.remove_by_labels({_MODEL: self._model})
+    def close(self) -> None:
+        """The model is not served any more: its gauges are gone, and what is set later is dropped. Counters stay."""
+        self._is_open = False
+        for gauge in self._gauges:
+            gauge.remove_by_labels({_MODEL: self._model})
+
+    def _set(self, gauge: Gauge, value: float, *labels: str) -> None:
+        if self._is_open:
+            gauge.labels(self._model, *labels).set(value)
 
     def serves(self, *, is_serving: bool) -> None:
         """The model answers from now on, or does not."""
-        self._serving.set(is_serving)
+        self._set(self._serving, is_serving)
 
     def kv_memory(self, num_bytes: int) -> None:
         """What its keys and values may take from now on."""
-        self._kv_memory.labels(self._model).set(num_bytes)
+        self._set(self._kv_memory, num_bytes)
 
     def max_draft_tokens(self, num_tokens: int) -> None:
         """How many of its tokens are guessed at once from now on, at most."""
-        self._max_draft_tokens.labels(self._model).set(num_tokens)
+        self._set(self._max_draft_tokens, num_tokens)
 
     def parity_checked(self, max_abs_error: float, *, passed: bool) -> None:
         """The golden cases were replayed."""
-        self._parity.labels(self._model).set(max_abs_error)
-        self._parity_passed.labels(self._model).set(passed)
+        self._set(self._parity, max_abs_error)
+        self._set(self._parity_passed, passed)
 
     def cost_model(self, coefficients: Mapping[str, float], relative_error: float | None) -> None:
         """What is known of the model's step times, in seconds by term, and how far off predictions were."""
         for term, seconds in coefficients.items():
-            self._coefficient.labels(self._model, term).set(seconds)
+            self._set(self._coefficient, seconds, term)
         if relative_error is not None:
-            self._relative_error.labels(self._model).set(relative_error)
+            self._set(self._relative_error, relative_error)
 
     def step_done(self, stats: StepStats) -> None:
         """The engine took a step. A step that computed nothing moves the gauges alone."""

@@ -305,13 +305,20 @@ class Models:
         """How a model's golden cases went when they were last replayed; None before that."""
         return self._parity.get(name)
 
-    def verified(self, name: str, parity: Parity) -> None:
-        """Takes note of a replay: a model that failed answers no more, one that passed does, unless it is draining."""
-        if name not in self._models:
+    def is_served(self, model: ServedModel) -> bool:
+        """Whether this very model is served: not one that has been loaded in its place."""
+        return self._models.get(model.name) is model
+
+    def verified(self, model: ServedModel, parity: Parity) -> None:
+        """Takes note of a replay: a model that failed answers no more, one that passed does, unless it is draining.
+
+        The replay of a model that is not served any more is ignored.
+        """
+        if not self.is_served(model):
             return
-        self._parity[name] = parity
-        if self._states[name] is not ModelState.DRAINING:
-            self._states[name] = ModelState.SERVING if parity.passed else ModelState.FAILED
+        self._parity[model.name] = parity
+        if self._states[model.name] is not ModelState.DRAINING:
+            self._states[model.name] = ModelState.SERVING if parity.passed else ModelState.FAILED
 
     def serve(self, model: ServedModel, parity: Parity) -> None:
         """A model that has passed its golden cases is served from now on, in place of any other of its name.
@@ -331,10 +338,16 @@ class Models:
         for known in (self._models, self._states, self._parity):
             known.pop(name, None)
 
-    def failing(self, name: str) -> None:
-        """A model's engine fails step after step: it answers no more, until it is proven or loaded anew."""
-        if self._states.get(name) is ModelState.SERVING:
-            self._states[name] = ModelState.FAILED
+    def failing(self, name: str) -> bool:
+        """A model's engine fails step after step: it answers no more, until it is proven or loaded anew.
+
+        Returns:
+            Whether it answered until now.
+        """
+        if self._states.get(name) is not ModelState.SERVING:
+            return False
+        self._states[name] = ModelState.FAILED
+        return True
 
     def drain(self) -> None:
         """The server is stopping."""

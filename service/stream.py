@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from service.admission import DeadlineAdmission, Prediction
 from service.costing import Cost
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent
+from service.engine_thread import EngineHandle
 from service.forecast import Forecaster, Quote
 from service.lane import Lane
 from service.metrics import ModelMetrics
@@ -38,7 +39,8 @@ class Tokens:
 class Stream:
     """One request between admission and its last event. `request` is None until it is handed to the engine.
 
-    Where it `is_streamed`, its events are wanted as they come.
+    Where it `is_streamed`, its events are wanted as they come. `engine` is the one that has it, whose events alone are
+    its own.
 
     `quote` is what `forecaster` knew of its future then, `cost` what became of it, where it came to a token;
     `prediction` is what `admission` went by, where it has a deadline.
@@ -49,6 +51,7 @@ class Stream:
     lane: Lane
     trace: RequestTrace
     request: GenerationRequest | None = None
+    engine: EngineHandle | None = None
     is_streamed: bool = True
     events: list[TokenEvent] = field(default_factory=list)
     waiter: asyncio.Future[None] | None = None
@@ -91,6 +94,8 @@ class Stream:
 
     def token_told(self, metrics: ModelMetrics, event: TokenEvent, now: float) -> None:
         """Counts an event's token of its output, and the time since the one before or, of the first, since arrival."""
+        if self.forecaster is not None:
+            self.forecaster.token_told(self.request_id)
         tokens = self.tokens.get(event.output_index)
         if tokens is not None:
             if self.tells_as_it_happens:

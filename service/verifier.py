@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from model.golden import tolerance_of
 from service.async_engine import AsyncEngine
 from service.engine_thread import StepEngine
-from service.metrics import Metrics
-from service.models import Models, Parity
+from service.errors import NotServing
+from service.models import Models, ModelState, Parity, ServedModel
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -36,16 +36,12 @@ class Verifier:
     Args:
         engine: where models run.
         models: what is served; a model that fails its cases does not answer any more.
-        metrics: where the largest error is shown.
         state_changed: called after each replay.
     """
 
-    def __init__(
-        self, engine: AsyncEngine, models: Models, metrics: Metrics, state_changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, models: Models, state_changed: Callable[[], None]) -> None:
         self._engine = engine
         self._models = models
-        self._metrics = metrics
         self._state_changed = state_changed
         self._replays: dict[str, _Replay] = {}
 
@@ -71,22 +67,30 @@ class Verifier:
                 del self._replays[name]
 
     async def _replay(self, name: str) -> Parity:
-        model = self._models.resolve(name)
-
-        def replay(engine: StepEngine) -> Parity:
-            return Parity(
-                tuple(
-                    engine.verify_golden(
-                        model.golden_cases, tolerance_of(model.manifest.precision, model.manifest.kv_cache.precision)
-                    )
-                )
-            )
-
-        parity = await self._engine.call(name, replay, _MAX_WAIT_SECONDS)
-        self._models.verified(name, parity)
-        self._metrics.for_model(name).parity_checked(parity.max_abs_error, passed=parity.passed)
+        """Replays until the outcome is that of the model that is served: it may be reloaded meanwhile."""
+        while True:
+            model = self._models.resolve(name)
+            try:
+                parity = await self._replay_once(model)
+            except NotServing:
+                if self._models.is_served(model):
+                    raise
+                continue
+            if self._models.is_served(model):
+                break
+        self._models.verified(model, parity)
         if not parity.passed:
             failed = ", ".join(case.name for case in parity.cases if not case.passed)
             _LOGGER.error("%s does not serve, golden cases failed: %s", name, failed or "there are none")
         self._state_changed()
         return parity
+
+    async def _replay_once(self, model: ServedModel) -> Parity:
+        tolerance = tolerance_of(model.manifest.precision, model.manifest.kv_cache.precision)
+
+        def replay(engine: StepEngine) -> Parity:
+            return Parity(tuple(engine.verify_golden(model.golden_cases, tolerance)))
+
+        # Nobody waits behind the replay of a model that takes no requests.
+        serves = self._models.state(model.name) is ModelState.SERVING
+        return await self._engine.call(model.name, replay, _MAX_WAIT_SECONDS if serves else None)

@@ -26,10 +26,11 @@ from model.tokenizer import Tokenizer
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from proto.onward.v1.model_pb2_grpc import ModelServiceStub
-from service.app import App, Endpoint, ServedEngine
+from service.app import App, Endpoint
 from service.config import ServeConfig
 from service.engine.engine import Engine
 from service.engine.scheduler import EngineLimits
+from service.engine_thread import StepEngine
 from service.models import Parity, ServedModel
 from service.tracing import Tracer
 from tests.fakes import BOS, CONTEXT, EOS, NUM_SPECIAL, PAD, VOCAB_SIZE, FakeRunner, fake_engine, noise, spell
@@ -187,7 +188,7 @@ class Running:
 @asynccontextmanager
 async def running(
     served: Collection[ServedModel] | None = None,
-    engines: Mapping[str, ServedEngine] | None = None,
+    engines: Mapping[str, StepEngine] | None = None,
     *,
     runner: FakeRunner | None = None,
     verify: bool = True,
@@ -206,7 +207,7 @@ async def running(
     async with app.listening() as endpoint, connect(app, endpoint, registry) as server:
         if trust:
             for model in served:
-                app.models.verified(model.name, Parity((TRUSTED,)))
+                app.models.verified(model, Parity((TRUSTED,)))
         elif verify:
             await app.verify_all()
         yield server

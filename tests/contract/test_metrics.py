@@ -171,7 +171,7 @@ def test_what_is_known_of_step_times_is_shown_by_term_until_the_model_goes(regis
     model.cost_model({"prefill_token": 3e-4}, 0.125)
     assert value(registry, "cost_model_coefficient", term="prefill_token") == 3e-4
     assert value(registry, "cost_model_relative_error") == 0.125
-    model.idle()
+    model.close()
     assert value(registry, "cost_model_coefficient", term="prefill_token") is None
     assert value(registry, "cost_model_relative_error") is None
 
@@ -248,7 +248,7 @@ def test_how_much_may_be_guessed_is_shown_where_it_is_nothing_too(registry: Coll
     assert value(registry, "spec_decode_max_draft_tokens") == 4
     model.max_draft_tokens(0)
     assert value(registry, "spec_decode_max_draft_tokens") == 0
-    model.idle()
+    model.close()
     assert value(registry, "spec_decode_max_draft_tokens") is None
 
 

@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from proto.onward.v1 import model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from tests.faults.http2 import PREFACE, frame, headers
 from tests.faults.process import DECODER, MODELS, TRANSLATOR, ServerProcess, greedy, serving, streamed, until
-from tests.faults.test_wire import PREFACE, frame, headers
 
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
 _ACK = _END_STREAM = 1

@@ -25,7 +25,7 @@ from service.engine.types import (
     StepOutput,
     TokenEvent,
 )
-from service.engine_thread import _GATHER_SECONDS, EngineThread, StepEngine, _Outbox
+from service.engine_thread import _GATHER_SECONDS, EngineHandle, EngineThread, StepEngine, _Outbox
 from service.errors import DeadlineUnreachable, EngineFailed, InvalidRequest, NotServing, Overloaded
 from service.forecast import Forecast
 from service.lane import LaneLimits
@@ -668,18 +668,18 @@ async def test_requests_that_are_not_streamed_are_forgotten_however_they_end(gat
 
 async def test_a_step_that_fails_or_takes_long_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.engine_thread._GATHER_SECONDS", 1.0)
-    told: list[tuple[str, StepOutput]] = []
+    told: list[tuple[EngineHandle, StepOutput]] = []
 
     class Ear:
-        def step_done(self, model: str, output: StepOutput, now: float) -> None:
-            told.append((model, output))
+        def step_done(self, engine: EngineHandle, output: StepOutput, now: float) -> None:
+            told.append((engine, output))
 
     posted: list[Callable[[], None]] = []
     thread = EngineThread({}, cast(Any, Ear()), posted.append, {})
     thread._unstreamed.add("a")
     stats = fake_engine().step().stats
     quick = StepOutput((TokenEvent(request_id="a", token_id=5),), replace(stats, run_seconds=0.5))
-    thread._tell(MODEL, quick)
+    thread._tell(EngineHandle(MODEL), quick)
     assert not posted
     for urgent in (
         replace(quick, stats=replace(stats, run_seconds=1.5)),
@@ -687,7 +687,7 @@ async def test_a_step_that_fails_or_takes_long_is_told_at_once(monkeypatch: pyte
         replace(quick, events=(TokenEvent(request_id="b", token_id=5),)),
         replace(quick, events=(TokenEvent(request_id="a", finish_reason=FinishReason.LENGTH, timings=TIMINGS),)),
     ):
-        thread._tell(MODEL, urgent)
+        thread._tell(EngineHandle(MODEL), urgent)
         posted.pop()()
         assert told[-1][1] is urgent
     assert told[0][1] is quick

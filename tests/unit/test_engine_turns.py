@@ -20,7 +20,7 @@ from service.engine.batch import ScheduledBatch
 from service.engine.engine import Engine, LastRun
 from service.engine.scheduler import EngineLimits
 from service.engine.types import GenerationRequest, StepOutput, StoppingParams
-from service.engine_thread import EngineThread
+from service.engine_thread import EngineHandle, EngineThread
 from service.errors import EngineFailed, RequestError
 from tests.fakes import FakeRunner, expected_tokens, fake_engine, request
 
@@ -58,29 +58,33 @@ class World:
         self.last_run = LastRun()
         self.over = threading.Event()
 
-    def run(self, models: list[str], asked: Callable[[EngineThread], None]) -> None:
+    def run(self, models: list[str], asked: Callable[[World], None]) -> None:
         """From when so much was asked to `until`."""
-        engines = {model: self.engine(model) for model in models}
+        self.handles = {model: EngineHandle(model) for model in models}
+        engines = {handle: self.engine(model) for model, handle in self.handles.items()}
         # What is posted runs at once, on the engine thread: nothing depends on another thread\'s pace.
         self.thread = EngineThread(engines, self, lambda call: call(), self.weights, lambda: self.now)
-        asked(self.thread)
+        asked(self)
         self.thread.start()
         assert self.over.wait(60.0)
         if self.error is not None:
             raise self.error
 
-    def step_done(self, model: str, output: StepOutput, now: float) -> None:
+    def submit(self, model: str, asked: GenerationRequest) -> None:
+        self.thread.submit(self.handles[model], asked)
+
+    def step_done(self, engine: EngineHandle, output: StepOutput, now: float) -> None:
         for event in output.events:
             if event.token_id is not None:
                 self.tokens[event.request_id].append(event.token_id)
         try:
-            self.heard(model, output)
+            self.heard(engine.model, output)
         except BaseException as error:
             self.error = error
         if self.now >= self.until or self.error is not None:
             self.thread.stop()
 
-    def rejected(self, request_id: str, error: RequestError, now: float) -> None:
+    def rejected(self, engine: EngineHandle, request_id: str, error: RequestError, now: float) -> None:
         self.error = error
 
     def ended(self, error: EngineFailed | None) -> None:
@@ -104,13 +108,13 @@ def renew(world: World, model: str, output: StepOutput) -> None:
     for event in output.events:
         if event.is_terminal and model in ("reader", "writer"):
             name = f"{event.request_id}+"
-            world.thread.submit(model, reading(name, 4) if model == "reader" else writing(name, 400))
+            world.submit(model, reading(name, 4) if model == "reader" else writing(name, 400))
 
 
-def begin(thread: EngineThread) -> None:
+def begin(world: World) -> None:
     for number in range(3):
-        thread.submit("reader", reading(f"r{number}", 4))
-        thread.submit("writer", writing(f"w{number}", 400))
+        world.submit("reader", reading(f"r{number}", 4))
+        world.submit("writer", writing(f"w{number}", 400))
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
@@ -138,7 +142,7 @@ def test_whoever_comes_to_busy_others_is_begun_after_a_turn_of_each_at_most() ->
             waits.append(world.now - asked[-1])
         elif len(asked) == len(waits) and world.now > 1.37 * (1 + len(asked)):
             asked.append(world.now)
-            world.thread.submit("late", writing(f"late{len(asked)}", 1))
+            world.submit("late", writing(f"late{len(asked)}", 1))
 
     world.running, world.heard = come, partial(renew, world)
     world.run(["reader", "writer", "late"], begin)
@@ -148,6 +152,6 @@ def test_whoever_comes_to_busy_others_is_begun_after_a_turn_of_each_at_most() ->
 
 def test_a_model_alone_is_held_up_by_nobody_whatever_its_weight() -> None:
     world = World({"a": 0.1}, until=99.5 * STEP_SECONDS)
-    world.run(["a", "b", "c"], lambda thread: thread.submit("a", writing("w", 100)))
+    world.run(["a", "b", "c"], lambda world: world.submit("a", writing("w", 100)))
     assert world.tokens["w"] == expected_tokens((5,), 100)
     assert world.now == pytest.approx(100 * STEP_SECONDS)

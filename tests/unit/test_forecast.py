@@ -82,7 +82,10 @@ class Machine:
         output = self.engine.step()
         self._is_awake = self.engine.has_work
         self.now += self.law.host + self.law.host_row * output.stats.num_rows
-        self.forecaster.step_done(output.stats, output.events)
+        for event in output.events:
+            if event.token_id is not None:
+                self.forecaster.token_told(event.request_id)
+        self.forecaster.step_done(output.stats)
         for event in output.events:
             told = self.told[event.request_id]
             if event.token_id is not None:

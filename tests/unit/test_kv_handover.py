@@ -19,7 +19,7 @@ from service.engine.engine import Engine, LastRun
 from service.engine.kv_ledger import KVBudget
 from service.engine.scheduler import EngineLimits
 from service.engine.types import GenerationRequest, StepOutput, StoppingParams
-from service.engine_thread import EngineThread
+from service.engine_thread import EngineHandle, EngineThread
 from service.errors import EngineFailed, RequestError
 from tests.fakes import CONTEXT, FakeRunner, drain, expected_tokens, fake_engine, request, tokens_of
 
@@ -128,7 +128,8 @@ class Reload:
         self.runners = [FakeRunner(LIMITS.max_batch_size)]
         self.num_left = len(self.asked)
         self.over = threading.Event()
-        self.thread = EngineThread({"m": engine(self.budget, self.runners[0])}, self, lambda call: call(), {})
+        self.handle = EngineHandle("m")
+        self.thread = EngineThread({self.handle: engine(self.budget, self.runners[0])}, self, lambda call: call(), {})
         self.feed()
         self.thread.start()
         assert self.over.wait(60.0)
@@ -138,14 +139,15 @@ class Reload:
     def feed(self) -> None:
         """What comes now, in order; all that is left once nobody is there."""
         while self.asked and (self.asked[0][0] <= self.num_steps or self.num_left == len(self.asked)):
-            self.thread.submit("m", self.asked.pop(0)[1])
+            self.thread.submit(self.handle, self.asked.pop(0)[1])
         while self.reloads and self.reloads[0] <= self.num_steps:
             self.reloads.pop(0)
             former = len(self.runners) - 1
             self.runners.append(FakeRunner(LIMITS.max_batch_size))
-            self.thread.install("m", engine(self.budget, self.runners[-1]), partial(self.gone.add, former))
+            self.handle = EngineHandle("m")
+            self.thread.install(self.handle, engine(self.budget, self.runners[-1]), partial(self.gone.add, former))
 
-    def step_done(self, model: str, output: StepOutput, now: float) -> None:
+    def step_done(self, engine: EngineHandle, output: StepOutput, now: float) -> None:
         self.num_steps += 1
         try:
             there = [runner for number, runner in enumerate(self.runners) if number not in self.gone]
@@ -162,7 +164,7 @@ class Reload:
         if not self.num_left or self.error is not None:
             self.thread.stop()
 
-    def rejected(self, request_id: str, error: RequestError, now: float) -> None:
+    def rejected(self, engine: EngineHandle, request_id: str, error: RequestError, now: float) -> None:
         self.error = error
 
     def ended(self, error: EngineFailed | None) -> None:

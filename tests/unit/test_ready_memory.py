@@ -20,7 +20,7 @@ from service.engine.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.session import SessionOptions
 from service.engine.types import StepOutput
-from service.engine_thread import EngineThread
+from service.engine_thread import EngineHandle, EngineThread
 from service.errors import EngineFailed, RequestError
 from tests.artifacts import paged_artifact, tiny_artifact, tiny_config
 from tests.fakes import FakeRunner, fake_model, request
@@ -185,10 +185,10 @@ class Heard:
     def __init__(self) -> None:
         self.stepped, self.over = threading.Event(), threading.Event()
 
-    def step_done(self, model: str, output: StepOutput, now: float) -> None:
+    def step_done(self, engine: EngineHandle, output: StepOutput, now: float) -> None:
         self.stepped.set()
 
-    def rejected(self, request_id: str, error: RequestError, now: float) -> None:
+    def rejected(self, engine: EngineHandle, request_id: str, error: RequestError, now: float) -> None:
         raise AssertionError(request_id)
 
     def ended(self, error: EngineFailed | None) -> None:
@@ -202,13 +202,14 @@ def test_what_is_done_ahead_ends_once_it_is_done_or_somebody_wants_something() -
     def prepared(number: int) -> bool:
         if number == 3:
             # There is more to be done, and somebody comes meanwhile.
-            thread.submit("one", request("a"))
+            thread.submit(handle, request("a"))
         elif number == 4:
             counts.append(int(heard.stepped.is_set()))
         return number < 6
 
     engine = Preparing(prepared)
-    thread = EngineThread({"one": engine}, heard, lambda call: call(), {})
+    handle = EngineHandle("one")
+    thread = EngineThread({handle: engine}, heard, lambda call: call(), {})
     thread.start()
     assert heard.stepped.wait(60)
     thread.stop()

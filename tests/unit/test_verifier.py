@@ -33,8 +33,8 @@ def _verifier(engine: _Replays) -> Verifier:
         pass
 
     model = SimpleNamespace(golden_cases=(), manifest=Mock())
-    models = Mock(resolve=lambda _: model)
-    return Verifier(cast(Any, engine), models, Mock(), told)
+    models = Mock(resolve=lambda _: model, is_served=lambda found: found is model)
+    return Verifier(cast(Any, engine), models, told)
 
 
 async def test_those_who_ask_while_a_replay_runs_share_its_outcome() -> None:
