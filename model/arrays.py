@@ -71,7 +71,7 @@ class ArrayFile:
         self._archive.close()
         self._stream.close()
 
-    def shape(self, name: str, kind: type[np.generic], num_axes: int) -> tuple[int, ...]:
+    def shape(self, name: str, kind: Any, num_axes: int) -> tuple[int, ...]:
         """The shape of an array, which is not unpacked for it.
 
         Args:
@@ -93,7 +93,7 @@ class ArrayFile:
                 raise ValueError(f"{name} has {member.file_size} bytes, its header says {num_bytes}")
         return shape
 
-    def read(self, name: str, kind: type[np.generic], num_axes: int) -> npt.NDArray[Any]:
+    def read(self, name: str, kind: Any, num_axes: int) -> npt.NDArray[Any]:
         """Unpacks an array; arguments and errors are those of `shape`."""
         self.shape(name, kind, num_axes)
         with self._archive.open(f"{name}.npy") as stream:

@@ -90,7 +90,7 @@ def load_attention_graph(folder: Path, manifest: Manifest, *, own_kernels: bool 
         raise NotServing(
             f"the explain graph of {folder.name} needs up to {needed} bytes, of {limit} there are too few left"
         )
-    before = artifact.stamp(folder, manifest)
+    stamp = artifact.stamp(folder, manifest)
     try:
         is_same = artifact.load(folder) == manifest
     except ArtifactError as error:
@@ -108,7 +108,7 @@ def load_attention_graph(folder: Path, manifest: Manifest, *, own_kernels: bool 
     began, before = time.monotonic(), resident_bytes()
     graph = AttentionGraph(folder, manifest, own_kernels=own_kernels)
     loaded = time.monotonic()
-    if before != artifact.stamp(folder, manifest):
+    if stamp != artifact.stamp(folder, manifest):
         raise NotServing(f"{folder.name} has changed on the disk while its explain graph was loaded")
     for case in cases:
         names = list(case.weights)
