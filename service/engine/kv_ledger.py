@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.engine.batch import KVCopy, KVDrop, KVFree, KVOperation, KVRestore, KVRetain, KVSave
 from service.engine.plan import Pieces
@@ -47,6 +47,25 @@ class KVBudget:
         return own + source
 
 
+@dataclass(frozen=True, slots=True)
+class KVUsage:
+    """Rows and bytes that somebody has, of so many."""
+
+    num_rows: int
+    num_bytes: int
+    max_rows: int
+    max_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """The larger one of both shares."""
+        return max(self.num_rows / self.max_rows, self.num_bytes / max(self.max_bytes, 1))
+
+    def less(self, num_rows: int, num_bytes: int) -> KVUsage:
+        """Without so many."""
+        return replace(self, num_rows=self.num_rows - num_rows, num_bytes=self.num_bytes - num_bytes)
+
+
 class KVLedger:
     """Rows, reservations and kept copies.
 
@@ -67,6 +86,8 @@ class KVLedger:
         self._num_saved: dict[SequenceGroup, int] = {}
         self._num_reserved_rows = 0
         self._num_reserved_bytes = 0
+        # Rows and bytes by tenant, reserved and saved ones.
+        self._held: dict[str, tuple[int, int]] = {}
         self._handles = itertools.count(1)
         # What a former scheduler kept is nobody's.
         self._operations: list[KVOperation] = [KVRetain(frozenset())]
@@ -136,6 +157,20 @@ class KVLedger:
         num_others = sum(self._num_saved.values()) - self._num_saved.get(group, 0)
         return self.worst_case(group) <= self._limit - num_others
 
+    def usage(self, tenant: str) -> KVUsage:
+        """What a tenant's running and preempted requests have."""
+        return KVUsage(*self._held.get(tenant, (0, 0)), self._slots.capacity, self._limit)
+
+    def usage_with(self, group: SequenceGroup) -> KVUsage:
+        """What the tenant of a request that waits would have, were that admitted."""
+        num_bytes = self.worst_case(group) - self._num_saved.get(group, 0)
+        return self.usage(group.request.tenant).less(-_num_rows(group), -num_bytes)
+
+    def usage_without(self, usage: KVUsage, group: SequenceGroup) -> KVUsage:
+        """What is left of a usage that a running request is part of, were that preempted."""
+        num_rows = self._num_rows[group]
+        return usage.less(num_rows, num_rows * self._row_bytes(group) - self._saved_bytes(group))
+
     def num_tokens_at_hand(self, group: SequenceGroup) -> int:
         """Tokens of a waiting request's prompt, or of its source, that it need not compute if it is admitted now."""
         return sum(len(piece.token_ids) for piece in self._at_hand(group))
@@ -145,7 +180,7 @@ class KVLedger:
         at_hand = self._at_hand(group)
         if at_hand:
             self._cache.use(at_hand[-1])
-        self._num_saved.pop(group, None)
+        self._save(group, 0)
         self._reserve(group, _num_rows(group))
         slots = [self._append(sequence) for sequence in group.rows]
         self._make_room(0)
@@ -212,7 +247,7 @@ class KVLedger:
 
     def preempt(self, group: SequenceGroup) -> None:
         """Saves the rows of a running request and takes them away."""
-        self._num_saved[group] = self._saved_bytes(group)
+        self._save(group, self._saved_bytes(group))
         handles = []
         for sequence in group.rows:
             handles.append(handle := next(self._handles))
@@ -227,7 +262,7 @@ class KVLedger:
         """Drops what is saved of a request that will not come back."""
         self._operations += map(KVDrop, group.handles)
         group.handles = ()
-        self._num_saved.pop(group, None)
+        self._save(group, 0)
 
     def keep_chunk(self, slot: int, start: int, num_tokens: int) -> None:
         """Keeps a chunk that a prefill has just computed, if it is a whole one, all before it is kept, and it fits."""
@@ -265,13 +300,13 @@ class KVLedger:
         unsaved = {operation.handle for operation in self._in_flight if isinstance(operation, KVSave)}
         lost = [*self._num_rows, *(group for group in self._num_saved if unsaved.intersection(group.handles))]
         for group in lost:
-            self._num_saved.pop(group, None)
+            self._save(group, 0)
+            if group in self._num_rows:
+                self._reserve(group, 0)
             group.handles = ()
         num_slots = self._slots.capacity
         self._slots = SlotTable(num_slots)
         self._cache = PrefixCache()
-        self._num_rows.clear()
-        self._num_reserved_rows = self._num_reserved_bytes = 0
         self._touched = [(0, 0)] * num_slots
         kept = frozenset(handle for group in self._num_saved for handle in group.handles)
         self._operations = [KVRetain(kept), *map(KVFree, range(num_slots))]
@@ -296,6 +331,14 @@ class KVLedger:
         reserved = sum(num_rows * self._row_bytes(group) for group, num_rows in self._num_rows.items())
         if self._num_reserved_bytes != reserved:
             raise AssertionError(f"{self._num_reserved_bytes} bytes counted as reserved, {reserved} are")
+        held: dict[str, tuple[int, int]] = {}
+        for group in self._num_rows.keys() | self._num_saved.keys():
+            rows, num_bytes = held.get(group.request.tenant, (0, 0))
+            num_rows = self._num_rows.get(group, 0)
+            num_bytes += num_rows * self._row_bytes(group) + self._num_saved.get(group, 0)
+            held[group.request.tenant] = rows + num_rows, num_bytes
+        if held != self._held:
+            raise AssertionError(f"tenants hold {held}, counted as {self._held}")
         if self._num_live_bytes + self._num_spare_bytes > self._limit:
             raise AssertionError(f"beyond the limit of {self._limit} bytes")
         if any(bool(group.handles) != (group in self._num_saved) for group in (*self._num_rows, *self._num_saved)):
@@ -359,11 +402,26 @@ class KVLedger:
     def _reserve(self, group: SequenceGroup, num_rows: int) -> None:
         change = num_rows - self._num_rows.get(group, 0)
         self._num_reserved_rows += change
-        self._num_reserved_bytes += change * self._row_bytes(group)
+        num_bytes = change * self._row_bytes(group)
+        self._num_reserved_bytes += num_bytes
+        self._hold(group, change, num_bytes)
         if num_rows:
             self._num_rows[group] = num_rows
         else:
             del self._num_rows[group]
+
+    def _save(self, group: SequenceGroup, num_bytes: int) -> None:
+        """Takes note of how much is saved of a request."""
+        self._hold(group, 0, num_bytes - self._num_saved.pop(group, 0))
+        if num_bytes:
+            self._num_saved[group] = num_bytes
+
+    def _hold(self, group: SequenceGroup, num_rows: int, num_bytes: int) -> None:
+        tenant = group.request.tenant
+        rows, held = self._held.get(tenant, (0, 0))
+        self._held[tenant] = rows + num_rows, held + num_bytes
+        if self._held[tenant] == (0, 0):
+            del self._held[tenant]
 
     def _make_room(self, num_bytes: int) -> bool:
         """Frees unused rows, then drops kept pieces, until `num_bytes` more fit; does nothing if they cannot."""

@@ -107,6 +107,11 @@ class StepPlan:
         self._sampled: list[Sequence] = []
         self._beam_slots: dict[SequenceGroup, dict[Sequence, int]] = {}
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        """What was taken of `max_prefill_tokens`."""
+        return self._num_prefill_tokens
+
     def can_start(self, group: SequenceGroup, num_at_hand: int) -> bool:
         """Whether a request that waits would compute something in this step.
 

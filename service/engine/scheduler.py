@@ -6,8 +6,9 @@ token joins the batched run, a longer one is a prefill chunk of its own, but for
 those of one padded length run together. So the shapes that a request meets are a function of that request alone; only
 how many rows share a run depends on the company.
 
-Requests get rows by priority, among equals by when they are due, which is first come, first served unless
-`patience_seconds` lets earlier deadlines overtake. What is promised, and checked by the tests:
+Requests get rows by priority. Among equals each tenant has its share (`service.engine.tenants`), and a tenant's own
+go by when they are due, which is first come, first served unless `patience_seconds` lets earlier deadlines overtake.
+What is promised, and checked by the tests, with one tenant:
 
 * Every sequence in a slot advances by a piece or more in every step.
 * Chunks are computed in the order of arrival, and one that does not fit into a step comes first in the next: while
@@ -19,6 +20,17 @@ Requests get rows by priority, among equals by when they are due, which is first
   where what is saved of preempted requests leaves no room for it, these go on first.
 * If what the head waits for is held by less urgent requests that run, it starts at once: the least urgent of them go,
   or the one that is being prefilled; their K/V are saved, and they go on later as if nothing had happened.
+
+With several tenants, each has a queue of its own, and of these promises:
+
+* The first, but for a prompt: it keeps its row, and may wait for the prompts of tenants that had fewer tokens computed.
+* The second and the fourth, within each tenant.
+* The last, and a head that keeps its tenant within its share starts at once if what it waits for is held by equals of
+  tenants beyond theirs: one head a step. No tenant loses what is within its share to another's share.
+* A head that its tenant's share does not hold waits while others use theirs, and gets its share of the time.
+
+And with any number of them:
+
 * Aborted, expired and finished sequences lose their slot before the next step is planned; who waits and cannot be over
   in time any more (`start_by`) never gets one.
 * A request that wants what there is (`end_by`) ends with a step, as soon as another one that takes as long as the
@@ -36,6 +48,7 @@ import dataclasses
 import itertools
 import math
 import secrets
+import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -50,9 +63,9 @@ from service.engine.pace import Pace
 from service.engine.plan import Pieces, Planned, StepPlan
 from service.engine.sampler import Expansion, SampledToken
 from service.engine.sequence import Sequence, SequenceGroup
+from service.engine.tenants import Tenants
 from service.engine.text import Decode
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
-from service.engine.waiting import WaitingQueue
 from service.errors import EngineFailed, InvalidRequest, RequestTooLarge, StartupError
 
 
@@ -139,7 +152,7 @@ class Scheduler:
         whole = limits.max_batch_size * (model.context + (model.source_context or 0))
         self._budget = kv_budget or KVBudget(num_bytes=whole)
         self._ledger = KVLedger(limits.max_batch_size, self._budget, self.pieces)
-        self._waiting = WaitingQueue()
+        self._tenants = Tenants(self._ledger, limits.max_prefill_tokens)
         self._live: dict[str, SequenceGroup] = {}
         self._deadlines = Deadlines()
         self._starts = Deadlines()
@@ -169,7 +182,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for one."""
-        return len(self._waiting)
+        return len(self._tenants)
 
     @property
     def num_rows(self) -> int:
@@ -237,7 +250,7 @@ class Scheduler:
     @property
     def kv_needed_bytes(self) -> int:
         """What K/V must be able to take for all requests to end, if no more come."""
-        return self._ledger.num_needed_bytes(self._waiting)
+        return self._ledger.num_needed_bytes(self._tenants)
 
     def add(self, request: GenerationRequest) -> None:
         """Queues a request.
@@ -247,7 +260,7 @@ class Scheduler:
         """
         group = self._make(request)
         self._live[request.request_id] = group
-        self._waiting.add(group)
+        self._tenants.begin(group)
         self._deadlines.add(group, request.deadline)
         self._starts.add(group, request.start_by)
         self._ends.add(group, request.end_by)
@@ -272,17 +285,13 @@ class Scheduler:
         """
         self._pace.begin(now)
         self._reap(now)
-        plan = self._plan_running()
-        if self._preempt_for(self._next, plan):
-            plan = self._plan_running()
-        while (group := self._next) is not None and self._ledger.fits(group):
-            if not plan.can_start(group, self._ledger.num_tokens_at_hand(group)):
-                break
-            self._waiting.remove(group)
-            if group.scheduled_time is None:
-                group.scheduled_time = now
-                self._starts.discard(group)
-            plan.start(self._ledger.admit(group), group)
+        self._tenants.begin_step()
+        plan, prompts = self._plan_running()
+        claimant = self._make_way(plan, prompts)
+        if claimant is not None:
+            plan, prompts = self._plan_running()
+        self._take_turns(plan, prompts, claimant, now)
+        self._tenants.end_step()
         if self._most_drafts and plan.is_one_token and (drafts := self._guess(self._ledger.slots[0])):
             plan.guess(drafts)
         self._planned = plan.build(self._ledger.take_operations(), self._ledger.slots)
@@ -332,8 +341,8 @@ class Scheduler:
         self._pace.pause()
         for group in self._ledger.fail():
             if group.request_id in self._live:
-                if group in self._waiting:
-                    self._waiting.remove(group)
+                if group in self._tenants:
+                    self._tenants.of(group).waiting.remove(group)
                 self._fail(group, EngineFailed(error_id), now)
         self._changed = {}
         return self._take_events()
@@ -355,8 +364,8 @@ class Scheduler:
 
     @property
     def waiting_ids(self) -> tuple[str, ...]:
-        """The requests that wait for one, in the order of their turns."""
-        return tuple(group.request_id for group in self._waiting)
+        """The requests that wait for one, tenant by tenant, each one's in the order of their turns."""
+        return tuple(group.request_id for group in self._tenants)
 
     def check_invariants(self) -> None:
         """Asserts what holds between steps: every live request is in one place, and every resident one has K/V.
@@ -365,13 +374,13 @@ class Scheduler:
             AssertionError: saying what broke.
         """
         self._ledger.check_invariants()
-        homes = [*self._waiting, *self._ledger.running]
+        homes = [*self._tenants, *self._ledger.running]
         if len(homes) != len(self._live) or set(homes) != set(self._live.values()):
             raise AssertionError(f"{len(self._live)} live requests, {len(homes)} in the queue and in slots")
         for slot, sequence in enumerate(self._ledger.slots):
             if not 0 < sequence.num_computed_tokens < sequence.num_tokens < sequence.group.max_num_tokens:
                 raise AssertionError(f"slot {slot}: {sequence.num_computed_tokens} of {sequence.num_tokens} computed")
-        if any(bool(group.num_computed_tokens) != bool(group.handles) for group in self._waiting):
+        if any(bool(group.num_computed_tokens) != bool(group.handles) for group in self._tenants):
             raise AssertionError("a waiting request has K/V that are not saved")
 
     def _make(self, request: GenerationRequest) -> SequenceGroup:
@@ -414,31 +423,41 @@ class Scheduler:
             for group in self._ends.take_expired(now + self._pace.longest):
                 self._finish_early(group, FinishReason.DEADLINE, now)
 
-    @property
-    def _next(self) -> SequenceGroup | None:
-        """Whose turn it is: who waits first, or who was preempted first where only the end of these makes room.
-
-        Where nobody was preempted, it waits for memory that others hold for now (`limit_kv`).
-        """
-        head = self._waiting.first
-        if head is None or self._ledger.fits_beside_saved(head):
-            return head
-        return next((group for group in self._waiting if group.handles), head)
-
-    def _plan_running(self) -> StepPlan:
-        """A step of those that hold slots, and of nobody else yet."""
+    def _plan_running(self) -> tuple[StepPlan, dict[SequenceGroup, Sequence]]:
+        """A step of those that hold slots, and of nobody else yet; and whose prompts take turns with other tenants'."""
         plan = StepPlan(self.pieces, self._limits.max_prefill_tokens, self._limits.max_batch_size)
+        prompts = {}
         for slot, sequence in enumerate(self._ledger.slots):
-            plan.feed(slot, sequence)
-        return plan
+            if self._tenants.are_several and self.pieces.next_length(sequence, sequence.num_computed_tokens) > 1:
+                prompts[sequence.group] = sequence
+            else:
+                plan.feed(slot, sequence)
+        return plan, prompts
 
-    def _preempt_for(self, head: SequenceGroup | None, plan: StepPlan) -> bool:
-        """Takes the places of less urgent requests for the one whose turn it is, if that, and only that, lets it start.
+    def _make_way(self, plan: StepPlan, prompts: Collection[SequenceGroup]) -> SequenceGroup | None:
+        """Preempts others for the first request that can start then, and only then; that request.
 
-        `plan` is the step without it.
+        Only the most urgent ones are asked, and none of a tenant whose own prompt goes before.
         """
-        if head is None:
-            return False
+        heads = list(self._tenants.heads().values())
+        urgent = max((head.request.priority for head in heads), default=0)
+        busy = {group.request.tenant for group in prompts if group.request.priority >= urgent}
+        heads = [head for head in heads if head.request.priority == urgent and head.request.tenant not in busy]
+        for head in sorted(heads, key=self._turn):
+            if self._tenants.are_several and self._ledger.fits(head):
+                continue
+            if self._preempt_for(head, plan):
+                return head
+            if not self._tenants.is_beyond_share(head):
+                break
+        return None
+
+    def _preempt_for(self, head: SequenceGroup, plan: StepPlan) -> bool:
+        """Takes the places of others for a request if that, and only that, lets it start.
+
+        The others are less urgent or, where its tenant is due for more, equals of other tenants. `plan` is the step
+        without it.
+        """
         lesser = [group for group in self._ledger.running if group.request.priority < head.request.priority]
         lesser.sort(key=lambda group: group.rank, reverse=True)
         victims: list[SequenceGroup] = []
@@ -452,13 +471,77 @@ class Scheduler:
                 break
             if group not in victims:
                 victims.append(group)
+        if self._tenants.are_several and not self._ledger.fits(head, victims) and self._tenants.is_due(head):
+            victims += self._equals_to_preempt(head, victims)
         if not victims or not self._ledger.fits(head, victims):
             return False
+        self._tenants.spare(head)
         for group in victims:
             self._ledger.preempt(group)
-            self._waiting.add(group)
+            self._tenants.of(group).waiting.add(group)
             self._num_preemptions += 1
         return True
+
+    def _equals_to_preempt(self, head: SequenceGroup, victims: Collection[SequenceGroup]) -> list[SequenceGroup]:
+        """Requests of other tenants without which, and without the victims, one that is due fits; none to spare."""
+        found: list[SequenceGroup] = []
+        for group in self._tenants.make_way(head, victims):
+            found.append(group)
+            if self._ledger.fits(head, [*victims, *found]):
+                break
+        for group in tuple(found):
+            others = [each for each in found if each is not group]
+            if self._ledger.fits(head, [*victims, *others]):
+                found = others
+        return found
+
+    def _turn(self, group: SequenceGroup) -> tuple[int, bool, float, int]:
+        """When a request's turn is: the more urgent first, then those within their tenants' shares."""
+        is_beyond = group not in self._ledger.running and self._tenants.is_beyond_share(group)
+        return -group.request.priority, is_beyond, *self._tenants.turn(group)
+
+    def _take_turns(
+        self, plan: StepPlan, prompts: dict[SequenceGroup, Sequence], claimant: SequenceGroup | None, now: float
+    ) -> None:
+        """Goes on with prompts and admits requests, each tenant in its turn, until the step is full.
+
+        Args:
+            plan: the step so far.
+            prompts: running requests of which the prompts' next pieces are not in it yet.
+            claimant: the request that others were preempted for. It comes first.
+            now: the moment.
+        """
+        done: set[str] = set()
+        # A request waits for rows or memory: whose turn is this one or later starts only if it was saved, if at all.
+        bar, lets_saved_pass = (sys.maxsize, False), False
+        while True:
+            heads = [head for head in self._tenants.heads().values() if head.request.tenant not in done]
+            # Of one tenant the prompt goes first.
+            group = claimant or min((*prompts, *heads), key=self._turn, default=None)
+            if group is None:
+                return
+            claimant, used = None, plan.num_prefill_tokens
+            if sequence := prompts.pop(group, None):
+                plan.feed(self._ledger.slots.slot_of(sequence), sequence)
+                if plan.num_prefill_tokens > used:
+                    self._tenants.charge(group, plan.num_prefill_tokens - used)
+                continue
+            urgency, is_beyond, *_ = self._turn(group)
+            if (urgency, is_beyond) >= bar and not (lets_saved_pass and group.handles):
+                done.add(group.request.tenant)
+            elif not self._ledger.fits(group):
+                done.add(group.request.tenant)
+                bar = min(bar, (urgency + is_beyond, not is_beyond))
+                lets_saved_pass = lets_saved_pass or not self._ledger.fits_beside_saved(group)
+            elif not plan.can_start(group, self._ledger.num_tokens_at_hand(group)):
+                return
+            else:
+                self._tenants.of(group).waiting.remove(group)
+                if group.scheduled_time is None:
+                    group.scheduled_time = now
+                    self._starts.discard(group)
+                plan.start(self._ledger.admit(group), group)
+                self._tenants.charge(group, plan.num_prefill_tokens - used)
 
     def _note_computed(self, batch: ScheduledBatch) -> None:
         """Counts what a batch has computed, and keeps what later requests may want."""
@@ -586,8 +669,8 @@ class Scheduler:
 
         A search tells its best so far where a deadline leaves that as the answer, and otherwise nothing.
         """
-        if group in self._waiting:
-            self._waiting.remove(group)
+        if group in self._tenants:
+            self._tenants.of(group).waiting.remove(group)
             self._ledger.forget(group)
         request_id = group.request_id
         if group.beams is not None and group.request.partial_on_deadline and reason is FinishReason.DEADLINE:
@@ -660,6 +743,7 @@ class Scheduler:
     def _end(self, group: SequenceGroup, now: float) -> None:
         """Makes the last event the request's terminal one; `_release` takes its rows."""
         del self._live[group.request_id]
+        self._tenants.end(group)
         for moments in (self._deadlines, self._starts, self._ends):
             moments.discard(group)
         self._changed[group] = None

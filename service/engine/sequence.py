@@ -45,7 +45,8 @@ class SequenceGroup:
     `source_token_ids` are an encoder-decoder's prompt, `has_source` says whether their K/V are in the rows.
     `prompt_token_ids` are the decoder's as they were given: where nothing is to be generated, the last of them is
     scored but never fed, so that the sequence ends before it. `handles` are where the rows of a preempted request are
-    kept, by sequence; `kept` is the last of the chunks that are kept of its prompt.
+    kept, by sequence; `kept` is the last of the chunks that are kept of its prompt. Until the step `spared_until` no
+    other tenant's request of its priority takes its rows (`service.engine.tenants`).
     """
 
     request: GenerationRequest
@@ -62,6 +63,7 @@ class SequenceGroup:
     handles: tuple[int, ...] = ()
     kept: KeptPiece | None = None
     num_cached_tokens: int = 0
+    spared_until: int = 0
     scheduled_time: float | None = None
     first_token_time: float | None = None
 

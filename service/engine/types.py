@@ -113,6 +113,9 @@ class GenerationRequest:
     with `end_by` ends rather than take part in a step that might end later than that; one with `start_by` ends if it
     still waits for its first step by then, as it could not be over in time. Moments in `time.monotonic()` seconds, as
     is `arrival_time`.
+
+    Of several tenants each gets a share of the engine by its `weight`, which is above 0 (`service.engine.tenants`). An
+    id is unique among all tenants.
     """
 
     request_id: str
@@ -125,6 +128,8 @@ class GenerationRequest:
     logprobs: int | None = None
     scoring: PromptScoring | None = None
     priority: int = 0
+    tenant: str = ""
+    weight: float = 1.0
     deadline: float | None = None
     partial_on_deadline: bool = False
     end_by: float | None = None

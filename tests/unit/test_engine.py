@@ -497,7 +497,7 @@ def test_engine_text_that_cannot_be_flushed_fails_the_request_that_leaves_and_no
     engine = fake_engine()
     engine.add_request(request("a", stopping=StoppingParams(stop=("never",))))
     engine.add_request(request("b", max_tokens=5))
-    (group, _) = engine._scheduler._waiting
+    (group, _) = engine._scheduler._tenants
     group.sequences[0].text = Broken(letters, ("never",))
     outputs = [engine.step()]
     engine.abort("a")

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -652,6 +652,9 @@ class Life(RuleBasedStateMachine):
     # How many of a row's last tokens decide what follows, None for all; and how many tokens may be guessed.
     memory: int | None = None
     look_up = 0
+    # By name, their weights; and how many priorities there are.
+    tenants: Mapping[str, float] = {"": 1.0}
+    num_priorities = 3
 
     def __init__(self) -> None:
         super().__init__()
@@ -688,7 +691,7 @@ class Life(RuleBasedStateMachine):
             assert (busy, batch.chunks) == ([0], (drafted,)), "who is guessed computes alone"
             assert 1 <= batch.num_draft_tokens <= self.look_up
             assert drafted.start + len(drafted.token_ids) < self.scheduler._ledger.slots[0].group.max_num_tokens
-        assert sorted(busy) == list(range(self.scheduler.num_rows)), "every resident row is fed, and fed once"
+        self.check_fed(sorted(busy), batch)
         groups = (*batch.encodes, *batch.prefill_groups)
         costs = [group.padded_length for group in groups for _ in group.rows]
         costs += [len(chunk.token_ids) for chunk in batch.prefills]
@@ -704,6 +707,9 @@ class Life(RuleBasedStateMachine):
         for operation in batch.kv_operations:
             note(f"{type(operation).__name__}{' behind what is shared' if getattr(operation, 'start', 0) else ''}")
 
+    def check_fed(self, busy: list[int], batch: ScheduledBatch) -> None:
+        assert busy == list(range(self.scheduler.num_rows)), "every resident row is fed, and fed once"
+
     @rule(
         # Few lengths, so that sources return.
         length=st.sampled_from([1, 2, 7, 8, 9, 16, 17, 25, 40, CONTEXT - 1]),
@@ -718,6 +724,7 @@ class Life(RuleBasedStateMachine):
         num_rows=st.integers(1, 3),
         is_search=st.booleans(),
         priority=st.integers(0, 2),
+        tenant=st.integers(0, 2),
         # Some of the outputs end early, the first or all of them at once, too.
         stops=st.sampled_from([(), range(3, 14)]),
     )
@@ -734,6 +741,7 @@ class Life(RuleBasedStateMachine):
         num_rows: int,
         is_search: bool,
         priority: int,
+        tenant: int,
         stops: Sequence[int],
     ) -> None:
         name = f"r{len(self.requests)}"
@@ -752,7 +760,9 @@ class Life(RuleBasedStateMachine):
             deadline=deadline,
             target_prefix=prefix,
             scoring=PromptScoring() if is_scored else None,
-            priority=priority,
+            priority=priority % self.num_priorities,
+            tenant=(owner := list(self.tenants)[tenant % len(self.tenants)]),
+            weight=self.tenants[owner],
             arrival_time=self.now,
             partial_on_deadline=margin is not None,
             end_by=None if deadline is None or margin is None else deadline - margin,
@@ -779,11 +789,16 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.num_waiting)
     def add_in_a_hurry(self, lifetime: int, max_tokens: int) -> None:
         """Where somebody waits, a later one that may be due sooner."""
-        priority = self.requests[self.scheduler.waiting_ids[0]].priority
+        first = self.requests[self.scheduler.waiting_ids[0]]
         self.step(1)
         name = f"r{len(self.requests)}"
         deadline = self.now + lifetime
-        one = request(name, [5], max_tokens=max_tokens, priority=priority, deadline=deadline, arrival_time=self.now)
+        one = dataclasses.replace(
+            request(name, [5], max_tokens=max_tokens, deadline=deadline, arrival_time=self.now),
+            priority=first.priority,
+            tenant=first.tenant,
+            weight=first.weight,
+        )
         self.requests[name], self.scores[name], self.tokens[name, 0] = one, [], []
         self.engine.add_request(one)
 
@@ -855,6 +870,7 @@ class Life(RuleBasedStateMachine):
             for name in started
             for other in self.scheduler.waiting_ids
             if name not in self.begun or other in self.begun
+            if self.requests[name].tenant == self.requests[other].tenant
         ]
         for one, other in passed_by:
             assert ranks[one.request_id] < ranks[other.request_id]
@@ -893,7 +909,9 @@ class Life(RuleBasedStateMachine):
         self.terminal[name] += event.is_terminal
         self.scores[name] += event.prompt_logprobs
         if event.token_id is not None:
-            assert name not in expired | self.doomed
+            # A search that takes what there is has tokens to tell when its time is up.
+            assert name not in expired or (one.beam_search is not None and one.partial_on_deadline)
+            assert name not in self.doomed or name in expired
             if one.beam_search is None:
                 assert event.token_id == self.expected(one, event.output_index)
             self.tokens[output].append(event.token_id)
