@@ -1,4 +1,4 @@
-"""Who may call what, and how much of it: API keys, their permissions, rates and places.
+"""Who may call what, and how much of it: API keys, their permissions, rates, places and shares.
 
     key ──> known? ──> allowed this method? ──> rate left? ──> place left? ──> the call runs
 
@@ -10,6 +10,12 @@ Keys lie in a TOML file as SHA-256 digests, so that the file gives none away:
     max_concurrent_requests = 8         # optional
     requests_per_second = 5.0           # optional
     burst = 10                          # optional, how many may come at once; the rate rounded up
+    weight = 2.0                        # optional, its share of a busy engine beside other keys'; 1
+    max_priority = 1                    # optional, the highest `priority` that it may ask for; 0
+    max_sequences = 16                  # optional, how many may run or wait at once: `n` or beams of each request
+    max_tokens_in_flight = 50000        # optional, the sum over these of the prompt's tokens and `max_tokens`
+
+A priority goes before any share: a key with a higher `max_priority` can take the rows of all others.
 
 A changed file is read anew within a second; what cannot be read leaves the keys as they were. A call that brings many
 requests is worth no more than as many calls: each of them is counted, and finds a key that is gone refused. Everything
@@ -26,12 +32,13 @@ import time
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from service.errors import PermissionDenied, RateLimited, StartupError, Unauthenticated
+from service.errors import InvalidRequest, PermissionDenied, RateLimited, StartupError, Unauthenticated
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -61,11 +68,76 @@ class ApiKey:
     max_concurrent_requests: int | None = None
     requests_per_second: float | None = None
     burst: int | None = None
+    weight: float = 1.0
+    max_priority: int = 0
+    max_sequences: int | None = None
+    max_tokens_in_flight: int | None = None
 
     @property
     def capacity(self) -> float:
         """How many requests may come at once."""
         return self.burst or math.ceil(self.requests_per_second or 1)
+
+
+class Caller(Protocol):
+    """Whose a request is, and what the engine may do for it at once."""
+
+    @property
+    def tenant(self) -> str:
+        """Its name; empty where calls need no key."""
+
+    @property
+    def weight(self) -> float:
+        """Its share beside other callers: above 0."""
+
+    def check(self, priority: int, num_sequences: int, num_tokens: int) -> None:
+        """Refuses a request that the caller may never make; counts nothing.
+
+        Args:
+            priority: the request's.
+            num_sequences: rows that it holds.
+            num_tokens: of its prompt and as many as it may generate, over all rows.
+
+        Raises:
+            InvalidRequest: when the priority is above the caller's highest.
+            RateLimited: when the request alone is beyond a limit.
+        """
+
+    def hold(self, num_sequences: int, num_tokens: int) -> None:
+        """Counts a request in, until `release` with the same numbers.
+
+        Raises:
+            RateLimited: when the caller's requests come to more than a limit together.
+        """
+
+    def release(self, num_sequences: int, num_tokens: int) -> None:
+        """Counts a request out."""
+
+
+class Anybody:
+    """A caller without a key: one tenant, no limits."""
+
+    tenant = ""
+    weight = 1.0
+
+    def check(self, priority: int, num_sequences: int, num_tokens: int) -> None:
+        """Everything may be asked."""
+
+    def hold(self, num_sequences: int, num_tokens: int) -> None:
+        """Nothing is counted."""
+
+    def release(self, num_sequences: int, num_tokens: int) -> None:
+        """As little."""
+
+
+# Of the call, or the request of a call with many, that the running task serves.
+_CALLER: ContextVar[Caller] = ContextVar("onward_caller")
+_ANYBODY = Anybody()
+
+
+def current_caller() -> Caller:
+    """Whose call the running task serves."""
+    return _CALLER.get(_ANYBODY)
 
 
 class Allowance(Protocol):
@@ -133,11 +205,13 @@ class OpenAccess:
 
 @dataclass(slots=True)
 class _Use:
-    """How much of its allowance a key has used: a token bucket, and the calls that run."""
+    """How much of its allowance a key has used: a token bucket, the calls that run, and what they hold."""
 
     tokens: float
     refilled: float
     num_running: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -178,7 +252,8 @@ class KeyAccess:
         _take(owner, use, now)
         use.num_running += 1
         try:
-            yield _KeyAllowance(self, method, key, owner.name, use)
+            with _serving(_KeyCaller(owner, use)):
+                yield _KeyAllowance(self, method, key, owner.name, use)
         finally:
             use.num_running -= 1
 
@@ -253,10 +328,63 @@ class _KeyAllowance:
         self.use.num_running += self.num_running > 0
         self.num_running += 1
         try:
-            yield
+            with _serving(_KeyCaller(owner, self.use)):
+                yield
         finally:
             self.num_running -= 1
             self.use.num_running -= self.num_running > 0
+
+
+@dataclass(frozen=True, slots=True)
+class _KeyCaller:
+    """A `Caller` by its key."""
+
+    key: ApiKey
+    use: _Use
+
+    @property
+    def tenant(self) -> str:
+        return self.key.name
+
+    @property
+    def weight(self) -> float:
+        return self.key.weight
+
+    def check(self, priority: int, num_sequences: int, num_tokens: int) -> None:
+        if priority > self.key.max_priority:
+            raise InvalidRequest("priority", priority, f"must be at most {self.key.max_priority} with this API key")
+        for what, limit, asked in self._limits(num_sequences, num_tokens):
+            if limit is not None and asked > limit:
+                raise RateLimited(
+                    f"the request asks for {asked} {what}, this API key is good for {limit} at once", None
+                )
+
+    def hold(self, num_sequences: int, num_tokens: int) -> None:
+        held = self.use.num_sequences + num_sequences, self.use.num_tokens + num_tokens
+        for what, limit, asked in self._limits(*held):
+            if limit is not None and asked > limit:
+                limited = f"with this request {asked} {what} of this API key would be in flight, the limit is {limit}"
+                raise RateLimited(limited, _PLACE_SECONDS)
+        self.use.num_sequences, self.use.num_tokens = held
+
+    def release(self, num_sequences: int, num_tokens: int) -> None:
+        self.use.num_sequences -= num_sequences
+        self.use.num_tokens -= num_tokens
+
+    def _limits(self, num_sequences: int, num_tokens: int) -> tuple[tuple[str, int | None, int], ...]:
+        return (
+            ("sequences", self.key.max_sequences, num_sequences),
+            ("tokens", self.key.max_tokens_in_flight, num_tokens),
+        )
+
+
+@contextmanager
+def _serving(caller: Caller) -> Iterator[None]:
+    token = _CALLER.set(caller)
+    try:
+        yield
+    finally:
+        _CALLER.reset(token)
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
@@ -299,6 +427,10 @@ def _problems(table: Any) -> Iterator[str]:
         "max_concurrent_requests": (_is_count, "must be an integer of at least 1"),
         "requests_per_second": (_is_rate, "must be a finite number above 0"),
         "burst": (_is_count, "must be an integer of at least 1"),
+        "weight": (_is_rate, "must be a finite number above 0"),
+        "max_priority": (_is_priority, "must be an integer of 32 bits"),
+        "max_sequences": (_is_count, "must be an integer of at least 1"),
+        "max_tokens_in_flight": (_is_count, "must be an integer of at least 1"),
     }
     yield from (f"{name}: is not known" for name in table if name not in checks)
     yield from (f"{name}: is missing" for name in ("sha256", "permissions") if name not in table)
@@ -317,6 +449,10 @@ def _key(name: str, table: Mapping[str, Any]) -> ApiKey:
         max_concurrent_requests=table.get("max_concurrent_requests"),
         requests_per_second=table.get("requests_per_second"),
         burst=table.get("burst"),
+        weight=table.get("weight", 1.0),
+        max_priority=table.get("max_priority", 0),
+        max_sequences=table.get("max_sequences"),
+        max_tokens_in_flight=table.get("max_tokens_in_flight"),
     )
 
 
@@ -330,6 +466,10 @@ def _are_permissions(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 1
+
+
+def _is_priority(value: Any) -> bool:
+    return type(value) is int and -(2**31) <= value < 2**31
 
 
 def _is_rate(value: Any) -> bool:

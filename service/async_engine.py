@@ -20,6 +20,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+from service.access import Caller, current_caller
 from service.admission import PATIENCE_SECONDS
 from service.allowance import shortfall
 from service.costing import Cost, CostModel
@@ -32,7 +33,7 @@ from service.lane import Lane, LaneLimits
 from service.metrics import Metrics, ModelMetrics, RequestRecord
 from service.recorder import FlightLog, FlightRecorder
 from service.sharing import CoreSharing, Rival
-from service.stream import Stream
+from service.stream import Stream, request_key
 from service.tracing import NoTracer, Tracer
 
 # Steps that tell how long the event loop lets an answer wait.
@@ -171,20 +172,24 @@ class AsyncEngine:
     def admit(self, model: str, request_id: str) -> Admission:
         """Takes a place for a request of a served model; give it back by leaving the `with` block.
 
+        The request is the one's whose call the running task serves (`service.access`).
+
         Raises:
-            InvalidRequest: when the id is in use.
+            InvalidRequest: when its caller uses the id already.
             Overloaded: when the model's queue is full.
             NotServing: while starting, draining or stopped.
             EngineFailed: after the engine thread has died.
         """
         trace = self._tracer.request(model)
+        caller = current_caller()
         try:
-            lane = self._lane_with_place(model, request_id)
-            lane.take()
+            lane = self._lane_with_place(model, request_id, caller)
+            lane.take(caller.tenant, caller.weight)
         except RequestError as error:
             self.refused(model, error, request_id)
             raise
-        stream = self._streams[request_id] = Stream(request_id, model, lane, trace)
+        stream = Stream(request_id, model, lane, trace, caller)
+        self._streams[stream.key] = stream
         self._idle.clear()
         return Admission(self, stream)
 
@@ -195,12 +200,13 @@ class AsyncEngine:
         Raises:
             RequestError: as `admit`.
         """
-        lane = self._lane_with_place(model, request_id)
-        lane.take()
+        caller = current_caller()
+        lane = self._lane_with_place(model, request_id, caller)
+        lane.take(caller.tenant, caller.weight)
         try:
             yield
         finally:
-            lane.give_back(None)
+            lane.give_back(None, caller.tenant)
 
     async def estimate(self, request: GenerationRequest) -> Estimate:
         """What a request would cost and when it would end, were it submitted now.
@@ -210,6 +216,9 @@ class AsyncEngine:
         Raises:
             RequestError: when the engine would refuse it; EngineFailed or NotServing where the thread is over.
         """
+        caller = current_caller()
+        caller.check(request.priority, *_held(request))
+        request = _of(caller, request)
         # Of the engine that is asked, whatever has replaced it when it answers.
         forecaster = self._lane(request.model).forecaster
         return forecaster.estimate(request, await self._ask_cached_tokens(request))
@@ -267,7 +276,7 @@ class AsyncEngine:
             now = self._clock()
             for stream in [stream for stream in self._streams.values() if stream.lane is lane]:
                 if stream.engine is not None:
-                    self._thread.abort(stream.engine, stream.request_id)
+                    self._thread.abort(stream.engine, stream.key)
                 self._fail(stream, NotServing(f"{model} is not served any more"), now)
         gone = self._gone()
         self._thread.remove(lane.engine, partial(_finish_waiting, gone))
@@ -367,14 +376,14 @@ class AsyncEngine:
         lane.forecaster.calibrated(steps)
         lane.tell_cost_model()
 
-    def _lane_with_place(self, model: str, request_id: str) -> Lane:
+    def _lane_with_place(self, model: str, request_id: str, caller: Caller) -> Lane:
         """Where a request may take a place now, or raises why it may not."""
         if self._refuse is not None:
             raise self._refuse()
-        if request_id in self._streams:
+        if request_key(caller, request_id) in self._streams:
             raise InvalidRequest("request_id", request_id, "must not be in use by another request")
         lane = self._lane(model)
-        lane.require_place()
+        lane.require_place(caller.tenant, caller.weight)
         return lane
 
     def _lane(self, model: str) -> Lane:
@@ -484,20 +493,24 @@ class AsyncEngine:
     def _submit(self, stream: Stream, request: GenerationRequest, cached_tokens: int) -> None:
         if (request.request_id, request.model) != (stream.request_id, stream.model) or stream.request is not None:
             raise ValueError(f"admission {stream.request_id} does not fit request {request.request_id}")
-        if self._streams.get(stream.request_id) is not stream:
+        if self._streams.get(stream.key) is not stream:
             raise self._refuse() if self._refuse is not None else NotServing("the place was given up")
+        shown, request = request, _of(stream.caller, request)
+        stream.caller.check(request.priority, *_held(request))
         if request.deadline is not None:
             request = self._judge(stream, request, request.deadline, cached_tokens)
         # Whatever of this fails, the engine does not have the request yet, and the place goes back with its block.
+        stream.caller.hold(*_held(request))
+        stream.held = _held(request)
         stream.forecaster, stream.engine = stream.lane.forecaster, stream.lane.engine
         self._sharing.begun(stream.model, self._clock())
         stream.quote = stream.forecaster.submitted(request)
-        stream.trace.submitted(request)
+        stream.trace.submitted(shown)
         stream.request = request
         self._thread.submit(stream.engine, request, is_streamed=stream.is_streamed)
 
     async def _cached_tokens(self, stream: Stream, request: GenerationRequest) -> int:
-        lane = stream.lane
+        lane, request = stream.lane, _of(stream.caller, request)
         if request.deadline is None or lane.admission is None or not lane.forecaster.costs.may_be_cached(request):
             return 0
         answer_by = self._answer_by(request, request.deadline)
@@ -546,8 +559,8 @@ class AsyncEngine:
         if stream.request is None or stream.engine is None:
             self._release(stream, None)
             stream.lane.refused(_outcome(error), stream.request_id)
-        elif self._streams.get(stream.request_id) is stream:
-            self._thread.abort(stream.engine, stream.request_id)
+        elif self._streams.get(stream.key) is stream:
+            self._thread.abort(stream.engine, stream.key)
 
     def _fail(self, stream: Stream, error: RequestError, now: float) -> None:
         arrival = stream.request.arrival_time if stream.request else now
@@ -595,15 +608,28 @@ class AsyncEngine:
             return None
 
     def _release(self, stream: Stream, service_seconds: float | None) -> None:
-        if self._streams.get(stream.request_id) is not stream:
+        if self._streams.get(stream.key) is not stream:
             return
-        del self._streams[stream.request_id]
-        stream.lane.give_back(service_seconds)
+        del self._streams[stream.key]
+        stream.lane.give_back(service_seconds, stream.caller.tenant)
+        if stream.held is not None:
+            stream.caller.release(*stream.held)
         if stream.forecaster is not None:
-            stream.forecaster.ended(stream.request_id)
+            stream.forecaster.ended(stream.key)
             self._sharing.ended(stream.model, self._clock())
         if not self._streams:
             self._idle.set()
+
+
+def _of(caller: Caller, request: GenerationRequest) -> GenerationRequest:
+    """A request as the engine is to have it: the caller's, under an id that no other caller can use."""
+    key = request_key(caller, request.request_id)
+    return replace(request, request_id=key, tenant=caller.tenant, weight=caller.weight)
+
+
+def _held(request: GenerationRequest) -> tuple[int, int]:
+    """Sequences and tokens that a request holds at most."""
+    return request.num_rows, request.num_rows * (request.num_prompt_tokens + request.stopping.max_tokens)
 
 
 def _finish_waiting(gone: asyncio.Future[None]) -> None:

@@ -184,13 +184,13 @@ class PermissionDenied(RequestError):
 
 
 class RateLimited(RequestError):
-    """An API key has used up its allowance for now; `retry_after_seconds` says when there is more."""
+    """An API key has used up its allowance for now; `retry_after_seconds` says when there is more, None for never."""
 
     label = "rate_limited"
 
-    def __init__(self, limit: str, retry_after_seconds: float) -> None:
+    def __init__(self, limit: str, retry_after_seconds: float | None) -> None:
         self.retry_after_seconds = retry_after_seconds
-        super().__init__(f"{limit}; retry later")
+        super().__init__(limit if retry_after_seconds is None else f"{limit}; retry later")
 
 
 class ClientStalled(RequestError):

@@ -9,15 +9,17 @@ that were handed to the engine and have not ended, and compares each request's p
 
 The queue is foretold simply. Steps take what they would with all rows that there are and will be; who runs ends when it
 has as many tokens as such requests have come to lately (as many as it may have, if nothing can stop it before); whoever
-waits takes the first rows that are free, in the order of turns, and prompts are computed one after another. All of it
-takes longer where other models have work: by what they take of the cores meanwhile (`service.sharing`). Not foretold:
-who will come, prefixes that a request before it will leave behind, K/V memory where that is scarcer than rows.
+waits takes the first rows that are free, in the order of turns, and prompts are computed one after another. A tenant
+beside others has its share of rows and prompts, and no more (`service.engine.tenants`). All of it takes longer where
+other models have work: by what they take of the cores meanwhile (`service.sharing`). Not foretold: who will come,
+prefixes that a request before it will leave behind, K/V memory where that is scarcer than rows.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -97,6 +99,8 @@ class _Outstanding:
     """A request that the engine has: `num_tokens` were told over all rows, of likely `likely_tokens` in each."""
 
     turn: tuple[int, float]
+    tenant: str
+    weight: float
     num_rows: int
     likely_tokens: int
     prefill_seconds: float
@@ -175,6 +179,8 @@ class Forecaster:
         quote, work, likely_tokens = self._quote(request), self.costs.work(request), self.likely_tokens(request)
         self._outstanding[request.request_id] = _Outstanding(
             turn=self._turn(request),
+            tenant=request.tenant,
+            weight=request.weight,
             num_rows=request.num_rows,
             likely_tokens=self.costs.most_tokens(request) if likely_tokens is None else likely_tokens,
             prefill_seconds=quote.rates.seconds(work.prefill),
@@ -284,11 +290,20 @@ class Forecaster:
         step = quote.rates.step_seconds(rows, rows * self._times.pairs_per_row) * quote.company.stretch
         # Less urgent ones make way.
         turn = self._turn(request)
-        rivals = [each for each in self._outstanding.values() if each.turn[0] <= turn[0]]
+        known = self._outstanding.values()
+        # Equals of other tenants keep nobody from its own tenant's share of rows and prompts.
+        weights = {request.tenant: request.weight} | {each.tenant: each.weight for each in known}
+        share = request.weight / math.fsum(weights.values()) if len(weights) > 1 else 1.0
+        max_rows = max(request.num_rows, math.floor(share * self._max_rows))
+        rivals = [
+            each
+            for each in known
+            if each.turn[0] < turn[0] or (each.turn[0] == turn[0] and each.tenant == request.tenant)
+        ]
         running = [each for each in rivals if each.num_tokens]
         ahead = [each for each in rivals if not each.num_tokens and each.turn <= turn]
         ahead.sort(key=lambda each: each.turn)
-        free = self._max_rows - sum(each.num_rows for each in running)
+        free = max_rows - sum(each.num_rows for each in running)
         ends = [(_tokens_left(each) * step, each.num_rows) for each in running]
         heapq.heapify(ends)
         now = computed = 0.0
@@ -298,7 +313,7 @@ class Forecaster:
                 end, num_rows = heapq.heappop(ends)
                 now, free = max(now, end), free + num_rows
             if each is not None:
-                computed = max(now, computed) + each.prefill_seconds
+                computed = max(now, computed) + each.prefill_seconds / share
                 heapq.heappush(ends, (computed + _tokens_left(each) * step, wanted))
                 free -= wanted
         return max(now, computed)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -71,7 +72,9 @@ class Lane:
         self._limits = limits
         self.foretell_by(forecaster)
         self.serve_by(engine)
-        self._taken = 0
+        # By tenant, and what each weighs.
+        self._taken: Counter[str] = Counter()
+        self._weights: dict[str, float] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._service_seconds: deque[float] = deque(maxlen=_RECENT_REQUESTS)
@@ -90,7 +93,7 @@ class Lane:
     @property
     def is_alone(self) -> bool:
         """Whether whoever asks has the only place that is taken."""
-        return self._taken == 1
+        return self._taken.total() == 1
 
     def serve_by(self, engine: StepEngine) -> None:
         """Has another engine serve the model: how those before it failed is of no use any more."""
@@ -118,29 +121,39 @@ class Lane:
         self.forecaster = forecaster
         self.admission = DeadlineAdmission(forecaster) if self._limits.admits_by_deadline else None
 
-    def take(self) -> None:
+    def take(self, tenant: str = "", weight: float = 1.0) -> None:
         """Takes a place.
 
         Raises:
             Overloaded: when there is none.
         """
-        self.require_place()
-        self._taken += 1
+        self.require_place(tenant, weight)
+        self._taken[tenant] += 1
+        self._weights[tenant] = weight
         self._idle.clear()
 
-    def require_place(self) -> None:
+    def require_place(self, tenant: str = "", weight: float = 1.0) -> None:
         """Takes none.
+
+        Where all places are taken, a tenant has its share of them none the less, by weight: so that others cannot keep
+        it out. With k tenants there are 1 + 1/2 + … + 1/k times as many requests at most.
 
         Raises:
             Overloaded: when there is none.
         """
-        limit = self._limits.max_batch_size + self._limits.max_queue_size
-        if self._taken >= limit:
-            raise Overloaded(self._model, self._taken, limit, self.retry_after_seconds)
+        limit, taken = self._limits.max_batch_size + self._limits.max_queue_size, self._taken.total()
+        if taken < limit:
+            return
+        weights = {**self._weights, tenant: weight}
+        share = max(1, math.floor(limit * weight / math.fsum(weights.values())))
+        if len(weights) == 1 or self._taken[tenant] >= share:
+            raise Overloaded(self._model, taken, limit, self.retry_after_seconds)
 
-    def give_back(self, service_seconds: float | None) -> None:
+    def give_back(self, service_seconds: float | None, tenant: str = "") -> None:
         """Gives a place back; `service_seconds` is how long its request held a slot, None if it never did."""
-        self._taken -= 1
+        self._taken[tenant] -= 1
+        if not self._taken[tenant]:
+            del self._taken[tenant], self._weights[tenant]
         if not self._taken:
             self._idle.set()
         if service_seconds is not None:

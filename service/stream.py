@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from service.access import Caller
 from service.admission import DeadlineAdmission, Prediction
 from service.costing import Cost
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent
@@ -26,6 +27,11 @@ _MAX_EVENTS_TAKEN = 128
 _EVENTS_GATHERED = 32
 
 
+def request_key(caller: Caller, request_id: str) -> str:
+    """The engine's id of a request: unique among all tenants, as ids are printable."""
+    return f"{request_id}\t{caller.tenant}" if caller.tenant else request_id
+
+
 @dataclass(slots=True, eq=False)
 class Tokens:
     """One output's tokens so far: how many were told, when the first was, and when the last."""
@@ -39,8 +45,10 @@ class Tokens:
 class Stream:
     """One request between admission and its last event. `request` is None until it is handed to the engine.
 
-    Where it `is_streamed`, its events are wanted as they come. `engine` is the one that has it, whose events alone are
-    its own.
+    Where it `is_streamed`, its events are wanted as they come. `request_id` is the client's, unique among its tenant's.
+
+    `engine` is the one that has it, whose events alone are its own; `held` is what its caller holds by it: sequences
+    and tokens.
 
     `quote` is what `forecaster` knew of its future then, `cost` what became of it, where it came to a token;
     `prediction` is what `admission` went by, where it has a deadline.
@@ -50,9 +58,11 @@ class Stream:
     model: str
     lane: Lane
     trace: RequestTrace
+    caller: Caller
     request: GenerationRequest | None = None
     engine: EngineHandle | None = None
     is_streamed: bool = True
+    held: tuple[int, int] | None = None
     events: list[TokenEvent] = field(default_factory=list)
     waiter: asyncio.Future[None] | None = None
     admission: DeadlineAdmission | None = None
@@ -62,6 +72,11 @@ class Stream:
     cost: Cost | None = None
     tokens: dict[int, Tokens] = field(default_factory=dict)
     reasons: dict[int, FinishReason] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The engine's id of it."""
+        return request_key(self.caller, self.request_id)
 
     @property
     def last_reason(self) -> FinishReason | None:
@@ -95,7 +110,7 @@ class Stream:
     def token_told(self, metrics: ModelMetrics, event: TokenEvent, now: float) -> None:
         """Counts an event's token of its output, and the time since the one before or, of the first, since arrival."""
         if self.forecaster is not None:
-            self.forecaster.token_told(self.request_id)
+            self.forecaster.token_told(self.key)
         tokens = self.tokens.get(event.output_index)
         if tokens is not None:
             if self.tells_as_it_happens:

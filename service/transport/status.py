@@ -91,7 +91,7 @@ def _details(error: RequestError) -> tuple[Message, ...]:
             violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
             return (error_details_pb2.BadRequest(field_violations=[violation]),)
         case Overloaded() | RateLimited():
-            return (_retry_info(error.retry_after_seconds),)
+            return () if error.retry_after_seconds is None else (_retry_info(error.retry_after_seconds),)
         case DeadlineUnreachable():
             told = error_details_pb2.ErrorInfo(
                 reason=error.label.upper(),

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.access import KeyAccess, Permission, read_keys
-from service.errors import PermissionDenied, RateLimited, StartupError, Unauthenticated
+from service.access import KeyAccess, Permission, current_caller, read_keys
+from service.errors import InvalidRequest, PermissionDenied, RateLimited, StartupError, Unauthenticated
 
 PERMISSIONS: Mapping[str, Permission] = {"Generate": Permission.GENERATE, "LoadModel": Permission.MANAGE}
 
@@ -249,3 +249,68 @@ def test_a_key_that_is_gone_asks_nothing_more_in_a_call_that_is_open(path: Path)
         clock.now += 1.0
         with pytest.raises(PermissionDenied), allowance.request():
             pass
+
+
+def test_a_caller_is_known_while_its_call_runs_and_nobody_after(path: Path) -> None:
+    keys = access(path, table("alice", "a", rest="weight = 2.5") + table("bob", "b"))
+    with keys.admitted("Generate", "a") as allowance:
+        assert (current_caller().tenant, current_caller().weight) == ("alice", 2.5)
+        with allowance.request():
+            assert current_caller().tenant == "alice"
+        with keys.admitted("Generate", "b"):
+            assert (current_caller().tenant, current_caller().weight) == ("bob", 1.0)
+        assert current_caller().tenant == "alice"
+    assert (current_caller().tenant, current_caller().weight) == ("", 1.0)
+    current_caller().check(2**31 - 1, 10**9, 10**9)
+    current_caller().hold(10**9, 10**9)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40), st.booleans()), max_size=40))
+def test_what_a_keys_requests_hold_together_is_never_more_than_its_limits(asked: list[tuple[int, int, bool]]) -> None:
+    with TemporaryDirectory() as folder:
+        content = table("alice", "a", rest="max_sequences = 6\nmax_tokens_in_flight = 60")
+        keys = access(Path(folder) / "keys.toml", content)
+        held: list[tuple[int, int]] = []
+        with keys.admitted("Generate", "a"), keys.admitted("Generate", "a"):
+            for rows, tokens, ends in asked:
+                totals = [sum(each) for each in zip((rows, tokens), *held, strict=True)]
+                if totals[0] > 6 or totals[1] > 60:
+                    with pytest.raises(RateLimited, match=r"would be in flight, the limit is 60?; retry later"):
+                        current_caller().hold(rows, tokens)
+                else:
+                    current_caller().hold(rows, tokens)
+                    held.append((rows, tokens))
+                if ends and held:
+                    current_caller().release(*held.pop())
+
+
+def test_a_request_beyond_what_a_key_may_ever_ask_is_refused_for_good(path: Path) -> None:
+    keys = access(path, table("alice", "a", rest="max_sequences = 6\nmax_tokens_in_flight = 60\nmax_priority = 2"))
+    with keys.admitted("Generate", "a"):
+        current_caller().check(2, 6, 60)
+        for rows, tokens in ((7, 1), (1, 61)):
+            with pytest.raises(RateLimited) as caught:
+                current_caller().check(0, rows, tokens)
+            assert caught.value.retry_after_seconds is None
+        with pytest.raises(InvalidRequest, match="priority: must be at most 2 with this API key, got 3"):
+            current_caller().check(3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "weight = 0",
+        "weight = inf",
+        "weight = true",
+        "max_priority = 1.5",
+        "max_priority = 2147483648",
+        "max_priority = true",
+        "max_sequences = 0",
+        "max_tokens_in_flight = 1.0",
+    ],
+)
+def test_a_share_or_a_limit_that_means_nothing_is_refused_by_name(path: Path, rest: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        access(path, table("alice", "a", rest=rest))
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{path}: keys.alice.{rest.partition(' ')[0]}: must be ")

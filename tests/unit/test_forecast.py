@@ -415,6 +415,20 @@ def test_the_less_urgent_are_no_queue() -> None:
     assert equal.queue_seconds > 0.3
 
 
+def test_a_tenant_waits_for_no_more_than_its_own_requests() -> None:
+    warm = machine()
+    warm.warm()
+    fill(warm, 20, 40)
+    for _ in range(12):
+        warm.step()
+    asked = request("a", (5, 6))
+    equal, other = warm.forecaster.forecast(asked), warm.forecaster.forecast(replace(asked, tenant="b"))
+    assert equal is not None
+    assert other is not None
+    assert equal.queue_seconds > 0.3
+    assert other.queue_seconds == 0.0
+
+
 def test_what_was_outstanding_is_gone_when_all_have_ended() -> None:
     warm = machine()
     warm.warm()
