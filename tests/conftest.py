@@ -35,7 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kills", type=int, default=8, help="clients killed in the middle of a stream")
     group.addoption("--kernel-fuzz-seconds", type=float, default=4.0, help="hostile models for kernels with sanitizers")
     group.addoption("--large-rounds", type=int, default=1, help="times that each of the largest messages is sent")
+    group.addoption("--victims", type=int, default=40, help="requests of one API key beside another's attack")
     group.addoption("--soak-seconds", type=float, default=12.0, help="length of the soak")
+    group.addoption("--siege-seconds", type=float, default=8.0, help="length of all attacks at once")
     parser.addoption(
         "--require-prometheus", action="store_true", help="fail, and do not skip, where Prometheus is not installed"
     )

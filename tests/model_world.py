@@ -513,7 +513,7 @@ class World:
             "time.monotonic": lambda: world.now,
             "service.async_engine.EngineThread": partial(HandThread, clock=lambda: world.now),
             "service.app.Library": partial(HandLibrary, world),
-            "service.app.ThreadPoolExecutor": lambda *_, **__: world.jobs,
+            "service.text_pool.ThreadPoolExecutor": lambda *_, **__: world.jobs,
             "service.explainer.ThreadPoolExecutor": lambda *_, **__: world.jobs,
             "service.library._in_daemon": world.jobs.submit,
             "service.library.build_engines": build,

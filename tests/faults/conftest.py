@@ -16,6 +16,11 @@ def kills(pytestconfig: pytest.Config) -> int:
 
 
 @pytest.fixture(scope="session")
+def victims(pytestconfig: pytest.Config) -> int:
+    return int(pytestconfig.getoption("--victims"))
+
+
+@pytest.fixture(scope="session")
 def soak_seconds(pytestconfig: pytest.Config) -> float:
     return float(pytestconfig.getoption("--soak-seconds"))
 
