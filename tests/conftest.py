@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
+# `--hypothesis-profile long`: for what is run once, as before a release.
+settings.register_profile("long", settings.get_profile("repeatable"), max_examples=3000, stateful_step_count=50)
 settings.load_profile("repeatable")
 
 
