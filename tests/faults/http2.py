@@ -92,7 +92,7 @@ class Connection:
                 break
         return until()
 
-    def push(self, seconds: float = 0.1) -> bool:
+    def push(self, seconds: float = 0.5) -> bool:
         """Sends what the server takes, until it takes nothing for so long; whether it took anything."""
         first = last = sum(self.sent.values())
         while self.pump(lambda last=last: sum(self.sent.values()) > last, seconds):

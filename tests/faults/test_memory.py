@@ -78,8 +78,7 @@ def growth(server: ServerProcess, before: int) -> float:
     return (server.status("VmHWM") - before) / _KIB
 
 
-@pytest.mark.parametrize("num_connections", [1, 32])
-@pytest.mark.parametrize("path", OURS)
+@pytest.mark.parametrize(("path", "num_connections"), [*((path, 1) for path in OURS), (GENERATE, 8)])
 def test_unfinished_requests_without_a_key_take_little_memory(
     server: ServerProcess, path: bytes, num_connections: int
 ) -> None:
@@ -96,7 +95,7 @@ def test_unfinished_requests_that_need_no_key_take_little_memory_and_health_is_t
     server: ServerProcess, path: bytes
 ) -> None:
     before = server.forget_peak()
-    with unfinished(server, path, num_connections=32):
+    with unfinished(server, path, num_connections=8):
         with server.channel() as channel:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -108,7 +107,7 @@ def test_unfinished_requests_of_a_key_take_no_more_than_its_share_and_another_ke
     server: ServerProcess, path: bytes
 ) -> None:
     before = server.forget_peak()
-    with unfinished(server, path, bearer("alice"), num_connections=32):
+    with unfinished(server, path, bearer("alice"), num_connections=8):
         with server.channel() as channel:
             key = tuple(each.decode() for each in bearer("bob"))
             answer = GenerationServiceStub(channel).Generate(greedy(DECODER, max_tokens=3), metadata=[key], timeout=60)
