@@ -122,6 +122,9 @@ class Recorder:
         self.max_rows = 0
         self.num_padding_rows = 0
 
+    def own_weights(self) -> None:
+        self._runner.own_weights()
+
     def run(self, batch: ScheduledBatch) -> Float32:
         logits = self._runner.run(batch)
         self.operations += batch.kv_operations

@@ -79,6 +79,9 @@ class Watched:
         self.operations: Counter[type] = Counter()
         self.after: Callable[[ScheduledBatch], None] = lambda _: None
 
+    def own_weights(self) -> None:
+        self._runner.own_weights()
+
     def run(self, batch: ScheduledBatch) -> np.ndarray[Any, np.dtype[np.float32]]:
         logits = self._runner.run(batch)
         self.operations.update(map(type, batch.kv_operations))
