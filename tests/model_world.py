@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,244 +25,34 @@ from unittest import mock
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from model.golden import CaseResult, Feed, GoldenCase, Tolerance
-from service import library
+from model.golden import Feed, GoldenCase
 from service.app import App
 from service.config import ServeConfig
-from service.engine.batch import ScheduledBatch
-from service.engine.engine import Engine, LastRun
-from service.engine.kv_ledger import KVBudget
-from service.engine.kv_memory import MemoryNeeds
-from service.engine.sampler import Sampler
-from service.engine.scheduler import EngineLimits, Scheduler
-from service.engine.types import Device, GenerationRequest, StepOutput, StepStats, StoppingParams
-from service.engine_thread import EngineThread
-from service.errors import ModelUnfit, RequestError, UnknownModel
+from service.engine.engine import LastRun
+from service.engine.types import Device, StepStats, StoppingParams
+from service.errors import RequestError
 from service.forecast import StepTimes
 from service.generator import GenerateCall, Piece
-from service.kv_pool import KVPool, Part
 from service.models import ModelState, ServedModel
-from tests.fakes import BOS, GREEDY, NUM_SPECIAL, FakeRunner, fake_model, letters, noise
+from tests.by_hand import (
+    QUEUE,
+    SLOTS,
+    Answer,
+    HandEngine,
+    HandLibrary,
+    HandPool,
+    HandServer,
+    HandThread,
+    Jobs,
+    Shelved,
+    Spelling,
+    needs,
+)
+from tests.fakes import BOS, GREEDY, NUM_SPECIAL, noise
 from tests.servers import served_model
 
-SLOTS, QUEUE = 2, 4
-ROW_BYTES_PER_TOKEN = 3
 DRAIN_SECONDS = 5.0
-STEP_SECONDS = 0.001
 MOST_MOVES = 5_000
-# How an engine goes wrong: nothing runs, only what was not asked for by requests runs, or what it writes is wrong.
-FAULTS = ("breaks", "breaks requests", "lies")
-
-
-class Answer:
-    """A result that need not be awaited."""
-
-    def __init__(self, value: Any = None) -> None:
-        self._value = value
-
-    def __await__(self) -> Generator[None, None, Any]:
-        yield from ()
-        return self._value
-
-
-class Jobs(Executor):
-    """What waits for another thread. One of them runs when `run` is called."""
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
-
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self.waiting.append((future, partial(function, *arguments, **options)))
-        return future
-
-    def run(self, number: int = 0) -> bool:
-        """Runs a job that waits; whether one did."""
-        if not self.waiting:
-            return False
-        future, function = self.waiting.pop(number % len(self.waiting))
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-        return True
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Each of the server's executors is this one: nothing is cancelled for the sake of one."""
-
-
-class HandThread(EngineThread):
-    """The engine thread without a thread: each `turn` is one round of what the thread does."""
-
-    is_over = False
-
-    def start(self) -> None:
-        pass
-
-    def turn(self) -> bool:
-        """Obeys and takes a turn, or flushes where the thread would sleep; whether there was anything to do."""
-        if self.is_over:
-            return False
-        if self._inbox.empty() and not any(station.has_work for station in self._stations.values()):
-            self._outbox.flush()
-            return False
-        if self._obey():
-            self._take_turn()
-        else:
-            self.is_over = True
-            self._outbox.send(self._listener.ended, None)
-        return True
-
-
-class HandEngine(Engine):
-    """An engine of one letter that takes note of what it is asked, and goes wrong as `fault` says."""
-
-    def __init__(self, world: World, model: ServedModel, letter: int, kv_bytes: int) -> None:
-        limits = EngineLimits(max_batch_size=SLOTS, prefill_chunk=8, max_prefill_tokens=16)
-        budget = KVBudget(num_bytes=kv_bytes, token_bytes=ROW_BYTES_PER_TOKEN, page_tokens=4)
-        shape = fake_model(context=model.manifest.config.context)
-        runner = FakeRunner(SLOTS, next_token=self._next, before_run=self._before_run)
-        super().__init__(
-            Scheduler(limits, shape, letters, budget), runner, Sampler(), world.last_run, lambda: world.now
-        )
-        self._world = world
-        self.model = model
-        self.letter = letter
-        self.fault: str | None = None
-        self.was_faulty = self.is_gone = self._replays = False
-        # Steps that failed one after the other, and replays since they became too many.
-        self.num_failed = self.num_replays = 0
-
-    def go_wrong(self, fault: str | None) -> None:
-        """Has it go wrong from now on, or no more."""
-        self.fault = fault
-        self.was_faulty = self.was_faulty or fault is not None
-
-    def add_request(self, request: GenerationRequest) -> None:
-        if request.prompt_token_ids[1] != self.letter:
-            self._world.problems.append(f"{self.model.name}: a request was made for another engine")
-        super().add_request(request)
-
-    def step(self) -> StepOutput:
-        if self.is_gone:
-            self._world.problems.append(f"{self.model.name}: an engine stepped whose memory was given back")
-        output = super().step()
-        self._world.now += STEP_SECONDS
-        self._world.steppers[output.stats.start_time] = self
-        if output.is_failed:
-            self.num_failed, self.num_replays = self.num_failed + 1, 0
-        elif output.stats.num_tokens:
-            self.num_failed = 0
-        return output
-
-    def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> tuple[CaseResult, ...]:
-        if cases is not self.model.golden_cases:
-            self._world.problems.append(f"{self.model.name}: another engine's golden cases are replayed")
-        self._check_memory("replay")
-        self._replays = True
-        self.num_replays += 1
-        try:
-            return super().verify_golden(cases, tolerance)
-        finally:
-            self._replays = False
-
-    def calibrate(self, max_seconds: float, goes_on: Callable[[], bool] = lambda: True) -> tuple[StepStats, ...]:
-        if self.has_work:
-            self._world.problems.append(f"{self.model.name}: calibrated while it had work")
-        self._check_memory("calibration")
-        if self.fault == "breaks":
-            raise RuntimeError("calibration fails")
-        self._world.now += STEP_SECONDS
-        self._world.steppers[self._world.now] = self
-        stats = super().step().stats
-        self._world.now += STEP_SECONDS
-        return (replace(stats, num_tokens=1, num_rows=1),) * 2
-
-    def _check_memory(self, what: str) -> None:
-        if self._scheduler._ledger.limit < self.kv_memory_bytes:
-            self._world.problems.append(f"{self.model.name}: a {what} takes memory that another engine has")
-
-    def _next(self, source: Sequence[int], tokens: Sequence[int]) -> int:
-        return self.letter if self.fault != "lies" else NUM_SPECIAL + (self.letter - NUM_SPECIAL + 1) % 26
-
-    def _before_run(self, batch: ScheduledBatch) -> None:
-        if self.fault == "breaks" or (self.fault == "breaks requests" and not self._replays and batch.num_rows):
-            raise RuntimeError("the graph fails")
-
-
-class HandServer:
-    """The transport: remembers what health it was told."""
-
-    def __init__(self, health: dict[str, bool], *_: Any, **__: Any) -> None:
-        self._health = health
-
-    def start(self, host: str, port: int) -> Answer:
-        return Answer(1)
-
-    def set_health(self, name: str, *, is_serving: bool) -> Answer:
-        self._health[name] = is_serving
-        return Answer()
-
-    def withdraw(self) -> Answer:
-        return Answer()
-
-    def stop(self, grace_seconds: float) -> Answer:
-        return Answer()
-
-
-class Spelling:
-    """A tokenizer of one letter."""
-
-    def __init__(self, letter: int) -> None:
-        self._letter = letter
-
-    def encode(self, text: str) -> list[int]:
-        return [BOS, self._letter, *(5 for _ in text)]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return letters(token_ids)
-
-
-class HandPool(KVPool):
-    """Takes note of which engines are gone."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.engines: dict[Part, HandEngine] = {}
-        super().__init__(*arguments)
-
-    def give_back(self, part: Part) -> None:
-        super().give_back(part)
-        if part in self.engines:
-            self.engines[part].is_gone = True
-
-
-class HandLibrary(library.Library):
-    """Its folder holds what the world says."""
-
-    def __init__(self, world: World, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._world = world
-
-    def _read_needs(self, name: str) -> MemoryNeeds:
-        if name not in self._world.shelf:
-            raise UnknownModel(name, sorted(self._world.shelf))
-        return needs(self._world.shelf[name].context)
-
-    def _read_model(self, name: str, needs: MemoryNeeds, kv_memory: int) -> ServedModel:
-        found = self._world.shelf[name]
-        if not found.is_readable:
-            raise ModelUnfit(name, ["it cannot be read"])
-        return self._world.make_model(name, found)
-
-
-@dataclass(frozen=True, slots=True)
-class Shelved:
-    """An artifact: how long its context is, and what is wrong with it."""
-
-    context: int = 32
-    is_readable: bool = True
-    is_proven: bool = True
 
 
 @dataclass(slots=True)
@@ -289,11 +78,6 @@ class Asked:
     task: asyncio.Task[Any]
     max_tokens: int = 0
     parts: list[Any] = field(default_factory=list)
-
-
-def needs(context: int) -> MemoryNeeds:
-    row = ROW_BYTES_PER_TOKEN * context
-    return MemoryNeeds(whole=SLOTS * row, least=row, besides=0)
 
 
 class World:

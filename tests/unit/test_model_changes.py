@@ -16,8 +16,9 @@ import pytest
 from service.engine.types import Device, GenerationRequest
 from service.errors import NotServing
 from service.models import ModelState
+from tests.by_hand import Shelved
 from tests.fakes import BOS, request
-from tests.model_world import MOST_MOVES, Asked, Shelved, World
+from tests.model_world import MOST_MOVES, Asked, World
 
 LONG = 25
 

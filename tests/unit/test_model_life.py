@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service.engine.types import Device
-from tests.model_world import FAULTS, Shelved, World
+from tests.by_hand import FAULTS, Shelved
+from tests.model_world import World
 
 NAMES = st.sampled_from(["a", "b"])
 ARTIFACTS = st.builds(
@@ -154,5 +155,5 @@ class DeviceLife(Life):
 
 TestLife: Any = Life.TestCase
 TestDeviceLife: Any = DeviceLife.TestCase
-TestLife.settings = settings(max_examples=3 * settings.default.max_examples // 5)
+TestLife.settings = settings(max_examples=settings.default.max_examples // 2)
 TestDeviceLife.settings = settings(max_examples=settings.default.max_examples // 4)
