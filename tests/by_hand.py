@@ -143,9 +143,12 @@ class HandEngine(Engine):
         self.fault = fault
         self.was_faulty = self.was_faulty or fault is not None
 
+    def num_cached_tokens(self, request: GenerationRequest) -> int:
+        self._check_request(request)
+        return super().num_cached_tokens(request)
+
     def add_request(self, request: GenerationRequest) -> None:
-        if request.prompt_token_ids[1] != self.letter:
-            self._world.problems.append(f"{self.model.name}: a request was made for another engine")
+        self._check_request(request)
         super().add_request(request)
 
     def step(self) -> StepOutput:
@@ -182,6 +185,10 @@ class HandEngine(Engine):
         stats = super().step().stats
         self._world.now += STEP_SECONDS
         return (replace(stats, num_tokens=1, num_rows=1),) * 2
+
+    def _check_request(self, request: GenerationRequest) -> None:
+        if request.prompt_token_ids[1] != self.letter:
+            self._world.problems.append(f"{self.model.name}: a request was made for another engine")
 
     def _check_memory(self, what: str) -> None:
         if self._scheduler._ledger.limit < self.kv_memory_bytes:

@@ -200,9 +200,9 @@ class World:
     def verify(self, name: str) -> Asked:
         return self.do("verify", name, self.app._verifier.verify(name))
 
-    def ask(self, name: str, request_id: str, max_tokens: int = 3, timeout: float | None = None) -> Asked:
-        """Has somebody ask a model for an answer."""
-        call = GenerateCall(
+    def call(self, name: str, request_id: str, max_tokens: int, timeout: float | None = None) -> GenerateCall:
+        """What a client asks a model for."""
+        return GenerateCall(
             request_id=request_id,
             model=name,
             prompt="x",
@@ -217,6 +217,10 @@ class World:
             timeout_seconds=timeout,
             partial_on_deadline=False,
         )
+
+    def ask(self, name: str, request_id: str, max_tokens: int = 3, timeout: float | None = None) -> Asked:
+        """Has somebody ask a model for an answer."""
+        call = self.call(name, request_id, max_tokens, timeout)
         parts: list[Any] = []
 
         async def run() -> None:

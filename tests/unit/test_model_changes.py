@@ -310,6 +310,56 @@ def test_a_place_that_was_taken_away_cannot_be_used_under_a_name_that_is_used_ag
     assert world.registry.get_sample_value("onward_requests_total", {"model_name": "a", "finish_reason": "length"})
 
 
-def _request(name: str, request_id: str, letter: int, num_tokens: int = 3) -> GenerationRequest:
+def _request(name: str, request_id: str, letter: int, num_tokens: int = 3, max_tokens: int = 4) -> GenerationRequest:
     prompt = (BOS, letter, *(5,) * (num_tokens - 2))
-    return replace(request(request_id, prompt), model=name, arrival_time=time.monotonic())
+    return replace(request(request_id, prompt, max_tokens=max_tokens), model=name, arrival_time=time.monotonic())
+
+
+# What waits without limit, and what must not.
+
+
+def test_a_failed_model_is_proven_again_however_long_its_last_requests_take(world: World) -> None:
+    engine = world.current["a"]
+    engine.go_wrong("breaks requests")
+    for number in range(2):
+        world.ask("a", str(number))
+        world.rest()
+    running = [world.ask("a", f"long {number}", LONG) for number in range(6)]
+    turn(world, lambda: engine.num_failed == 3)
+    # It is well again, and the rest of its requests go on.
+    engine.go_wrong(None)
+    turn(world, lambda: world.app.models.state("a") is ModelState.FAILED and waiting_calls(world))
+    world.now += 11.0
+    for _ in range(4):
+        world.turn_loop()
+    world.rest()
+    assert [len(tokens(asked)) for asked in running].count(LONG) >= 4
+    assert world.app.models.state("a") is ModelState.SERVING
+
+
+def test_an_estimate_is_of_one_model_though_another_takes_its_place_meanwhile(world: World) -> None:
+    world.shelf["a"] = Shelved(context=16)
+    call = world.call("a", "estimated", 30)
+    estimated = world.do("estimate", "a", world.app._generator.estimate(call))
+    world.turn_loop()
+    (job,) = world.jobs.waiting
+    world.jobs.waiting.clear()
+    reload(world)
+    world.jobs.waiting.append(job)
+    world.rest()
+    world.check()
+    assert estimated.task.exception() is None
+
+
+def test_a_model_is_removed_though_the_engine_thread_has_ended() -> None:
+    world = World({"a": Shelved()}, "a", calibrate=False)
+    try:
+        world.rest()
+        world.do("stop", "a", world.app._engine.stop())
+        world.rest()
+        removed = world.do("remove", "a", world.app._engine.remove("a", 1.0))
+        world.rest()
+        assert removed.task.result().done()
+    finally:
+        world.is_stopping = True
+        world.close()
