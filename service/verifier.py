@@ -70,10 +70,12 @@ class Verifier:
         """Replays until the outcome is that of the model that is served: it may be reloaded meanwhile."""
         while True:
             model = self._models.resolve(name)
+            serves = self._serves(model)
             try:
-                parity = await self._replay_once(model)
+                # Nobody waits behind the replay of a model that takes no requests.
+                parity = await self._replay_once(model, _MAX_WAIT_SECONDS if serves else None)
             except NotServing:
-                if self._models.is_served(model):
+                if self._models.is_served(model) and self._serves(model) == serves:
                     raise
                 continue
             if self._models.is_served(model):
@@ -85,12 +87,13 @@ class Verifier:
         self._state_changed()
         return parity
 
-    async def _replay_once(self, model: ServedModel) -> Parity:
+    def _serves(self, model: ServedModel) -> bool:
+        return self._models.state(model.name) is ModelState.SERVING
+
+    async def _replay_once(self, model: ServedModel, max_wait_seconds: float | None) -> Parity:
         tolerance = tolerance_of(model.manifest.precision, model.manifest.kv_cache.precision)
 
         def replay(engine: StepEngine) -> Parity:
             return Parity(tuple(engine.verify_golden(model.golden_cases, tolerance)))
 
-        # Nobody waits behind the replay of a model that takes no requests.
-        serves = self._models.state(model.name) is ModelState.SERVING
-        return await self._engine.call(model.name, replay, _MAX_WAIT_SECONDS if serves else None)
+        return await self._engine.call(model.name, replay, max_wait_seconds)

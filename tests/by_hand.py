@@ -23,7 +23,7 @@ from service.kv_pool import KVPool, Part
 from service.models import ServedModel
 from tests.fakes import BOS, NUM_SPECIAL, FakeRunner, fake_model, letters
 
-SLOTS, QUEUE = 2, 4
+SLOTS, QUEUE = 2, 6
 ROW_BYTES_PER_TOKEN = 3
 STEP_SECONDS = 0.001
 # How an engine goes wrong: nothing runs, only replays run, or what it writes is wrong.

@@ -337,6 +337,25 @@ def test_a_failed_model_is_proven_again_however_long_its_last_requests_take(worl
     assert world.app.models.state("a") is ModelState.SERVING
 
 
+def test_a_model_that_fails_while_somebody_has_it_verified_is_proven_however_long_that_takes(world: World) -> None:
+    engine = world.current["a"]
+    running = [world.ask("a", f"long {number}", LONG) for number in range(8)]
+    turn(world, lambda: engine.num_waiting == 6)
+    world.verify("a")
+    turn(world, lambda: waiting_calls(world))
+    engine.go_wrong("breaks requests")
+    turn(world, lambda: engine.num_failed == 3)
+    engine.go_wrong(None)
+    # Both wait for one replay, which was begun while the model served.
+    world.rest_loop()
+    assert world.app.models.state("a") is ModelState.FAILED
+    world.now += 11.0
+    world.rest_loop()
+    world.rest()
+    assert [len(tokens(asked)) for asked in running].count(LONG) == 2
+    assert world.app.models.state("a") is ModelState.SERVING
+
+
 def test_an_estimate_is_of_one_model_though_another_takes_its_place_meanwhile(world: World) -> None:
     world.shelf["a"] = Shelved(context=16)
     call = world.call("a", "estimated", 30)

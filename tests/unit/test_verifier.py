@@ -32,7 +32,7 @@ def _verifier(engine: _Replays) -> Verifier:
     def told() -> None:
         pass
 
-    model = SimpleNamespace(golden_cases=(), manifest=Mock())
+    model = SimpleNamespace(name="m", golden_cases=(), manifest=Mock())
     models = Mock(resolve=lambda _: model, is_served=lambda found: found is model)
     return Verifier(cast(Any, engine), models, told)
 
