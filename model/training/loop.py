@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from model.attention import Attend, attend, attend_fused
 from model.data.batches import Batch
-from model.training.config import TrainConfig
+from model.training.config import TrainConfig, TrainPrecision
 from model.training.optimizers import learning_rate_factor, make_optimizers, set_learning_rates
 from model.training.parallel import Parallel, SetupError, alone
-from model.training.precision import autocast, make_scaler, resolve_precision
+from model.training.precision import autocast, avoid_broken_amx, make_scaler, resolve_precision
 
 # The written-out formula trains faster on CPUs than the fused kernel's backward pass, until its S×T matrix gets large.
 _MAX_PLAIN_ATTENTION = 512
@@ -97,6 +97,8 @@ class Loop:
         self.step = 0
         self.num_skipped_in_row = 0
         self.precision = resolve_precision(config.precision, self.parallel.device)
+        if self.precision is TrainPrecision.BF16 and self.parallel.device.type == "cpu":
+            avoid_broken_amx()
         self.scaler = make_scaler(self.precision, self.parallel.device)
         self._wrapped = self.parallel.wrap(model)
         self.optimizers = make_optimizers(model, config)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import nn
 
 from model.config import Architecture
 from model.data.batches import IGNORED, Batch
+from model.training import precision
 from model.training.config import OptimizerName, TrainConfig, TrainDevice
 from model.training.loop import Loop, StopRequested, TrainingError, batch_loss
 from model.training.optimizers import learning_rate_factor, make_optimizers
@@ -198,6 +201,18 @@ def test_mixed_precision_keeps_weights_in_float32(precision: str) -> None:
 def test_auto_precision_asks_the_cpu() -> None:
     native = any(torch.cpu.get_capabilities().get(name) for name in ("amx_bf16", "avx512_bf16", "sve_bf16"))
     assert resolve_precision(settings().precision, CPU) == ("bf16" if native else "fp32")
+
+
+@pytest.mark.parametrize(("trial", "isa"), [("os.kill(os.getpid(), 4)", "AVX512_CORE_BF16"), ("", "unset")])
+def test_amx_whose_first_instruction_ends_a_process_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, trial: str, isa: str
+) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    monkeypatch.setattr(precision, "_TRIAL", f"import os\n{trial}")
+    precision.avoid_broken_amx.__wrapped__()
+    seen = 'import os; print(os.environ.get("ONEDNN_MAX_CPU_ISA", "unset"))'
+    assert subprocess.check_output([sys.executable, "-c", seen], text=True).strip() == isa
 
 
 def test_accumulation_must_be_shared_out_evenly() -> None:
