@@ -177,6 +177,40 @@ def test_a_request_that_needs_saved_memory_waits_no_longer_than_its_own_length()
     assert steps <= 24
 
 
+def test_nothing_beyond_a_share_starts_while_another_tenant_waits_for_memory() -> None:
+    """One of these ends with every step, too few for the other tenant; saved they would take what they took."""
+    limits = dataclasses.replace(LIMITS, max_prefill_tokens=24)
+    scheduler = make_scheduler(limits, KVBudget(num_bytes=2 * CONTEXT))
+    for index in range(60):
+        scheduler.add(request(f"a{index}", [3 + index % 20, 3 + index // 20] * 9, max_tokens=6, tenant="a"))
+    for _ in range(10):
+        step(scheduler)
+    scheduler.add(request("b", [5] * 4, max_tokens=56, tenant="b"))
+    for _ in range(4):
+        step(scheduler)
+    assert "b" in scheduler.running_ids
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_saved_requests_of_one_tenant_go_on_where_they_leave_another_no_memory(*, has_more: bool) -> None:
+    """Each would wait for the other: the one for the memory, the other for its share."""
+    scheduler = make_scheduler(kv_budget=KVBudget(num_bytes=2 * CONTEXT))
+    for index in range(2):
+        scheduler.add(request(f"a{index}", [5] * 4, max_tokens=CONTEXT, tenant="a", priority=-has_more))
+    for _ in range(50):
+        step(scheduler)
+    scheduler.add(request("b0", [5] * 4, max_tokens=18, tenant="b"))
+    step(scheduler)
+    assert scheduler.running_ids == ("b0",)
+    if has_more:
+        scheduler.add(request("a2", [5], max_tokens=1, tenant="a"))
+    scheduler.abort("b0")
+    scheduler.add(request("b1", [5] * 4, max_tokens=36, tenant="b"))
+    for _ in range(3 * CONTEXT):
+        step(scheduler)
+    assert not scheduler.has_work
+
+
 def test_a_priority_goes_before_any_share() -> None:
     scheduler = make_scheduler()
     for index in range(ROWS):
