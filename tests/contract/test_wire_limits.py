@@ -108,10 +108,17 @@ def num_elements(message: Message) -> int:
 
 
 class Context:
-    """A call whose status is looked at."""
+    """A call that brings one message, and whose status is looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: bytes) -> None:
+        self._messages: list[Any] = [grpc.aio.EOF, data]
         self.aborted: list[Any] = []
+
+    async def read(self) -> Any:
+        return self._messages.pop()
+
+    def peer(self) -> str:
+        return "somebody"
 
     def time_remaining(self) -> None:
         return None
@@ -149,15 +156,14 @@ async def call(app: App, path: str, data: bytes) -> tuple[int, Context]:
             return grpc.unary_stream_rpc_method_handler(stream, parse, bytes)
         return grpc.unary_unary_rpc_method_handler(unary, parse, bytes)
 
-    async def messages() -> AsyncIterator[bytes]:
-        yield data
-
     handler = await app._calls.intercept_service(continuation, SimpleNamespace(method=f"/{path}"))  # type: ignore[arg-type]
-    context = Context()
-    if method.client_streaming:
-        await handler.stream_stream(messages(), context)
-    else:
-        await (handler.unary_stream or handler.unary_unary)(data, context)
+    context = Context(data)
+
+    async def messages() -> AsyncIterator[bytes]:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            yield message
+
+    await (handler.stream_stream or handler.stream_unary)(messages(), context)
     return built[0], context
 
 

@@ -28,3 +28,8 @@ def soak_seconds(pytestconfig: pytest.Config) -> float:
 @pytest.fixture(scope="session")
 def rounds(pytestconfig: pytest.Config) -> int:
     return int(pytestconfig.getoption("--large-rounds"))
+
+
+@pytest.fixture(scope="session")
+def siege_seconds(pytestconfig: pytest.Config) -> float:
+    return float(pytestconfig.getoption("--siege-seconds"))

@@ -53,10 +53,12 @@ def status(code: int) -> bytes:
 class Connection:
     """A client that sends all that the server's windows take, and reads what it answers.
 
+    `window` is how many bytes of each stream it takes itself, 65,535 unless given.
+
     `ended` has the last header block of each stream that the server closed, `sent` the bytes sent on each.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, window: int | None = None) -> None:
         self.ended: dict[int, bytes] = {}
         self.sent = defaultdict[int, int](int)
         self.is_closed = False
@@ -66,7 +68,8 @@ class Connection:
         self._initial = _INITIAL_WINDOW
         self._windows = {0: _INITIAL_WINDOW}
         self._unsent: dict[int, tuple[bytes, int]] = {}
-        self.send(BEGIN)
+        own = b"" if window is None else struct.pack(">HI", _WINDOW_SETTING, window)
+        self.send(PREFACE + frame(_SETTINGS, 0, 0, own))
 
     def send(self, data: bytes) -> None:
         """Sends bytes as they are, unless the server hung up."""

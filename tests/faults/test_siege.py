@@ -1,0 +1,163 @@
+"""Every attack at once beside honest streams: their answers, what they wait, the server's memory and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import numpy as np
+
+from proto.onward.v1 import generation_pb2 as pb
+from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.artifacts import tiny_artifact
+from tests.faults.process import DECODER, ROOT, ServerProcess, serving
+
+MODEL = "besieged"
+NUM_STREAMS, NUM_KEYS, NUM_PROMPTS = 16, 4, 8
+PROMPT_TOKENS, NEW_TOKENS = 96, 96
+GRACE_SECONDS = 5
+# What may be held of messages that are on their way, and of requests that run, wait or were refused.
+MAX_GROWTH_KIB = 256 << 10
+# From this length on a run is a measurement, on a machine that has nothing else to do.
+MEASURED_SECONDS = 300.0
+
+Answer = tuple[tuple[int, ...], tuple[float, ...]]
+
+
+@dataclass(slots=True)
+class Heard:
+    """What the honest clients heard: answers by prompt, and seconds until a first token and between two messages."""
+
+    answers: dict[int, set[Answer]] = field(default_factory=dict)
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    num_answers: int = 0
+
+    def percentile(self, share: float) -> float:
+        """Of the seconds between two messages of a stream."""
+        return float(np.percentile(self.between, share))
+
+
+def write_keys(path: Path) -> None:
+    """A key for each honest tenant, and one for the attacker, all with the defaults."""
+    names = [*(f"honest{number}" for number in range(NUM_KEYS)), "attacker"]
+    path.write_text(
+        "\n".join(
+            f'[keys.{name}]\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\npermissions = ["generate"]'
+            for name in names
+        )
+    )
+
+
+def request_of(prompt: int) -> pb.GenerateStreamRequest:
+    """Half of the requests are greedy, half draw with a seed; all ask for log-probabilities."""
+    text = "".join(chr(97 + (prompt * 31 + index * index) % 26) for index in range(PROMPT_TOKENS))
+    return pb.GenerateStreamRequest(
+        model=MODEL,
+        text=text,
+        sampling=pb.SamplingParams(temperature=prompt % 2, seed=prompt),
+        stopping=pb.StoppingParams(max_tokens=NEW_TOKENS, ignore_eos=True),
+        response=pb.ResponseOptions(logprobs=0),
+    )
+
+
+async def ask(target: str, seconds: float, is_ready: Callable[[], bool] = lambda: True) -> Heard:
+    """Sixteen honest streams, each asking one prompt after the other, for so long and until something is ready."""
+    heard, until = Heard(), time.monotonic() + seconds
+
+    async def stream(number: int, stub: GenerationServiceStub) -> None:
+        metadata = [("authorization", f"Bearer honest{number % NUM_KEYS}")]
+        prompt = number
+        while time.monotonic() < until or not is_ready():
+            prompt = (prompt + 1) % NUM_PROMPTS
+            tokens, logprobs, last = list[int](), list[float](), time.monotonic()
+            is_complete = False
+            async for event in stub.GenerateStream(request_of(prompt), metadata=metadata):
+                is_complete = event.HasField("summary")
+                if not event.delta.token_ids:
+                    continue
+                now = time.monotonic()
+                (heard.between if tokens else heard.first).append(now - last)
+                last = now
+                tokens += event.delta.token_ids
+                logprobs += [each.logprob for each in event.delta.logprobs]
+            assert is_complete
+            heard.answers.setdefault(prompt, set()).add((tuple(tokens), tuple(logprobs)))
+            heard.num_answers += 1
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(NUM_STREAMS):
+            channel = grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
+            group.create_task(stream(number, GenerationServiceStub(channel)))
+    return heard
+
+
+@contextmanager
+def attacked(server: ServerProcess) -> Iterator[subprocess.Popen[str]]:
+    """The attackers, in a process of their own."""
+    settings = {
+        "target": server.target,
+        "metrics": server.metrics_url.split("/")[2],
+        "key": "attacker",
+        "model": MODEL,
+    }
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.attackers", json.dumps(settings)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_every_attack_at_once_changes_no_bit_of_an_honest_answer_and_the_server_stops_within_its_grace(
+    tmp_path: Path, siege_seconds: float
+) -> None:
+    (tmp_path / "models").mkdir()
+    sizes = {"d_model": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "d_ff": 512, "context": 512}
+    (tmp_path / "models" / MODEL).symlink_to(tiny_artifact(DECODER, **sizes), target_is_directory=True)
+    write_keys(tmp_path / "keys.toml")
+    flags = ("--api-keys", str(tmp_path / "keys.toml"), "--drain-grace-seconds", str(GRACE_SECONDS))
+    flags += ("--max-batch-size", "32", "--max-stall-seconds", "5")
+    with serving(tmp_path / "models", *flags) as server:
+        quiet = asyncio.run(ask(server.target, min(siege_seconds, 60.0)))
+        before = server.forget_peak()
+        with attacked(server) as attackers:
+            assert attackers.stdout is not None
+            made = threading.Thread(target=attackers.stdout.readline)
+            made.start()
+            besieged = asyncio.run(ask(server.target, siege_seconds, lambda: not made.is_alive()))
+            growth = server.status("VmHWM") - before
+            # It stops while it is attacked.
+            assert server.stop() == 0
+            out, _ = attackers.communicate(timeout=60)
+    found = json.loads(out.strip().rpartition("\n")[2])
+    figures = {
+        "seconds": siege_seconds,
+        "answers": besieged.num_answers,
+        "growth_mib": growth / 1024,
+        "quiet": {"p50": quiet.percentile(50), "p99": quiet.percentile(99)},
+        "besieged": {"p50": besieged.percentile(50), "p99": besieged.percentile(99)},
+        "attacks": found["attacks"],
+    }
+    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+    assert {prompt: len(answers) for prompt, answers in quiet.answers.items()} == dict.fromkeys(range(NUM_PROMPTS), 1)
+    assert besieged.answers == quiet.answers
+    assert all(found["attacks"].values()), found["attacks"]
+    assert growth < MAX_GROWTH_KIB
+    if siege_seconds >= MEASURED_SECONDS:
+        assert besieged.percentile(99) <= 2 * quiet.percentile(99)
