@@ -91,9 +91,8 @@ class Verifier:
         return self._models.state(model.name) is ModelState.SERVING
 
     async def _replay_once(self, model: ServedModel, max_wait_seconds: float | None) -> Parity:
-        tolerance = tolerance_of(model.manifest.precision, model.manifest.kv_cache.precision)
-
         def replay(engine: StepEngine) -> Parity:
+            tolerance = tolerance_of(model.manifest.precision, model.manifest.kv_cache.precision)
             return Parity(tuple(engine.verify_golden(model.golden_cases, tolerance)))
 
         return await self._engine.call(model.name, replay, max_wait_seconds)
