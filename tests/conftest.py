@@ -24,8 +24,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
-# `--hypothesis-profile long`: for what is run once, as before a release.
-settings.register_profile("long", settings.get_profile("repeatable"), max_examples=3000, stateful_step_count=50)
+# `--hypothesis-profile long`: for what is run once, as before a release. Tests take a part of these examples.
+settings.register_profile("long", settings.get_profile("repeatable"), max_examples=6000, stateful_step_count=50)
 settings.load_profile("repeatable")
 
 
