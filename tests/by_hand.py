@@ -135,8 +135,8 @@ class HandEngine(Engine):
         self.letter = letter
         self.fault: str | None = None
         self.was_faulty = self.is_gone = self._replays = False
-        # Steps that failed one after the other, and replays since they became too many.
-        self.num_failed = self.num_replays = 0
+        # Steps that failed one after the other, those of them since the last replay, and replays since the last of them.
+        self.num_failed = self.num_unproven = self.num_replays = 0
 
     def go_wrong(self, fault: str | None) -> None:
         """Has it go wrong from now on, or no more."""
@@ -158,9 +158,9 @@ class HandEngine(Engine):
         self._world.now += STEP_SECONDS
         self._world.steppers[output.stats.start_time] = self
         if output.is_failed:
-            self.num_failed, self.num_replays = self.num_failed + 1, 0
+            self.num_failed, self.num_unproven, self.num_replays = self.num_failed + 1, self.num_unproven + 1, 0
         elif output.stats.num_tokens:
-            self.num_failed = 0
+            self.num_failed = self.num_unproven = 0
         return output
 
     def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> tuple[CaseResult, ...]:
@@ -169,6 +169,7 @@ class HandEngine(Engine):
         self._check_memory("replay")
         self._replays = True
         self.num_replays += 1
+        self.num_unproven = 0
         try:
             return super().verify_golden(cases, tolerance)
         finally:

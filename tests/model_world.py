@@ -372,9 +372,8 @@ class World:
         states = {name: models.state(name) for name in names}
         assert set(states.values()) <= {ModelState.SERVING, ModelState.FAILED}, states
         for name, state in states.items():
-            own = self.current[name]
-            if own.num_failed >= 3:
-                assert state is ModelState.FAILED or own.num_replays, f"{name} fails and is asked on"
+            if self.current[name].num_unproven >= 3:
+                assert state is ModelState.FAILED, f"{name} fails and is asked on"
         assert {name: on for name, on in self.health.items() if name in names} == {
             name: state is ModelState.SERVING for name, state in states.items()
         }
