@@ -135,7 +135,7 @@ class HandEngine(Engine):
         self.letter = letter
         self.fault: str | None = None
         self.was_faulty = self.is_gone = self._replays = False
-        # Steps that failed one after the other, those of them since the last replay, and replays since the last of them.
+        # Steps that failed in a row, those of them since the last replay, and replays since the last of them.
         self.num_failed = self.num_unproven = self.num_replays = 0
 
     def go_wrong(self, fault: str | None) -> None:
