@@ -134,7 +134,7 @@ class HandEngine(Engine):
         self.model = model
         self.letter = letter
         self.fault: str | None = None
-        self.was_faulty = self.is_gone = self._replays = False
+        self.was_faulty = self.has_lied = self.is_gone = self._replays = False
         # Steps that failed in a row, those of them since the last replay, and replays since the last of them.
         self.num_failed = self.num_unproven = self.num_replays = 0
 
@@ -142,6 +142,7 @@ class HandEngine(Engine):
         """Has it go wrong from now on, or no more."""
         self.fault = fault
         self.was_faulty = self.was_faulty or fault is not None
+        self.has_lied = self.has_lied or fault == "lies"
 
     def num_cached_tokens(self, request: GenerationRequest) -> int:
         self._check_request(request)

@@ -410,4 +410,6 @@ class World:
         elif asked.what == "ask":
             tokens = [token for part in asked.parts if isinstance(part, Piece) for token in part.token_ids]
             assert len(tokens) == asked.max_tokens
-            assert len(set(tokens)) == 1, "two engines wrote one answer"
+            own = [each for each in self.engines if each.model.name == asked.model]
+            # One that begins to lie, or stops to, writes two letters.
+            assert len(set(tokens)) == 1 or any(each.has_lied for each in own), "two engines wrote one answer"
