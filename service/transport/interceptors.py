@@ -26,6 +26,7 @@ from service.access import Access, Allowance, OpenAccess
 from service.allowance import shortfall
 from service.errors import AnswerTooLarge, ClientStalled
 from service.tracing import NoTracer, Tracer
+from service.transport.flooding import FloodGuard
 from service.transport.receiving import Receiver, bounded
 from service.transport.sending import abort_stalled, send
 from service.transport.status import Status, to_status
@@ -72,9 +73,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._access = access
         self._max_message_bytes = max_message_bytes
         self._max_stall_seconds = max_stall_seconds
-        self._receiver = Receiver(max_message_bytes, max_stall_seconds)
+        # Of all receivers: what a connection has brought may be for any of them.
+        guard = FloodGuard(max_message_bytes)
+        self._receiver = Receiver(max_message_bytes, max_stall_seconds, guard)
         # Anybody may call the others' methods, whose requests are small.
-        self._open_receiver = Receiver(max_message_bytes, max_stall_seconds, max_bytes=0)
+        self._open_receiver = Receiver(max_message_bytes, max_stall_seconds, guard, max_bytes=0)
         self._tracer = tracer or NoTracer()
         self._check = check
         self._num_open = 0
@@ -124,7 +127,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 # Before anything of the request is read.
                 with self._access.admitted(_method(path), _api_key(context)) as allowance:
                     data = await self._receiver.message(context, _caller(allowance, context))
-                    return codec.serialize(await handler(codec.parse(data), context))
+                    answer = codec.serialize(await handler(codec.parse(data), context))
+            # gRPC sends it within the call's task, and waits for as long as the client takes no bytes.
+            task = asyncio.current_task()
+            assert task is not None  # noqa: S101 (this is a coroutine)
+            stall = asyncio.get_running_loop().call_later(self._max_stall_seconds, task.cancel)
+            task.add_done_callback(lambda _: stall.cancel())
+            return answer
 
         return call
 
@@ -142,15 +151,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _wrap_exchange(self, handler: StreamHandler, codec: _Codec, path: str) -> Any:
         async def call(messages: AsyncIterator[bytes], context: Context) -> None:
             async with self._watch(path, context, has_many=True):
-                with (
-                    self._access.admitted(_method(path), _api_key(context)) as allowance,
-                    self._receiver.stream(_caller(allowance, context)),
-                ):
-                    _ALLOWANCE.set(allowance)
-                    parsed = (codec.parse(data) async for data in messages)
-                    async with aclosing(handler(parsed, context)) as responses:
-                        async for response in responses:
-                            await send(codec.serialize(response), context, self._max_stall_seconds)
+                with self._access.admitted(_method(path), _api_key(context)) as allowance:
+                    async with self._receiver.stream(context, _caller(allowance, context)) as took:
+                        _ALLOWANCE.set(allowance)
+
+                        async def parsed() -> AsyncIterator[Any]:
+                            async for data in messages:
+                                took(len(data))
+                                yield codec.parse(data)
+
+                        async with aclosing(handler(parsed(), context)) as responses:
+                            async for response in responses:
+                                await send(codec.serialize(response), context, self._max_stall_seconds)
 
         return call
 

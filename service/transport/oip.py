@@ -158,9 +158,10 @@ class InferenceServicer(GRPCInferenceServiceServicer):
                     return
                 yield response
         finally:
-            taking.cancel()
+            for each in (taking, getting):
+                each.cancel()
             # Its requests are tasks of their own, which give back what they hold before this stream is over.
-            await asyncio.gather(taking, return_exceptions=True)
+            await asyncio.gather(taking, getting, return_exceptions=True)
 
     async def RepositoryIndex(
         self, request: oip.RepositoryIndexRequest, context: Context

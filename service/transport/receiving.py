@@ -1,8 +1,9 @@
 """Bounds what clients can make the server buffer: few messages at a time are read, the others stay with their senders.
 
 gRPC buffers a message in full once its read has begun, and little before: HTTP/2's flow control holds the rest back. So
-each read waits for a place. A read that takes too long is ended, earlier where another caller waits for its place.
-Python's gRPC has no resource quota, which would bound bytes instead. Knows nothing of what a message says.
+each read waits for a place. A read that takes too long is ended, earlier where another caller waits for its place, or
+where the connection brings more than its messages may have. Python's gRPC has no resource quota, which would bound
+bytes instead. Knows nothing of what a message says.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Hashable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
 
 from service.errors import ClientStalled, InvalidRequest, RateLimited, RequestError
+from service.transport.flooding import FloodGuard
+from service.transport.sending import abort_stalled, send
 from service.transport.status import to_status
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -37,13 +41,17 @@ class Receiver:
     """Reads the messages of calls, a bounded number at a time. One caller has at most half of the places.
 
     Args:
-        max_message_bytes: largest message, which gRPC refuses as soon as it has its length.
+        max_message_bytes: largest message.
         max_stall_seconds: how long a message may take to come.
+        guard: ends reads of larger messages, which gRPC may refuse only once it has all of them.
         max_bytes: bound on all messages that are read at once; the places are at least 4 messages.
     """
 
-    def __init__(self, max_message_bytes: int, max_stall_seconds: float, max_bytes: int = MAX_BYTES) -> None:
-        self._max_stall_seconds = max_stall_seconds
+    def __init__(
+        self, max_message_bytes: int, max_stall_seconds: float, guard: FloodGuard, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self.max_stall_seconds = max_stall_seconds
+        self._guard = guard
         self._num_places = max(_MIN_PLACES, max_bytes // max_message_bytes)
         self._num_streams = max(_MIN_PLACES, _MAX_STREAM_BYTES // max_message_bytes)
         self._held = Counter[Hashable]()
@@ -79,36 +87,58 @@ class Receiver:
         while (message := await self._read(context, caller)) is not grpc.aio.EOF:
             yield message
 
-    @contextmanager
-    def stream(self, caller: Hashable) -> Iterator[None]:
-        """A context for a call that may be silent for long between its messages.
+    @asynccontextmanager
+    async def stream(self, context: Context, caller: Hashable) -> AsyncIterator[Callable[[int], None]]:
+        """A context for a call that may be silent for long between its messages, which reads them itself.
 
-        Nothing tells its silence from an unfinished message, so it may hold a message's bytes all the while.
+        Nothing tells its silence from an unfinished message, so it may hold a message's bytes all the while. What it
+        gives is called with each message's size.
 
         Raises:
             RateLimited: when as many such calls are open as may be.
+            ClientStalled: when the connection brings more than its messages may have.
         """
         if not _has_place(self._streams, caller, self._num_streams):
             raise RateLimited(f"{self._streams.total()} bidirectional streams are open", _RETRY_SECONDS)
         self._streams[caller] += 1
         try:
-            yield
+            async with self._reading(context, None):
+                yield partial(self._guard.took, context.peer())
         finally:
             self._streams -= Counter((caller,))
 
     async def _read(self, context: Context, caller: Hashable) -> Any:
         await self._take_place(caller)
-        started = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(self._max_stall_seconds) as reading:
+            async with self._reading(context, self.max_stall_seconds) as reading:
                 self._reads[reading] = caller
-                return await context.read()
+                try:
+                    message = await context.read()
+                finally:
+                    self._reads.pop(reading, None)
+                if isinstance(message, bytes):
+                    self._guard.took(context.peer(), len(message))
+                return message
+        finally:
+            self._release(caller)
+
+    @asynccontextmanager
+    async def _reading(self, context: Context, max_seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+        peer = context.peer()
+        started = asyncio.get_running_loop().time()
+        reading = asyncio.timeout(max_seconds)
+        try:
+            async with reading:
+                self._guard.begin(peer, reading)
+                try:
+                    yield reading
+                finally:
+                    self._guard.end(peer, reading)
         except TimeoutError as error:
+            if not reading.expired():
+                raise
             elapsed = asyncio.get_running_loop().time() - started
             raise ClientStalled(elapsed, "the request was on its way") from error
-        finally:
-            self._reads.pop(reading, None)
-            self._release(caller)
 
     async def _take_place(self, caller: Hashable) -> None:
         if _has_place(self._held, caller, self._num_places):
@@ -169,9 +199,11 @@ def bounded(handler: Any, receiver: Receiver) -> Any:
                 answers = answer(await receiver.message(context, caller), context)
             if not inspect.isawaitable(answers):
                 async for each in answers:
-                    await context.write(each)
+                    await send(each, context, receiver.max_stall_seconds)
             elif (message := await answers) is not None:
-                await context.write(message)
+                await send(message, context, receiver.max_stall_seconds)
+        except ClientStalled as error:
+            await abort_stalled(context, to_status(error))
         except RequestError as error:
             status = to_status(error)
             await context.abort(status.code, status.message, status.trailing_metadata)

@@ -88,10 +88,10 @@ class Connection:
         """Sends and reads until a condition holds, the server hangs up or time is up; whether it holds."""
         deadline = time.monotonic() + seconds
         while not until() and not self.is_closed:
-            self._send_data()
-            if select.select([self._socket], [], [], 0.02)[0]:
+            has_sent = self._send_data()
+            if select.select([self._socket], [], [], 0.0 if has_sent else 0.02)[0]:
                 self._receive()
-            elif time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 break
         return until()
 
@@ -106,7 +106,8 @@ class Connection:
         """Hangs up."""
         self._socket.close()
 
-    def _send_data(self) -> None:
+    def _send_data(self) -> bool:
+        before = self._windows[0]
         for stream, (head, num_zeros) in list(self._unsent.items()):
             room = min(self._windows[0], self._windows[stream], _DATA_BYTES)
             if room <= 0:
@@ -120,6 +121,7 @@ class Connection:
             if not any(rest):
                 del self._unsent[stream]
             self.send(frame(_DATA, 0, stream, data))
+        return self._windows[0] < before
 
     def _receive(self) -> None:
         try:

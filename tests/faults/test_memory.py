@@ -20,7 +20,7 @@ CALLS = 128
 KEYS = {name: secrets.token_hex(32) for name in ("alice", "bob")}
 STALL_SECONDS = 600
 _KIB = 1 << 10
-_UNAUTHENTICATED, _RESOURCE_EXHAUSTED = status(16), status(8)
+_UNAUTHENTICATED, _ABORTED = status(16), status(10)
 GENERATE = b"/onward.v1.GenerationService/Generate"
 OURS = (
     GENERATE,
@@ -125,14 +125,23 @@ def test_a_call_that_ends_without_a_request_is_invalid(server: ServerProcess) ->
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+# The growth that has the connections looked at, twice, and what this client sends between looks.
 @pytest.mark.parametrize("path", [*OURS[:2], OURS[3], *OPEN])
-def test_a_message_above_the_limit_is_refused_by_its_length(server: ServerProcess, path: bytes) -> None:
+def test_a_message_above_the_limit_is_refused_long_before_all_of_it_is_buffered(
+    server: ServerProcess, path: bytes
+) -> None:
+    before = server.forget_peak()
     connection = Connection(server.port)
-    stream = connection.call(path, bearer("alice"), head=message_header(1 << 30), num_zeros=16 << 20)
-    assert connection.pump(lambda: stream in connection.ended)
-    assert _RESOURCE_EXHAUSTED in connection.ended[stream]
-    assert connection.sent[stream] <= MESSAGE
-    connection.close()
+    try:
+        stream = connection.call(path, bearer("alice"), head=message_header(1 << 30), num_zeros=(1 << 30) - 1)
+        assert connection.pump(lambda: stream in connection.ended), connection.sent
+        assert _ABORTED in connection.ended[stream]
+        assert growth(server, before) <= 256
+        with server.channel() as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            assert health.Check(health_pb2.HealthCheckRequest(), timeout=60).status == 1
+    finally:
+        connection.close()
 
 
 def test_connections_above_the_limit_are_closed_and_the_others_served(server: ServerProcess) -> None:

@@ -152,6 +152,31 @@ def test_a_stream_whose_client_takes_no_bytes_loses_its_place_though_the_client_
         assert server.stop() == 0
 
 
+def test_an_answer_whose_client_takes_no_bytes_loses_its_place_though_the_client_stays(tmp_path: Path) -> None:
+    call = b"/onward.v1.GenerationService/Generate", greedy(DECODER)
+    with serving(tmp_path, *ONE_PLACE) as server, deaf(server, call), server.channel() as channel:
+        until(lambda: generated(channel) == 3, "the call keeps its place")
+        assert server.stop() == 0
+
+
+def test_a_health_check_whose_client_takes_no_bytes_loses_its_place_though_the_client_stays(tmp_path: Path) -> None:
+    call = b"/grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest()
+    with serving(tmp_path, *ONE_PLACE) as server, deaf(server, call), server.channel() as channel:
+        until(lambda: checked(channel) == SERVING, "the check keeps its place")
+        assert server.stop() == 0
+
+
+def checked(channel: grpc.Channel) -> int:
+    """The server's state; -1 where the check is refused for want of a place."""
+    try:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_SECONDS)
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise
+        return -1
+    return int(answer.status)
+
+
 def generated(channel: grpc.Channel) -> int:
     """How many tokens a short request is answered with; 0 where it is refused for want of a place."""
     try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 
 from service.errors import ClientStalled, InvalidRequest, RateLimited
 from service.transport import receiving
+from service.transport.flooding import FloodGuard
 from service.transport.receiving import Receiver
 
 MESSAGE = 100
@@ -22,13 +23,16 @@ class Call:
         self.is_read = asyncio.Event()
         self.sent: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
     async def read(self) -> Any:
         self.is_read.set()
         return await self.sent
 
 
 def receiver(num_places: int, max_stall_seconds: float = 600.0) -> Receiver:
-    return Receiver(MESSAGE, max_stall_seconds, MESSAGE * num_places)
+    return Receiver(MESSAGE, max_stall_seconds, FloodGuard(MESSAGE), MESSAGE * num_places)
 
 
 def begin(bound: Receiver, *callers: str) -> list[tuple[Call, asyncio.Task[Any]]]:
@@ -136,13 +140,13 @@ async def test_a_call_without_a_message_is_invalid(monkeypatch: pytest.MonkeyPat
         await task
 
 
-def test_streams_that_bring_many_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_that_bring_many_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "_MAX_STREAM_BYTES", MESSAGE * 4)
-    bound = receiver(4)
-    with bound.stream("a"), bound.stream("a"):
-        with pytest.raises(RateLimited), bound.stream("a"):
+    bound, call = receiver(4), cast("Any", Call())
+    async with bound.stream(call, "a"), bound.stream(call, "a"):
+        with pytest.raises(RateLimited):
+            await bound.stream(call, "a").__aenter__()
+        async with bound.stream(call, "b"):
             pass
-        with bound.stream("b"):
-            pass
-    with bound.stream("a"), bound.stream("a"):
+    async with bound.stream(call, "a"), bound.stream(call, "a"):
         pass
