@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
@@ -213,12 +214,14 @@ class HandServer:
     def start(self, host: str, port: int) -> Answer:
         return Answer(1)
 
-    def set_health(self, name: str, *, is_serving: bool) -> Answer:
+    def set_health(self, name: str, *, is_serving: bool) -> None:
         self._health[name] = is_serving
-        return Answer()
 
-    def withdraw(self) -> Answer:
-        return Answer()
+    def withdraw(self) -> None:
+        pass
+
+    async def wait_ended(self) -> None:
+        await asyncio.get_running_loop().create_future()
 
     def stop(self, grace_seconds: float) -> Answer:
         return Answer()
@@ -229,6 +232,9 @@ class Spelling:
 
     def __init__(self, letter: int) -> None:
         self._letter = letter
+
+    def max_bytes(self, num_tokens: int) -> int:
+        return num_tokens
 
     def encode(self, text: str) -> list[int]:
         return [BOS, self._letter, *(5 for _ in text)]

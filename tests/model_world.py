@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry
 
 from model.golden import Feed, GoldenCase
 from service.app import App
+from service.async_engine import AsyncEngine
 from service.config import ServeConfig
 from service.engine.engine import LastRun
 from service.engine.types import Device, StepStats, StoppingParams
@@ -299,7 +300,8 @@ class World:
 
         return {
             "time.monotonic": lambda: world.now,
-            "service.async_engine.EngineThread": partial(HandThread, clock=lambda: world.now),
+            "service.app.AsyncEngine": partial(AsyncEngine, clock=lambda: world.now),
+            "service.async_engine.EngineThread": HandThread,
             "service.app.Library": partial(HandLibrary, world),
             "service.text_pool.ThreadPoolExecutor": lambda *_, **__: world.jobs,
             "service.explainer.ThreadPoolExecutor": lambda *_, **__: world.jobs,
