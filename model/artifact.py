@@ -551,7 +551,7 @@ def hash_file(path: Path) -> FileEntry:
 
 
 def max_file_bytes(name: str, config: ModelConfig | None) -> int | None:
-    """How large a file of an artefact may be; None for weights of an unknown model.
+    """How large a file of an artifact may be; None for weights of an unknown model.
 
     Weights follow from the model's sizes: each parameter in float32, twice, as a graph may store one matrix both ways,
     and tables for every position. No graph of ours is near that.
@@ -640,7 +640,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _check_files(folder: Path, fields: Mapping[str, Any], *, checksums: bool, memory_bytes: int | None) -> list[str]:
-    """What is wrong with an artefact's files, by those fields of its manifest that could be read."""
+    """What is wrong with an artifact's files, by those fields of its manifest that could be read."""
     files: Mapping[str, FileEntry] = fields["files"]
     graphs: Mapping[str, GraphSpec] = fields.get("graphs", {})
     config: ModelConfig | None = fields.get("config")

@@ -291,7 +291,7 @@ class Forecaster:
         # Less urgent ones make way.
         turn = self._turn(request)
         known = self._outstanding.values()
-        # Equals of other tenants keep nobody from its own tenant's share of rows and prompts.
+        # Equals of other tenants keep no request from its own tenant's share of rows and prompts.
         weights = {request.tenant: request.weight} | {each.tenant: each.weight for each in known}
         share = request.weight / math.fsum(weights.values()) if len(weights) > 1 else 1.0
         max_rows = max(request.num_rows, math.floor(share * self._max_rows))

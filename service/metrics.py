@@ -160,7 +160,7 @@ class Metrics:
     def for_model(self, model: str) -> ModelMetrics:
         """The metrics of one served model, until they are closed; gauges and counters show up at zero from now on.
 
-        For whoever has the model served, once for each time that it is.
+        Made once for each time that the model is loaded.
         """
         return ModelMetrics(self, model)
 

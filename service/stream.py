@@ -45,7 +45,8 @@ class Tokens:
 class Stream:
     """One request between admission and its last event. `request` is None until it is handed to the engine.
 
-    Where it `is_streamed`, its events are wanted as they come. `request_id` is the client's, unique among its tenant's.
+    Where it `is_streamed`, its events are wanted as they come. `request_id` is the client's, unique among its tenant's;
+    `key` is the engine's id of it.
 
     `engine` is the one that has it, whose events alone are its own; `held` is what its caller holds by it: sequences
     and tokens.
@@ -72,11 +73,10 @@ class Stream:
     cost: Cost | None = None
     tokens: dict[int, Tokens] = field(default_factory=dict)
     reasons: dict[int, FinishReason] = field(default_factory=dict)
+    key: str = field(init=False)
 
-    @property
-    def key(self) -> str:
-        """The engine's id of it."""
-        return request_key(self.caller, self.request_id)
+    def __post_init__(self) -> None:
+        self.key = request_key(self.caller, self.request_id)
 
     @property
     def last_reason(self) -> FinishReason | None:

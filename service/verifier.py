@@ -72,7 +72,7 @@ class Verifier:
             model = self._models.resolve(name)
             serves = self._serves(model)
             try:
-                # Nobody waits behind the replay of a model that takes no requests.
+                # No request waits behind the replay of a model that takes none.
                 parity = await self._replay_once(model, _MAX_WAIT_SECONDS if serves else None)
             except NotServing:
                 if self._models.is_served(model) and self._serves(model) == serves:

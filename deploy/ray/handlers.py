@@ -120,7 +120,7 @@ class Handlers:
         """Wraps the methods; nobody listens, and health is bad. Returns 0, which is no port."""
         for name in (EVERYTHING, *SERVICES):
             self.set_health(name, is_serving=False)
-        for name, method in METHODS.items():
+        for name, method in _OURS.items():
             path = f"/{method.containing_service.full_name}/{name}"
             bare = self._bare[path]
             details = _Details(path)
@@ -156,12 +156,14 @@ class Handlers:
         Raises:
             Refused: when it ends with another status than OK.
         """
-        inner, handler = _Context(context), self._wrapped[name]
+        inner = _Context(context, request)
         if name in FOR_ONE:
             await inner.abort(grpc.StatusCode.PERMISSION_DENIED, _FOR_ONE)
-        # Health has a codec for gRPC to use; ours parse and serialise themselves.
-        parse, serialize = handler.request_deserializer or bytes, handler.response_serializer or bytes
-        answer: bytes = serialize(await handler.unary_unary(parse(request), inner))
+        if name == _CHECK.name:
+            state = await self._health.Check(health_pb2.HealthCheckRequest.FromString(request), inner)
+            return bytes(state.SerializeToString())
+        # In a task of its own: a call's task is cancelled if it outlives its answer.
+        answer: bytes = await asyncio.ensure_future(self._wrapped[name].stream_unary(None, inner))
         return answer
 
     async def stream(self, name: str, request: bytes, context: CallContext) -> AsyncGenerator[bytes, None]:
@@ -170,8 +172,8 @@ class Handlers:
         Raises:
             Refused: when it ends with another status than OK.
         """
-        inner = _Context(context)
-        async with aclosing(inner.written(self._wrapped[name].unary_stream(request, inner))) as answers:
+        inner = _Context(context, request)
+        async with aclosing(inner.written(self._wrapped[name].stream_stream(None, inner))) as answers:
             async for answer in answers:
                 yield answer
 
@@ -208,10 +210,11 @@ class _Registry:
 
 
 class _Context:
-    """The caller's context as our handlers and the interceptor want it."""
+    """The caller's context as our handlers and the interceptor want it; `request` is what `read` returns."""
 
-    def __init__(self, outer: CallContext) -> None:
+    def __init__(self, outer: CallContext, request: bytes = b"") -> None:
         self._outer = outer
+        self._request = request
         self._messages: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
 
     async def written(self, handling: Awaitable[None]) -> AsyncGenerator[bytes, None]:
@@ -246,6 +249,10 @@ class _Context:
     def peer(self) -> str:
         """Who calls."""
         return self._outer.peer()
+
+    async def read(self) -> bytes:
+        """The message of a call that has one."""
+        return self._request
 
     async def write(self, message: bytes) -> None:
         """Waits until the message before this one was taken."""

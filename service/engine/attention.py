@@ -1,7 +1,7 @@
 """An artefact's explain graph, loaded when it is first wanted: whole sequences in, attention weights out.
 
 Its session has one thread and its own copy of the weights, as they are in the file, and is no business of the engine's:
-nothing here is shared with the graphs that generate. Before it answers it has to be the served artefact's,
+nothing here is shared with the graphs that generate. Before it answers it has to be the served artifact's,
 which may have been replaced on the disk by then, and to pass its golden cases.
 
 Knows graphs and artefacts; nothing of requests, threads or the event loop.
@@ -80,7 +80,7 @@ def load_attention_graph(folder: Path, manifest: Manifest, *, own_kernels: bool 
         own_kernels: as in `SessionOptions`.
 
     Raises:
-        NotServing: when the artefact is another one by now, or the graph does not answer as its golden cases say, or
+        NotServing: when the artifact is another one by now, or the graph does not answer as its golden cases say, or
             there is no memory for its weights.
         StartupError: when the graph cannot be loaded.
         GraphError: when it cannot be run.

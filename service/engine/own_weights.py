@@ -1,10 +1,10 @@
 """Weights that a running model has to itself, whatever becomes of the files that they came from.
 
-ONNX Runtime by itself maps weights from their file and reads them there for as long as the model runs: whoever writes
-to the file changes the model, and truncating it ends the process with SIGBUS. So the mapping is ours here. Most weights
-are copied as a graph is loaded, into a layout of ONNX Runtime's or of the project's kernels; once the graph has run,
-what it still read from the mapping is copied in place (`own`). A graph runs every node, so that what a first run has
-not read no run reads: that costs no memory, and stays a part of the file.
+ONNX Runtime by itself maps weights from their file and reads them there for as long as the model runs: a process that
+writes to the file changes the model, and truncating it ends the process with SIGBUS. So the mapping is ours here. Most
+weights are copied as a graph is loaded, into a layout of ONNX Runtime's or of the project's kernels; once the graph has
+run, what it still read from the mapping is copied in place (`own`). A graph runs every node, so that what a first run
+has not read no run reads: that costs no memory, and stays a part of the file.
 
 Copies in place need Linux; elsewhere weights stay a part of the file.
 """

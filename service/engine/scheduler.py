@@ -424,7 +424,7 @@ class Scheduler:
                 self._finish_early(group, FinishReason.DEADLINE, now)
 
     def _plan_running(self) -> tuple[StepPlan, dict[SequenceGroup, Sequence]]:
-        """A step of those that hold slots, and of nobody else yet; and whose prompts take turns with other tenants'."""
+        """A step of the sequences that hold slots; and the prompts that take turns with other tenants'."""
         plan = StepPlan(self.pieces, self._limits.max_prefill_tokens, self._limits.max_batch_size)
         prompts = {}
         for slot, sequence in enumerate(self._ledger.slots):

@@ -13,7 +13,7 @@ A tenant without a name is one like any other, and a tenant alone has a share of
 * **Prompts.** The tenant whose prompts had fewest tokens computed, over its weight, goes first (stride scheduling, as
   in `service.turns`). One that was idle is behind by one step's tokens at most: what it left unused is not saved up.
 
-Fairness holds among requests of one priority. A higher priority goes first, whoever asks. Runs on the engine thread;
+Fairness holds among requests of one priority. A higher priority goes first, of any tenant. Runs on the engine thread;
 knows no clock.
 """
 

@@ -21,8 +21,10 @@ from service.engine.memory import resident_bytes
 _LOOK_SECONDS = 0.05
 # What memory may grow by until the connections are looked at.
 _GROWTH_BYTES = 32 << 20
-# Frames' heads, metadata, and what may come of calls that are not read yet.
+# What may come of calls that are not read yet.
 _MARGIN_BYTES = 1 << 20
+# Frames' heads and metadata of a call or a message, at most in practice.
+_OVERHEAD_BYTES = 16 << 10
 # `tcpi_bytes_received` of Linux' `struct tcp_info`.
 _TCP_INFO = struct.Struct("128xQ")
 
@@ -69,7 +71,7 @@ class FloodGuard:
         """A message of a connection with a read is complete."""
         connection = self._connections[peer]
         if connection.accounted is not None:
-            connection.accounted += num_bytes
+            connection.accounted += num_bytes + _OVERHEAD_BYTES
 
     def end(self, peer: str, reading: asyncio.Timeout) -> None:
         """The read is over."""

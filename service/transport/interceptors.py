@@ -239,7 +239,7 @@ def _method(path: str) -> str:
 
 
 def _caller(allowance: Allowance, context: Context) -> str:
-    """Whose requests these are: a key's, or where nobody needs one a connection's."""
+    """Whose requests these are: a key's, or a connection's where no key is needed."""
     return allowance.owner or context.peer()
 
 

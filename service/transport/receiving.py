@@ -32,7 +32,7 @@ _MIN_PLACES = 4
 # How long a caller waits for a place before the longest read of one who holds more is ended.
 _PATIENCE_SECONDS = 0.5
 # For gRPC to report that a call whose message did not come was cancelled.
-_CANCELLATION_SECONDS = 1.0
+_CANCELLATION_SECONDS = 0.1
 # Until an open stream may have ended: nothing predicts it.
 _RETRY_SECONDS = 1.0
 
@@ -91,7 +91,7 @@ class Receiver:
     async def stream(self, context: Context, caller: Hashable) -> AsyncIterator[Callable[[int], None]]:
         """A context for a call that may be silent for long between its messages, which reads them itself.
 
-        Nothing tells its silence from an unfinished message, so it may hold a message's bytes all the while. What it
+        Its silence looks like an unfinished message, so it may hold a message's bytes all the while. What it
         gives is called with each message's size.
 
         Raises:
@@ -159,7 +159,7 @@ class Receiver:
             raise
 
     def _release(self, caller: Hashable) -> None:
-        """Gives the place to whoever waits and holds fewest."""
+        """Gives the place to the waiting caller that holds fewest."""
         self._held -= Counter((caller,))
         waiting = [each for each in self._waiting if _has_place(self._held, each, self._num_places)]
         if waiting:

@@ -33,7 +33,7 @@ async def send(message: Any, context: Context, max_stall_seconds: float) -> None
             raise
         raise ClientStalled(max_stall_seconds) from error
     except grpc.aio.InternalError as error:
-        # The call ended before its handler was told so.
+        # The call ended before its handler was cancelled.
         raise asyncio.CancelledError from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +129,7 @@ class Context:
 
     async def abort(self, *details: Any) -> None:
         self.aborted.append(details)
+        raise grpc.aio.AbortError
 
 
 async def call(app: App, path: str, data: bytes) -> tuple[int, Context]:
@@ -163,7 +165,8 @@ async def call(app: App, path: str, data: bytes) -> tuple[int, Context]:
         while (message := await context.read()) is not grpc.aio.EOF:
             yield message
 
-    await (handler.stream_stream or handler.stream_unary)(messages(), context)
+    with suppress(grpc.aio.AbortError):
+        await (handler.stream_stream or handler.stream_unary)(messages(), context)
     return built[0], context
 
 
