@@ -149,7 +149,7 @@ class Library:
     async def names(self) -> tuple[str, ...]:
         """The models of the folder, served or not; none while it cannot be read."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(None, model_names, self._config.models)
+            return await asyncio.wrap_future(_in_daemon(lambda: model_names(self._config.models)))
         except StartupError:
             return ()
 
@@ -287,7 +287,8 @@ class Library:
                 process.kill()
                 raise StartupError([f"it could not be tried out in {_MAX_TRIAL_SECONDS:g} s"]) from error
             finally:
-                self._trial = None
+                if self._trial is process:
+                    self._trial = None
         answer = _last_json(out)
         if answer is None:
             _LOGGER.error("trying out %s ended with %d: %s", name, process.returncode, err.strip()[-2000:])

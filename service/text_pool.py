@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from service.errors import Overloaded
@@ -61,15 +62,22 @@ class TextPool:
             retry = max(_SECONDS_PER_BYTE * self._long_sizes[0], _MIN_RETRY_SECONDS)
             raise Overloaded(f"{self._name} with long texts", len(self._long_sizes), MAX_LONG, retry)
         self._long_sizes.append(num_bytes)
+        # Work that is taken back waits in the executor's queue as before, but without its text.
+        waiting: list[Callable[[], _Result]] = [partial(work, *arguments)]
         try:
-            return await loop.run_in_executor(self._long, work, *arguments)
+            return await loop.run_in_executor(self._long, _take, waiting)
         finally:
+            waiting.clear()
             self._long_sizes.remove(num_bytes)
 
     def close(self) -> None:
         """Ends the threads after what they do; work that waits is cancelled."""
         for executor in (self._short, self._long):
             executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _take(waiting: list[Callable[[], _Result]]) -> _Result:
+    return waiting.pop()()
 
 
 def _lower_priority() -> None:

@@ -156,7 +156,7 @@ class Handlers:
         Raises:
             Refused: when it ends with another status than OK.
         """
-        inner = _Context(context, request)
+        inner: Any = _Context(context, request)
         if name in FOR_ONE:
             await inner.abort(grpc.StatusCode.PERMISSION_DENIED, _FOR_ONE)
         if name == _CHECK.name:

@@ -21,6 +21,8 @@ from service.engine.memory import resident_bytes
 _LOOK_SECONDS = 0.05
 # What memory may grow by until the connections are looked at.
 _GROWTH_BYTES = 32 << 20
+# After so long without growth a connection's account begins anew.
+_QUIET_SECONDS = 60.0
 # What may come of calls that are not read yet.
 _MARGIN_BYTES = 1 << 20
 # Frames' heads and metadata of a call or a message, at most in practice.
@@ -50,6 +52,7 @@ class FloodGuard:
         self._max_message_bytes = max_message_bytes
         self._connections: dict[str, _Connection] = {}
         self._is_looking = False
+        self._grown_at = 0.0
         self._resident = resident_bytes()
 
     def begin(self, peer: str, reading: asyncio.Timeout) -> None:
@@ -92,7 +95,12 @@ class FloodGuard:
             self._resident = resident
 
     def _end_floods(self) -> None:
-        received = _received_bytes()
+        received, now = _received_bytes(), asyncio.get_running_loop().time()
+        if now - self._grown_at > _QUIET_SECONDS:
+            # What was not accounted for in so long a time is no flood: frames of an open stream, refused calls.
+            for connection in self._connections.values():
+                connection.accounted = None
+        self._grown_at = now
         for peer, connection in self._connections.items():
             # 0 for one that is gone, or that the system does not say it of: it is ended at the second look.
             num_bytes = received.get(peer, 0)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ _MIN_PLACES = 4
 _PATIENCE_SECONDS = 0.5
 # For gRPC to report that a call whose message did not come was cancelled.
 _CANCELLATION_SECONDS = 0.1
+# Of one connection, to health and reflection: a balancer watches dozens of names.
+_MAX_CALLS = 128
 # Until an open stream may have ended: nothing predicts it.
 _RETRY_SECONDS = 1.0
 
@@ -56,6 +58,7 @@ class Receiver:
         self._num_streams = max(_MIN_PLACES, _MAX_STREAM_BYTES // max_message_bytes)
         self._held = Counter[Hashable]()
         self._streams = Counter[Hashable]()
+        self._calls = Counter[Hashable]()
         # Both in the order in which they began.
         self._reads: dict[asyncio.Timeout, Hashable] = {}
         self._waiting: dict[Hashable, dict[asyncio.Future[None], None]] = {}
@@ -107,6 +110,21 @@ class Receiver:
         finally:
             self._streams -= Counter((caller,))
 
+    @contextmanager
+    def call(self, caller: Hashable) -> Iterator[None]:
+        """A context for a call that nothing else counts by its caller.
+
+        Raises:
+            RateLimited: when the caller has as many such calls as it may have.
+        """
+        if self._calls[caller] >= _MAX_CALLS:
+            raise RateLimited(f"{_MAX_CALLS} calls of this connection are open", _RETRY_SECONDS)
+        self._calls[caller] += 1
+        try:
+            yield
+        finally:
+            self._calls -= Counter((caller,))
+
     async def _read(self, context: Context, caller: Hashable) -> Any:
         await self._take_place(caller)
         try:
@@ -144,14 +162,17 @@ class Receiver:
         if _has_place(self._held, caller, self._num_places):
             self._held[caller] += 1
             return
-        turn = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        turn, latest = loop.create_future(), loop.time() + self.max_stall_seconds
         self._waiting.setdefault(caller, {})[turn] = None
         try:
             while not turn.done():
                 await asyncio.wait((turn,), timeout=_PATIENCE_SECONDS)
                 if not turn.done():
+                    if loop.time() >= latest:
+                        raise RateLimited("too many other requests are on their way", _RETRY_SECONDS)
                     self._end_longest_read(caller)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, RateLimited):
             if turn.done():
                 self._release(caller)
             else:
@@ -166,6 +187,9 @@ class Receiver:
             following = min(waiting, key=self._held.__getitem__)
             turn = next(iter(self._waiting[following]))
             self._stop_waiting(following, turn)
+            if following in self._waiting:
+                # Behind its equals: those who have many turns to wait for are not always first.
+                self._waiting[following] = self._waiting.pop(following)
             self._held[following] += 1
             turn.set_result(None)
 
@@ -193,15 +217,16 @@ def bounded(handler: Any, receiver: Receiver) -> Any:
     async def call(_: AsyncIterator[Any], context: Context) -> None:
         caller = context.peer()
         try:
-            if handler.request_streaming:
-                answers = answer(receiver.messages(context, caller), context)
-            else:
-                answers = answer(await receiver.message(context, caller), context)
-            if not inspect.isawaitable(answers):
-                async for each in answers:
-                    await send(each, context, receiver.max_stall_seconds)
-            elif (message := await answers) is not None:
-                await send(message, context, receiver.max_stall_seconds)
+            with receiver.call(caller):
+                if handler.request_streaming:
+                    answers = answer(receiver.messages(context, caller), context)
+                else:
+                    answers = answer(await receiver.message(context, caller), context)
+                if not inspect.isawaitable(answers):
+                    async for each in answers:
+                        await send(each, context, receiver.max_stall_seconds)
+                elif (message := await answers) is not None:
+                    await send(message, context, receiver.max_stall_seconds)
         except ClientStalled as error:
             await abort_stalled(context, to_status(error))
         except RequestError as error:

@@ -31,6 +31,7 @@ MODEL_SERVICE = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 INFERENCE_SERVICE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 SERVICES = (GENERATION_SERVICE, MODEL_SERVICE, INFERENCE_SERVICE)
 
+_REFLECTION = f"{reflection.SERVICE_NAME}/ServerReflectionInfo"
 # For a client that is there to say so.
 _MAX_ANSWER_SECONDS = 10.0
 
@@ -127,7 +128,7 @@ class GrpcServer:
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
         ]
-        places = CallLimit(limits.max_concurrent_rpcs, apart=[CHECK, WATCH])
+        places = CallLimit(limits.max_concurrent_rpcs, apart=[CHECK, WATCH, _REFLECTION])
         self._server = grpc.aio.server(interceptors=(places, *interceptors), options=options)
         add_GenerationServiceServicer_to_server(generation, self._server)
         add_ModelServiceServicer_to_server(models, self._server)
