@@ -146,13 +146,13 @@ async def test_estimates_hold_places_while_they_are_tokenized() -> None:
         waiting = [server.generation.Estimate(estimate) for _ in range(SLOTS + QUEUE)]
         # Each has its place before it is tokenized, and there is no other.
         lane = server.app._engine._lanes[MODEL]
-        await eventually(lambda: lane._taken == SLOTS + QUEUE)
+        await eventually(lambda: lane._taken.total() == SLOTS + QUEUE)
         for call in (server.generation.Estimate(estimate), server.generation.Generate(generate_request())):
             error = await status_of(call)
             assert error.code() is Code.RESOURCE_EXHAUSTED
             assert str(error.details()).startswith(f"{SLOTS + QUEUE} requests of {MODEL} run or wait")
         waiting.pop().cancel()
-        await eventually(lambda: lane._taken == SLOTS + QUEUE - 1)
+        await eventually(lambda: lane._taken.total() == SLOTS + QUEUE - 1)
         tokenizer.goes_on.set()
         await asyncio.gather(*waiting)
         assert (await server.generation.Generate(generate_request(max_tokens=1))).outputs
