@@ -25,7 +25,7 @@ from service.transport.status import to_status
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-MAX_BYTES = 128 << 20
+MAX_BYTES = 64 << 20
 """Bound on all messages that are read at once."""
 _MAX_STREAM_BYTES = 512 << 20
 _MIN_PLACES = 4
