@@ -25,7 +25,7 @@ FORMAT = 1
 # Rows encoded at a time: the encoder holds the interpreter's lock throughout, and a step must not wait for all of them.
 _ROWS_AT_ONCE = 64
 _LOOP_SECONDS = 5.0
-_PLAIN = [("Content-Type", "text/plain; charset=utf-8")]
+_PLAIN = ("Content-Type", "text/plain; charset=utf-8")
 
 
 def with_debug(app: WSGIApplication, take: Callable[[], FlightLog], *, is_on: bool) -> WSGIApplication:
@@ -41,15 +41,15 @@ def with_debug(app: WSGIApplication, take: Callable[[], FlightLog], *, is_on: bo
         if environ.get("PATH_INFO") != PATH:
             return app(environ, start_response)
         if environ["REQUEST_METHOD"] != "GET":
-            start_response("405 Method Not Allowed", [("Allow", "GET"), *_PLAIN])
+            start_response("405 Method Not Allowed", [("Allow", "GET"), _PLAIN])
             return [b"only GET\n"]
         if not is_on:
-            start_response("404 Not Found", _PLAIN)
+            start_response("404 Not Found", [_PLAIN])
             return [b"nothing is recorded: the server runs with --recorder-steps 0\n"]
         try:
             log = take()
         except (TimeoutError, RuntimeError):
-            start_response("503 Service Unavailable", _PLAIN)
+            start_response("503 Service Unavailable", [_PLAIN])
             return [b"the event loop does not answer\n"]
         start_response("200 OK", [("Content-Type", "application/json"), ("Cache-Control", "no-store")])
         return encode(log)
