@@ -104,6 +104,7 @@ class GrpcServer:
         has_reflection: bool = True,
     ) -> None:
         self._credentials = credentials
+        apart = (CHECK, WATCH, _REFLECTION)
         options = [
             # A second server on the same port must fail, not take half of the calls.
             ("grpc.so_reuseport", 0),
@@ -121,14 +122,14 @@ class GrpcServer:
             ("grpc.max_receive_message_length", limits.max_message_bytes),
             ("grpc.max_send_message_length", limits.max_message_bytes),
             ("grpc.max_allowed_incoming_connections", limits.max_connections),
-            # A connection has no use for more calls than there are places.
-            ("grpc.max_concurrent_streams", 2 * limits.max_concurrent_rpcs),
+            # A connection has no use for more calls than there are places, of all kinds.
+            ("grpc.max_concurrent_streams", (1 + len(apart)) * limits.max_concurrent_rpcs),
             # For a client that connects and says nothing.
             ("grpc.server_handshake_timeout_ms", _milliseconds(_MAX_ANSWER_SECONDS)),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
         ]
-        places = CallLimit(limits.max_concurrent_rpcs, apart=[CHECK, WATCH, _REFLECTION])
+        places = CallLimit(limits.max_concurrent_rpcs, apart=apart)
         self._server = grpc.aio.server(interceptors=(places, *interceptors), options=options)
         add_GenerationServiceServicer_to_server(generation, self._server)
         add_ModelServiceServicer_to_server(models, self._server)
