@@ -16,9 +16,9 @@ def test_every_row_has_its_tests() -> None:
     defined = {
         name
         for path in TESTS.rglob("test_*.py")
-        for name in re.findall(r"def (test_\w+)\(", path.read_text(encoding="utf-8"))
+        for name in re.findall(r"(?:def |^)(test_\w+|Test\w+)\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     for row in rows:
-        named = re.findall(r"`(test_\w+)`", row)
+        named = re.findall(r"`(test_\w+|Test\w+)`", row)
         assert named, row
         assert set(named) <= defined, set(named) - defined
