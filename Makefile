@@ -31,7 +31,7 @@ $(STAMP):
 demo: $(STAMP) .kernels ## train two models, export, prove, serve and ask them
 	$(BIN)/python -m benchmarks.demo
 
-# A file's tests stay together, as they share servers and artefacts; many of them wait more than they compute. The
+# A file's tests stay together, as they share servers and artifacts; many of them wait more than they compute. The
 # order is random, and its seed is printed first.
 test: $(STAMP) .kernels ## run the test suite in a random order (PYTEST_ADDOPTS=--randomly-seed=N), four processes at most
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder

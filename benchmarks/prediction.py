@@ -203,7 +203,7 @@ async def _ask(target: str, config: ModelConfig, settings: Settings) -> tuple[li
     async with _stub(target) as stub:
         warm = Workload(config, settings, f"{settings.seed} warm")
         end, num_warm = time.perf_counter() + settings.warm_seconds, 0
-        # Of fewer, a busy machine would have the server know too few steps to foretell anything.
+        # With fewer, a server on a busy machine has seen too few steps to predict anything.
         while num_warm < _MIN_WARM_REQUESTS or time.perf_counter() < end:
             await stub.Generate(_request(warm.next()))
             num_warm += 1

@@ -1,4 +1,4 @@
-"""Who may call what, and how much of it: API keys, their permissions, rates, places and shares.
+"""Access control by API key: permissions, rates, places and shares.
 
     key ──> known? ──> allowed this method? ──> rate left? ──> place left? ──> the call runs
 
@@ -15,7 +15,8 @@ Keys lie in a TOML file as SHA-256 digests, so that the file gives none away:
     max_sequences = 16                  # optional, how many may run or wait at once: `n` or beams of each request
     max_tokens_in_flight = 50000        # optional, the sum over these of the prompt's tokens and `max_tokens`
 
-A priority goes before any share: a key with a higher `max_priority` can take the rows of all others.
+A priority goes before any share: a key with a higher `max_priority` can take the rows of all others. docs/keys.md
+describes each field to operators.
 
 A changed file is read anew within a second; what cannot be read leaves the keys as they were. A call that brings many
 requests is worth no more than as many calls: each of them is counted, and finds a key that is gone refused. Everything
@@ -80,7 +81,7 @@ class ApiKey:
 
 
 class Caller(Protocol):
-    """Whose a request is, and what the engine may do for it at once."""
+    """The tenant of a request, and what the engine may do for it at once."""
 
     @property
     def tenant(self) -> str:
@@ -114,7 +115,7 @@ class Caller(Protocol):
         """Counts a request out."""
 
 
-class Anybody:
+class Keyless:
     """A caller without a key: one tenant, no limits."""
 
     tenant = ""
@@ -132,12 +133,12 @@ class Anybody:
 
 # Of the call, or the request of a call with many, that the running task serves.
 _CALLER: ContextVar[Caller] = ContextVar("onward_caller")
-_ANYBODY = Anybody()
+_KEYLESS = Keyless()
 
 
 def current_caller() -> Caller:
-    """Whose call the running task serves."""
-    return _CALLER.get(_ANYBODY)
+    """The caller of the call that the running task serves."""
+    return _CALLER.get(_KEYLESS)
 
 
 class Allowance(Protocol):
@@ -181,7 +182,7 @@ class OpenAccess:
     """No keys: every caller may use every method, but for some that may be closed to all.
 
     Args:
-        closed: methods that are refused, since the server is reached by clients that it cannot tell apart.
+        closed: methods that are refused, since the server cannot distinguish the clients that reach it.
     """
 
     closed: Collection[str] = ()

@@ -11,7 +11,7 @@ The queue is foretold simply. Steps take what they would with all rows that ther
 has as many tokens as such requests have come to lately (as many as it may have, if nothing can stop it before); whoever
 waits takes the first rows that are free, in the order of turns, and prompts are computed one after another. A tenant
 beside others has its share of rows and prompts, and no more (`service.engine.tenants`). All of it takes longer where
-other models have work: by what they take of the cores meanwhile (`service.sharing`). Not foretold: who will come,
+other models have work: by what they take of the cores meanwhile (`service.sharing`). Not predicted: requests to come,
 prefixes that a request before it will leave behind, K/V memory where that is scarcer than rows.
 """
 

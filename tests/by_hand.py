@@ -106,7 +106,7 @@ class HandThread(EngineThread):
         pass
 
     def turn(self) -> bool:
-        """Obeys and takes a turn, or flushes where the thread would sleep; whether there was anything to do."""
+        """Drains the inbox and takes a turn, or flushes where the thread would sleep; whether there was work."""
         if self.is_over:
             return False
         if self._inbox.empty() and not any(station.has_work for station in self._stations.values()):
@@ -206,7 +206,7 @@ class HandEngine(Engine):
 
 
 class HandServer:
-    """The transport: remembers what health it was told."""
+    """The transport: records the health that was set."""
 
     def __init__(self, health: dict[str, bool], *_: Any, **__: Any) -> None:
         self._health = health

@@ -58,7 +58,7 @@ MOST_MOVES = 5_000
 
 @dataclass(slots=True)
 class Trace:
-    """What a tracer was told of one request."""
+    """What was reported to a tracer of one request."""
 
     num_submitted: int = 0
     num_ended: int = 0
@@ -72,7 +72,7 @@ class Trace:
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """Something that somebody waits for; `parts` is what a request has got."""
+    """A request or a change that is awaited; `parts` is what a request has got."""
 
     what: str
     model: str
@@ -184,7 +184,7 @@ class World:
         raise AssertionError("it does not come to rest")
 
     def do(self, what: str, model: str, wait: Coroutine[Any, Any, Any]) -> Asked:
-        """Has somebody ask for something."""
+        """Starts a request or a change."""
         asked = Asked(what, model, self.loop.create_task(wait))
         self.asked.append(asked)
         return asked
@@ -220,14 +220,14 @@ class World:
         )
 
     def ask(self, name: str, request_id: str, max_tokens: int = 3, timeout: float | None = None) -> Asked:
-        """Has somebody ask a model for an answer."""
+        """Starts a request to a model."""
         call = self.call(name, request_id, max_tokens, timeout)
         parts: list[Any] = []
 
         async def run() -> None:
-            async with aclosing(self.app._generator.run(call, None)) as told:
+            async with aclosing(self.app._generator.run(call, None)) as answer:
                 # One by one: what a request has got so far is looked at.
-                async for part in told:
+                async for part in answer:
                     parts.append(part)  # noqa: PERF401
 
         asked = self.do("ask", name, run())

@@ -196,10 +196,10 @@ def check_clock(one: Pass, environment: dict[str, str]) -> None:
     """
     # The real one, whatever this process' own may be.
     before = time.clock_gettime(time.CLOCK_MONOTONIC)
-    told = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-c", "import time; print(time.monotonic())"], env=environment, check=True, capture_output=True
     )
-    moment = float(told.stdout) - one.shift_seconds
+    moment = float(child.stdout) - one.shift_seconds
     # Two readings of one clock; at 10^7 seconds a float is exact to two nanoseconds.
     if not before - 1e-6 <= moment <= time.clock_gettime(time.CLOCK_MONOTONIC) + 1e-6:
         raise SystemExit(f"the clock of {one.name} is not shifted by {one.shift_seconds} s")
@@ -227,7 +227,7 @@ def run(one: Pass, seed: int, log: Path) -> Outcome:
     )
 
 
-def told(one: Pass, outcome: Outcome) -> str:
+def report(one: Pass, outcome: Outcome) -> str:
     """A line on an outcome, and below it what a failure needs to be repeated."""
     counts = ", ".join(f"{count} {word}" for word, count in outcome.counts.items())
     head = (
@@ -259,9 +259,9 @@ def main(arguments: Sequence[str] | None = None, folder: Path = ROOT / "build" /
         if tree_of(ROOT) != tree:
             raise SystemExit(f"the tree changed during {one.name}: its outcome is of no tree")
         journal.append(known[one.name])
-        print(told(one, known[one.name]), file=sys.stderr, flush=True)
+        print(report(one, known[one.name]), file=sys.stderr, flush=True)
     for one in passes:
-        print(told(one, known[one.name]))
+        print(report(one, known[one.name]))
     return 0 if all(known[one.name].passed for one in passes) else 1
 
 

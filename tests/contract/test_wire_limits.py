@@ -119,7 +119,7 @@ class Context:
         return self._messages.pop()
 
     def peer(self) -> str:
-        return "somebody"
+        return "ipv4:127.0.0.1:1"
 
     def time_remaining(self) -> None:
         return None

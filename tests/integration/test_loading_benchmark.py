@@ -30,7 +30,7 @@ def test_who_holds_the_interpreters_lock_is_found_and_who_does_not_is_not() -> N
     holding, _ = loading._watched(lambda: 3**3_000_000)
     for who in ("loop", "thread"):
         assert holding[who] > 0.7 * holding["seconds"], who
-        # A busy machine may keep anybody from running for a while, but not every time.
+        # A busy machine may keep any thread from running for a while, but not every time.
         silences = (loading._watched(lambda: time.sleep(0.5) or "given") for _ in range(20))
         assert any(found[who] < 0.5 * found["seconds"] and given == "given" for found, given in silences), who
 

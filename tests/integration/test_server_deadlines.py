@@ -110,7 +110,7 @@ async def test_request_that_would_be_late_is_refused_at_once_with_numbers_and_wh
         details = rich_details(error)
         assert details[0].Unpack(info)
         assert info.reason == "DEADLINE_UNREACHABLE"
-        # Told to a thousandth.
+        # Rounded to a thousandth.
         assert least - 0.001 <= float(info.metadata["left_seconds"]) <= most + 0.001
         assert len(details) == 1 + retries
         if retries:

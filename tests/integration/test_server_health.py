@@ -1,4 +1,4 @@
-"""`grpc.health.v1` of a whole server: who watches hears the newest state, whoever else comes, leaves or listens."""
+"""`grpc.health.v1` of a whole server: a watcher gets the newest state, whatever others do."""
 
 from __future__ import annotations
 

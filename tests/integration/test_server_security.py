@@ -336,16 +336,16 @@ def is_managed(outcomes: dict[str, grpc.aio.AioRpcError | None]) -> bool:
 
 
 @pytest.mark.usefixtures("beyond")
-async def test_models_are_not_managed_by_callers_from_beyond_loopback_whom_nobody_knows() -> None:
+async def test_models_are_not_managed_by_callers_from_beyond_loopback_without_keys() -> None:
     async with running(host=BEYOND) as server:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.endpoint.port}") as channel:
             outcomes = await managed(channel)
             for name, error in outcomes.items():
                 assert error is not None
                 assert error.code() is grpc.StatusCode.PERMISSION_DENIED
-                told = str(error.details())
-                assert told.startswith(f"{name}: ")
-                assert all(way in told for way in ("--api-keys", "--tls-client-ca", "loopback"))
+                details = str(error.details())
+                assert details.startswith(f"{name}: ")
+                assert all(way in details for way in ("--api-keys", "--tls-client-ca", "loopback"))
             answer = await GenerationServiceStub(channel).Generate(generate_request("ab", max_tokens=2))
             assert len(answer.outputs[0].token_ids) == 2
         assert server.app.models.names == (MODEL,)

@@ -164,12 +164,12 @@ async def test_a_new_key_begins_while_another_holds_every_row(tmp_path: Path) ->
             answer = asyncio.ensure_future(server.generation.Generate(generate_request("cd", max_tokens=3), **by("b")))
             await eventually(lambda: server.num_streams == 5)
         assert len((await answer).outputs[0].token_ids) == 3
-        assert server.ended() == {"length": 1}, "nobody of the others is over"
+        assert server.ended() == {"length": 1}, "an answer of another key ended before"
         alone = [await read(stream) for stream in streams]
         assert all(len(tokens_of(events)) for events in alone)
 
 
-async def test_two_keys_use_one_request_id_at_once_and_neither_is_told(tmp_path: Path) -> None:
+async def test_two_keys_use_one_request_id_at_once_and_neither_fails(tmp_path: Path) -> None:
     gate = Gate()
     path = keys_file(tmp_path, a="", b="")
     async with running(api_keys=path, runner=FakeRunner(SLOTS, before_run=gate)) as server:

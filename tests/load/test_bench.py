@@ -94,7 +94,7 @@ async def test_requests_are_sent_when_they_are_due_and_every_end_is_counted_as_w
     log = tmp_path / "log"
     words = ("--request-rate", "60", "--burstiness", "0.5", "--num-prompts", "60", "--seed", "3")
     workload = options(*words, "--cancel-share", "0.2").workload(1000)
-    # Who gives up is not answered to the end: on a busy machine 60 ms may be longer than an answer takes.
+    # A call that is cancelled must not be answered before: on a busy machine 60 ms may be longer than an answer takes.
     impatient = {number for number in range(60) if workload.prompt(number).patience_seconds is not None}
     assert impatient
     every = {"refuse_every": 5, "break_every": 7, "fail_every": 11, "endless": tuple(impatient)}

@@ -99,8 +99,8 @@ _ATTRIBUTES: list[tuple[Callable[[], onnx.ModelProto], dict[str, float], str]] =
     (_attention_model, {"local_window_size": -2}, "local_window_size is -2, must be from -1 to 2147483647"),
     (_attention_model, {"local_window_size": 1 << 40}, "local_window_size is 1099511627776, must be"),
     *[
-        (lambda: _product_model(INT8_LINEAR), {"step": step}, rf"step is {told}, must be from 1.52588e-05 to 1")
-        for step, told in ((0.0, "0"), (-0.5, "-0.5"), (1e-30, "1e-30"), (2.0, "2"), (_NAN, "nan"), (_INF, "inf"))
+        (lambda: _product_model(INT8_LINEAR), {"step": step}, rf"step is {shown}, must be from 1.52588e-05 to 1")
+        for step, shown in ((0.0, "0"), (-0.5, "-0.5"), (1e-30, "1e-30"), (2.0, "2"), (_NAN, "nan"), (_INF, "inf"))
     ],
     *[
         (lambda: _product_model(INT8_LINEAR), {"zero": zero}, f"zero is {zero}, must be from 0 to 255")

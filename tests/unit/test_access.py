@@ -251,7 +251,7 @@ def test_a_key_that_is_gone_asks_nothing_more_in_a_call_that_is_open(path: Path)
             pass
 
 
-def test_a_caller_is_known_while_its_call_runs_and_nobody_after(path: Path) -> None:
+def test_a_caller_is_known_while_its_call_runs_and_none_after(path: Path) -> None:
     keys = access(path, table("alice", "a", rest="weight = 2.5") + table("bob", "b"))
     with keys.admitted("Generate", "a") as allowance:
         assert (current_caller().tenant, current_caller().weight) == ("alice", 2.5)

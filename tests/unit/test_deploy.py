@@ -410,14 +410,14 @@ def test_envoy_keeps_what_is_for_one_server_from_going_to_any() -> None:
     assert [route["direct_response"]["status"] for route in kept_back] == [403, 403]
     assert all(route["match"]["prefix"] == "/" for route in passed_on)
     patterns = [re.compile(route["match"]["safe_regex"]["regex"]) for route in kept_back]
-    told = {
+    refused = {
         method.name: any(pattern.fullmatch(f"/{service.full_name}/{method.name}") for pattern in patterns)
         for file in (generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
         for service in file.services_by_name.values()
         for method in service.methods
     }
-    assert set(told) == set(PERMISSIONS) - {"List"}, "`List` is of health"
-    kept = {name for name, is_kept in told.items() if is_kept}
+    assert set(refused) == set(PERMISSIONS) - {"List"}, "`List` is of health"
+    kept = {name for name, is_kept in refused.items() if is_kept}
     assert kept == {name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE}
 
 
@@ -484,7 +484,7 @@ def test_envoy_of_the_cluster_is_the_one_that_was_tested() -> None:
     assert container["image"].partition("@")[0] == f"envoyproxy/envoy:v{tested}"
 
 
-# Who gets in, and what is run.
+# Access, and the images that run.
 
 
 def test_pods_start_with_keys_that_only_the_operator_has() -> None:
@@ -493,7 +493,7 @@ def test_pods_start_with_keys_that_only_the_operator_has() -> None:
     (keys,) = [Path(each["value"]) for each in container["env"] if each["name"] == variable("api_keys")]
     (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == str(keys.parent)]
     (secret,) = [each["secret"] for each in pod["volumes"] if each["name"] == mount["name"]]
-    # Not optional: pods wait for it. Not among the manifests: what everybody can read is nobody's key.
+    # Not optional: pods wait for it. Not among the manifests: a key that everyone can read protects nothing.
     assert set(secret) == {"secretName", "defaultMode"}
     assert secret["defaultMode"] & 0o7 == 0
     assert "subPath" not in mount
@@ -520,7 +520,7 @@ def test_the_manifests_commands_make_a_key_that_the_server_takes(tmp_path: Path)
 
 
 def admitted(name: str) -> dict[str, list[dict[str, Any]]]:
-    """Who may reach which port of an application."""
+    """The peers that may reach each port of an application."""
     spec = resource("NetworkPolicy", name)["spec"]
     pods = resource("Deployment", name)["spec"]["template"]
     assert spec["podSelector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()

@@ -58,11 +58,11 @@ def test_a_tenant_below_its_share_gets_a_row_with_the_next_step_until_it_has_its
     step(scheduler)
     for index in range(ROWS):
         scheduler.add(request(f"b{index}", max_tokens=30, tenant="b"))
-    told = []
+    found = []
     for _ in range(ROWS):
         step(scheduler)
-        told.append(rows_of(scheduler, "a", "b"))
-    assert told == [[7, 1], [6, 2], [5, 3], [4, 4], [4, 4], [4, 4], [4, 4], [4, 4]]
+        found.append(rows_of(scheduler, "a", "b"))
+    assert found == [[7, 1], [6, 2], [5, 3], [4, 4], [4, 4], [4, 4], [4, 4], [4, 4]]
     assert scheduler.num_preemptions == 4
     assert scheduler.running_ids == ("a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3"), "the most recent ones left"
 
@@ -109,8 +109,8 @@ def test_a_prompt_of_one_tenant_does_not_wait_for_the_end_of_anothers() -> None:
     scheduler.add(request("a", LONG, tenant="a"))
     step(scheduler)
     scheduler.add(request("b", range(4, 20), tenant="b"))
-    told = [chunks_of(step(scheduler)) for _ in range(6)]
-    assert told == [[(1, 0, 8)], [(0, 8, 8)], [(1, 8, 8)], [(0, 16, 8)], [(0, 24, 8)], [(0, 32, 8)]]
+    chunks = [chunks_of(step(scheduler)) for _ in range(6)]
+    assert chunks == [[(1, 0, 8)], [(0, 8, 8)], [(1, 8, 8)], [(0, 16, 8)], [(0, 24, 8)], [(0, 32, 8)]]
     assert scheduler.num_preemptions == 0, "a prompt that waits for its turn keeps its row"
 
 
@@ -131,8 +131,8 @@ def test_a_flood_of_prompts_takes_turns_with_another_tenants() -> None:
         step(scheduler)
     for index in range(3):
         scheduler.add(request(f"b{index}", [3 + index, *range(13, 20)], max_tokens=1, tenant="b"))
-    told = [event.request_id[0] for _ in range(6) for event in commit(scheduler, scheduler.schedule(0.0))]
-    assert told == ["b", "a", "b", "a", "b", "a"]
+    ended = [event.request_id[0] for _ in range(6) for event in commit(scheduler, scheduler.schedule(0.0))]
+    assert ended == ["b", "a", "b", "a", "b", "a"]
 
 
 def test_prompts_that_hold_no_row_for_long_do_not_starve_a_tenant_that_holds_rows() -> None:
@@ -143,8 +143,8 @@ def test_prompts_that_hold_no_row_for_long_do_not_starve_a_tenant_that_holds_row
     for index in range(50):
         scheduler.add(request(f"a{index}", [3 + index % 20, *range(3, 10)], max_tokens=1, tenant="a"))
     scheduler.add(request("b0", range(4, 12), max_tokens=1, tenant="b"))
-    told = [event.request_id for _ in range(2) for event in commit(scheduler, scheduler.schedule(0.0))]
-    assert "b0" in told
+    ended = [event.request_id for _ in range(2) for event in commit(scheduler, scheduler.schedule(0.0))]
+    assert "b0" in ended
 
 
 def test_memory_is_shared_too() -> None:
@@ -251,12 +251,12 @@ def test_more_tenants_than_rows_all_have_their_time() -> None:
     names = "abcde"
     for name in names:
         scheduler.add(request(name, max_tokens=CONTEXT, tenant=name))
-    told: dict[str, int] = dict.fromkeys(names, 0)
+    num_tokens: dict[str, int] = dict.fromkeys(names, 0)
     for _ in range(60):
         for event in commit(scheduler, scheduler.schedule(0.0)):
-            told[event.request_id] += 1
+            num_tokens[event.request_id] += 1
         scheduler.check_invariants()
-    assert min(told.values()) >= 60 * 2 / 5 * 0.6, told
+    assert min(num_tokens.values()) >= 60 * 2 / 5 * 0.6, num_tokens
 
 
 def _stretches(values: Sequence[str]) -> Iterator[list[str]]:
@@ -286,7 +286,7 @@ def attack(**fields: Any) -> Load:
 
 
 def fair_competitor(number: int) -> list[GenerationRequest]:
-    """Somebody who always has as many requests as its share has rows, each with a prompt of a step."""
+    """A tenant that always has as many requests as its share has rows, each with a prompt of a step."""
     return [] if number % 4 else [request(f"fair{number}", [3 + number % 20, *range(3, 10)], max_tokens=16, tenant="c")]
 
 
@@ -385,7 +385,7 @@ class TenantLife(Life):
         self.check_waiting(heads, has_prompts=bool(batch.encodes or chunks_of(batch)))
 
     def check_preempted(self, preempted: list[SequenceGroup], started: list[SequenceGroup]) -> None:
-        """Who loses rows had more than its share, unless they go to somebody who has been kept out."""
+        """A tenant that loses rows had more than its share, unless they go to one that was kept out."""
         takes_time = any(group.spared_until > self.num_steps for group in started)
         for tenant in {group.request.tenant for group in preempted}:
             own = [group for group in preempted if group.request.tenant == tenant]
@@ -397,16 +397,16 @@ class TenantLife(Life):
         self.num_computed |= {group: group.num_computed_tokens for group in started}
 
     def check_waiting(self, heads: list[SequenceGroup], *, has_prompts: bool) -> None:
-        """Who is within its share comes to its rows soon, and nobody waits beside what nobody needs."""
+        """A tenant within its share gets its rows soon, and none waits while rows are free."""
         within = [head for head in heads if self.shares(head.request.tenant, [head]) <= 1]
         stuck = [head for head in within if not self.ledger.fits(head)]
         assert has_prompts or stuck or not any(map(self.ledger.fits, heads)), "work is left undone"
         in_prompt = {group.request.tenant for group in self.ledger.running if group.is_in_prompt}
         due = {head for head in stuck if head.request.tenant not in in_prompt and self.could_fit(head)}
         self.num_steps_due = Counter({head: self.num_steps_due[head] + 1 for head in due})
-        assert max(self.num_steps_due.values(), default=0) <= len(self.tenants), "somebody is kept from its share"
+        assert max(self.num_steps_due.values(), default=0) <= len(self.tenants), "a tenant is kept from its share"
         out = [tenant.num_steps_out for tenant in self.scheduler._tenants._tenants.values()]
-        assert max(out, default=0) <= 3 * CONTEXT, "somebody starves"
+        assert max(out, default=0) <= 3 * CONTEXT, "a tenant starves"
 
     def could_fit(self, head: SequenceGroup) -> bool:
         """Whether what others have beyond their shares, and need not be spared, is enough for a request."""

@@ -122,12 +122,12 @@ def test_a_replay_that_waits_while_its_model_is_reloaded_replays_the_new_models_
     assert verified.task.result().cases[0].name == world.current["a"].model.golden_cases[0].name
 
 
-def test_an_outcome_that_is_told_after_a_reload_is_not_the_new_models() -> None:
+def test_an_outcome_that_is_reported_after_a_reload_is_not_the_new_models() -> None:
     with stuck_reload(calibrate=False) as world:
         world.current["a"].go_wrong("lies")
         verified = world.verify("a")
         world.rest_loop()
-        # The replay is over and the new engine is made before the event loop hears of either.
+        # The replay is over and the new engine is made before either is reported to the event loop.
         world.thread.turn()
         world.jobs.run()
         world.rest()
@@ -240,7 +240,7 @@ def test_failures_of_a_replaced_engine_are_not_the_new_ones(world: World) -> Non
     old.go_wrong("breaks requests")
     world.rest()
     assert old.num_failed >= 3
-    assert world.current["a"].num_replays == 1, "nobody had it proven again"
+    assert world.current["a"].num_replays == 1, "it was proven once, not again"
 
 
 def test_successes_of_a_replaced_engine_do_not_make_up_for_the_new_ones_failures(world: World) -> None:
@@ -337,7 +337,7 @@ def test_a_failed_model_is_proven_again_however_long_its_last_requests_take(worl
     assert world.app.models.state("a") is ModelState.SERVING
 
 
-def test_a_model_that_fails_while_somebody_has_it_verified_is_proven_however_long_that_takes(world: World) -> None:
+def test_a_model_that_fails_during_a_verification_is_proven_however_long_that_takes(world: World) -> None:
     engine = world.current["a"]
     running = [world.ask("a", f"long {number}", LONG) for number in range(8)]
     turn(world, lambda: engine.num_waiting == 6)

@@ -909,7 +909,7 @@ class Life(RuleBasedStateMachine):
         self.terminal[name] += event.is_terminal
         self.scores[name] += event.prompt_logprobs
         if event.token_id is not None:
-            # A search that takes what there is has tokens to tell when its time is up.
+            # A search with `partial_on_deadline` still delivers tokens when its time is up.
             assert name not in expired or (one.beam_search is not None and one.partial_on_deadline)
             assert name not in self.doomed or name in expired
             if one.beam_search is None:

@@ -22,7 +22,7 @@ import asyncio, json, os, queue, subprocess, sys, threading, time
 async def moment():
     await asyncio.wait([asyncio.ensure_future(asyncio.sleep(0.001))], timeout=60.0)
     return asyncio.get_running_loop().time()
-def told():
+def readings():
     threading.Event().wait(0.001)
     try:
         queue.Queue().get(timeout=0.001)
@@ -30,7 +30,7 @@ def told():
         pass
     return [time.monotonic(), time.monotonic_ns() / 1e9, asyncio.run(moment()), threading._time(), queue.time()]
 child = [] if sys.argv[1:] else json.loads(subprocess.check_output([sys.executable, *sys.orig_argv[1:], "child"]))
-print(json.dumps(told() + child))
+print(json.dumps(readings() + child))
 """
 
 
@@ -38,11 +38,11 @@ print(json.dumps(told() + child))
 def test_every_clock_of_a_pass_and_of_its_children_is_shifted(shift: float) -> None:
     environment = {**os.environ, **Pass(name="one", shift_seconds=shift).environment()}
     before = time.clock_gettime(time.CLOCK_MONOTONIC)
-    told = json.loads(subprocess.check_output([sys.executable, "-c", CLOCKS], env=environment))
+    found = json.loads(subprocess.check_output([sys.executable, "-c", CLOCKS], env=environment))
     after = time.clock_gettime(time.CLOCK_MONOTONIC)
-    assert len(told) == 10
+    assert len(found) == 10
     # At 10^7 seconds a float is exact to two nanoseconds.
-    assert all(before - 1e-6 <= moment - shift <= after + 1e-6 for moment in told)
+    assert all(before - 1e-6 <= moment - shift <= after + 1e-6 for moment in found)
 
 
 def test_a_pass_whose_clock_is_not_shifted_is_none() -> None:
@@ -126,9 +126,9 @@ def test_passed_passes_are_not_run_again_and_failed_ones_are(
     words = ["--only", "core-1", "core-2", "suite-5"]
     assert stress.main(words, tmp_path) == 1
     assert ran == ["core-1", "core-2", "suite-5"]
-    told = capsys.readouterr().out
-    assert "  tests/a.py::test_it\n  status 1: env A=1 pytest\n" in told
-    heads = [line.split()[:2] for line in told.splitlines() if not line.startswith(" ")]
+    out = capsys.readouterr().out
+    assert "  tests/a.py::test_it\n  status 1: env A=1 pytest\n" in out
+    heads = [line.split()[:2] for line in out.splitlines() if not line.startswith(" ")]
     assert heads == [["passed", "core-1"], ["FAILED", "core-2"], ["passed", "suite-5"]]
     broken.clear()
     assert stress.main(words, tmp_path) == 0

@@ -29,12 +29,12 @@ class _Replays:
 
 
 def _verifier(engine: _Replays) -> Verifier:
-    def told() -> None:
+    def changed() -> None:
         pass
 
     model = SimpleNamespace(name="m", golden_cases=(), manifest=Mock())
     models = Mock(resolve=lambda _: model, is_served=lambda found: found is model)
-    return Verifier(cast(Any, engine), models, told)
+    return Verifier(cast(Any, engine), models, changed)
 
 
 async def test_those_who_ask_while_a_replay_runs_share_its_outcome() -> None:
