@@ -454,22 +454,35 @@ async def test_unfinished_calls_of_one_key_leave_places_to_another(tmp_path: Pat
             call.cancel()
 
 
-async def test_silent_streams_of_two_connections_make_way_for_a_third() -> None:
-    # 512 MiB are four such messages.
+async def test_a_silent_stream_makes_way_for_another_connections_and_one_at_work_does_not() -> None:
+    gate = Gate()
+    text = open_inference_pb2.ModelInferRequest(model_name=MODEL)
+    tensor = text.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(b"ab")
+
+    async def one_request() -> AsyncIterator[bytes]:
+        yield text.SerializeToString()
+        await asyncio.Event().wait()
+
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(running(max_message_bytes=128 << 20))
+        # 512 MiB are four such messages.
+        changes: dict[str, Any] = {"max_message_bytes": 128 << 20, "runner": FakeRunner(SLOTS, before_run=gate)}
+        server = await stack.enter_async_context(running(**changes))
         channels = [await stack.enter_async_context(another(server)) for _ in range(3)]
-        begin = [channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer") for channel in channels]
-        silent = [begin[number](nothing()) for number in (0, 0, 1, 1)]
-        await eventually(lambda: len(server.app._calls._receiver._streams) == len(silent))
-        request = open_inference_pb2.ModelInferRequest(model_name=MODEL, id="mine")
-        calls = begin[2](iter([request.SerializeToString()]))
-        answer = open_inference_pb2.ModelStreamInferResponse.FromString(await calls.read())
+        begin = [each.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer") for each in channels]
+        stack.enter_context(gate.closed())
+        open_streams = server.app._calls._receiver._streams
+        at_work = [begin[0](one_request()) for _ in range(2)]
+        await eventually(lambda: [each.num_in_flight for each in open_streams] == [1, 1])
+        silent = [begin[1](nothing()) for _ in range(2)]
+        await eventually(lambda: len(open_streams) == 4)
         # It has no input: what matters is that it was read.
-        assert answer.infer_response.id == "mine"
-        await eventually(lambda: any(call.done() for call in silent))
+        request = open_inference_pb2.ModelInferRequest(model_name=MODEL, id="mine")
+        answer = await begin[2](iter([request.SerializeToString()])).read()
+        assert open_inference_pb2.ModelStreamInferResponse.FromString(answer).infer_response.id == "mine"
+        await eventually(lambda: any(call.done() for call in silent + at_work))
         assert [await call.code() for call in silent if call.done()] == [grpc.StatusCode.ABORTED]
-        for call in silent:
+        for call in silent + at_work:
             call.cancel()
 
 

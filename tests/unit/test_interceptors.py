@@ -47,7 +47,9 @@ class Context:
         self.aborted.append(details)
 
 
-async def wrapped(handler: Any, registry: CollectorRegistry, parse: Any = bytes) -> tuple[CallInterceptor, Any]:
+async def wrapped(
+    handler: Any, registry: CollectorRegistry, parse: Any = bytes, *, has_many: bool = False
+) -> tuple[CallInterceptor, Any]:
     """An interceptor, and the call that it makes of a stream's handler."""
     interceptor = CallInterceptor(
         ["onward.v1.GenerationService"],
@@ -58,7 +60,8 @@ async def wrapped(handler: Any, registry: CollectorRegistry, parse: Any = bytes)
     )
 
     async def continuation(_: Any) -> Any:
-        return grpc.unary_stream_rpc_method_handler(handler, parse, bytes)
+        kind = grpc.stream_stream_rpc_method_handler if has_many else grpc.unary_stream_rpc_method_handler
+        return kind(handler, parse, bytes)
 
     details: Any = SimpleNamespace(method=METHOD)
     return interceptor, (await interceptor.intercept_service(continuation, details)).stream_stream
@@ -224,3 +227,18 @@ async def test_bytes_that_are_no_message_are_not_held_while_the_status_is_sent()
     _, call = await wrapped(handler, CollectorRegistry(), parse)
     await call(b"", context)
     assert held == [0]
+
+
+async def test_a_stream_that_is_sent_an_answer_is_not_silent() -> None:
+    in_flight = []
+
+    class Reading(Context):
+        async def write(self, message: bytes) -> None:
+            in_flight.extend(stream.num_in_flight for stream in interceptor._receiver._streams)
+
+    async def handler(requests: Any, _: Any) -> AsyncGenerator[bytes, None]:
+        yield b"a"
+
+    interceptor, call = await wrapped(handler, CollectorRegistry(), has_many=True)
+    await call(b"", Reading())
+    assert in_flight == [1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -128,17 +128,30 @@ async def test_the_only_read_of_a_caller_is_not_ended_at_once(monkeypatch: pytes
     await end(held + waiting)
 
 
+def at(address: str, *peers: str) -> list[Hashable]:
+    return [Connection(address, peer) for peer in peers]
+
+
+@pytest.mark.parametrize(
+    ("callers", "waiters"),
+    [
+        ("abcd", "ae"),
+        (at("here", "1", "2"), at("here", "1", "3")),
+        ([*at("here", "1"), *"bcd"], [*at("here", "2"), "e"]),
+    ],
+    ids=["of keys", "of an address", "of addresses"],
+)
 async def test_a_caller_whose_read_was_ended_has_no_place_before_the_one_it_was_ended_for(
-    monkeypatch: pytest.MonkeyPatch,
+    callers: Sequence[Hashable], waiters: Sequence[Hashable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 600.0)
     monkeypatch.setattr(receiving, "_MIN_READ_SECONDS", 0.0)
     bound = receiver(4)
-    held = begin(bound, *"abcd")
+    held = begin(bound, *callers)
     await settle()
-    waiting = begin(bound, *"ae")
+    waiting = begin(bound, *waiters)
     await settle()
-    bound._end_longest_read("e")
+    bound._end_longest_read(waiters[-1])
     await settle()
     assert held[0][1].done()
     assert reads(waiting) == [False, True]
@@ -252,7 +265,7 @@ async def test_the_longest_silent_stream_of_the_greediest_ends_for_another_calle
 
     tasks: list[asyncio.Task[None]] = []
     await begun("a1", "b1", "b2", "c1")
-    # It is the oldest, but a request of it runs, and the next was heard of last.
+    # It is the oldest, but a request of it runs.
     with bound.working(opened["b1"]):
         await begun("d1")
         assert list(ended) == ["b2"]
@@ -268,3 +281,15 @@ async def test_the_longest_silent_stream_of_the_greediest_ends_for_another_calle
     await asyncio.gather(*tasks, return_exceptions=True)
     async with bound.stream(call, "f"), bound.stream(call, "f"):
         pass
+
+
+async def test_a_stream_is_silent_since_it_last_worked(four_streams: Receiver) -> None:
+    bound, call = four_streams, cast("Any", Call())
+    async with bound.stream(call, "a") as first:
+        with pytest.raises(ClientStalled):  # noqa: PT012 (where it is raised is the point)
+            async with bound.stream(call, "a"), bound.stream(call, "b"):
+                with bound.working(first):
+                    pass
+                async with bound.stream(call, "b"), bound.stream(call, "c"):
+                    await asyncio.Event().wait()
+        assert not first.is_ended
