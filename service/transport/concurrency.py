@@ -35,7 +35,7 @@ class _Places:
 
 
 class Place:
-    """One call's place. The call is nobody's until it is claimed, and holds nothing once it is refused."""
+    """One call's place. The call has no caller until it is claimed, and holds nothing once it is refused."""
 
     def __init__(self, places: _Places) -> None:
         self._places: _Places | None = places
@@ -50,7 +50,7 @@ class Place:
     def claim(self, caller: Hashable) -> None:
         """Counts the call as a caller's, who may hold as many places as are free.
 
-        That is half of all for one, a third for each of two, and a newcomer finds a place: a fixed half would leave
+        That is half of all for the first and less for each that comes later, who finds one: a fixed half would leave
         nothing beside two callers.
 
         Raises:
@@ -92,7 +92,7 @@ def refusal_seconds(max_stall_seconds: float) -> float:
     """How long the running task's call may take to send an error.
 
     A call that is no caller's share gives its place back now: refusals over a connection that takes no bytes would
-    fill the server, and nobody's key answers for them.
+    fill the server, and count against no key.
     """
     place = _PLACE.get(None)
     if place is None or place.is_claimed:

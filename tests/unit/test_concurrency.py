@@ -92,7 +92,7 @@ class Shut:
 
 
 async def refused(limit: CallLimit, context: Shut) -> None:
-    """A call that has a place, is refused for want of a right, and cannot be told so."""
+    """A call that has a place, is refused for want of a right, and whose status cannot be sent."""
     interceptor = CallInterceptor(
         ["onward.v1.GenerationService"],
         Metrics(CollectorRegistry()).handled,
@@ -119,7 +119,7 @@ async def test_a_refused_call_holds_no_place_while_its_status_is_not_sent() -> N
 
 
 async def unknown(_: Any) -> None:
-    """What there is for a method that nobody implements."""
+    """A method without a handler."""
 
 
 @pytest.mark.parametrize("why", ["no right", "full", "unknown"])
