@@ -6,7 +6,7 @@ The unary call is the stream, put together. Errors pass through; the interceptor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -53,6 +53,7 @@ class GenerationServicer(GenerationServiceServicer):
         # Joined once: a message's text cannot be appended to, only replaced.
         texts: defaultdict[int, list[str]] = defaultdict(list)
         run = self._generator.run(self._decode(request), context.time_remaining(), is_streamed=False)
+        del request  # megabytes, maybe of fields that are not known: what waits and runs is what was decoded
         async with aclosing(run) as parts:
             async for part in parts:
                 match part:
@@ -80,7 +81,9 @@ class GenerationServicer(GenerationServiceServicer):
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Sends each part as it comes; a client that is behind gets several tokens in one message."""
-        async with aclosing(self._generator.run(self._decode(request), context.time_remaining())) as parts:
+        run = self._generator.run(self._decode(request), context.time_remaining())
+        del request
+        async with aclosing(run) as parts:
             async for part in parts:
                 yield _event(part)
 
@@ -90,7 +93,10 @@ class GenerationServicer(GenerationServiceServicer):
         max_bytes, num_bytes = self._limits.max_tokenize_bytes, text_size(request.text)
         if num_bytes > max_bytes:
             raise InvalidRequest("text", num_bytes, f"must have at most {max_bytes} bytes")
-        return await self._texts.run(num_bytes, _tokenize, tokenizer, request)
+        is_bare = request.HasField("add_special_tokens") and not request.add_special_tokens
+        encode, text = tokenizer.encode_plain if is_bare else tokenizer.encode, request.text
+        del request
+        return await self._texts.run(num_bytes, _tokenize, tokenizer, encode, text)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Joins tokens as an output's are joined."""
@@ -98,7 +104,9 @@ class GenerationServicer(GenerationServiceServicer):
         most = self._limits.max_detokenize_tokens
         if len(request.token_ids) > most:
             raise InvalidRequest("token_ids", len(request.token_ids), f"must have at most {most} entries")
-        return await self._texts.run(len(request.token_ids), _detokenize, tokenizer, request)
+        token_ids = tuple(request.token_ids)
+        del request
+        return await self._texts.run(len(token_ids), _detokenize, tokenizer, token_ids)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Computes a text without generating anything."""
@@ -107,16 +115,20 @@ class GenerationServicer(GenerationServiceServicer):
         except RequestError as error:
             self._generator.refused(request.model, error)
             raise
+        del request
         return codec.encode_score(await self._generator.score(call, context.time_remaining()))
 
     async def Estimate(self, request: pb.EstimateRequest, context: Context) -> pb.EstimateResponse:
         """Tells what a request would cost, without running it."""
         call = codec.decode_generate(request.request, self._limits)
+        del request
         return codec.encode_estimate(await self._generator.estimate(call))
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         """Computes attention weights, apart from the engine; the answer is put together off the event loop."""
-        explanation = await self._explainer.explain(codec.decode_explain(request), context.time_remaining())
+        explaining = self._explainer.explain(codec.decode_explain(request), context.time_remaining())
+        del request
+        explanation = await explaining
         return await self._texts.run(0, codec.encode_explanation, explanation)
 
     def _decode(self, request: pb.GenerateRequest | pb.GenerateStreamRequest) -> GenerateCall:
@@ -127,14 +139,12 @@ class GenerationServicer(GenerationServiceServicer):
             raise
 
 
-def _tokenize(tokenizer: Tokenizer, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-    is_bare = request.HasField("add_special_tokens") and not request.add_special_tokens
-    token_ids = (tokenizer.encode_plain if is_bare else tokenizer.encode)(request.text)
+def _tokenize(tokenizer: Tokenizer, encode: Callable[[str], Sequence[int]], text: str) -> pb.TokenizeResponse:
+    token_ids = encode(text)
     return pb.TokenizeResponse(token_ids=token_ids, tokens=[tokenizer.token(each) or "" for each in token_ids])
 
 
-def _detokenize(tokenizer: Tokenizer, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
-    token_ids = request.token_ids
+def _detokenize(tokenizer: Tokenizer, token_ids: Sequence[int]) -> pb.DetokenizeResponse:
     check_ids("token_ids", token_ids, tokenizer.vocab_size)
     return pb.DetokenizeResponse(text=tokenizer.decode(token_ids))
 

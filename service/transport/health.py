@@ -20,8 +20,8 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.errors import ClientStalled
-from service.transport.sending import Context, abort_stalled, send
-from service.transport.status import to_status
+from service.transport.sending import Context, abort, abort_stalled, send
+from service.transport.status import Status, to_status
 
 EVERYTHING = ""
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -84,7 +84,7 @@ class HealthServicer:
         """The state of a name; NOT_FOUND for an unknown one."""
         state = self._states.get(request.service)
         if state is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND)
+            await abort(context, Status(grpc.StatusCode.NOT_FOUND, ""), self._max_stall_seconds)
         return _State(status=state)
 
     async def List(self, request: empty_pb2.Empty, context: Context) -> Message:  # noqa: ARG002, N802 (the protocol's)
@@ -99,7 +99,7 @@ class HealthServicer:
         if request.ByteSize() > _MAX_REQUEST_BYTES:
             # It is held for as long as the watcher stays, with all of its unknown fields.
             limit = f"request: must have at most {_MAX_REQUEST_BYTES} bytes"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, limit)
+            await abort(context, Status(grpc.StatusCode.INVALID_ARGUMENT, limit), self._max_stall_seconds)
         watcher = _Watcher(request.service)
         self._watchers.add(watcher)
         sent: int | None = None
@@ -115,7 +115,8 @@ class HealthServicer:
                 else:
                     await send(_State(status=state), context, self._max_stall_seconds)
                     sent = state
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has stopped")
+            stopped = Status(grpc.StatusCode.UNAVAILABLE, "the server has stopped")
+            await abort(context, stopped, self._max_stall_seconds)
         except ClientStalled as error:
             await abort_stalled(context, to_status(error))
         finally:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +22,14 @@ import grpc
 from google.protobuf.message import DecodeError
 from prometheus_client import Counter
 
-from service.access import Access, Allowance, OpenAccess
+from service.access import Access, Allowance
 from service.allowance import shortfall
 from service.errors import AnswerTooLarge, ClientStalled
 from service.tracing import NoTracer, Tracer
+from service.transport.concurrency import claim, refusal_seconds
 from service.transport.flooding import FloodGuard
-from service.transport.receiving import Receiver, bounded
-from service.transport.sending import abort_stalled, send
+from service.transport.receiving import OpenStream, Receiver, bounded, in_steps
+from service.transport.sending import abort, abort_stalled, send
 from service.transport.status import Status, to_status
 from service.transport.wire_limits import malformed
 
@@ -36,8 +37,8 @@ _LOGGER = logging.getLogger(__name__)
 
 _AUTHORIZATION = "authorization"
 _BEARER = "bearer"
-# What the call of the running task was let in with.
-_ALLOWANCE: ContextVar[Allowance] = ContextVar("onward_allowance")
+# What the bidirectional call of the running task was let in with, and its part of the receiver that it came by.
+_EXCHANGE: ContextVar[tuple[Allowance, Receiver, OpenStream]] = ContextVar("onward_exchange")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 UnaryHandler = Callable[[Any, Context], Awaitable[Any]]
@@ -54,7 +55,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         max_message_bytes: largest answer, or part of one.
         max_stall_seconds: how long a call waits for its client to read, or to send its request.
         tracer: hears of each call's begin and end; by default nobody does.
-        check: raises for a request that holds too much, given its method's path and its bytes, before it is parsed.
+        check: raises for a request that holds too much, given its method's path and its bytes, before it is parsed. It
+            looks in steps, between which others run.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         max_message_bytes: int,
         max_stall_seconds: float,
         tracer: Tracer | None = None,
-        check: Callable[[str, bytes], None] = lambda *_: None,
+        check: Callable[[str, bytes], Iterator[None]] = lambda *_: iter(()),
     ) -> None:
         self._services = frozenset(services)
         self._handled = handled
@@ -125,9 +127,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def call(_: AsyncIterator[bytes], context: Context) -> bytes:
             async with self._watch(path, context):
                 # Before anything of the request is read.
-                with self._access.admitted(_method(path), _api_key(context)) as allowance:
-                    data = await self._receiver.message(context, _caller(allowance, context))
-                    answer = codec.serialize(await handler(codec.parse(data), context))
+                with self._admitted(path, context) as allowance:
+                    answer = await handler(await self._request(codec, allowance, context), context)
+                    answer = codec.serialize(answer)
             # gRPC sends it within the call's task, and waits for as long as the client takes no bytes.
             task = asyncio.current_task()
             assert task is not None  # noqa: S101 (this is a coroutine)
@@ -140,9 +142,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _wrap_stream(self, handler: StreamHandler, codec: _Codec, path: str) -> Any:
         async def call(_: AsyncIterator[bytes], context: Context) -> None:
             async with self._watch(path, context):
-                with self._access.admitted(_method(path), _api_key(context)) as allowance:
-                    data = await self._receiver.message(context, _caller(allowance, context))
-                    async with aclosing(handler(codec.parse(data), context)) as responses:
+                with self._admitted(path, context) as allowance:
+                    request = self._request(codec, allowance, context)
+                    async with aclosing(handler(await request, context)) as responses:
                         async for response in responses:
                             await send(codec.serialize(response), context, self._max_stall_seconds)
 
@@ -151,20 +153,35 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _wrap_exchange(self, handler: StreamHandler, codec: _Codec, path: str) -> Any:
         async def call(messages: AsyncIterator[bytes], context: Context) -> None:
             async with self._watch(path, context, has_many=True):
-                with self._access.admitted(_method(path), _api_key(context)) as allowance:
-                    async with self._receiver.stream(context, _caller(allowance, context)) as took:
-                        _ALLOWANCE.set(allowance)
+                with self._admitted(path, context) as allowance:
+                    async with self._receiver.stream(context, _caller(allowance, context)) as stream:
+                        _EXCHANGE.set((allowance, self._receiver, stream))
 
                         async def parsed() -> AsyncIterator[Any]:
                             async for data in messages:
-                                took(len(data))
-                                yield codec.parse(data)
+                                self._receiver.took(context, stream, len(data))
+                                await in_steps(codec.check(data))
+                                request = [codec.parse(data)]
+                                del data
+                                yield request.pop()
 
                         async with aclosing(handler(parsed(), context)) as responses:
                             async for response in responses:
-                                await send(codec.serialize(response), context, self._max_stall_seconds)
+                                with self._receiver.working(stream):
+                                    await send(codec.serialize(response), context, self._max_stall_seconds)
 
         return call
+
+    async def _request(self, codec: _Codec, allowance: Allowance, context: Context) -> Any:
+        """The one request of a call, which must not give it a name: it would hold it until it ends."""
+        return codec.parse(await self._receiver.message(context, _caller(allowance, context), codec.check))
+
+    @contextmanager
+    def _admitted(self, path: str, context: Context) -> Iterator[Allowance]:
+        """A context to run a call in that its key is good for, and that is within its caller's share of places."""
+        with self._access.admitted(_method(path), _api_key(context)) as allowance:
+            claim(_caller(allowance, context))
+            yield allowance
 
     @asynccontextmanager
     async def _watch(self, path: str, context: Context, *, has_many: bool = False) -> AsyncIterator[None]:
@@ -186,6 +203,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 raise
             except BaseException as error:  # a panic of an extension module is no Exception
                 status, is_stalled = to_status(error), isinstance(error, ClientStalled)
+                _forget_frames(error)
             finally:
                 # Counted before the client hears of it, so that whoever has an answer finds it counted.
                 self._handled.labels(method, status.code.name).inc()
@@ -194,33 +212,38 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if is_stalled:
                 await abort_stalled(context, status)
             elif status.code is not grpc.StatusCode.OK:
-                await context.abort(status.code, status.message, status.trailing_metadata)
+                await abort(context, status, refusal_seconds(self._max_stall_seconds))
         finally:
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()
 
 
-def each_request() -> AbstractContextManager[None]:
+@contextmanager
+def each_request() -> Iterator[None]:
     """A context to run one request in, of a call that brings many: it counts against its caller's key as a call would.
 
     Raises:
         Unauthenticated, PermissionDenied, RateLimited: when it is entered; see `service.access.Allowance`.
     """
-    return _ALLOWANCE.get(OpenAccess()).request()
+    if (exchange := _EXCHANGE.get(None)) is None:
+        yield
+        return
+    allowance, receiver, stream = exchange
+    with receiver.working(stream), allowance.request():
+        yield
 
 
 @dataclass(frozen=True, slots=True)
 class _Codec:
     """Bytes to a method's request, its answer to bytes."""
 
-    _check: Callable[[bytes], None]
+    check: Callable[[bytes], Iterator[None]]
     _parse: Callable[[bytes], Any]
     _serialize: Callable[[Any], bytes]
     _max_message_bytes: int
 
     def parse(self, data: bytes) -> Any:
-        self._check(data)
         try:
             return self._parse(data)
         except DecodeError as error:
@@ -239,8 +262,22 @@ def _method(path: str) -> str:
 
 
 def _caller(allowance: Allowance, context: Context) -> str:
-    """Whose requests these are: a key's, or a connection's where no key is needed."""
+    """Whose call it is: a key's, or a connection's where no key is needed.
+
+    Not an address': that may be of a proxy, with every client behind it.
+    """
     return allowance.owner or context.peer()
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Has an error hold nothing that it passed: requests, for as long as its status takes to be sent."""
+    for each in (error, error.__cause__):
+        if each is None:
+            continue
+        at, each.__traceback__ = each.__traceback__, None
+        # Piece by piece: the context manager in which it was caught holds the first.
+        while at is not None:
+            at.tb_next, at = None, at.tb_next
 
 
 def _api_key(context: Context) -> str | None:

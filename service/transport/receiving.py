@@ -11,17 +11,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from service.errors import ClientStalled, InvalidRequest, RateLimited, RequestError
+from service.transport.concurrency import claim, refusal_seconds
 from service.transport.flooding import FloodGuard
-from service.transport.sending import abort_stalled, send
+from service.transport.sending import abort, abort_stalled, send
 from service.transport.status import to_status
+from service.transport.wire_limits import malformed
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -31,12 +34,35 @@ _MAX_STREAM_BYTES = 512 << 20
 _MIN_PLACES = 4
 # How long a caller waits for a place before the longest read of one who holds more is ended.
 _PATIENCE_SECONDS = 0.5
+# What a caller's only read has in any case: an honest one need not be longer, and a slow one must not be cut at once.
+_MIN_READ_SECONDS = 1.0
 # For gRPC to report that a call whose message did not come was cancelled.
 _CANCELLATION_SECONDS = 0.1
 # Of one connection, to health and reflection: a balancer watches dozens of names.
 _MAX_CALLS = 128
+# Of a request to health or reflection, which answers with it. It has a name, or few.
+_MAX_OPEN_BYTES = 4 << 10
+# For the one request of such a call, which an honest client sends with the call.
+_MAX_OPEN_SECONDS = 5.0
 # Until an open stream may have ended: nothing predicts it.
 _RETRY_SECONDS = 1.0
+
+
+class Connection(NamedTuple):
+    """A caller of methods that ask no key: each connection is one, and those of an address share."""
+
+    address: str
+    peer: str
+
+
+@dataclass(eq=False, slots=True)
+class OpenStream:
+    """A bidirectional call. It may lose its place to another caller while nothing of it is in flight."""
+
+    caller: Hashable
+    reading: asyncio.Timeout
+    num_in_flight: int = 0
+    is_ended: bool = False
 
 
 class Receiver:
@@ -57,58 +83,114 @@ class Receiver:
         self._num_places = max(_MIN_PLACES, max_bytes // max_message_bytes)
         self._num_streams = max(_MIN_PLACES, _MAX_STREAM_BYTES // max_message_bytes)
         self._held = Counter[Hashable]()
-        self._streams = Counter[Hashable]()
+        # The same by address, for connections.
+        self._shares = Counter[Hashable]()
         self._calls = Counter[Hashable]()
-        # Both in the order in which they began.
-        self._reads: dict[asyncio.Timeout, Hashable] = {}
+        # In the order in which they were last active.
+        self._streams: dict[OpenStream, None] = {}
+        # Both in the order in which they began; a read with the time when it did.
+        self._reads: dict[asyncio.Timeout, tuple[Hashable, float]] = {}
         self._waiting: dict[Hashable, dict[asyncio.Future[None], None]] = {}
 
-    async def message(self, context: Context, caller: Hashable) -> Any:
+    async def message(
+        self,
+        context: Context,
+        caller: Hashable,
+        check: Callable[[bytes], Iterator[None]],
+        max_seconds: float | None = None,
+    ) -> bytes:
         """The one message of a call.
 
         Args:
             context: gRPC's.
             caller: whose place the read takes.
+            check: looks through the message, in steps that the event loop is held for, while it has its place.
+            max_seconds: how long it may take to come, if less than others may.
 
         Raises:
             ClientStalled: when the message takes too long.
-            InvalidRequest: when the call brings none.
+            InvalidRequest: when the call brings none; and what `check` raises.
         """
-        message = await self._read(context, caller)
-        if message is grpc.aio.EOF:
+        max_seconds = self.max_stall_seconds if max_seconds is None else max_seconds
+        message = await self._read(context, caller, check, max_seconds)
+        if message is None:
             # gRPC reports as much of a cancelled call and of a message that is too large, and cancels this task then.
             await asyncio.sleep(_CANCELLATION_SECONDS)
             raise InvalidRequest("request", "no message", "must be one message")
         return message
 
-    async def messages(self, context: Context, caller: Hashable) -> AsyncIterator[Any]:
+    async def messages(
+        self, context: Context, caller: Hashable, check: Callable[[bytes], Iterator[None]]
+    ) -> AsyncIterator[bytes]:
         """All messages of a call, each of which must come as soon as that of a call that has one.
 
         Raises:
             ClientStalled: when one takes too long.
         """
-        while (message := await self._read(context, caller)) is not grpc.aio.EOF:
+        while (message := await self._read(context, caller, check, self.max_stall_seconds)) is not None:
             yield message
 
     @asynccontextmanager
-    async def stream(self, context: Context, caller: Hashable) -> AsyncIterator[Callable[[int], None]]:
+    async def stream(self, context: Context, caller: Hashable) -> AsyncIterator[OpenStream]:
         """A context for a call that may be silent for long between its messages, which reads them itself.
 
-        Its silence looks like an unfinished message, so it may hold a message's bytes all the while. What it
-        gives is called with each message's size.
+        Its silence looks like an unfinished message, so it may hold a message's bytes all the while. Where all places
+        are taken, the longest silent stream of the caller who holds most ends for the next caller.
 
         Raises:
             RateLimited: when as many such calls are open as may be.
-            ClientStalled: when the connection brings more than its messages may have.
+            ClientStalled: when the connection brings more than its messages may have, or the place is another's.
         """
-        if not _has_place(self._streams, caller, self._num_streams):
-            raise RateLimited(f"{self._streams.total()} bidirectional streams are open", _RETRY_SECONDS)
-        self._streams[caller] += 1
+        held = Counter(each.caller for each in self._streams)
+        is_full = held.total() >= self._num_streams
+        if held[caller] >= self._num_streams // 2 or (is_full and not self._end_silent(held, caller)):
+            raise RateLimited(f"{held.total()} bidirectional streams are open", _RETRY_SECONDS)
+        stream: OpenStream | None = None
         try:
-            async with self._reading(context, None):
-                yield partial(self._guard.took, context.peer())
+            async with self._reading(context, None) as reading:
+                stream = OpenStream(caller, reading)
+                self._streams[stream] = None
+                try:
+                    yield stream
+                finally:
+                    self._streams.pop(stream, None)
+        except ClientStalled as error:
+            if stream is None or not stream.is_ended:
+                raise
+            what = "the stream is silent and another caller needs its place, which it had"
+            raise ClientStalled(error.seconds, what) from error
+
+    def took(self, context: Context, stream: OpenStream, num_bytes: int) -> None:
+        """A message of a stream is complete."""
+        self._guard.took(context.peer(), num_bytes)
+        self._is_active(stream)
+
+    @contextmanager
+    def working(self, stream: OpenStream) -> Iterator[None]:
+        """A context for what a stream waits for: it is not silent."""
+        stream.num_in_flight += 1
+        try:
+            yield
         finally:
-            self._streams -= Counter((caller,))
+            stream.num_in_flight -= 1
+            self._is_active(stream)
+
+    def _is_active(self, stream: OpenStream) -> None:
+        if stream in self._streams:
+            self._streams[stream] = self._streams.pop(stream)  # to the end
+
+    def _end_silent(self, held: Counter[Hashable], caller: Hashable) -> bool:
+        """Ends a stream of the caller who holds most, if that makes the places more even; whether it did."""
+        for greediest, num_held in held.most_common():
+            if held[caller] and num_held <= held[caller] + 1:
+                return False
+            for stream in self._streams:
+                if stream.caller == greediest and not stream.num_in_flight and not stream.reading.expired():
+                    del self._streams[stream]
+                    stream.is_ended = True
+                    stream.reading.reschedule(0.0)
+                    return True
+        return False
 
     @contextmanager
     def call(self, caller: Hashable) -> Iterator[None]:
@@ -125,18 +207,22 @@ class Receiver:
         finally:
             self._calls -= Counter((caller,))
 
-    async def _read(self, context: Context, caller: Hashable) -> Any:
+    async def _read(
+        self, context: Context, caller: Hashable, check: Callable[[bytes], Iterator[None]], max_seconds: float
+    ) -> bytes | None:
         await self._take_place(caller)
         try:
-            async with self._reading(context, self.max_stall_seconds) as reading:
-                self._reads[reading] = caller
+            async with self._reading(context, max_seconds) as reading:
+                self._reads[reading] = caller, asyncio.get_running_loop().time()
                 try:
-                    message = await context.read()
+                    message: Any = await context.read()
                 finally:
                     self._reads.pop(reading, None)
-                if isinstance(message, bytes):
-                    self._guard.took(context.peer(), len(message))
-                return message
+                if message is grpc.aio.EOF:
+                    return None
+                self._guard.took(context.peer(), len(message))
+            await in_steps(check(message))
+            return message  # type: ignore[no-any-return]
         finally:
             self._release(caller)
 
@@ -159,8 +245,8 @@ class Receiver:
             raise ClientStalled(elapsed, "the request was on its way") from error
 
     async def _take_place(self, caller: Hashable) -> None:
-        if _has_place(self._held, caller, self._num_places):
-            self._held[caller] += 1
+        if self._has_place(caller):
+            self._hold(caller)
             return
         loop = asyncio.get_running_loop()
         turn, latest = loop.create_future(), loop.time() + self.max_stall_seconds
@@ -179,18 +265,25 @@ class Receiver:
                 self._stop_waiting(caller, turn)
             raise
 
+    def _has_place(self, caller: Hashable) -> bool:
+        return self._held.total() < self._num_places and self._shares[_share(caller)] < self._num_places // 2
+
+    def _hold(self, caller: Hashable) -> None:
+        self._held[caller] += 1
+        self._shares[_share(caller)] += 1
+
     def _release(self, caller: Hashable) -> None:
         """Gives the place to the waiting caller that holds fewest."""
         self._held -= Counter((caller,))
-        waiting = [each for each in self._waiting if _has_place(self._held, each, self._num_places)]
+        self._shares -= Counter((_share(caller),))
+        waiting = [each for each in self._waiting if self._has_place(each)]
         if waiting:
-            following = min(waiting, key=self._held.__getitem__)
+            following = min(waiting, key=lambda each: (self._shares[_share(each)], self._held[each]))
             turn = next(iter(self._waiting[following]))
             self._stop_waiting(following, turn)
-            if following in self._waiting:
-                # Behind its equals: those who have many turns to wait for are not always first.
-                self._waiting[following] = self._waiting.pop(following)
-            self._held[following] += 1
+            # Behind its equals: those who have many turns to wait for are not always first.
+            self._wait_last([following])
+            self._hold(following)
             turn.set_result(None)
 
     def _stop_waiting(self, caller: Hashable, turn: asyncio.Future[None]) -> None:
@@ -198,30 +291,69 @@ class Receiver:
         if not self._waiting[caller]:
             del self._waiting[caller]
 
+    def _wait_last(self, callers: Iterable[Hashable]) -> None:
+        for caller in callers:
+            if caller in self._waiting:
+                self._waiting[caller] = self._waiting.pop(caller)
+
     def _end_longest_read(self, caller: Hashable) -> None:
-        """Takes a place from the caller who holds most, if that makes the places more even."""
-        ((greediest, num_held),) = self._held.most_common(1)
-        if self._held[caller] and num_held <= self._held[caller] + 1:
-            return
-        for reading, holder in self._reads.items():
-            if holder == greediest and not reading.expired():
+        """Takes a place from the caller who holds most, if that makes the places more even.
+
+        A caller's only read is left alone while it is young: where many wait, a slow upload would never be done.
+        """
+        own, most = _share(caller), max(self._shares.values(), default=0)
+        # Where no other has more: only between the connections of its address.
+        is_own = self._shares[own] > 0 and most <= self._shares[own] + 1
+        found = [
+            (reading, holder, begun)
+            for reading, (holder, begun) in self._reads.items()
+            if (_share(holder) == own if is_own else self._shares[_share(holder)] == most)
+        ]
+        num_most = max((self._held[holder] for _, holder, _ in found), default=0)
+        if is_own:
+            if self._held[caller] and num_most <= self._held[caller] + 1:
+                return
+            most = num_most
+        latest = asyncio.get_running_loop().time() - (_MIN_READ_SECONDS if most <= 1 else 0.0)
+        for reading, holder, begun in found:
+            if self._held[holder] == num_most and begun <= latest and not reading.expired():
                 del self._reads[reading]
                 reading.reschedule(0.0)
+                # Or it may have the very place again.
+                self._wait_last([each for each in self._waiting if _share(each) == _share(holder) != own])
+                self._wait_last([holder])
                 return
 
 
 def bounded(handler: Any, receiver: Receiver) -> Any:
-    """A method's handler whose messages are read by the receiver. Each connection is a caller of its own."""
+    """A method's handler whose messages are small and read by the receiver, and which is open to callers of any kind.
+
+    Raises:
+        InvalidRequest: as a status, for a message of more than 4 KiB, which is not built.
+    """
     answer = handler.stream_stream or handler.unary_stream or handler.unary_unary
 
-    async def call(_: AsyncIterator[Any], context: Context) -> None:
-        caller = context.peer()
+    def parsed(data: bytes) -> Any:
         try:
+            return handler.request_deserializer(data)
+        except DecodeError as error:
+            raise malformed(data) from error
+
+    async def all_parsed(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for data in messages:
+            yield parsed(data)
+
+    async def call(_: AsyncIterator[Any], context: Context) -> None:
+        peer = context.peer()
+        caller = Connection(peer.rpartition(":")[0], peer)
+        try:
+            claim(caller.address)
             with receiver.call(caller):
                 if handler.request_streaming:
-                    answers = answer(receiver.messages(context, caller), context)
+                    answers = answer(all_parsed(receiver.messages(context, caller, _check_open)), context)
                 else:
-                    answers = answer(await receiver.message(context, caller), context)
+                    seconds = min(_MAX_OPEN_SECONDS, receiver.max_stall_seconds)
+                    answers = answer(parsed(await receiver.message(context, caller, _check_open, seconds)), context)
                 if not inspect.isawaitable(answers):
                     async for each in answers:
                         await send(each, context, receiver.max_stall_seconds)
@@ -230,11 +362,23 @@ def bounded(handler: Any, receiver: Receiver) -> Any:
         except ClientStalled as error:
             await abort_stalled(context, to_status(error))
         except RequestError as error:
-            status = to_status(error)
-            await context.abort(status.code, status.message, status.trailing_metadata)
+            await abort(context, to_status(error), refusal_seconds(receiver.max_stall_seconds))
 
-    return grpc.stream_stream_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
+    return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
 
 
-def _has_place(held: Counter[Hashable], caller: Hashable, num_places: int) -> bool:
-    return held.total() < num_places and held[caller] < num_places // 2
+async def in_steps(check: Iterator[None]) -> None:
+    """Runs a check, and the event loop's other work between its steps."""
+    for _ in check:
+        await asyncio.sleep(0)
+
+
+def _check_open(data: bytes) -> Iterator[None]:
+    if len(data) > _MAX_OPEN_BYTES:
+        raise InvalidRequest("request", f"{len(data)} bytes", f"must have at most {_MAX_OPEN_BYTES} bytes")
+    return iter(())
+
+
+def _share(caller: Hashable) -> Hashable:
+    """Which callers have half of the places together: the connections of an address."""
+    return caller.address if isinstance(caller, Connection) else caller

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -12,6 +11,9 @@ from service.errors import ClientStalled
 from service.transport.status import Status
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_REFUSAL_SECONDS = 5.0
+"""For the status of a call that holds no place to be sent: nothing else bounds how many there are."""
 
 
 async def send(message: Any, context: Context, max_stall_seconds: float) -> None:
@@ -37,13 +39,25 @@ async def send(message: Any, context: Context, max_stall_seconds: float) -> None
         raise asyncio.CancelledError from error
 
 
+async def abort(context: Context, status: Status, max_seconds: float) -> None:
+    """Ends a call with a status, and gives up where the client takes no bytes.
+
+    Raises:
+        grpc.aio.AbortError: gRPC's, when the status is on its way.
+        asyncio.CancelledError: when it is not, or the call has ended.
+    """
+    try:
+        async with asyncio.timeout(max_seconds):
+            await context.abort(status.code, status.message, status.trailing_metadata)
+    except (TimeoutError, grpc.aio.InternalError) as error:
+        raise asyncio.CancelledError from error
+
+
 async def abort_stalled(context: Context, status: Status) -> None:
     """Ends a call after `ClientStalled`. Does not return: raises `CancelledError` or gRPC's `AbortError`.
 
     The status follows the message that the client does not read. To wait for it is to hold the call's place for as long
     as the client likes. It cannot be sent at all if the unread message is the first: that one brings the headers.
     """
-    with suppress(TimeoutError, grpc.aio.InternalError):
-        async with asyncio.timeout(0):
-            await context.abort(status.code, status.message)
+    await abort(context, status, 0)
     raise asyncio.CancelledError

@@ -42,6 +42,8 @@ class TransportLimits:
 
     Health checks have `max_concurrent_rpcs` places of their own, and so have health watchers: neither a full server nor
     its watchers keep it from answering a check.
+    One caller may hold as many places as are free, which is half of all for the first: a key, or a connection where
+    none is needed; of health and reflection an address.
     A health watcher that has taken no bytes for `max_stall_seconds` is ended.
     Connections beyond `max_connections` are closed as they come.
     A client that has been quiet for `keepalive_seconds` is asked whether it is there, and gone if it does not answer.

@@ -11,7 +11,7 @@ Repeated fields that may hold more are listed in `long_fields`; all others are l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 
 from google.protobuf import descriptor_pool
@@ -27,13 +27,17 @@ FREE = 4096
 MAX_FIELDS = 4 * FREE
 """Fields on the wire in one message besides the entries of `sampling.logit_bias`, which have three each."""
 _MAP_ENTRY_FIELDS = 3
+# What is walked in one step, for which the event loop is held: fields, and bytes of a packed list.
+_STEP_FIELDS = 512
+_STEP_BYTES = 64 << 10
 
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _MAX_VARINT_BYTES = 10
 _MAX_TAG = (1 << 32) - 1
 # Bytes of a number that others follow.
-_CONTINUED = bytes(range(0x80, 0x100))
+_CONTINUES = 0x80
+_CONTINUED = bytes(range(_CONTINUES, 0x100))
 _WIRE_TYPES: Mapping[int, int] = {
     **dict.fromkeys((_Type.TYPE_DOUBLE, _Type.TYPE_FIXED64, _Type.TYPE_SFIXED64), _FIXED64),
     **dict.fromkeys((_Type.TYPE_FLOAT, _Type.TYPE_FIXED32, _Type.TYPE_SFIXED32), _FIXED32),
@@ -87,8 +91,8 @@ class WireLimits:
             for method in descriptor_pool.Default().FindServiceByName(name).methods:
                 self._requests[f"{name}/{method.name}"] = _fields(method.input_type, "", long_fields)
 
-    def check(self, path: str, data: bytes) -> None:
-        """Refuses a request that holds too much to be built.
+    def check(self, path: str, data: bytes) -> Iterator[None]:
+        """Refuses a request that holds too much to be built; in steps of at most a millisecond or so.
 
         Args:
             path: the method's, as in "onward.v1.GenerationService/Generate".
@@ -100,7 +104,7 @@ class WireLimits:
         """
         if len(data) > FREE:
             try:
-                _walk(data, self._requests[path], self._max_fields)
+                yield from _walk(data, self._requests[path], self._max_fields)
             except (IndexError, _Malformed) as error:
                 raise malformed(data) from error
 
@@ -159,8 +163,8 @@ def _fields(kind: Descriptor, prefix: str, long_fields: Mapping[str, Limit]) -> 
     return found
 
 
-def _walk(data: bytes, fields: Mapping[int, _Field], max_fields: int) -> None:
-    """Counts fields and entries until one has too many.
+def _walk(data: bytes, fields: Mapping[int, _Field], max_fields: int) -> Iterator[None]:
+    """Counts fields and entries until one has too many, and yields now and then.
 
     Raises:
         InvalidRequest: for one that has.
@@ -176,47 +180,64 @@ def _walk(data: bytes, fields: Mapping[int, _Field], max_fields: int) -> None:
             if not outer:
                 return
             end, fields = outer.pop()
-        tag, at = _varint(data, at)
-        if tag > _MAX_TAG:
-            raise _Malformed
+        # Without a call where a number has one byte, as most have.
+        tag = data[at]
+        if tag < _CONTINUES:
+            at += 1
+        else:
+            tag, at = _varint(data, at)
+            if tag > _MAX_TAG:
+                raise _Malformed
         wire_type, field = tag & 7, fields.get(tag >> 3)
         num_fields += 1
         if num_fields > max_fields:
             limit = f"the message must have at most {max_fields} fields, lists of numbers packed"
             raise InvalidRequest("request" if field is None else field.path, f"{num_fields} or more", limit)
+        if not num_fields % _STEP_FIELDS:
+            yield
         start = at
         if wire_type == _DELIMITED:
-            length, start = _varint(data, at)
+            length = data[at]
+            if length < _CONTINUES:
+                start = at + 1
+            else:
+                length, start = _varint(data, at)
             at = start + length
             if at > end:
                 raise _Malformed
         elif wire_type == _VARINT:
-            _, at = _varint(data, at)
+            at = at + 1 if data[at] < _CONTINUES else _varint(data, at)[1]
         else:
             # Groups, which have no length, are no part of proto3.
             at += _FIXED_BYTES.get(wire_type, len(data))
         if field is None:
             continue
         if field.limit is not None:
-            _count(counts, field, field.limit, wire_type, data, start, at)
+            is_single = wire_type == field.wire_type
+            num_entries = 1 if is_single else (yield from _num_packed(field, wire_type, data, start, at))
+            _count(counts, field, field.limit, num_entries)
         if field.fields is not None and wire_type == _DELIMITED:
             outer.append((end, fields))
             at, end, fields = start, at, field.fields
 
 
-def _count(
-    counts: dict[str, int], field: _Field, limit: Limit, wire_type: int, data: bytes, start: int, end: int
-) -> None:
-    """Adds an entry of a repeated field, or all of a packed list's."""
-    if wire_type == field.wire_type:
-        num_entries = 1
-    elif wire_type != _DELIMITED:
-        return  # no type of this field: parsers take it for an unknown one
-    elif field.wire_type == _VARINT:
+def _num_packed(field: _Field, wire_type: int, data: bytes, start: int, end: int) -> Generator[None, None, int]:
+    """Entries of a repeated field that come as one; in steps."""
+    if wire_type != _DELIMITED:
+        return 0  # no type of this field: parsers take it for an unknown one
+    if field.wire_type != _VARINT:
+        return (end - start) // _FIXED_BYTES[field.wire_type]
+    num_entries = 0
+    for at in range(start, end, _STEP_BYTES):
         # A number ends with the byte whose highest bit is not set.
-        num_entries = len(data[start:end].translate(None, _CONTINUED))
-    else:
-        num_entries = (end - start) // _FIXED_BYTES[field.wire_type]
+        num_entries += len(data[at : min(at + _STEP_BYTES, end)].translate(None, _CONTINUED))
+        if end - start > _STEP_BYTES:
+            yield
+    return num_entries
+
+
+def _count(counts: dict[str, int], field: _Field, limit: Limit, num_entries: int) -> None:
+    """Adds entries of a repeated field."""
     count = counts[field.path] = counts.get(field.path, 0) + num_entries
     if count > FREE and count > (most := limit.most()):
         raise limit.error(field.path, f"{count} or more", f"must have at most {most} {limit.unit}")
@@ -225,12 +246,12 @@ def _count(
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """A number of variable length, and where it ends."""
     value = data[at]
-    if value < 0x80:
+    if value < _CONTINUES:
         return value, at + 1
     value &= 0x7F
     for place in range(1, _MAX_VARINT_BYTES):
         byte = data[at + place]
         value |= (byte & 0x7F) << 7 * place
-        if byte < 0x80:
+        if byte < _CONTINUES:
             return value, at + place + 1
     raise _Malformed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -196,7 +197,7 @@ def refusal(checks: WireLimits, message: Message, method: str = "Generate") -> I
 
 def caught(checks: WireLimits, path: str, data: bytes) -> InvalidRequest | None:
     try:
-        checks.check(path, data)
+        deque(checks.check(path, data))
     except InvalidRequest as error:
         return error
     return None
@@ -241,17 +242,40 @@ def test_operators_limits_above_what_is_free_hold() -> None:
 def test_entries_of_one_list_in_many_parts_are_counted_together() -> None:
     part = pb.GenerateRequest(stopping=pb.StoppingParams(stop_token_ids=[1] * 1000)).SerializeToString()
     # A field that comes again is merged with the one before.
-    limits().check(GENERATE, part * 4)
+    assert caught(limits(), GENERATE, part * 4) is None
     with pytest.raises(InvalidRequest, match=r"^stopping.stop_token_ids: must have at most 64 entries"):
-        limits().check(GENERATE, part * 5)
+        deque(limits().check(GENERATE, part * 5))
 
 
 def test_fields_that_come_too_often_are_refused_by_name() -> None:
     again = pb.GenerateRequest(text="a").SerializeToString()
     most = MAX_FIELDS + 3 * LIMITS.max_logit_bias
-    limits().check(GENERATE, again * most)
+    assert caught(limits(), GENERATE, again * most) is None
     with pytest.raises(InvalidRequest, match=rf"^prompt.text: the message must have at most {most} fields"):
-        limits().check(GENERATE, again * (most + 1))
+        deque(limits().check(GENERATE, again * (most + 1)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x1a\x00" * MAX_FIELDS, delimited(8, delimited(4, b"\x01" * (4 << 20)))],
+    ids=["fields", "packed list"],
+)
+def test_no_step_looks_at_more_than_a_few_hundred_fields_or_64_kib(data: bytes) -> None:
+    # So that the event loop is not held: all of it takes tens of milliseconds.
+    looked: list[int] = []
+
+    class Counted(bytes):
+        def __getitem__(self, at: Any) -> Any:
+            looked.append(at.stop - at.start if isinstance(at, slice) else 1)
+            return super().__getitem__(at)
+
+    steps = limits(max_stop_token_ids=8 << 20).check(GENERATE, Counted(data))
+    num_looked = 0
+    for _ in steps:
+        num_looked += sum(looked)
+        assert sum(looked) <= 2 * 512 + (64 << 10)
+        looked.clear()
+    assert num_looked >= len(data) // 2
 
 
 LONG = b"\x1a" + varint(FREE) + bytes(FREE)
@@ -285,7 +309,7 @@ def test_any_message_is_walked_to_its_end(source: random.Random, index: int) -> 
     path, method = list(METHODS.items())[index]
     data = draw_message(GetMessageClass(method.input_type), source).SerializeToString()
     fields = WireLimits(SERVICES, {})._requests[path]
-    wire_limits._walk(data, fields, len(data))
+    deque(wire_limits._walk(data, fields, len(data)))
 
 
 @given(
@@ -310,10 +334,10 @@ def test_numbers_are_counted_as_the_parser_counts_them(parts: list[tuple[str, li
     data = delimited(4, ids) + b"\x58\x01"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire_limits, "FREE", 0)
-        wire_limits._walk(data, fields, FREE)
+        deque(wire_limits._walk(data, fields, FREE))
         if count:
             with pytest.raises(InvalidRequest, match=f"must have at most {count} entries, got '{count + 1} or more'"):
-                wire_limits._walk(data + delimited(4, delimited(1, b"\x00")), fields, FREE)
+                deque(wire_limits._walk(data + delimited(4, delimited(1, b"\x00")), fields, FREE))
 
 
 def test_limit_is_read_when_it_is_needed() -> None:

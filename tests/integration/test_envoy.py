@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -167,8 +167,8 @@ def shared(name: str, **options: Any) -> Any:
 
 
 usual = shared("usual", max_message_bytes=4096, max_metadata_bytes=4096, max_queue_size=60, admission=Admission.OFF)
-# Two more than run may wait, and there may be one call more than that.
-narrow = shared("narrow", max_queue_size=2, max_concurrent_rpcs=SLOTS + 3)
+# Two more than run may wait, and there may be as many calls more: one connection has half of all.
+narrow = shared("narrow", max_queue_size=2, max_concurrent_rpcs=2 * (SLOTS + 2))
 
 
 @pytest.fixture
@@ -389,11 +389,16 @@ async def test_a_server_that_takes_no_more_calls_is_not_taken_for_a_dead_one(nar
     async def counters() -> Mapping[str, int]:
         return await asyncio.to_thread(balanced.envoy.counters)
 
-    with balanced.steps.held():
+    async with AsyncExitStack() as stack:
+        stack.enter_context(balanced.steps.held())
         held = await fill(balanced)
-        # The last place that there is, for a call whose request never comes.
+        # The other places that there are, for calls whose requests never come, each of a connection of its own.
         never = asyncio.Event()
-        begun = [server.channel.stream_unary(_GENERATE)(_after(never)) for server in balanced.servers]
+        begun = []
+        for server in [*balanced.servers] * (SLOTS + 2):
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(target_of(server), options))
+            begun.append(channel.stream_unary(_GENERATE)(_after(never)))
         for server in balanced.servers:
             # They are on their way; until then it is the queue that is full.
             while (await status_of(server.generation.Generate(generate_request()))).details() != FULL:
@@ -417,7 +422,7 @@ async def test_a_server_that_takes_no_more_calls_is_not_taken_for_a_dead_one(nar
         pass
 
 
-FULL = f"{SLOTS + 3} calls run, which is the most there may be at once"
+FULL = f"{2 * (SLOTS + 2)} calls run, which is the most there may be at once"
 
 
 async def _after(event: asyncio.Event) -> AsyncIterator[bytes]:

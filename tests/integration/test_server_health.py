@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.app import App, Ready, run
 from service.models import Parity
+from service.transport import receiving
 from service.transport.health import HealthServicer, _HealthListResponse
 from service.transport.server import SERVICES
 from tests.fakes import FakeRunner, Gate
@@ -93,6 +95,20 @@ async def test_a_watcher_whose_request_is_larger_than_any_name_is_refused(field:
         call.cancel()
 
 
+async def test_a_check_that_brings_no_request_ends_though_calls_may_take_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiving, "_MAX_OPEN_SECONDS", 0.01)
+
+    async def nothing() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async with running(max_stall_seconds=600.0) as server:
+        error = await status_of(server.channel.stream_unary("/grpc.health.v1.Health/Check")(nothing()))
+        assert error.code() is grpc.StatusCode.ABORTED
+
+
 class Slow:
     """A watcher's context: a message is taken when the test takes it."""
 
@@ -106,7 +122,7 @@ class Slow:
         await self.coming.put(message.status)
         await self.coming.join()
 
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+    async def abort(self, code: grpc.StatusCode, details: str, _: object) -> None:
         raise grpc.aio.AbortError(code, details)
 
     async def take(self) -> int:

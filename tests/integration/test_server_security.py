@@ -7,7 +7,7 @@ import hashlib
 import io
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -418,14 +418,72 @@ async def test_more_metadata_than_the_limit_is_refused_and_the_next_call_is_not(
 
 async def test_more_calls_than_the_limit_are_refused_and_hurt_nobody() -> None:
     gate = Gate()
-    async with running(max_concurrent_rpcs=3, runner=FakeRunner(SLOTS, before_run=gate)) as server:
+    # For one connection half, and the one that two cannot share.
+    async with running(max_concurrent_rpcs=5, runner=FakeRunner(SLOTS, before_run=gate)) as server:
         with gate.closed():
             held = [await read_accepted(server.stream(max_tokens=3, ignore_eos=True)) for _ in range(3)]
             error = await status_of(server.generation.Generate(generate_request("ab")))
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "3 calls of this caller are open, its share of 5" in str(error.details())
+            async with another(server) as channel:
+                await GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(model=MODEL, text="ab"))
         for call in held:
             assert len(tokens_of(await read(call))) == 3
         assert await server.until_ended(3) == {"length": 3}
+
+
+def another(server: Running) -> grpc.aio.Channel:
+    """A connection of its own."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    return grpc.aio.insecure_channel(f"127.0.0.1:{server.endpoint.port}", options)
+
+
+async def test_unfinished_calls_of_one_key_leave_places_to_another(tmp_path: Path) -> None:
+    bob = f'[keys.bob]\nsha256 = "{hashlib.sha256(b"bob").hexdigest()}"\npermissions = ["generate"]'
+    async with running(api_keys=keys_file(tmp_path, rest=bob), max_concurrent_rpcs=4) as server:
+        begin = server.channel.stream_unary("/onward.v1.GenerationService/Generate")
+        begun = []
+        # One that arrives beside the question is refused, and holds nothing.
+        while (error := await outcome(short(server, metadata=bearer()))) is None:
+            begun.append(begin(nothing(), metadata=bearer()))
+        assert error is grpc.StatusCode.RESOURCE_EXHAUSTED
+        # Over the same connection, which may be a proxy's, beside calls that are refused.
+        begun += [begin(nothing(), metadata=bearer("wrong")) for _ in range(8)]
+        assert await outcome(short(server, metadata=bearer("bob"))) is None
+        for call in begun:
+            call.cancel()
+
+
+async def test_a_silent_stream_makes_way_for_another_connections_and_one_at_work_does_not() -> None:
+    gate = Gate()
+    text = open_inference_pb2.ModelInferRequest(model_name=MODEL)
+    tensor = text.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(b"ab")
+
+    async def one_request() -> AsyncIterator[bytes]:
+        yield text.SerializeToString()
+        await asyncio.Event().wait()
+
+    async with AsyncExitStack() as stack:
+        # 512 MiB are four such messages.
+        changes: dict[str, Any] = {"max_message_bytes": 128 << 20, "runner": FakeRunner(SLOTS, before_run=gate)}
+        server = await stack.enter_async_context(running(**changes))
+        channels = [await stack.enter_async_context(another(server)) for _ in range(3)]
+        begin = [each.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer") for each in channels]
+        stack.enter_context(gate.closed())
+        open_streams = server.app._calls._receiver._streams
+        at_work = [begin[0](one_request()) for _ in range(2)]
+        await eventually(lambda: [each.num_in_flight for each in open_streams] == [1, 1])
+        silent = [begin[1](nothing()) for _ in range(2)]
+        await eventually(lambda: len(open_streams) == 4)
+        # It has no input: what matters is that it was read.
+        request = open_inference_pb2.ModelInferRequest(model_name=MODEL, id="mine")
+        answer = await begin[2](iter([request.SerializeToString()])).read()
+        assert open_inference_pb2.ModelStreamInferResponse.FromString(answer).infer_response.id == "mine"
+        await eventually(lambda: any(call.done() for call in silent + at_work))
+        assert [await call.code() for call in silent if call.done()] == [grpc.StatusCode.ABORTED]
+        for call in silent + at_work:
+            call.cancel()
 
 
 def check(server: Running) -> Any:
@@ -434,9 +492,14 @@ def check(server: Running) -> Any:
 
 async def test_a_full_server_tells_health_checks_that_it_is_well() -> None:
     gate = Gate()
-    async with running(max_concurrent_rpcs=3, runner=FakeRunner(SLOTS, before_run=gate)) as server:
+    async with (
+        running(max_concurrent_rpcs=3, runner=FakeRunner(SLOTS, before_run=gate)) as server,
+        another(server) as channel,
+    ):
         with gate.closed():
-            held = [await read_accepted(server.stream(max_tokens=3, ignore_eos=True)) for _ in range(3)]
+            held = [await read_accepted(server.stream(max_tokens=3, ignore_eos=True)) for _ in range(2)]
+            held.append(GenerationServiceStub(channel).GenerateStream(stream_request("ab", max_tokens=3)))
+            await read_accepted(held[-1])
             watch = server.health.Watch(health_pb2.HealthCheckRequest())
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
             for _ in range(4):
@@ -453,7 +516,7 @@ async def test_a_full_server_tells_health_checks_that_it_is_well() -> None:
 
 
 async def test_health_checks_and_watchers_have_limits_of_their_own() -> None:
-    async with running(max_concurrent_rpcs=2) as server:
+    async with running(max_concurrent_rpcs=3) as server:
         watches = [server.health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
         for watch in watches:
             await watch.read()
@@ -490,8 +553,8 @@ async def test_a_call_whose_request_never_comes_holds_a_place_until_its_client_g
             pass
 
 
-def short(server: Running) -> Any:
-    return server.generation.Generate(generate_request("ab", max_tokens=1))
+def short(server: Running, **options: Any) -> Any:
+    return server.generation.Generate(generate_request("ab", max_tokens=1), **options)
 
 
 async def outcome(call: Any) -> grpc.StatusCode | None:
@@ -514,6 +577,25 @@ async def test_reflection_can_be_turned_off(*, is_offered: bool) -> None:
             assert set(SERVICES) <= names
         else:
             assert (await status_of(calls.read())).code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    "path", ["grpc.health.v1.Health/Check", "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
+)
+async def test_a_request_that_needs_no_key_and_is_larger_than_any_name_is_refused(path: str) -> None:
+    async with running() as server:
+
+        async def code(num_bytes: int) -> grpc.StatusCode:
+            # An unknown field, with three bytes for its number and length.
+            data = pb.GenerateRequest(text="x" * (num_bytes - 3)).SerializeToString()
+            assert len(data) == num_bytes
+            call = server.channel.stream_stream(f"/{path}")(iter([b"\x7a" + data[1:]]))
+            with suppress(grpc.aio.AioRpcError):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            return await call.code()
+
+        assert [await code(4096), await code(4097)] == [grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT]
 
 
 async def test_a_client_that_stops_reading_loses_its_place_and_the_others_keep_theirs() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import weakref
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
 from service.access import OpenAccess
+from service.errors import InvalidRequest, UnknownModel
 from service.metrics import Metrics
 from service.transport.interceptors import CallInterceptor
 
@@ -43,7 +47,9 @@ class Context:
         self.aborted.append(details)
 
 
-async def wrapped(handler: Any, registry: CollectorRegistry) -> tuple[CallInterceptor, Any]:
+async def wrapped(
+    handler: Any, registry: CollectorRegistry, parse: Any = bytes, *, has_many: bool = False
+) -> tuple[CallInterceptor, Any]:
     """An interceptor, and the call that it makes of a stream's handler."""
     interceptor = CallInterceptor(
         ["onward.v1.GenerationService"],
@@ -54,7 +60,8 @@ async def wrapped(handler: Any, registry: CollectorRegistry) -> tuple[CallInterc
     )
 
     async def continuation(_: Any) -> Any:
-        return grpc.unary_stream_rpc_method_handler(handler, bytes, bytes)
+        kind = grpc.stream_stream_rpc_method_handler if has_many else grpc.unary_stream_rpc_method_handler
+        return kind(handler, parse, bytes)
 
     details: Any = SimpleNamespace(method=METHOD)
     return interceptor, (await interceptor.intercept_service(continuation, details)).stream_stream
@@ -139,3 +146,99 @@ async def test_a_call_whose_end_is_at_hand_is_sent_no_message() -> None:
     with pytest.raises(asyncio.CancelledError):
         await calling
     assert sent == [b"a"]
+
+
+class Request:
+    """A request that knows when it is gone."""
+
+
+class Sending(Context):
+    """A call whose bytes have a name here alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = b"the bytes of a request"
+
+    async def read(self) -> bytes:
+        return self.data
+
+    async def write(self, message: bytes) -> None:
+        """Takes it."""
+
+
+async def test_a_call_holds_neither_its_request_nor_the_bytes_while_it_runs() -> None:
+    context, held = Sending(), []
+    alone = sys.getrefcount(context.data)
+
+    async def handler(request: Any, _: Any) -> AsyncGenerator[bytes, None]:
+        gone = weakref.ref(request)
+        del request
+        held.append((gone(), sys.getrefcount(context.data) - alone))
+        yield b"a"
+
+    _, call = await wrapped(handler, CollectorRegistry(), lambda _: Request())
+    await call(b"", context)
+    assert held == [(None, 0)]
+
+
+async def test_a_call_that_fails_holds_neither_while_its_status_is_sent() -> None:
+    requests, held = [], []
+
+    class Failing(Sending):
+        async def abort(self, *details: Any) -> None:
+            held.append((requests[0](), sys.getrefcount(self.data) - alone))
+
+    def parse(data: bytes) -> Any:
+        request = Request()
+        requests.append(weakref.ref(request))
+        if context.data is not data:
+            raise AssertionError("these are other bytes")
+        return request
+
+    async def handler(request: Any, _: Any) -> AsyncGenerator[bytes, None]:
+        try:
+            raise UnknownModel("x", ())
+        except UnknownModel as error:
+            raise InvalidRequest("model", "x", "must be served") from error
+        yield request
+
+    context = Failing()
+    alone = sys.getrefcount(context.data)
+    _, call = await wrapped(handler, CollectorRegistry(), parse)
+    await call(b"", context)
+    assert held == [(None, 0)]
+
+
+async def test_bytes_that_are_no_message_are_not_held_while_the_status_is_sent() -> None:
+    held = []
+
+    class Failing(Sending):
+        async def abort(self, *details: Any) -> None:
+            held.append(sys.getrefcount(self.data) - alone)
+
+    def parse(_: bytes) -> Any:
+        raise DecodeError
+
+    async def handler(request: Any, _: Any) -> AsyncGenerator[bytes, None]:
+        yield request
+
+    context = Failing()
+    alone = sys.getrefcount(context.data)
+    _, call = await wrapped(handler, CollectorRegistry(), parse)
+    await call(b"", context)
+    assert held == [0]
+
+
+async def test_a_stream_that_is_sent_an_answer_is_not_silent() -> None:
+    in_flight = []
+
+    class Reading(Context):
+        async def write(self, message: bytes) -> None:
+            in_flight.extend(stream.num_in_flight for stream in interceptor._receiver._streams)
+
+    async def handler(requests: Any, _: Any) -> AsyncGenerator[bytes, None]:
+        yield b"a"
+
+    interceptor, call = await wrapped(handler, CollectorRegistry(), has_many=True)
+    await call(b"", Reading())
+    assert in_flight == [1]

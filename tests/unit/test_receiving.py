@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import grpc
@@ -11,7 +13,7 @@ import pytest
 from service.errors import ClientStalled, InvalidRequest, RateLimited
 from service.transport import receiving
 from service.transport.flooding import FloodGuard
-from service.transport.receiving import Receiver
+from service.transport.receiving import Connection, OpenStream, Receiver
 
 MESSAGE = 100
 
@@ -35,9 +37,12 @@ def receiver(num_places: int, max_stall_seconds: float = 600.0) -> Receiver:
     return Receiver(MESSAGE, max_stall_seconds, FloodGuard(MESSAGE), MESSAGE * num_places)
 
 
-def begin(bound: Receiver, *callers: str) -> list[tuple[Call, asyncio.Task[Any]]]:
+def begin(bound: Receiver, *callers: Hashable) -> list[tuple[Call, asyncio.Task[Any]]]:
+    def message(call: Any, caller: Hashable) -> Any:
+        return bound.message(call, caller, lambda _: iter(()))
+
     calls = [(Call(), caller) for caller in callers]
-    return [(call, asyncio.create_task(bound.message(call, caller))) for call, caller in calls]  # type: ignore[arg-type]
+    return [(call, asyncio.create_task(message(call, caller))) for call, caller in calls]
 
 
 async def settle() -> None:
@@ -101,6 +106,91 @@ async def test_nobody_loses_a_place_to_those_who_hold_as_many(monkeypatch: pytes
     assert await end(held + waiting) == [b"x"] * 6
 
 
+async def test_the_only_read_of_a_caller_is_not_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 600.0)
+    bound = receiver(4)
+    held = begin(bound, *"abcd")
+    waiting = begin(bound, *"ef")
+    await settle()
+    # As often as two who wait would.
+    for _ in range(4):
+        bound._end_longest_read("e")
+        bound._end_longest_read("f")
+    await settle()
+    assert not any(task.done() for _, task in held)
+    # Once they are older, each who waits has one.
+    monkeypatch.setattr(receiving, "_MIN_READ_SECONDS", 0.0)
+    bound._end_longest_read("e")
+    bound._end_longest_read("f")
+    await settle()
+    assert [task.done() for _, task in held] == [True, True, False, False]
+    assert reads(waiting) == [True, True]
+    await end(held + waiting)
+
+
+def at(address: str, *peers: str) -> list[Hashable]:
+    return [Connection(address, peer) for peer in peers]
+
+
+@pytest.mark.parametrize(
+    ("callers", "waiters"),
+    [
+        ("abcd", "ae"),
+        (at("here", "1", "2"), at("here", "1", "3")),
+        ([*at("here", "1"), *"bcd"], [*at("here", "2"), "e"]),
+    ],
+    ids=["of keys", "of an address", "of addresses"],
+)
+async def test_a_caller_whose_read_was_ended_has_no_place_before_the_one_it_was_ended_for(
+    callers: Sequence[Hashable], waiters: Sequence[Hashable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 600.0)
+    monkeypatch.setattr(receiving, "_MIN_READ_SECONDS", 0.0)
+    bound = receiver(4)
+    held = begin(bound, *callers)
+    await settle()
+    waiting = begin(bound, *waiters)
+    await settle()
+    bound._end_longest_read(waiters[-1])
+    await settle()
+    assert held[0][1].done()
+    assert reads(waiting) == [False, True]
+    await end(held + waiting)
+
+
+async def test_connections_of_one_address_have_half_of_the_places_together() -> None:
+    bound = receiver(4)
+    crowd = begin(bound, *(Connection("here", str(each)) for each in range(10)))
+    await settle()
+    assert sum(reads(crowd)) == 2
+    other = begin(bound, Connection("there", "1"))
+    await settle()
+    assert reads(other) == [True]
+    assert await end(crowd + other) == [b"x"] * 11
+
+
+async def test_a_message_is_looked_through_while_others_run() -> None:
+    bound, call = receiver(4), Call()
+    steps: list[str] = []
+
+    def check(data: bytes) -> Iterator[None]:
+        for _ in data:
+            steps.append("step")
+            yield
+
+    async def other() -> None:
+        while True:
+            steps.append("other")
+            await asyncio.sleep(0)
+
+    call.sent.set_result(b"abc")
+    running = asyncio.create_task(other())
+    assert await bound.message(cast("Any", call), "a", check) == b"abc"
+    running.cancel()
+    assert steps.count("step") == 3
+    assert ("step", "step") not in pairwise(steps)
+
+
 async def test_a_cancelled_call_leaves_its_place_and_its_turn_to_others() -> None:
     bound = receiver(4)
     held = begin(bound, *"aabb")
@@ -140,9 +230,14 @@ async def test_a_call_without_a_message_is_invalid(monkeypatch: pytest.MonkeyPat
         await task
 
 
-async def test_streams_that_bring_many_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def four_streams(monkeypatch: pytest.MonkeyPatch) -> Receiver:
     monkeypatch.setattr(receiving, "_MAX_STREAM_BYTES", MESSAGE * 4)
-    bound, call = receiver(4), cast("Any", Call())
+    return receiver(4)
+
+
+async def test_streams_that_bring_many_requests_are_bounded(four_streams: Receiver) -> None:
+    bound, call = four_streams, cast("Any", Call())
     async with bound.stream(call, "a"), bound.stream(call, "a"):
         with pytest.raises(RateLimited):
             await bound.stream(call, "a").__aenter__()
@@ -150,3 +245,51 @@ async def test_streams_that_bring_many_requests_are_bounded(monkeypatch: pytest.
             pass
     async with bound.stream(call, "a"), bound.stream(call, "a"):
         pass
+
+
+async def test_the_longest_silent_stream_of_the_greediest_ends_for_another_caller(four_streams: Receiver) -> None:
+    bound, call = four_streams, cast("Any", Call())
+    opened: dict[str, OpenStream] = {}
+    ended: dict[str, ClientStalled] = {}
+
+    async def hold(name: str) -> None:
+        try:
+            async with bound.stream(call, name[0]) as opened[name]:
+                await asyncio.Event().wait()
+        except ClientStalled as error:
+            ended[name] = error
+
+    async def begun(*names: str) -> None:
+        tasks.extend(asyncio.create_task(hold(name)) for name in names)
+        await settle()
+
+    tasks: list[asyncio.Task[None]] = []
+    await begun("a1", "b1", "b2", "c1")
+    # It is the oldest, but a request of it runs.
+    with bound.working(opened["b1"]):
+        await begun("d1")
+        assert list(ended) == ["b2"]
+        # Each has one now.
+        await begun("e1")
+        assert list(ended) == ["b2", "a1"]
+        # One more than an equal has is not to be had.
+        with pytest.raises(RateLimited):
+            await bound.stream(call, "d").__aenter__()
+    assert "silent" in str(ended["b2"])
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    async with bound.stream(call, "f"), bound.stream(call, "f"):
+        pass
+
+
+async def test_a_stream_is_silent_since_it_last_worked(four_streams: Receiver) -> None:
+    bound, call = four_streams, cast("Any", Call())
+    async with bound.stream(call, "a") as first:
+        with pytest.raises(ClientStalled):  # noqa: PT012 (where it is raised is the point)
+            async with bound.stream(call, "a"), bound.stream(call, "b"):
+                with bound.working(first):
+                    pass
+                async with bound.stream(call, "b"), bound.stream(call, "c"):
+                    await asyncio.Event().wait()
+        assert not first.is_ended
