@@ -86,6 +86,7 @@ class KVLedger:
         self._num_saved: dict[SequenceGroup, int] = {}
         self._num_reserved_rows = 0
         self._num_reserved_bytes = 0
+        self._num_saved_bytes = 0
         # Rows and bytes by tenant, reserved and saved ones.
         self._held: dict[str, tuple[int, int]] = {}
         self._handles = itertools.count(1)
@@ -132,9 +133,9 @@ class KVLedger:
         Within it, whoever waits fits when nobody runs any more, at the latest: beside all that is saved, as far as it
         would within the budget.
         """
-        num_saved = sum(self._num_saved.values())
-        most = max((self.worst_case(group) - self._num_saved.get(group, 0) for group in waiting), default=-num_saved)
-        return min(self._budget.num_bytes, max(self._num_live_bytes, num_saved + most))
+        needs = (self.worst_case(group) - self._num_saved.get(group, 0) for group in waiting)
+        most = max(needs, default=-self._num_saved_bytes)
+        return min(self._budget.num_bytes, max(self._num_live_bytes, self._num_saved_bytes + most))
 
     @property
     def num_kept_bytes(self) -> int:
@@ -145,16 +146,23 @@ class KVLedger:
         """Bytes to be reserved for all rows of a request."""
         return _num_rows(group) * self._row_bytes(group)
 
+    def room(self, without: Collection[SequenceGroup] = ()) -> tuple[int, int]:
+        """Rows and bytes that would be free, were those of `without` preempted."""
+        num_rows = self._slots.capacity - self._num_reserved_rows + sum(self._num_rows[each] for each in without)
+        num_bytes = sum(self._num_rows[each] * self._row_bytes(each) - self._saved_bytes(each) for each in without)
+        return num_rows, self._limit - self._num_live_bytes + num_bytes
+
+    def fits_in(self, group: SequenceGroup, num_rows: int, num_bytes: int) -> bool:
+        """Whether a request could be admitted, were so much `room` free."""
+        return _num_rows(group) <= num_rows and self.worst_case(group) <= num_bytes + self._num_saved.get(group, 0)
+
     def fits(self, group: SequenceGroup, without: Collection[SequenceGroup] = ()) -> bool:
         """Whether a request could be admitted, were those of `without` preempted first."""
-        num_rows = self._slots.capacity - self._num_reserved_rows + sum(self._num_rows[each] for each in without)
-        num_bytes = self._limit - self._num_live_bytes + self._num_saved.get(group, 0)
-        num_bytes += sum(self._num_rows[each] * self._row_bytes(each) - self._saved_bytes(each) for each in without)
-        return _num_rows(group) <= num_rows and self.worst_case(group) <= num_bytes
+        return self.fits_in(group, *self.room(without))
 
     def fits_beside_saved(self, group: SequenceGroup) -> bool:
-        """Whether a request could be admitted if nobody ran: what is saved of others may leave too little."""
-        num_others = sum(self._num_saved.values()) - self._num_saved.get(group, 0)
+        """Whether a request could be admitted if none ran: what is saved of others may leave too little."""
+        num_others = self._num_saved_bytes - self._num_saved.get(group, 0)
         return self.worst_case(group) <= self._limit - num_others
 
     def usage(self, tenant: str) -> KVUsage:
@@ -331,6 +339,8 @@ class KVLedger:
         reserved = sum(num_rows * self._row_bytes(group) for group, num_rows in self._num_rows.items())
         if self._num_reserved_bytes != reserved:
             raise AssertionError(f"{self._num_reserved_bytes} bytes counted as reserved, {reserved} are")
+        if self._num_saved_bytes != (saved := sum(self._num_saved.values())):
+            raise AssertionError(f"{self._num_saved_bytes} bytes counted as saved, {saved} are")
         held: dict[str, tuple[int, int]] = {}
         for group in self._num_rows.keys() | self._num_saved.keys():
             rows, num_bytes = held.get(group.request.tenant, (0, 0))
@@ -346,7 +356,7 @@ class KVLedger:
 
     @property
     def _num_live_bytes(self) -> int:
-        return self._num_reserved_bytes + sum(self._num_saved.values())
+        return self._num_reserved_bytes + self._num_saved_bytes
 
     def _row_bytes(self, group: SequenceGroup) -> int:
         source = self._pieces.padded_source_length(len(group.source_token_ids))
@@ -412,7 +422,9 @@ class KVLedger:
 
     def _save(self, group: SequenceGroup, num_bytes: int) -> None:
         """Takes note of how much is saved of a request."""
-        self._hold(group, 0, num_bytes - self._num_saved.pop(group, 0))
+        change = num_bytes - self._num_saved.pop(group, 0)
+        self._num_saved_bytes += change
+        self._hold(group, 0, change)
         if num_bytes:
             self._num_saved[group] = num_bytes
 

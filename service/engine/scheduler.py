@@ -48,12 +48,12 @@ import dataclasses
 import itertools
 import math
 import secrets
-import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from service.engine.batch import ScheduledBatch
 from service.engine.beam import Hypothesis
+from service.engine.contention import Preemption, Turns
 from service.engine.deadlines import Deadlines
 from service.engine.failure import report_failure
 from service.engine.intake import Intake, ModelShape
@@ -287,10 +287,12 @@ class Scheduler:
         self._reap(now)
         self._tenants.begin_step()
         plan, prompts = self._plan_running()
-        claimant = self._make_way(plan, prompts)
-        if claimant is not None:
+        turns = Turns(self._tenants, self._ledger, prompts)
+        if (found := Preemption(self._tenants, self._ledger, turns, plan).find()) is not None:
+            self._preempt(*found)
             plan, prompts = self._plan_running()
-        self._take_turns(plan, prompts, claimant, now)
+            turns = Turns(self._tenants, self._ledger, prompts, claimant=found[0])
+        self._take_turns(plan, prompts, turns, now)
         self._tenants.end_step()
         if self._most_drafts and plan.is_one_token and (drafts := self._guess(self._ledger.slots[0])):
             plan.guess(drafts)
@@ -434,105 +436,24 @@ class Scheduler:
                 plan.feed(slot, sequence)
         return plan, prompts
 
-    def _make_way(self, plan: StepPlan, prompts: Collection[SequenceGroup]) -> SequenceGroup | None:
-        """Preempts others for the first request that can start then, and only then; that request.
-
-        Only the most urgent ones are asked, and none of a tenant whose own prompt goes before.
-        """
-        heads = list(self._tenants.heads().values())
-        urgent = max((head.request.priority for head in heads), default=0)
-        busy = {group.request.tenant for group in prompts if group.request.priority >= urgent}
-        heads = [head for head in heads if head.request.priority == urgent and head.request.tenant not in busy]
-        for head in sorted(heads, key=self._turn):
-            if self._tenants.are_several and self._ledger.fits(head):
-                continue
-            if self._preempt_for(head, plan):
-                return head
-            if not self._tenants.is_beyond_share(head):
-                break
-        return None
-
-    def _preempt_for(self, head: SequenceGroup, plan: StepPlan) -> bool:
-        """Takes the places of others for a request if that, and only that, lets it start.
-
-        The others are less urgent or, where its tenant is due for more, equals of other tenants. `plan` is the step
-        without it.
-        """
-        lesser = [group for group in self._ledger.running if group.request.priority < head.request.priority]
-        lesser.sort(key=lambda group: group.rank, reverse=True)
-        victims: list[SequenceGroup] = []
-        if lesser and not plan.can_start(head, self._ledger.num_tokens_at_hand(head)):
-            # One that is in the middle of its prompt has the prefill budget, and at most one ever is.
-            victims = [group for group in lesser if group.is_in_prompt]
-            if not victims:
-                return False
-        for group in lesser:
-            if self._ledger.fits(head, victims):
-                break
-            if group not in victims:
-                victims.append(group)
-        if self._tenants.are_several and not self._ledger.fits(head, victims) and self._tenants.is_due(head):
-            victims += self._equals_to_preempt(head, victims)
-        if not victims or not self._ledger.fits(head, victims):
-            return False
+    def _preempt(self, head: SequenceGroup, victims: Collection[SequenceGroup]) -> None:
+        """Saves the victims' rows for a request that can start then."""
         self._tenants.spare(head)
         for group in victims:
             self._ledger.preempt(group)
             self._tenants.of(group).waiting.add(group)
             self._num_preemptions += 1
-        return True
 
-    def _equals_to_preempt(self, head: SequenceGroup, victims: Collection[SequenceGroup]) -> list[SequenceGroup]:
-        """Requests of other tenants without which, and without the victims, one that is due fits; none to spare."""
-        found: list[SequenceGroup] = []
-        for group in self._tenants.make_way(head, victims):
-            found.append(group)
-            if self._ledger.fits(head, [*victims, *found]):
-                break
-        for group in tuple(found):
-            others = [each for each in found if each is not group]
-            if self._ledger.fits(head, [*victims, *others]):
-                found = others
-        return found
-
-    def _turn(self, group: SequenceGroup) -> tuple[int, bool, float, int]:
-        """When a request's turn is: the more urgent first, then those within their tenants' shares."""
-        is_beyond = group not in self._ledger.running and self._tenants.is_beyond_share(group)
-        return -group.request.priority, is_beyond, *self._tenants.turn(group)
-
-    def _take_turns(
-        self, plan: StepPlan, prompts: dict[SequenceGroup, Sequence], claimant: SequenceGroup | None, now: float
-    ) -> None:
-        """Goes on with prompts and admits requests, each tenant in its turn, until the step is full.
-
-        Args:
-            plan: the step so far.
-            prompts: running requests of which the prompts' next pieces are not in it yet.
-            claimant: the request that others were preempted for. It comes first.
-            now: the moment.
-        """
-        done: set[str] = set()
-        # A request waits for rows or memory: whose turn is this one or later starts only if it was saved, if at all.
-        bar, lets_saved_pass = (sys.maxsize, False), False
-        while True:
-            heads = [head for head in self._tenants.heads().values() if head.request.tenant not in done]
-            # Of one tenant the prompt goes first.
-            group = claimant or min((*prompts, *heads), key=self._turn, default=None)
-            if group is None:
-                return
-            claimant, used = None, plan.num_prefill_tokens
-            if sequence := prompts.pop(group, None):
+    def _take_turns(self, plan: StepPlan, prompts: Mapping[SequenceGroup, Sequence], turns: Turns, now: float) -> None:
+        """Goes on with prompts and admits requests, each tenant in its turn, until the step is full."""
+        while (group := turns.take()) is not None:
+            used = plan.num_prefill_tokens
+            if sequence := prompts.get(group):
                 plan.feed(self._ledger.slots.slot_of(sequence), sequence)
                 if plan.num_prefill_tokens > used:
                     self._tenants.charge(group, plan.num_prefill_tokens - used)
-                continue
-            urgency, is_beyond, *_ = self._turn(group)
-            if (urgency, is_beyond) >= bar and not (lets_saved_pass and group.handles):
-                done.add(group.request.tenant)
             elif not self._ledger.fits(group):
-                done.add(group.request.tenant)
-                bar = min(bar, (urgency + is_beyond, not is_beyond))
-                lets_saved_pass = lets_saved_pass or not self._ledger.fits_beside_saved(group)
+                turns.block(group)
             elif not plan.can_start(group, self._ledger.num_tokens_at_hand(group)):
                 return
             else:

@@ -32,6 +32,10 @@ SLICE_STEPS = 4
 
 More would cost fewer copies of K/V, and hold up first tokens for longer.
 """
+Turn = tuple[int, bool, float, int]
+"""A request's turn, smaller is sooner: its priority negated, whether it is beyond its tenant's share, and the tenant's
+prompt tokens and last turn."""
+
 # Shares are sums of floats.
 _TOLERANCE = 1e-9
 
@@ -134,16 +138,30 @@ class Tenants:
         tenant.num_steps_out = 0
         self._num_turns += 1
 
-    def heads(self) -> dict[Tenant, SequenceGroup]:
-        """Each tenant's next request.
+    @property
+    def all(self) -> Collection[Tenant]:
+        """Every tenant, in the order in which they came."""
+        return self._tenants.values()
 
-        Where what is saved leaves no room for one of these, only the end of saved requests makes some: these go first.
-        The one that was saved last always fits beside the others, as it ran beside them with all its memory reserved.
+    @property
+    def is_short(self) -> bool:
+        """Whether what is saved leaves too little memory for some tenant's first request."""
+        firsts = (tenant.waiting.first for tenant in self._tenants.values())
+        return not all(first is None or self._ledger.fits_beside_saved(first) for first in firsts)
+
+    def head(self, tenant: Tenant, *, is_short: bool) -> SequenceGroup | None:
+        """A tenant's next request.
+
+        Where memory `is_short`, only the end of saved requests frees some: these go first. The one that was saved last
+        always fits beside the others, as it ran beside them with all its memory reserved.
         """
-        firsts = {tenant: first for tenant in self._tenants.values() if (first := tenant.waiting.first) is not None}
-        if all(map(self._ledger.fits_beside_saved, firsts.values())):
-            return firsts
-        return {tenant: self._first_saved(tenant) or first for tenant, first in firsts.items()}
+        return (self._first_saved(tenant) if is_short else None) or tenant.waiting.first
+
+    def heads(self) -> dict[Tenant, SequenceGroup]:
+        """Each tenant's next request."""
+        is_short = self.is_short
+        heads = {tenant: self.head(tenant, is_short=is_short) for tenant in self._tenants.values()}
+        return {tenant: head for tenant, head in heads.items() if head is not None}
 
     def _first_saved(self, tenant: Tenant) -> SequenceGroup | None:
         saved = (group for group in tenant.waiting if group.handles)
@@ -160,18 +178,24 @@ class Tenants:
             return True
         return 0 < tenant.num_steps_out >= SLICE_STEPS * (need - 1)
 
-    def turn(self, group: SequenceGroup) -> tuple[float, int]:
-        """When it is a request's tenant's turn for prompt tokens: smaller is sooner."""
+    def turn(self, group: SequenceGroup) -> Turn:
+        """When a request's turn is: the more urgent first, then those within their tenants' shares."""
         tenant = self.of(group)
-        return tenant.prompt_tokens, tenant.last_turn
+        is_beyond = group not in self._ledger.running and self.is_beyond_share(group)
+        return -group.request.priority, is_beyond, tenant.prompt_tokens, tenant.last_turn
 
     def spare(self, head: SequenceGroup) -> None:
         """A request gets rows that others had: beyond its tenant's share it keeps them for some steps."""
         if self.is_beyond_share(head):
             head.spared_until = self._num_steps + SLICE_STEPS
 
-    def make_way(self, head: SequenceGroup, without: Collection[SequenceGroup]) -> Iterator[SequenceGroup]:
-        """Running requests to be preempted for one that is due, the first first, until it fits.
+    def preemptible(self, priority: int) -> list[SequenceGroup]:
+        """Running requests of a priority that may be preempted for their equals, in the order of their ranks."""
+        running = (group for group in self._ledger.running if group.request.priority == priority)
+        return sorted((group for group in running if group.spared_until <= self._num_steps), key=lambda each: each.rank)
+
+    def choose_victims(self, head: SequenceGroup, without: Collection[SequenceGroup]) -> Iterator[SequenceGroup]:
+        """Yields running requests to be preempted for one that is due, until it fits.
 
         Of the tenant that is furthest beyond its share the least urgent and most recent one comes first. Tenants within
         their shares lose nothing to one that stays within its own.
@@ -184,9 +208,8 @@ class Tenants:
         for group in without:
             usages[group.request.tenant] = self._ledger.usage_without(usages[group.request.tenant], group)
         candidates: dict[str, list[SequenceGroup]] = {}
-        for group in sorted(self._ledger.running, key=lambda each: each.rank):
-            is_equal = group.request.priority == head.request.priority and self.of(group) is not self.of(head)
-            if is_equal and group.spared_until <= self._num_steps and group not in without:
+        for group in self.preemptible(head.request.priority):
+            if self.of(group) is not self.of(head) and group not in without:
                 candidates.setdefault(group.request.tenant, []).append(group)
         is_within_share = not self.is_beyond_share(head)
         while candidates:

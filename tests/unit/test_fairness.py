@@ -259,6 +259,44 @@ def test_more_tenants_than_rows_all_have_their_time() -> None:
     assert min(told.values()) >= 60 * 2 / 5 * 0.6, told
 
 
+def num_look_ups(num_tenants: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often the ledger is asked what requests need or tenants have, while so many tenants wait behind full rows.
+
+    Counted while none of them is due, and again when all are and rows change hands.
+    """
+    calls = 0
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return original(*args)
+
+        return call
+
+    scheduler = make_scheduler(kv_budget=KVBudget(num_bytes=10 * ROWS * CONTEXT))
+    for index in range(ROWS + num_tenants):
+        scheduler.add(request(f"{index}", max_tokens=CONTEXT - 1, tenant=f"{index}"))
+    step(scheduler)
+    assert (scheduler.num_running, scheduler.num_waiting) == (ROWS, num_tenants)
+    # A request of one row needs (ROWS + num_tenants) / ROWS shares, and is due after so many steps.
+    due = SLICE_STEPS * num_tenants // ROWS
+    for number in range(due + 2 * SLICE_STEPS):
+        with monkeypatch.context() as patch:
+            if number < SLICE_STEPS or number >= due:
+                for name in ("worst_case", "usage"):
+                    patch.setattr(KVLedger, name, counted(getattr(KVLedger, name)))
+            step(scheduler)
+    assert scheduler.num_preemptions, "none was due"
+    return calls
+
+
+def test_planning_is_linear_in_the_tenants_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = num_look_ups(32, monkeypatch), num_look_ups(64, monkeypatch)
+    # a + bk with a >= 0 at most doubles with k; a term in k * k makes four times as many of it.
+    assert many <= 2 * few, (few, many)
+
+
 def _stretches(values: Sequence[str]) -> Iterator[list[str]]:
     """Runs of equal values."""
     current: list[str] = []
