@@ -217,8 +217,8 @@ class AsyncEngine:
             RequestError: when the engine would refuse it; EngineFailed or NotServing where the thread is over.
         """
         caller = current_caller()
-        caller.check(request.priority, *_held(request))
         request = _of(caller, request)
+        caller.check(request.priority, *_held(request))
         # Of the engine that is asked, whatever has replaced it when it answers.
         forecaster = self._lane(request.model).forecaster
         return forecaster.estimate(request, await self._ask_cached_tokens(request))
@@ -624,7 +624,8 @@ class AsyncEngine:
 def _of(caller: Caller, request: GenerationRequest) -> GenerationRequest:
     """A request as the engine is to have it: the caller's, under an id that no other caller can use."""
     key = request_key(caller, request.request_id)
-    return replace(request, request_id=key, tenant=caller.tenant, weight=caller.weight)
+    priority = request.priority or caller.default_priority
+    return replace(request, request_id=key, tenant=caller.tenant, weight=caller.weight, priority=priority)
 
 
 def _held(request: GenerationRequest) -> tuple[int, int]:
