@@ -174,6 +174,16 @@ class KVLedger:
         num_bytes = self.worst_case(group) - self._num_saved.get(group, 0)
         return self.usage(group.request.tenant).less(-_num_rows(group), -num_bytes)
 
+    def usage_of(self, group: SequenceGroup) -> KVUsage:
+        """What a running request has."""
+        num_rows = self._num_rows[group]
+        return KVUsage(num_rows, num_rows * self._row_bytes(group), self._slots.capacity, self._limit)
+
+    def num_whole_rows(self, group: SequenceGroup) -> float:
+        """Bytes that preempting a running request saves, in rows as long as the context."""
+        whole = self._budget.row_bytes(self._pieces.context, self._pieces.source_context)
+        return self._saved_bytes(group) / whole
+
     def usage_without(self, usage: KVUsage, group: SequenceGroup) -> KVUsage:
         """What is left of a usage that a running request is part of, were that preempted."""
         num_rows = self._num_rows[group]

@@ -440,6 +440,7 @@ class Scheduler:
         """Saves the victims' rows for a request that can start then."""
         self._tenants.spare(head)
         for group in victims:
+            self._tenants.charge_copy(group, head)
             self._ledger.preempt(group)
             self._tenants.of(group).waiting.add(group)
             self._num_preemptions += 1

@@ -8,8 +8,11 @@ A tenant without a name is one like any other, and a tenant alone has a share of
 * **Rows and memory.** A request that keeps its tenant within its share is *due*. Room for it is made at once, out of
   what other tenants use beyond their shares. A tenant within its share is not preempted for that.
 * **Requests beyond a share.** A tenant without rows whose next request needs u times its share is due after it was kept
-  out for `SLICE_STEPS` * (u - 1) steps. The request may take the rows of any tenant, and keeps its own for
+  out for (`SLICE_STEPS` + c) * (u - 1) steps. The request may take the rows of any tenant, and keeps its own for
   `SLICE_STEPS`: so it has its share of the time, and tenants do not preempt each other with every step.
+* **Copies.** c is what preemption copied for the tenant's last such requests, in steps. The tenant whose request does
+  not fit its share pays: the preempted one's, or the one's that takes the rows. To save and restore a row as long as
+  the context counts as a step: its K/V are about a quarter of the weights' bytes, and are read and written twice.
 * **Prompts.** The tenant whose prompts had fewest tokens computed, over its weight, goes first (stride scheduling, as
   in `service.turns`). One that was idle is behind by one step's tokens at most: what it left unused is not saved up.
 
@@ -45,7 +48,8 @@ class Tenant:
     """One tenant's requests and account.
 
     `prompt_tokens` are those that were computed for it, over its weight; `last_turn` is when some were last.
-    `num_steps_out` is for how many steps it has waited without a row.
+    `num_steps_out` is for how many steps it has waited without a row; `copy_steps` is the time of the copies that it is
+    to pay, in steps.
     """
 
     weight: float
@@ -54,6 +58,7 @@ class Tenant:
     prompt_tokens: float = 0.0
     last_turn: int = -1
     num_steps_out: int = 0
+    copy_steps: float = 0.0
 
 
 class Tenants:
@@ -176,7 +181,7 @@ class Tenants:
         tenant, need = self.of(head), self._need(head)
         if need <= 1 + _TOLERANCE:
             return True
-        return 0 < tenant.num_steps_out >= SLICE_STEPS * (need - 1)
+        return 0 < tenant.num_steps_out >= (SLICE_STEPS + tenant.copy_steps) * (need - 1)
 
     def turn(self, group: SequenceGroup) -> Turn:
         """When a request's turn is: the more urgent first, then those within their tenants' shares."""
@@ -188,6 +193,19 @@ class Tenants:
         """A request gets rows that others had: beyond its tenant's share it keeps them for some steps."""
         if self.is_beyond_share(head):
             head.spared_until = self._num_steps + SLICE_STEPS
+            self.of(head).copy_steps = 0.0
+
+    def charge_copy(self, victim: SequenceGroup, head: SequenceGroup) -> None:
+        """A running request is about to be saved for another: the tenant whose request is beyond its share pays.
+
+        A higher priority goes before any share, so that neither pays for its copies.
+        """
+        if victim.request.priority != head.request.priority:
+            return
+        is_beyond_itself = self._ledger.usage_of(victim).ratio > self._share(self.of(victim)) + _TOLERANCE
+        if is_beyond_itself or self.is_beyond_share(head):
+            payer = self.of(victim if is_beyond_itself else head)
+            payer.copy_steps += self._ledger.num_whole_rows(victim)
 
     def preemptible(self, priority: int) -> list[SequenceGroup]:
         """Running requests of a priority that may be preempted for their equals, in the order of their ranks."""
