@@ -58,11 +58,11 @@ def test_a_tenant_below_its_share_gets_a_row_with_the_next_step_until_it_has_its
     step(scheduler)
     for index in range(ROWS):
         scheduler.add(request(f"b{index}", max_tokens=30, tenant="b"))
-    told = []
+    seen = []
     for _ in range(ROWS):
         step(scheduler)
-        told.append(rows_of(scheduler, "a", "b"))
-    assert told == [[7, 1], [6, 2], [5, 3], [4, 4], [4, 4], [4, 4], [4, 4], [4, 4]]
+        seen.append(rows_of(scheduler, "a", "b"))
+    assert seen == [[7, 1], [6, 2], [5, 3], [4, 4], [4, 4], [4, 4], [4, 4], [4, 4]]
     assert scheduler.num_preemptions == 4
     assert scheduler.running_ids == ("a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3"), "the most recent ones left"
 
@@ -109,8 +109,8 @@ def test_a_prompt_of_one_tenant_does_not_wait_for_the_end_of_anothers() -> None:
     scheduler.add(request("a", LONG, tenant="a"))
     step(scheduler)
     scheduler.add(request("b", range(4, 20), tenant="b"))
-    told = [chunks_of(step(scheduler)) for _ in range(6)]
-    assert told == [[(1, 0, 8)], [(0, 8, 8)], [(1, 8, 8)], [(0, 16, 8)], [(0, 24, 8)], [(0, 32, 8)]]
+    seen = [chunks_of(step(scheduler)) for _ in range(6)]
+    assert seen == [[(1, 0, 8)], [(0, 8, 8)], [(1, 8, 8)], [(0, 16, 8)], [(0, 24, 8)], [(0, 32, 8)]]
     assert scheduler.num_preemptions == 0, "a prompt that waits for its turn keeps its row"
 
 
@@ -131,8 +131,8 @@ def test_a_flood_of_prompts_takes_turns_with_another_tenants() -> None:
         step(scheduler)
     for index in range(3):
         scheduler.add(request(f"b{index}", [3 + index, *range(13, 20)], max_tokens=1, tenant="b"))
-    told = [event.request_id[0] for _ in range(6) for event in commit(scheduler, scheduler.schedule(0.0))]
-    assert told == ["b", "a", "b", "a", "b", "a"]
+    seen = [event.request_id[0] for _ in range(6) for event in commit(scheduler, scheduler.schedule(0.0))]
+    assert seen == ["b", "a", "b", "a", "b", "a"]
 
 
 def test_prompts_that_hold_no_row_for_long_do_not_starve_a_tenant_that_holds_rows() -> None:
@@ -143,12 +143,12 @@ def test_prompts_that_hold_no_row_for_long_do_not_starve_a_tenant_that_holds_row
     for index in range(50):
         scheduler.add(request(f"a{index}", [3 + index % 20, *range(3, 10)], max_tokens=1, tenant="a"))
     scheduler.add(request("b0", range(4, 12), max_tokens=1, tenant="b"))
-    told = [event.request_id for _ in range(2) for event in commit(scheduler, scheduler.schedule(0.0))]
-    assert "b0" in told
+    seen = [event.request_id for _ in range(2) for event in commit(scheduler, scheduler.schedule(0.0))]
+    assert "b0" in seen
 
 
 def test_memory_is_shared_too() -> None:
-    """Rows are free: what one tenant has reserved keeps another out, and gives way."""
+    """Rows are free: what one tenant has reserved keeps another out, and is preempted."""
     scheduler = make_scheduler(kv_budget=KVBudget(num_bytes=2 * CONTEXT))
     for index in range(2):
         scheduler.add(request(f"a{index}", [5] * 4, max_tokens=CONTEXT, tenant="a"))
@@ -273,12 +273,12 @@ def test_more_tenants_than_rows_all_have_their_time() -> None:
     names = "abcde"
     for name in names:
         scheduler.add(request(name, max_tokens=CONTEXT, tenant=name))
-    told: dict[str, int] = dict.fromkeys(names, 0)
+    seen: dict[str, int] = dict.fromkeys(names, 0)
     for _ in range(60):
         for event in commit(scheduler, scheduler.schedule(0.0)):
-            told[event.request_id] += 1
+            seen[event.request_id] += 1
         scheduler.check_invariants()
-    assert min(told.values()) >= 60 * 2 / 5 * 0.6, told
+    assert min(seen.values()) >= 60 * 2 / 5 * 0.6, seen
 
 
 def num_look_ups(num_tenants: int, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -457,7 +457,7 @@ class TenantLife(Life):
         self.num_computed |= {group: group.num_computed_tokens for group in started}
 
     def check_waiting(self, heads: list[SequenceGroup], *, has_prompts: bool) -> None:
-        """Who is within its share comes to its rows soon, and nobody waits beside what nobody needs."""
+        """A request within its share gets its rows soon, and none waits beside free room."""
         within = [head for head in heads if self.shares(head.request.tenant, [head]) <= 1]
         stuck = [head for head in within if not self.ledger.fits(head)]
         assert has_prompts or stuck or not any(map(self.ledger.fits, heads)), "work is left undone"
