@@ -11,7 +11,8 @@ Keys lie in a TOML file as SHA-256 digests, so that the file gives none away:
     requests_per_second = 5.0           # optional
     burst = 10                          # optional, how many may come at once; the rate rounded up
     weight = 2.0                        # optional, its share of a busy engine beside other keys'; 1
-    max_priority = 1                    # optional, the highest `priority` that it may ask for; 0
+    max_priority = 1                    # optional, the highest `priority` that it may ask for; 0. Below 0 it is what
+                                        # requests have that ask for none
     max_sequences = 16                  # optional, how many may run or wait at once: `n` or beams of each request
     max_tokens_in_flight = 50000        # optional, the sum over these of the prompt's tokens and `max_tokens`
 
@@ -91,6 +92,10 @@ class Caller(Protocol):
     def weight(self) -> float:
         """Its share beside other callers: above 0."""
 
+    @property
+    def default_priority(self) -> int:
+        """The priority of requests that ask for none, which is 0 on the wire: at most 0."""
+
     def check(self, priority: int, num_sequences: int, num_tokens: int) -> None:
         """Refuses a request that the caller may never make; counts nothing.
 
@@ -120,6 +125,7 @@ class Keyless:
 
     tenant = ""
     weight = 1.0
+    default_priority = 0
 
     def check(self, priority: int, num_sequences: int, num_tokens: int) -> None:
         """Everything may be asked."""
@@ -350,6 +356,10 @@ class _KeyCaller:
     @property
     def weight(self) -> float:
         return self.key.weight
+
+    @property
+    def default_priority(self) -> int:
+        return min(0, self.key.max_priority)
 
     def check(self, priority: int, num_sequences: int, num_tokens: int) -> None:
         if priority > self.key.max_priority:

@@ -1,10 +1,10 @@
 """The bridge between the event loop and the engine thread: admission, streams, abort, the end.
 
-    admit ──> submit ──> inbox ──> engine thread ──> step_done ──> stream ──> whoever iterates `events`
+    admit ──> submit ──> inbox ──> engine thread ──> step_done ──> stream ──> the consumer of `events`
 
-A request takes its place with `admit`, before any work is spent on it, and keeps it until the engine has told its last
-event, so that what is counted is what really holds memory. Everything here runs on the event loop, which is why nothing
-is locked. Knows nothing of protobuf, gRPC or text.
+A request takes its place with `admit`, before any work is spent on it, and keeps it until the engine has reported its
+last event, so that what is counted is what really holds memory. Everything here runs on the event loop, which is why
+nothing is locked. Knows nothing of protobuf, gRPC or text.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Admission:
 
         Args:
             request: with the model and id of this place.
-            cached_tokens: what `cached_tokens` told.
+            cached_tokens: what `cached_tokens` returned.
             is_streamed: whether its events are wanted as they come; if not, they come when many wait, and at its end.
 
         Raises:
@@ -91,7 +91,7 @@ class Admission:
         """Yields whatever events wait, one or more at a time; the terminal event is the last.
 
         A consumer that is behind finds several events in one batch. Those of one output are in order; those of several
-        come as the engine told them.
+        come as the engine reported them.
 
         Raises:
             RequestError: when the engine refused or failed the request; the events before that were yielded.
@@ -114,11 +114,11 @@ class AsyncEngine:
     Args:
         engines: by model name; the engine thread owns them from `start` on.
         metrics: where steps and requests are counted.
-        costs: by model name, what counts its requests; what foretells them is built on it.
+        costs: by model name, what counts its requests; what predicts their times is built on it.
         limits: who gets a place, for each model alike.
-        failing: told of a model whose steps fail one after the other.
+        failing: called with a model whose steps fail one after the other.
         recorder: remembers steps and requests; by default nothing.
-        tracer: hears of requests; by default nobody does.
+        tracer: is notified of requests; none by default.
         clock: monotonic seconds; deadlines and arrivals of requests are compared with it.
     """
 
@@ -217,14 +217,14 @@ class AsyncEngine:
             RequestError: when the engine would refuse it; EngineFailed or NotServing where the thread is over.
         """
         caller = current_caller()
-        caller.check(request.priority, *_held(request))
         request = _of(caller, request)
+        caller.check(request.priority, *_held(request))
         # Of the engine that is asked, whatever has replaced it when it answers.
         forecaster = self._lane(request.model).forecaster
         return forecaster.estimate(request, await self._ask_cached_tokens(request))
 
     async def calibrate(self, model: str, max_seconds: float, max_wait_seconds: float) -> int:
-        """Learns step times from steps that nobody asked for, on the idle engine; how many there were.
+        """Learns step times from steps of its own, on the idle engine; how many there were.
 
         Raises:
             RequestError: as `call` does; NotServing where the engine was replaced or removed meanwhile.
@@ -445,7 +445,7 @@ class AsyncEngine:
 
     @contextmanager
     def _faults_are_fatal(self) -> Iterator[None]:
-        """A fault of ours between engine and streams is as bad as the engine's death: whoever was missed would hang."""
+        """A fault of ours between engine and streams is as bad as the engine's death: a missed stream would hang."""
         try:
             yield
         except Exception as cause:
@@ -464,7 +464,7 @@ class AsyncEngine:
             if stream is None or stream.engine is not engine:
                 continue
             if event.token_id is not None:
-                stream.token_told(metrics, event, now)
+                stream.count_token(metrics, event, now)
             elif event.prompt_logprobs and event.is_terminal and stream.request is not None:
                 metrics.prompt_done(stream.request.num_prompt_tokens, event.num_cached_tokens)
             if event.finish_reason is not None:
@@ -482,7 +482,7 @@ class AsyncEngine:
         for stream in list(self._streams.values()):
             try:
                 self._fail(stream, self._refuse(), now)
-            except Exception as cause:  # the stream was told before anything could fail
+            except Exception as cause:  # the stream was notified before anything could fail
                 report_failure(f"the end of request {stream.request_id} could not be counted", cause)
 
     def _end(self) -> asyncio.Future[EngineFailed | None]:
@@ -597,13 +597,13 @@ class AsyncEngine:
         stream.trace.ended(record, event.num_cached_tokens, reasons)
 
     def _settle(self, stream: Stream, event: TokenEvent) -> Cost | None:
-        """What a request that is over has cost, if that can be told."""
+        """What a request that is over has cost, if that can be counted."""
         if stream.request is None or stream.forecaster is None or stream.quote is None:
             return None
-        told = {index: tokens.count for index, tokens in stream.tokens.items()}
+        num_tokens = {index: tokens.count for index, tokens in stream.tokens.items()}
         try:
-            return stream.forecaster.settle(stream.quote, stream.request, told, event)
-        except Exception as cause:  # what is told besides must not end those who run
+            return stream.forecaster.settle(stream.quote, stream.request, num_tokens, event)
+        except Exception as cause:  # accounting must not end requests that run
             report_failure(f"what request {stream.request_id} cost could not be counted", cause)
             return None
 
@@ -624,7 +624,8 @@ class AsyncEngine:
 def _of(caller: Caller, request: GenerationRequest) -> GenerationRequest:
     """A request as the engine is to have it: the caller's, under an id that no other caller can use."""
     key = request_key(caller, request.request_id)
-    return replace(request, request_id=key, tenant=caller.tenant, weight=caller.weight)
+    priority = request.priority or caller.default_priority
+    return replace(request, request_id=key, tenant=caller.tenant, weight=caller.weight, priority=priority)
 
 
 def _held(request: GenerationRequest) -> tuple[int, int]:
@@ -638,7 +639,7 @@ def _finish_waiting(gone: asyncio.Future[None]) -> None:
 
 
 def _outcome(error: BaseException | None) -> str:
-    """The label of a request that ended so; whoever left without an error, or was cancelled, did not want it."""
+    """The label of a request that ended so; a caller that left without an error, or was cancelled, cancelled it."""
     if isinstance(error, RequestError):
         return error.label
     return EngineFailed.label if isinstance(error, Exception) else RequestCancelled.label

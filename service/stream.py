@@ -1,4 +1,4 @@
-"""One request between admission and its last event: what was told of it so far and when, and what waits to be taken.
+"""One request between admission and its last event: what was reported so far and when, and what waits to be taken.
 
 All of it belongs to the event loop. Knows what is noted of a request, and nothing of when that begins and ends: places,
 hand-over and the end are `service.async_engine`'s.
@@ -22,8 +22,8 @@ from service.tracing import RequestTrace
 
 # A client far behind gets many tokens in a message, but not so many that no message holds them.
 _MAX_EVENTS_TAKEN = 128
-# Who does not wait for single events is woken once so many are there: that costs more than any of them, and text for
-# all of a long answer at its end would hold up others.
+# A consumer that does not wait for single events is woken once so many are there: that costs more than any of them, and
+# text for all of a long answer at its end would hold up others.
 _EVENTS_GATHERED = 32
 
 
@@ -34,7 +34,7 @@ def request_key(caller: Caller, request_id: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class Tokens:
-    """One output's tokens so far: how many were told, when the first was, and when the last."""
+    """One output's tokens so far: how many were reported, when the first was, and when the last."""
 
     first_time: float
     last_time: float
@@ -84,13 +84,13 @@ class Stream:
         return next(reversed(self.reasons.values()), None)
 
     @property
-    def tells_as_it_happens(self) -> bool:
-        """Whether a token is told when it is chosen: those of beam search come all at once, when that is over."""
+    def reports_each_token(self) -> bool:
+        """Whether a token is reported when it is chosen: those of beam search come all at once, when that is over."""
         return self.request is not None and self.request.beam_search is None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens told, over all outputs."""
+        """Tokens reported, over all outputs."""
         return sum(tokens.count for tokens in self.tokens.values())
 
     @property
@@ -100,20 +100,20 @@ class Stream:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean time of the tokens after each output's first; None where there are none, or time tells nothing."""
+        """Mean time of the tokens after each output's first; None where there are none, or all came at once."""
         outputs = self.tokens.values()
         count = sum(tokens.count - 1 for tokens in outputs)
-        if not count or not self.tells_as_it_happens:
+        if not count or not self.reports_each_token:
             return None
         return sum(tokens.last_time - tokens.first_time for tokens in outputs) / count
 
-    def token_told(self, metrics: ModelMetrics, event: TokenEvent, now: float) -> None:
+    def count_token(self, metrics: ModelMetrics, event: TokenEvent, now: float) -> None:
         """Counts an event's token of its output, and the time since the one before or, of the first, since arrival."""
         if self.forecaster is not None:
             self.forecaster.token_told(self.key)
         tokens = self.tokens.get(event.output_index)
         if tokens is not None:
-            if self.tells_as_it_happens:
+            if self.reports_each_token:
                 metrics.next_token(now - tokens.last_time)
             tokens.count += 1
             tokens.last_time = now
@@ -124,7 +124,7 @@ class Stream:
         self.tokens[event.output_index] = Tokens(now, now)
 
     def push(self, event: TokenEvent) -> None:
-        """Adds an event, and wakes whoever waits for it."""
+        """Adds an event, and wakes its consumer."""
         self.events.append(event)
         is_wanted = self.is_streamed or event.is_terminal or len(self.events) >= _EVENTS_GATHERED
         if is_wanted and self.waiter is not None and not self.waiter.done():

@@ -2,10 +2,10 @@
 
     budget = reserved by requests that run (their longest possible end, for each of their rows)
            + kept of requests that were preempted (what they had computed)
-           + kept for later requests: the prefix cache, which gives way to the other two
-           + left in rows that nobody uses: freed when the rest wants it, as touching memory anew takes time
+           + kept for later requests: the prefix cache, which is evicted for the other two
+           + left in rows that no request uses: freed when the rest wants it, as touching memory anew takes time
 
-A request is admitted only if its worst case fits, so that nobody who runs is ever ended for want of memory. Preempting
+A request is admitted only if its worst case fits, so that none that runs is ever ended for want of memory. Preempting
 cannot get more out of a CPU's memory than that: what is saved lies in the memory that was to be won. It takes places
 from requests for more urgent ones, and is undone bit for bit.
 
@@ -49,7 +49,7 @@ class KVBudget:
 
 @dataclass(frozen=True, slots=True)
 class KVUsage:
-    """Rows and bytes that somebody has, of so many."""
+    """Rows and bytes in use, of so many."""
 
     num_rows: int
     num_bytes: int
@@ -86,10 +86,11 @@ class KVLedger:
         self._num_saved: dict[SequenceGroup, int] = {}
         self._num_reserved_rows = 0
         self._num_reserved_bytes = 0
+        self._num_saved_bytes = 0
         # Rows and bytes by tenant, reserved and saved ones.
         self._held: dict[str, tuple[int, int]] = {}
         self._handles = itertools.count(1)
-        # What a former scheduler kept is nobody's.
+        # What a former scheduler kept is dropped.
         self._operations: list[KVOperation] = [KVRetain(frozenset())]
         # Tokens and source tokens written to a row since it was last freed, by its owners up to the last one.
         self._touched = [(0, 0)] * num_slots
@@ -107,7 +108,7 @@ class KVLedger:
 
     @property
     def usage_ratio(self) -> float:
-        """Share of the budget that running and preempted requests take; the prefix cache gives way, so it is free."""
+        """Share of the budget that running and preempted requests take; the prefix cache can be evicted: it is free."""
         return self._num_live_bytes / self._budget.num_bytes
 
     @property
@@ -116,7 +117,7 @@ class KVLedger:
         return self._limit
 
     def set_limit(self, num_bytes: int) -> None:
-        """Keeps all K/V within so many bytes of the budget from now on: what is in nobody's use gives way.
+        """Keeps all K/V within so many bytes of the budget from now on: unused memory is freed.
 
         Raises:
             ValueError: when running and preempted requests hold more.
@@ -129,12 +130,12 @@ class KVLedger:
     def num_needed_bytes(self, waiting: Iterable[SequenceGroup]) -> int:
         """What the limit must be for all requests to end: those that run, were preempted, or wait.
 
-        Within it, whoever waits fits when nobody runs any more, at the latest: beside all that is saved, as far as it
+        Within it, every waiting request fits an empty engine at the latest: beside all that is saved, as far as it
         would within the budget.
         """
-        num_saved = sum(self._num_saved.values())
-        most = max((self.worst_case(group) - self._num_saved.get(group, 0) for group in waiting), default=-num_saved)
-        return min(self._budget.num_bytes, max(self._num_live_bytes, num_saved + most))
+        needs = (self.worst_case(group) - self._num_saved.get(group, 0) for group in waiting)
+        most = max(needs, default=-self._num_saved_bytes)
+        return min(self._budget.num_bytes, max(self._num_live_bytes, self._num_saved_bytes + most))
 
     @property
     def num_kept_bytes(self) -> int:
@@ -145,16 +146,23 @@ class KVLedger:
         """Bytes to be reserved for all rows of a request."""
         return _num_rows(group) * self._row_bytes(group)
 
+    def room(self, without: Collection[SequenceGroup] = ()) -> tuple[int, int]:
+        """Rows and bytes that would be free, were those of `without` preempted."""
+        num_rows = self._slots.capacity - self._num_reserved_rows + sum(self._num_rows[each] for each in without)
+        num_bytes = sum(self._num_rows[each] * self._row_bytes(each) - self._saved_bytes(each) for each in without)
+        return num_rows, self._limit - self._num_live_bytes + num_bytes
+
+    def fits_in(self, group: SequenceGroup, num_rows: int, num_bytes: int) -> bool:
+        """Whether a request could be admitted, were so much `room` free."""
+        return _num_rows(group) <= num_rows and self.worst_case(group) <= num_bytes + self._num_saved.get(group, 0)
+
     def fits(self, group: SequenceGroup, without: Collection[SequenceGroup] = ()) -> bool:
         """Whether a request could be admitted, were those of `without` preempted first."""
-        num_rows = self._slots.capacity - self._num_reserved_rows + sum(self._num_rows[each] for each in without)
-        num_bytes = self._limit - self._num_live_bytes + self._num_saved.get(group, 0)
-        num_bytes += sum(self._num_rows[each] * self._row_bytes(each) - self._saved_bytes(each) for each in without)
-        return _num_rows(group) <= num_rows and self.worst_case(group) <= num_bytes
+        return self.fits_in(group, *self.room(without))
 
     def fits_beside_saved(self, group: SequenceGroup) -> bool:
-        """Whether a request could be admitted if nobody ran: what is saved of others may leave too little."""
-        num_others = sum(self._num_saved.values()) - self._num_saved.get(group, 0)
+        """Whether a request could be admitted if none ran: what is saved of others may leave too little."""
+        num_others = self._num_saved_bytes - self._num_saved.get(group, 0)
         return self.worst_case(group) <= self._limit - num_others
 
     def usage(self, tenant: str) -> KVUsage:
@@ -166,6 +174,16 @@ class KVLedger:
         num_bytes = self.worst_case(group) - self._num_saved.get(group, 0)
         return self.usage(group.request.tenant).less(-_num_rows(group), -num_bytes)
 
+    def usage_of(self, group: SequenceGroup) -> KVUsage:
+        """What a running request has."""
+        num_rows = self._num_rows[group]
+        return KVUsage(num_rows, num_rows * self._row_bytes(group), self._slots.capacity, self._limit)
+
+    def num_whole_rows(self, group: SequenceGroup) -> float:
+        """Bytes that preempting a running request saves, in rows as long as the context."""
+        whole = self._budget.row_bytes(self._pieces.context, self._pieces.source_context)
+        return self._saved_bytes(group) / whole
+
     def usage_without(self, usage: KVUsage, group: SequenceGroup) -> KVUsage:
         """What is left of a usage that a running request is part of, were that preempted."""
         num_rows = self._num_rows[group]
@@ -176,7 +194,7 @@ class KVLedger:
         return sum(len(piece.token_ids) for piece in self._at_hand(group))
 
     def admit(self, group: SequenceGroup) -> list[int]:
-        """Gives a request that fits its rows, with all of its K/V that are at hand; the slots, by row."""
+        """Gives a request that fits its rows, with all of its K/V that are cached; the slots, by row."""
         at_hand = self._at_hand(group)
         if at_hand:
             self._cache.use(at_hand[-1])
@@ -230,7 +248,7 @@ class KVLedger:
                 self._operations.append(KVCopy(source, target, parent.num_computed_tokens, 0, start))
 
     def release(self, groups: Collection[SequenceGroup]) -> None:
-        """Frees the rows of requests whose sequences have left them; nobody who stays moves twice.
+        """Frees the rows of requests whose sequences have left them; none that stays moves twice.
 
         A request with no `sequences` is over, and one with fewer than before needs no more than these.
         """
@@ -242,7 +260,7 @@ class KVLedger:
         for group in groups:
             if group in self._num_rows:
                 self._reserve(group, _num_rows(group) if group.sequences else 0)
-        # Whoever moved leaves more behind, perhaps, than those who went had reserved.
+        # Rows that moved leave more behind, perhaps, than those that ended had reserved.
         self._make_room(0)
 
     def preempt(self, group: SequenceGroup) -> None:
@@ -283,7 +301,7 @@ class KVLedger:
             self._operations.append(KVSave(slot, piece.handle, 0, len(token_ids)))
 
     def note_written(self, slot: int, num_tokens: int) -> None:
-        """Takes note of how far a row was written, where that is further than what it has computed tells."""
+        """Takes note of how far a row was written, where that is further than what it has computed."""
         num_before, num_source_tokens = self._touched[slot]
         self._touched[slot] = max(num_before, num_tokens), num_source_tokens
 
@@ -331,6 +349,8 @@ class KVLedger:
         reserved = sum(num_rows * self._row_bytes(group) for group, num_rows in self._num_rows.items())
         if self._num_reserved_bytes != reserved:
             raise AssertionError(f"{self._num_reserved_bytes} bytes counted as reserved, {reserved} are")
+        if self._num_saved_bytes != (saved := sum(self._num_saved.values())):
+            raise AssertionError(f"{self._num_saved_bytes} bytes counted as saved, {saved} are")
         held: dict[str, tuple[int, int]] = {}
         for group in self._num_rows.keys() | self._num_saved.keys():
             rows, num_bytes = held.get(group.request.tenant, (0, 0))
@@ -346,7 +366,7 @@ class KVLedger:
 
     @property
     def _num_live_bytes(self) -> int:
-        return self._num_reserved_bytes + sum(self._num_saved.values())
+        return self._num_reserved_bytes + self._num_saved_bytes
 
     def _row_bytes(self, group: SequenceGroup) -> int:
         source = self._pieces.padded_source_length(len(group.source_token_ids))
@@ -357,7 +377,7 @@ class KVLedger:
 
     @property
     def _num_spare_bytes(self) -> int:
-        """What may be had for the asking: the prefix cache, and what is left in rows that nobody uses."""
+        """What can be freed at once: the prefix cache, and what is left in rows that no request uses."""
         unused = self._touched[len(self._slots) :]
         return self._cache.num_bytes + sum(self._budget.row_bytes(*touched) for touched in unused if any(touched))
 
@@ -412,7 +432,9 @@ class KVLedger:
 
     def _save(self, group: SequenceGroup, num_bytes: int) -> None:
         """Takes note of how much is saved of a request."""
-        self._hold(group, 0, num_bytes - self._num_saved.pop(group, 0))
+        change = num_bytes - self._num_saved.pop(group, 0)
+        self._num_saved_bytes += change
+        self._hold(group, 0, change)
         if num_bytes:
             self._num_saved[group] = num_bytes
 
@@ -460,7 +482,7 @@ class KVLedger:
         return [piece for piece, total in zip(found, totals, strict=True) if total <= room]
 
     def _pieces_of(self, group: SequenceGroup) -> Iterator[TokenIds]:
-        """What may be found of a request: its source, or the chunks of its prompt whose logits nobody wants."""
+        """What may be found of a request: its source, or the chunks of its prompt whose logits are not wanted."""
         if group.source_token_ids:
             yield group.source_token_ids
             return

@@ -88,7 +88,7 @@ class StepPlan:
     """Collects a step's work: the batched run is free, encoding and chunks share `max_prefill_tokens`.
 
     The first piece is always taken, however long. Once a piece did not fit, nothing that needs the budget is taken any
-    more, so that nobody overtakes.
+    more, so that none overtakes.
     """
 
     def __init__(self, pieces: Pieces, max_prefill_tokens: int, num_slots: int) -> None:

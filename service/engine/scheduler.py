@@ -1,4 +1,4 @@
-"""Who computes what in the next step: continuous batching over slots, for both families by the same code.
+"""Which sequences the next step computes: continuous batching over slots, for both families by the same code.
 
 There are no phases. Every sequence has `num_computed_tokens`, which catches up with `num_tokens` in *pieces* that end
 at absolute multiples of the chunk (one for an encoder-decoder, whose graph decodes token by token). A piece of one
@@ -15,8 +15,8 @@ What is promised, and checked by the tests, with one tenant:
   slots are free, a prompt of c pieces behind prompts of m pieces in all is computed after at most m + c steps.
 * Running rows wait, per step, for `max_prefill_tokens` of prompts at most, or for one source that is longer than that.
 * A new request starts in the first step that finds it at the head of the queue with its rows, the K/V memory of its
-  worst case and prefill budget free. Nobody of the queue starts before its head: among equals, whoever waits comes to
-  its turn, as only those that arrive within its patience can still be put ahead of it (`service.engine.waiting`). Only
+  worst case and prefill budget free. No request of the queue starts before its head: among equals, each comes to its
+  turn, as only those that arrive within its patience can still be put ahead of it (`service.engine.waiting`). Only
   where what is saved of preempted requests leaves no room for it, these go on first.
 * If what the head waits for is held by less urgent requests that run, it starts at once: the least urgent of them go,
   or the one that is being prefilled; their K/V are saved, and they go on later as if nothing had happened.
@@ -31,15 +31,15 @@ With several tenants, each has a queue of its own, and of these promises:
 
 And with any number of them:
 
-* Aborted, expired and finished sequences lose their slot before the next step is planned; who waits and cannot be over
-  in time any more (`start_by`) never gets one.
+* Aborted, expired and finished sequences lose their slot before the next step is planned; a waiting request that
+  cannot be over in time any more (`start_by`) never gets one.
 * A request that wants what there is (`end_by`) ends with a step, as soon as another one that takes as long as the
   longest of the recent ones would end too late for it.
 * A row that computes alone may be guessed ahead (`service.engine.look_up`), and gets the tokens that it would get one
   by one; never past its end, so that it writes no further than it has reserved.
 * Every output of a request has one last event, and every request that `add` accepted exactly one terminal event.
 
-Runs on the engine thread alone; knows no tensors, no clock (it is told the time) and no transport.
+Runs on the engine thread alone; knows no tensors, no clock (callers pass the time) and no transport.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ import dataclasses
 import itertools
 import math
 import secrets
-import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from service.engine.batch import ScheduledBatch
 from service.engine.beam import Hypothesis
+from service.engine.contention import Preemption, Turns
 from service.engine.deadlines import Deadlines
 from service.engine.failure import report_failure
 from service.engine.intake import Intake, ModelShape
@@ -76,8 +76,8 @@ class EngineLimits:
     The operator chooses `max_batch_size`, the number of slots; `prefill_chunk`, how many prompt tokens one run
     computes; `kv_memory_bytes`, what all K/V together may take, those kept for later requests included: None is a
     whole context for each slot; `patience_seconds`, for how long a request may be overtaken by equals with earlier
-    deadlines: None lets nobody overtake; and `look_up`, how many tokens of a row that computes alone may be guessed
-    ahead, where it is proven that this changes no bit. Whoever builds the engine sets the rest:
+    deadlines: None lets none overtake; and `look_up`, how many tokens of a row that computes alone may be guessed
+    ahead, where it is proven that this changes no bit. The engine's builder sets the rest:
     `max_prefill_tokens`, how many a step computes at most, and so how long running streams can be held up;
     `prompt_padding`, the multiple to which prompts of at most `short_prompt` tokens are padded; `source_padding`, the
     same for sources.
@@ -279,7 +279,7 @@ class Scheduler:
             self._aborted.append(request_id)
 
     def schedule(self, now: float) -> ScheduledBatch:
-        """Lets go of who must leave, admits who can start, and plans one step.
+        """Reaps ended requests, admits waiting ones, plans one step.
 
         `now` is in `time.monotonic()` seconds. Every call must be followed by one of `commit` or `fail_running`.
         """
@@ -287,10 +287,12 @@ class Scheduler:
         self._reap(now)
         self._tenants.begin_step()
         plan, prompts = self._plan_running()
-        claimant = self._make_way(plan, prompts)
-        if claimant is not None:
+        turns = Turns(self._tenants, self._ledger, prompts)
+        if (found := Preemption(self._tenants, self._ledger, turns, plan).find()) is not None:
+            self._preempt(*found)
             plan, prompts = self._plan_running()
-        self._take_turns(plan, prompts, claimant, now)
+            turns = Turns(self._tenants, self._ledger, prompts, claimant=found[0])
+        self._take_turns(plan, prompts, turns, now)
         self._tenants.end_step()
         if self._most_drafts and plan.is_one_token and (drafts := self._guess(self._ledger.slots[0])):
             plan.guess(drafts)
@@ -318,7 +320,7 @@ class Scheduler:
         self._note_computed(batch)
         slots = self._ledger.slots
         for score, logprobs in zip(batch.scores, scored, strict=True):
-            self._tell_scores(slots[score.slot].group, logprobs, now, is_end=score.is_end)
+            self._report_scores(slots[score.slot].group, logprobs, now, is_end=score.is_end)
         if batch.drafted is None:
             self._advance_all(planned.sampled, sampled, now)
         else:
@@ -348,10 +350,10 @@ class Scheduler:
         return self._take_events()
 
     def forget_kv(self) -> None:
-        """Forgets all that is kept in rows and besides, for others have written to the rows; nobody may hold one.
+        """Forgets all that is kept in rows and besides, for others have written to the rows; no request may hold one.
 
         Raises:
-            RuntimeError: when somebody does.
+            RuntimeError: when one does.
         """
         if self._live:
             raise RuntimeError(f"{len(self._live)} requests live")
@@ -403,9 +405,9 @@ class Scheduler:
             raise RequestTooLarge(field, num_rows, limit)
 
     def _reap(self, now: float) -> None:
-        """Ends expired and aborted requests, wherever they are, and who need not begin any more.
+        """Ends expired and aborted requests, wherever they are, and those that could not end in time any more.
 
-        An expired one is told so even if it was aborted: a transport's deadline cancels the call at the same moment.
+        An expired one ends as such even if it was aborted: a transport's deadline cancels the call at the same moment.
         """
         for group in self._deadlines.take_expired(now):
             self._finish_early(group, FinishReason.DEADLINE, now)
@@ -418,7 +420,7 @@ class Scheduler:
         self._release()
 
     def _end_in_time(self, now: float) -> None:
-        """Ends who would rather have what there is than wait for a step that might end too late."""
+        """Finishes `partial_on_deadline` requests that cannot afford another step."""
         if self._ends:
             for group in self._ends.take_expired(now + self._pace.longest):
                 self._finish_early(group, FinishReason.DEADLINE, now)
@@ -434,105 +436,25 @@ class Scheduler:
                 plan.feed(slot, sequence)
         return plan, prompts
 
-    def _make_way(self, plan: StepPlan, prompts: Collection[SequenceGroup]) -> SequenceGroup | None:
-        """Preempts others for the first request that can start then, and only then; that request.
-
-        Only the most urgent ones are asked, and none of a tenant whose own prompt goes before.
-        """
-        heads = list(self._tenants.heads().values())
-        urgent = max((head.request.priority for head in heads), default=0)
-        busy = {group.request.tenant for group in prompts if group.request.priority >= urgent}
-        heads = [head for head in heads if head.request.priority == urgent and head.request.tenant not in busy]
-        for head in sorted(heads, key=self._turn):
-            if self._tenants.are_several and self._ledger.fits(head):
-                continue
-            if self._preempt_for(head, plan):
-                return head
-            if not self._tenants.is_beyond_share(head):
-                break
-        return None
-
-    def _preempt_for(self, head: SequenceGroup, plan: StepPlan) -> bool:
-        """Takes the places of others for a request if that, and only that, lets it start.
-
-        The others are less urgent or, where its tenant is due for more, equals of other tenants. `plan` is the step
-        without it.
-        """
-        lesser = [group for group in self._ledger.running if group.request.priority < head.request.priority]
-        lesser.sort(key=lambda group: group.rank, reverse=True)
-        victims: list[SequenceGroup] = []
-        if lesser and not plan.can_start(head, self._ledger.num_tokens_at_hand(head)):
-            # One that is in the middle of its prompt has the prefill budget, and at most one ever is.
-            victims = [group for group in lesser if group.is_in_prompt]
-            if not victims:
-                return False
-        for group in lesser:
-            if self._ledger.fits(head, victims):
-                break
-            if group not in victims:
-                victims.append(group)
-        if self._tenants.are_several and not self._ledger.fits(head, victims) and self._tenants.is_due(head):
-            victims += self._equals_to_preempt(head, victims)
-        if not victims or not self._ledger.fits(head, victims):
-            return False
+    def _preempt(self, head: SequenceGroup, victims: Collection[SequenceGroup]) -> None:
+        """Saves the victims' rows for a request that can start then."""
         self._tenants.spare(head)
         for group in victims:
+            self._tenants.charge_copy(group, head)
             self._ledger.preempt(group)
             self._tenants.of(group).waiting.add(group)
             self._num_preemptions += 1
-        return True
 
-    def _equals_to_preempt(self, head: SequenceGroup, victims: Collection[SequenceGroup]) -> list[SequenceGroup]:
-        """Requests of other tenants without which, and without the victims, one that is due fits; none to spare."""
-        found: list[SequenceGroup] = []
-        for group in self._tenants.make_way(head, victims):
-            found.append(group)
-            if self._ledger.fits(head, [*victims, *found]):
-                break
-        for group in tuple(found):
-            others = [each for each in found if each is not group]
-            if self._ledger.fits(head, [*victims, *others]):
-                found = others
-        return found
-
-    def _turn(self, group: SequenceGroup) -> tuple[int, bool, float, int]:
-        """When a request's turn is: the more urgent first, then those within their tenants' shares."""
-        is_beyond = group not in self._ledger.running and self._tenants.is_beyond_share(group)
-        return -group.request.priority, is_beyond, *self._tenants.turn(group)
-
-    def _take_turns(
-        self, plan: StepPlan, prompts: dict[SequenceGroup, Sequence], claimant: SequenceGroup | None, now: float
-    ) -> None:
-        """Goes on with prompts and admits requests, each tenant in its turn, until the step is full.
-
-        Args:
-            plan: the step so far.
-            prompts: running requests of which the prompts' next pieces are not in it yet.
-            claimant: the request that others were preempted for. It comes first.
-            now: the moment.
-        """
-        done: set[str] = set()
-        # A request waits for rows or memory: whose turn is this one or later starts only if it was saved, if at all.
-        bar, lets_saved_pass = (sys.maxsize, False), False
-        while True:
-            heads = [head for head in self._tenants.heads().values() if head.request.tenant not in done]
-            # Of one tenant the prompt goes first.
-            group = claimant or min((*prompts, *heads), key=self._turn, default=None)
-            if group is None:
-                return
-            claimant, used = None, plan.num_prefill_tokens
-            if sequence := prompts.pop(group, None):
+    def _take_turns(self, plan: StepPlan, prompts: Mapping[SequenceGroup, Sequence], turns: Turns, now: float) -> None:
+        """Goes on with prompts and admits requests, each tenant in its turn, until the step is full."""
+        while (group := turns.take()) is not None:
+            used = plan.num_prefill_tokens
+            if sequence := prompts.get(group):
                 plan.feed(self._ledger.slots.slot_of(sequence), sequence)
                 if plan.num_prefill_tokens > used:
                     self._tenants.charge(group, plan.num_prefill_tokens - used)
-                continue
-            urgency, is_beyond, *_ = self._turn(group)
-            if (urgency, is_beyond) >= bar and not (lets_saved_pass and group.handles):
-                done.add(group.request.tenant)
             elif not self._ledger.fits(group):
-                done.add(group.request.tenant)
-                bar = min(bar, (urgency + is_beyond, not is_beyond))
-                lets_saved_pass = lets_saved_pass or not self._ledger.fits_beside_saved(group)
+                turns.block(group)
             elif not plan.can_start(group, self._ledger.num_tokens_at_hand(group)):
                 return
             else:
@@ -557,7 +479,7 @@ class Scheduler:
             slots[chunk.slot].num_computed_tokens += len(chunk.token_ids)
             self._ledger.keep_chunk(chunk.slot, chunk.start, len(chunk.token_ids))
         if (drafted := batch.drafted) is not None:
-            # Of the guesses nobody knows yet whether they are the row's.
+            # Whether the guesses are the row's is not known yet.
             slots[drafted.slot].num_computed_tokens += 1
             self._ledger.note_written(drafted.slot, drafted.start + len(drafted.token_ids))
         for encoded in batch.encodes:
@@ -617,7 +539,7 @@ class Scheduler:
             return
         extensions = group.beams.advance(expansions)
         if not extensions:
-            self._tell_hypotheses(group, group.beams.hypotheses(), now)
+            self._report_hypotheses(group, group.beams.hypotheses(), now)
             return
         parents, beams = group.sequences, []
         births: list[tuple[Sequence, Sequence]] = []
@@ -635,8 +557,8 @@ class Scheduler:
             self._changed[group] = None
         group.sequences = beams
 
-    def _tell_hypotheses(self, group: SequenceGroup, hypotheses: Collection[Hypothesis], now: float) -> None:
-        """Tells of a search that is over, token by token."""
+    def _report_hypotheses(self, group: SequenceGroup, hypotheses: Collection[Hypothesis], now: float) -> None:
+        """Reports the outputs of a search that is over, token by token."""
         if any(hypothesis.token_ids for hypothesis in hypotheses):
             group.first_token_time = now
         for index, hypothesis in enumerate(hypotheses):
@@ -667,31 +589,31 @@ class Scheduler:
     def _finish_early(self, group: SequenceGroup, reason: FinishReason, now: float) -> None:
         """Ends a request between two tokens, each output with the text that was held back.
 
-        A search tells its best so far where a deadline leaves that as the answer, and otherwise nothing.
+        A search reports its best so far where a deadline leaves that as the answer, and otherwise nothing.
         """
         if group in self._tenants:
             self._tenants.of(group).waiting.remove(group)
             self._ledger.forget(group)
         request_id = group.request_id
         if group.beams is not None and group.request.partial_on_deadline and reason is FinishReason.DEADLINE:
-            self._tell_hypotheses(group, group.beams.stop(reason), now)
+            self._report_hypotheses(group, group.beams.stop(reason), now)
             return
         try:
             if group.beams is None:
                 ends = [(sequence.index, sequence.flush_text()) for sequence in group.sequences]
             else:
                 ends = [(index, None) for index in range(group.request.num_outputs)]
-        except Exception as cause:  # a decoder's own: nobody else is concerned
+        except Exception as cause:  # a decoder's own: no other request is concerned
             self._fail(group, report_failure(f"request {request_id}: no text could be made", cause), now)
             return
         for index, text in ends:
             self._events.append(TokenEvent(request_id=request_id, output_index=index, text=text, finish_reason=reason))
         self._end(group, now)
 
-    def _tell_scores(
+    def _report_scores(
         self, group: SequenceGroup, logprobs: tuple[TokenLogprobs, ...] | None, now: float, *, is_end: bool
     ) -> None:
-        """Tells of a prompt's scores, and ends a request that wanted nothing else."""
+        """Reports a prompt's scores, and ends a request that wanted nothing else."""
         if group.request_id not in self._live:
             return
         if logprobs is None:
@@ -703,7 +625,7 @@ class Scheduler:
             self._end(group, now)
 
     def _advance(self, sequence: Sequence, result: SampledToken | None, now: float) -> None:
-        """Appends a sampled token and tells of it."""
+        """Appends a sampled token and reports it."""
         group = sequence.group
         request_id = group.request_id
         if request_id not in self._live:

@@ -8,8 +8,11 @@ A tenant without a name is one like any other, and a tenant alone has a share of
 * **Rows and memory.** A request that keeps its tenant within its share is *due*. Room for it is made at once, out of
   what other tenants use beyond their shares. A tenant within its share is not preempted for that.
 * **Requests beyond a share.** A tenant without rows whose next request needs u times its share is due after it was kept
-  out for `SLICE_STEPS` * (u - 1) steps. The request may take the rows of any tenant, and keeps its own for
+  out for (`SLICE_STEPS` + c) * (u - 1) steps. The request may take the rows of any tenant, and keeps its own for
   `SLICE_STEPS`: so it has its share of the time, and tenants do not preempt each other with every step.
+* **Copies.** c is what preemption copied for the tenant's last such requests, in steps. The tenant whose request does
+  not fit its share pays: the preempted one's, or the one's that takes the rows. To save and restore a row as long as
+  the context counts as a step: its K/V are about a quarter of the weights' bytes, and are read and written twice.
 * **Prompts.** The tenant whose prompts had fewest tokens computed, over its weight, goes first (stride scheduling, as
   in `service.turns`). One that was idle is behind by one step's tokens at most: what it left unused is not saved up.
 
@@ -32,6 +35,10 @@ SLICE_STEPS = 4
 
 More would cost fewer copies of K/V, and hold up first tokens for longer.
 """
+Turn = tuple[int, bool, float, int]
+"""A request's turn, smaller is sooner: its priority negated, whether it is beyond its tenant's share, and the tenant's
+prompt tokens and last turn."""
+
 # Shares are sums of floats.
 _TOLERANCE = 1e-9
 
@@ -41,7 +48,8 @@ class Tenant:
     """One tenant's requests and account.
 
     `prompt_tokens` are those that were computed for it, over its weight; `last_turn` is when some were last.
-    `num_steps_out` is for how many steps it has waited without a row.
+    `num_steps_out` is for how many steps it has waited without a row; `copy_steps` is the time of the copies that it is
+    to pay, in steps.
     """
 
     weight: float
@@ -50,6 +58,7 @@ class Tenant:
     prompt_tokens: float = 0.0
     last_turn: int = -1
     num_steps_out: int = 0
+    copy_steps: float = 0.0
 
 
 class Tenants:
@@ -134,16 +143,30 @@ class Tenants:
         tenant.num_steps_out = 0
         self._num_turns += 1
 
-    def heads(self) -> dict[Tenant, SequenceGroup]:
-        """Each tenant's next request.
+    @property
+    def all(self) -> Collection[Tenant]:
+        """Every tenant, in the order in which they came."""
+        return self._tenants.values()
 
-        Where what is saved leaves no room for one of these, only the end of saved requests makes some: these go first.
-        The one that was saved last always fits beside the others, as it ran beside them with all its memory reserved.
+    @property
+    def is_short(self) -> bool:
+        """Whether what is saved leaves too little memory for some tenant's first request."""
+        firsts = (tenant.waiting.first for tenant in self._tenants.values())
+        return not all(first is None or self._ledger.fits_beside_saved(first) for first in firsts)
+
+    def head(self, tenant: Tenant, *, is_short: bool) -> SequenceGroup | None:
+        """A tenant's next request.
+
+        Where memory `is_short`, only the end of saved requests frees some: these go first. The one that was saved last
+        always fits beside the others, as it ran beside them with all its memory reserved.
         """
-        firsts = {tenant: first for tenant in self._tenants.values() if (first := tenant.waiting.first) is not None}
-        if all(map(self._ledger.fits_beside_saved, firsts.values())):
-            return firsts
-        return {tenant: self._first_saved(tenant) or first for tenant, first in firsts.items()}
+        return (self._first_saved(tenant) if is_short else None) or tenant.waiting.first
+
+    def heads(self) -> dict[Tenant, SequenceGroup]:
+        """Each tenant's next request."""
+        is_short = self.is_short
+        heads = {tenant: self.head(tenant, is_short=is_short) for tenant in self._tenants.values()}
+        return {tenant: head for tenant, head in heads.items() if head is not None}
 
     def _first_saved(self, tenant: Tenant) -> SequenceGroup | None:
         saved = (group for group in tenant.waiting if group.handles)
@@ -158,20 +181,39 @@ class Tenants:
         tenant, need = self.of(head), self._need(head)
         if need <= 1 + _TOLERANCE:
             return True
-        return 0 < tenant.num_steps_out >= SLICE_STEPS * (need - 1)
+        return 0 < tenant.num_steps_out >= (SLICE_STEPS + tenant.copy_steps) * (need - 1)
 
-    def turn(self, group: SequenceGroup) -> tuple[float, int]:
-        """When it is a request's tenant's turn for prompt tokens: smaller is sooner."""
+    def turn(self, group: SequenceGroup) -> Turn:
+        """When a request's turn is: the more urgent first, then those within their tenants' shares."""
         tenant = self.of(group)
-        return tenant.prompt_tokens, tenant.last_turn
+        is_beyond = group not in self._ledger.running and self.is_beyond_share(group)
+        return -group.request.priority, is_beyond, tenant.prompt_tokens, tenant.last_turn
 
     def spare(self, head: SequenceGroup) -> None:
         """A request gets rows that others had: beyond its tenant's share it keeps them for some steps."""
         if self.is_beyond_share(head):
             head.spared_until = self._num_steps + SLICE_STEPS
+            self.of(head).copy_steps = 0.0
 
-    def make_way(self, head: SequenceGroup, without: Collection[SequenceGroup]) -> Iterator[SequenceGroup]:
-        """Running requests to be preempted for one that is due, the first first, until it fits.
+    def charge_copy(self, victim: SequenceGroup, head: SequenceGroup) -> None:
+        """A running request is about to be saved for another: the tenant whose request is beyond its share pays.
+
+        A higher priority goes before any share, so that neither pays for its copies.
+        """
+        if victim.request.priority != head.request.priority:
+            return
+        is_beyond_itself = self._ledger.usage_of(victim).ratio > self._share(self.of(victim)) + _TOLERANCE
+        if is_beyond_itself or self.is_beyond_share(head):
+            payer = self.of(victim if is_beyond_itself else head)
+            payer.copy_steps += self._ledger.num_whole_rows(victim)
+
+    def preemptible(self, priority: int) -> list[SequenceGroup]:
+        """Running requests of a priority that may be preempted for their equals, in the order of their ranks."""
+        running = (group for group in self._ledger.running if group.request.priority == priority)
+        return sorted((group for group in running if group.spared_until <= self._num_steps), key=lambda each: each.rank)
+
+    def choose_victims(self, head: SequenceGroup, without: Collection[SequenceGroup]) -> Iterator[SequenceGroup]:
+        """Yields running requests to be preempted for one that is due, until it fits.
 
         Of the tenant that is furthest beyond its share the least urgent and most recent one comes first. Tenants within
         their shares lose nothing to one that stays within its own.
@@ -184,9 +226,8 @@ class Tenants:
         for group in without:
             usages[group.request.tenant] = self._ledger.usage_without(usages[group.request.tenant], group)
         candidates: dict[str, list[SequenceGroup]] = {}
-        for group in sorted(self._ledger.running, key=lambda each: each.rank):
-            is_equal = group.request.priority == head.request.priority and self.of(group) is not self.of(head)
-            if is_equal and group.spared_until <= self._num_steps and group not in without:
+        for group in self.preemptible(head.request.priority):
+            if self.of(group) is not self.of(head) and group not in without:
                 candidates.setdefault(group.request.tenant, []).append(group)
         is_within_share = not self.is_beyond_share(head)
         while candidates:

@@ -61,8 +61,8 @@ async def hold(server: Running, name: str, **fields: Any) -> Any:
 
 
 async def test_a_priority_above_the_keys_is_refused_by_name_and_one_below_is_not(tmp_path: Path) -> None:
-    async with running(api_keys=keys_file(tmp_path, a="", b="max_priority = 5", c="max_priority = -1")) as server:
-        for name, most in {"a": 0, "b": 5, "c": -1}.items():
+    async with running(api_keys=keys_file(tmp_path, a="", b="max_priority = 5", c="max_priority = -5")) as server:
+        for name, most in {"a": 0, "b": 5, "c": -5}.items():
             for priority in (most, -(2**31)):
                 asked = generate_request("ab", max_tokens=1, priority=priority)
                 assert (await server.generation.Generate(asked, **by(name))).outputs
@@ -74,6 +74,14 @@ async def test_a_priority_above_the_keys_is_refused_by_name_and_one_below_is_not
                 assert error.details() == f"priority: must be at most {most} with this API key, got {most + 1}"
     async with running() as server:
         assert (await server.generation.Generate(generate_request("ab", max_tokens=1, priority=2**31 - 1))).outputs
+
+
+async def test_a_key_below_priority_0_is_served_at_its_own_where_a_request_asks_for_none(tmp_path: Path) -> None:
+    async with running(api_keys=keys_file(tmp_path, a="max_priority = -1")) as server:
+        asked = generate_request("ab", max_tokens=1)
+        assert (await server.generation.Generate(asked, **by("a"))).outputs
+        assert (await server.generation.Score(pb.ScoreRequest(text="abc"), **by("a"))).tokens
+        assert (await server.generation.Estimate(pb.EstimateRequest(request=asked), **by("a"))).HasField("cost")
 
 
 async def test_sequences_in_flight_are_bounded_whatever_method_brings_them(tmp_path: Path) -> None:
