@@ -324,7 +324,7 @@ class App:
         return self._server_of(
             GenerationServicer(generator, self._explainer, self._models, limits, self._texts),
             ModelServicer(self._models, self._verifier.verify, self._library, self._config),
-            InferenceServicer(generator, self._models, self._library, limits),
+            InferenceServicer(generator, self._models, self._library, limits, self._config.max_message_bytes),
             [self._calls],
             TransportLimits(
                 max_message_bytes=self._config.max_message_bytes,

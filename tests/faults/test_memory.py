@@ -11,8 +11,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from proto.inference import open_inference_pb2 as oip
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.faults.http2 import Connection, message_header, status
+from tests.faults.http2 import Connection, message_header, status, varint
 from tests.faults.process import DECODER, ServerProcess, greedy, serving, until
 
 MESSAGE = 4 << 20
@@ -28,6 +29,7 @@ OURS = (
     b"/onward.v1.ModelService/ReloadModel",
     b"/inference.GRPCInferenceService/ModelStreamInfer",
 )
+STREAM = OURS[3]
 OPEN = (
     b"/grpc.health.v1.Health/Check",
     b"/grpc.health.v1.Health/Watch",
@@ -114,6 +116,27 @@ def test_unfinished_requests_of_a_key_take_no_more_than_its_share_and_another_ke
         assert len(answer.outputs[0].token_ids) == 3
         # 8 messages, and what every stream may send before its message is read.
         assert growth(server, before) <= 8 * 4 + 8 + 32
+    server.settle()
+
+
+# A message's `id`, and a field that no message of the protocol has.
+@pytest.mark.parametrize("field", [oip.ModelInferRequest.ID_FIELD_NUMBER, 1000])
+def test_requests_of_a_stream_whose_answers_are_not_read_take_little_memory(server: ServerProcess, field: int) -> None:
+    request = oip.ModelInferRequest(model_name=DECODER)
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"3 May")
+    request.parameters["max_tokens"].int64_param = 24
+    num_zeros = 3 << 20
+    rest = request.SerializeToString() + varint(field << 3 | 2) + varint(num_zeros)
+    before = server.forget_peak()
+    connection = Connection(server.port, window=0)
+    try:
+        head = message_header(len(rest) + num_zeros) + rest
+        stream = connection.call(STREAM, bearer("alice"), head=head, num_zeros=num_zeros, num_times=CALLS)
+        assert connection.pump(lambda: connection.sent[stream] > MESSAGE)
+        connection.push()
+        assert growth(server, before) <= 64
+    finally:
+        connection.close()
     server.settle()
 
 
