@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ MESSAGE = 4 << 20
 CALLS = 128
 KEYS = {name: secrets.token_hex(32) for name in ("alice", "bob")}
 STALL_SECONDS = 600
+DESCRIPTORS = 128
 _KIB = 1 << 10
 _UNAUTHENTICATED, _ABORTED = status(16), status(10)
 GENERATE = b"/onward.v1.GenerationService/Generate"
@@ -46,8 +48,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             for name, key in KEYS.items()
         )
     )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+    def few_descriptors() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))
+
     flags = ("--api-keys", str(keys), "--max-stall-seconds", str(STALL_SECONDS), "--max-connections", "64")
-    with serving(tmp_path_factory.mktemp("models"), *flags) as server:
+    with serving(tmp_path_factory.mktemp("models"), *flags, limit=few_descriptors) as server:
         yield server
         assert server.stop() == 0
 
@@ -165,6 +172,11 @@ def test_a_message_above_the_limit_is_refused_long_before_all_of_it_is_buffered(
             assert health.Check(health_pb2.HealthCheckRequest(), timeout=60).status == 1
     finally:
         connection.close()
+
+
+def test_start_allows_as_many_descriptors_as_connections_may_need(server: ServerProcess) -> None:
+    soft, hard = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    assert soft == min(64 + 512, hard) > DESCRIPTORS
 
 
 def test_connections_above_the_limit_are_closed_and_the_others_served(server: ServerProcess) -> None:
