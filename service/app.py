@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
@@ -73,6 +74,8 @@ _TOKENIZER_THREADS = 2
 # After a run the engine thread waits for the interpreter's lock behind whatever the event loop does, for up to a whole
 # switch interval: CPython's 5 ms are several steps of a small model, and a step's wait falls to the tenth with this.
 _SWITCH_INTERVAL_SECONDS = 0.0005
+# Of the process, besides its connections: files, threads, scrapers.
+_NUM_OTHER_DESCRIPTORS = 512
 # For a step in progress to end.
 _ENGINE_SECONDS = 5.0
 # For the last statuses to reach their clients; then for gRPC to end what is open; then for that to clean up; then for
@@ -111,6 +114,7 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
         _LOGGER.warning(
             "%s is reached from outside: without TLS and API keys only a trusted network should", config.host
         )
+    _allow_descriptors(config.max_connections + _NUM_OTHER_DESCRIPTORS)
     # It may refuse to start, and models take long to load.
     tracer = open_tracer(config.telemetry, config.otel_endpoint)
     config = settle_device(config)
@@ -324,7 +328,7 @@ class App:
         return self._server_of(
             GenerationServicer(generator, self._explainer, self._models, limits, self._texts),
             ModelServicer(self._models, self._verifier.verify, self._library, self._config),
-            InferenceServicer(generator, self._models, self._library, limits),
+            InferenceServicer(generator, self._models, self._library, limits, self._config.max_message_bytes),
             [self._calls],
             TransportLimits(
                 max_message_bytes=self._config.max_message_bytes,
@@ -408,6 +412,19 @@ class App:
             task.cancel()
         if num_open := self._calls.num_open:
             _LOGGER.warning("%d calls outlived the grace and are ended", num_open)
+
+
+def _allow_descriptors(num_needed: int) -> None:
+    """Raises the limit of open descriptors: without one the server neither accepts a connection nor reads a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= num_needed or soft == resource.RLIM_INFINITY:
+        return
+    num_allowed = num_needed if hard == resource.RLIM_INFINITY else min(num_needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_allowed, hard))
+    if num_allowed < num_needed:
+        _LOGGER.warning(
+            "%d descriptors may be open (ulimit -n), and --max-connections can take %d", num_allowed, num_needed
+        )
 
 
 def tell_kernels(wanted: Kernels) -> None:

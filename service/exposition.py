@@ -14,8 +14,10 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from socketserver import TCPServer, ThreadingMixIn
 from typing import IO, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -35,8 +37,10 @@ _GZIP_LEVEL = 1
 _MAX_ONE_WRITE_BYTES = 1 << 18
 # For a client to ask and to take its answer, all of both: one that does so byte by byte must not keep a thread.
 _MAX_SECONDS = 10.0
-# Each has a thread. A scraper takes one, for milliseconds.
+# Each has a thread. A scraper takes one, for milliseconds. Beyond that each new one has another closed.
 _MAX_CONNECTIONS = 16
+# For a connection that is closed to give its place back.
+_CLOSING_SECONDS = 1.0
 _MAX_REQUEST_BYTES = 1 << 14
 _PLAIN = ("Content-Type", "text/plain; charset=utf-8")
 
@@ -99,6 +103,11 @@ class _Handler(WSGIRequestHandler):
         super().setup()
         self.rfile: Any = _Bounded(self.rfile)
 
+    def get_environ(self) -> WSGIEnvironment:
+        """What the application is asked: the request is complete."""
+        self.server.asked(self.request)  # type: ignore[attr-defined]
+        return super().get_environ()
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Says nothing: a line for each scrape would drown the others."""
 
@@ -119,6 +128,16 @@ class _Bounded:
         return line
 
 
+@dataclass(slots=True)
+class _Connection:
+    """One that is open: its client's address, since when it is, whether its request is complete, and its end."""
+
+    host: str
+    begun: float = field(default_factory=time.monotonic)
+    has_asked: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     """A thread for each connection, of which there are few: one that is slow holds up no other, for so long."""
 
@@ -126,7 +145,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     request_queue_size = _MAX_CONNECTIONS
 
     def __init__(self, host: str, port: int) -> None:
-        self._begun: dict[Any, float] = {}
+        self._open: dict[Any, _Connection] = {}
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, address = found[0][0], str(found[0][4][0])
         super().__init__((address, port), _Handler)
@@ -137,12 +156,31 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002 (the base class')
-        """Whether there is a place for a connection; one for which there is none is closed at once."""
-        has_place = len(self._begun) < _MAX_CONNECTIONS
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is a place for a connection; where all are taken, another one is closed for it."""
+        if len(self._open) >= _MAX_CONNECTIONS:
+            self._make_room()
+        has_place = len(self._open) < _MAX_CONNECTIONS
         if has_place:
-            self._begun[request] = time.monotonic()
+            self._open[request] = _Connection(client_address[0])
         return has_place
+
+    def _make_room(self) -> None:
+        """Closes the connection that deserves its place least.
+
+        That is one of the address that has most, which may be the only address: a proxy's, or this machine's. Of these
+        it is one that has not asked yet, and the oldest of those. A scraper asks as soon as it is connected.
+        """
+        taken = list(self._open.items())
+        held = Counter(each.host for _, each in taken)
+        if taken:
+            request, connection = min(taken, key=lambda item: (-held[item[1].host], item[1].has_asked, item[1].begun))
+            _cut(request)
+            connection.ended.wait(_CLOSING_SECONDS)
+
+    def asked(self, request: Any) -> None:
+        """A connection's request is complete."""
+        self._open[request].has_asked = True
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answers a request, unless the client leaves or has had its time."""
@@ -151,15 +189,22 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def shutdown_request(self, request: Any) -> None:
         """Closes a connection."""
-        self._begun.pop(request, None)
+        connection = self._open.pop(request, None)
         super().shutdown_request(request)
+        if connection is not None:
+            connection.ended.set()
 
     def service_actions(self) -> None:
         """Cuts connections that have had their time; their threads find them closed. Called at every poll."""
-        for request, begun in list(self._begun.items()):
-            if time.monotonic() - begun > _MAX_SECONDS:
-                with suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
+        for request, each in list(self._open.items()):
+            if time.monotonic() - each.begun > _MAX_SECONDS:
+                _cut(request)
+
+
+def _cut(connection: socket.socket) -> None:
+    """Ends a connection, which its thread finds closed."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _accepts_gzip(header: str) -> bool:

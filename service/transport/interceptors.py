@@ -159,7 +159,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
                         async def parsed() -> AsyncIterator[Any]:
                             async for data in messages:
-                                self._receiver.took(context, stream, len(data))
+                                self._receiver.took(stream, len(data))
                                 await in_steps(codec.check(data))
                                 request = [codec.parse(data)]
                                 del data

@@ -12,6 +12,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -57,13 +58,17 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         models: what is served.
         library: what could be.
         limits: what one request may ask.
+        max_message_bytes: a stream whose unanswered requests have so many bytes in all is not read on.
     """
 
-    def __init__(self, generator: Generator, models: Models, library: Library, limits: RequestLimits) -> None:
+    def __init__(
+        self, generator: Generator, models: Models, library: Library, limits: RequestLimits, max_message_bytes: int
+    ) -> None:
         self._generator = generator
         self._models = models
         self._library = library
         self._limits = limits
+        self._max_message_bytes = max_message_bytes
 
     async def ServerLive(self, request: oip.ServerLiveRequest, context: Context) -> oip.ServerLiveResponse:
         """It answers, so it lives."""
@@ -95,9 +100,11 @@ class InferenceServicer(GRPCInferenceServiceServicer):
     async def ModelInfer(self, request: oip.ModelInferRequest, context: Context) -> oip.ModelInferResponse:
         """The whole text at once."""
         call = self._decode(request)
+        model, parameters = request.model_name, {}
+        # It may hold megabytes that the call does not need: unknown fields, for one.
+        del request
         texts: defaultdict[int, list[str]] = defaultdict(list)
         ends: list[Finished] = []
-        model, parameters = request.model_name, {}
         try:
             async with aclosing(self._run(call, context.time_remaining(), is_streamed=False)) as parts:
                 async for part in parts:
@@ -122,21 +129,17 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         """Answers as they come, of all requests of the stream; it ends when the client has no more and all are over."""
         # One that is full holds its requests up, and so does a client that reads nothing.
         answers: asyncio.Queue[oip.ModelStreamInferResponse | None] = asyncio.Queue(_MAX_IN_FLIGHT)
-        places = asyncio.Semaphore(_MAX_IN_FLIGHT)
-
-        async def answer(request: oip.ModelInferRequest) -> None:
-            try:
-                await self._stream(request, context, answers)
-            finally:
-                places.release()
+        in_flight = _InFlight(self._max_message_bytes)
 
         async def take_in() -> None:
             garbage: RequestError | None = None
             async with asyncio.TaskGroup() as group:
                 try:
                     async for request in request_iterator:
-                        await places.acquire()
-                        group.create_task(answer(request))
+                        task = group.create_task(self._stream(request, context, answers))
+                        in_flight.add(task, request.ByteSize())
+                        del request, task
+                        await in_flight.wait_for_room()
                 except RequestError as error:
                     # Not out of the group, which would cancel the requests before it, and hide what it is.
                     garbage = error
@@ -224,39 +227,88 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         answers: asyncio.Queue[oip.ModelStreamInferResponse | None],
     ) -> None:
         """Puts one request's answers into the queue, the last of them marked, or its error."""
-        model = request.model_name
-
-        async def tell(
-            texts: tuple[str, ...], parameters: dict[str, str | int | bool], *, is_final: bool = False
-        ) -> None:
-            answer = encode_infer(model, request.id, texts, {**parameters, FINAL: is_final})
-            await answers.put(oip.ModelStreamInferResponse(infer_response=answer))
-
+        # An error's answer holds little, whatever the request holds.
+        most = self._limits.max_request_id_length
+        names = _Names(request.model_name[:most], request.id[:most])
+        parts = self._answers(request, names, context)
+        del request
         try:
-            with each_request():
-                call = self._decode(request)
-                reasons: dict[int, str] = {}
-                async with aclosing(self._run(call, context.time_remaining(), is_streamed=True)) as parts:
-                    async for part in parts:
-                        match part:
-                            case Accepted():
-                                model = part.model
-                            case Piece() if part.text:
-                                await tell((part.text,), {"output_index": part.output_index})
-                            case Finished():
-                                reasons[part.output_index] = str(part.finish_reason)
-                            case Outcome():
-                                ended = ",".join(reason for _, reason in sorted(reasons.items()))
-                                texts = () if call.wants_empty_final else ("",)
-                                await tell(texts, {**_usage(part), "finish_reason": ended}, is_final=True)
+            async with aclosing(parts):
+                async for answer in parts:
+                    await answers.put(oip.ModelStreamInferResponse(infer_response=answer))
+            return
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of an extension module is no Exception, and would end the others
-            known = renamed(error) if isinstance(error, InvalidRequest) else error
-            status = to_status(known)
-            answer = encode_infer(model, request.id, (), {FINAL: True})
-            text = f"[{status.code.name}] {status.message}"
-            await answers.put(oip.ModelStreamInferResponse(error_message=text, infer_response=answer))
+            status = to_status(renamed(error) if isinstance(error, InvalidRequest) else error)
+        # Not while the error is handled: its traceback holds the request.
+        text = f"[{status.code.name}] {status.message}"
+        final = encode_infer(names.model, names.id, (), {FINAL: True})
+        await answers.put(oip.ModelStreamInferResponse(error_message=text, infer_response=final))
+
+    async def _answers(
+        self, request: oip.ModelInferRequest, names: _Names, context: Context
+    ) -> AsyncGenerator[oip.ModelInferResponse, None]:
+        """One request's answers, the last of them marked. The request itself is released once it is decoded."""
+        with each_request():
+            call = self._decode(request)
+            wants_empty_final = call.wants_empty_final
+            parts = self._run(call, context.time_remaining(), is_streamed=True)
+            del request, call
+            reasons: dict[int, str] = {}
+            async with aclosing(parts):
+                async for part in parts:
+                    match part:
+                        case Accepted():
+                            names.model = part.model
+                        case Piece() if part.text:
+                            place = {"output_index": part.output_index, FINAL: False}
+                            yield encode_infer(names.model, names.id, (part.text,), place)
+                        case Finished():
+                            reasons[part.output_index] = str(part.finish_reason)
+                        case Outcome():
+                            ended = ",".join(reason for _, reason in sorted(reasons.items()))
+                            texts = () if wants_empty_final else ("",)
+                            last = {**_usage(part), "finish_reason": ended, FINAL: True}
+                            yield encode_infer(names.model, names.id, texts, last)
+
+
+@dataclass(slots=True)
+class _Names:
+    """What a request's answers carry of it."""
+
+    model: str
+    id: str
+
+
+class _InFlight:
+    """The requests of a stream that are not answered in full, by number and bytes.
+
+    Args:
+        max_bytes: while they have so many, the stream has no room for another.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_requests = self._num_bytes = 0
+        self._ended = asyncio.Event()
+
+    def add(self, task: asyncio.Task[None], num_bytes: int) -> None:
+        """Counts a request until its task has ended."""
+        self._num_requests += 1
+        self._num_bytes += num_bytes
+        task.add_done_callback(lambda _: self._end(num_bytes))
+
+    async def wait_for_room(self) -> None:
+        """Waits until another request may be read."""
+        while self._num_requests >= _MAX_IN_FLIGHT or self._num_bytes >= self._max_bytes:
+            self._ended.clear()
+            await self._ended.wait()
+
+    def _end(self, num_bytes: int) -> None:
+        self._num_requests -= 1
+        self._num_bytes -= num_bytes
+        self._ended.set()
 
 
 def _usage(outcome: Outcome) -> dict[str, str | int | bool]:

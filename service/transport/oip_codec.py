@@ -74,12 +74,15 @@ def decode_infer(message: oip.ModelInferRequest, limits: RequestLimits) -> Infer
 
     Args:
         message: the request.
-        limits: the operator's, which bound lists and maps before they are read.
+        limits: the operator's, which bound lists and maps before they are read, and the id.
 
     Raises:
         InvalidRequest: naming the tensor or the parameter, what it is and what it must be.
     """
     # The client's id is an answer's name and not a request's: several may be in flight under the same.
+    most = limits.max_request_id_length
+    if len(message.id) > most:
+        raise InvalidRequest("id", message.id, f"must have at most {most} characters")
     request = pb.GenerateRequest(model=message.model_name, text=_text(message))
     for output in message.outputs:
         if output.name != TEXT_OUTPUT:

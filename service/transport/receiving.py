@@ -160,9 +160,9 @@ class Receiver:
             what = "the stream is silent and another caller needs its place, which it had"
             raise ClientStalled(error.seconds, what) from error
 
-    def took(self, context: Context, stream: OpenStream, num_bytes: int) -> None:
+    def took(self, stream: OpenStream, num_bytes: int) -> None:
         """A message of a stream is complete."""
-        self._guard.took(context.peer(), num_bytes)
+        self._guard.took(stream.reading, num_bytes)
         self._is_active(stream)
 
     @contextmanager
@@ -220,7 +220,7 @@ class Receiver:
                     self._reads.pop(reading, None)
                 if message is grpc.aio.EOF:
                     return None
-                self._guard.took(context.peer(), len(message))
+                self._guard.took(reading, len(message))
             await in_steps(check(message))
             return message  # type: ignore[no-any-return]
         finally:
@@ -228,16 +228,15 @@ class Receiver:
 
     @asynccontextmanager
     async def _reading(self, context: Context, max_seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-        peer = context.peer()
         started = asyncio.get_running_loop().time()
         reading = asyncio.timeout(max_seconds)
         try:
             async with reading:
-                self._guard.begin(peer, reading)
+                self._guard.begin(context.peer(), reading)
                 try:
                     yield reading
                 finally:
-                    self._guard.end(peer, reading)
+                    self._guard.end(reading)
         except TimeoutError as error:
             if not reading.expired():
                 raise

@@ -6,7 +6,7 @@ import select
 import socket
 import struct
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -45,6 +45,11 @@ def message_header(size: int) -> bytes:
     return b"\x00" + struct.pack(">I", size)
 
 
+def varint(value: int) -> bytes:
+    """A number as protobuf spells it."""
+    return bytes((value & 0x7F | 0x80,)) + varint(value >> 7) if value > 0x7F else bytes((value,))
+
+
 def status(code: int) -> bytes:
     """How a header block says it, as gRPC compresses it."""
     return b"\x0bgrpc-status" + bytes((len(str(code)),)) + str(code).encode()
@@ -67,7 +72,8 @@ class Connection:
         self._blocks: dict[int, bytes] = {}
         self._initial = _INITIAL_WINDOW
         self._windows = {0: _INITIAL_WINDOW}
-        self._unsent: dict[int, tuple[bytes, int]] = {}
+        # Heads, and how many zeros follow each.
+        self._unsent: dict[int, deque[tuple[bytes, int]]] = {}
         own = b"" if window is None else struct.pack(">HI", _WINDOW_SETTING, window)
         self.send(PREFACE + frame(_SETTINGS, 0, 0, own))
 
@@ -76,11 +82,11 @@ class Connection:
         with suppress(ConnectionError):
             self._socket.sendall(data)
 
-    def call(self, path: bytes, *more: tuple[bytes, bytes], head: bytes, num_zeros: int) -> int:
-        """Begins a call that sends a head and zeros and never ends; returns its stream."""
+    def call(self, path: bytes, *more: tuple[bytes, bytes], head: bytes, num_zeros: int, num_times: int = 1) -> int:
+        """Begins a call that sends a head and zeros, so many times, and never ends; returns its stream."""
         stream = 2 * len(self._windows) - 1
         self._windows[stream] = self._initial
-        self._unsent[stream] = head, num_zeros
+        self._unsent[stream] = deque([(head, num_zeros)] * num_times)
         self.send(headers(path, *more, stream=stream))
         return stream
 
@@ -108,17 +114,19 @@ class Connection:
 
     def _send_data(self) -> bool:
         before = self._windows[0]
-        for stream, (head, num_zeros) in list(self._unsent.items()):
+        for stream, parts in list(self._unsent.items()):
             room = min(self._windows[0], self._windows[stream], _DATA_BYTES)
             if room <= 0:
                 continue
+            head, num_zeros = parts.popleft()
             data = head[:room] or bytes(min(room, num_zeros))
             rest = (head[room:], num_zeros) if head else (b"", num_zeros - len(data))
             for each in (0, stream):
                 self._windows[each] -= len(data)
             self.sent[stream] += len(data)
-            self._unsent[stream] = rest
-            if not any(rest):
+            if any(rest):
+                parts.appendleft(rest)
+            if not parts:
                 del self._unsent[stream]
             self.send(frame(_DATA, 0, stream, data))
         return self._windows[0] < before

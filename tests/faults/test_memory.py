@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +12,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from proto.inference import open_inference_pb2 as oip
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.faults.http2 import Connection, message_header, status
+from tests.faults.http2 import Connection, message_header, status, varint
 from tests.faults.process import DECODER, ServerProcess, greedy, serving, until
 
 MESSAGE = 4 << 20
 CALLS = 128
 KEYS = {name: secrets.token_hex(32) for name in ("alice", "bob")}
 STALL_SECONDS = 600
+DESCRIPTORS = 128
 _KIB = 1 << 10
 _UNAUTHENTICATED, _ABORTED = status(16), status(10)
 GENERATE = b"/onward.v1.GenerationService/Generate"
@@ -28,6 +31,7 @@ OURS = (
     b"/onward.v1.ModelService/ReloadModel",
     b"/inference.GRPCInferenceService/ModelStreamInfer",
 )
+STREAM = OURS[3]
 OPEN = (
     b"/grpc.health.v1.Health/Check",
     b"/grpc.health.v1.Health/Watch",
@@ -44,8 +48,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             for name, key in KEYS.items()
         )
     )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+    def few_descriptors() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))
+
     flags = ("--api-keys", str(keys), "--max-stall-seconds", str(STALL_SECONDS), "--max-connections", "64")
-    with serving(tmp_path_factory.mktemp("models"), *flags) as server:
+    with serving(tmp_path_factory.mktemp("models"), *flags, limit=few_descriptors) as server:
         yield server
         assert server.stop() == 0
 
@@ -117,6 +126,27 @@ def test_unfinished_requests_of_a_key_take_no_more_than_its_share_and_another_ke
     server.settle()
 
 
+# A message's `id`, and a field that no message of the protocol has.
+@pytest.mark.parametrize("field", [oip.ModelInferRequest.ID_FIELD_NUMBER, 1000])
+def test_requests_of_a_stream_whose_answers_are_not_read_take_little_memory(server: ServerProcess, field: int) -> None:
+    request = oip.ModelInferRequest(model_name=DECODER)
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"3 May")
+    request.parameters["max_tokens"].int64_param = 24
+    num_zeros = 3 << 20
+    rest = request.SerializeToString() + varint(field << 3 | 2) + varint(num_zeros)
+    before = server.forget_peak()
+    connection = Connection(server.port, window=0)
+    try:
+        head = message_header(len(rest) + num_zeros) + rest
+        stream = connection.call(STREAM, bearer("alice"), head=head, num_zeros=num_zeros, num_times=CALLS)
+        assert connection.pump(lambda: connection.sent[stream] > MESSAGE)
+        connection.push()
+        assert growth(server, before) <= 64
+    finally:
+        connection.close()
+    server.settle()
+
+
 def test_a_call_that_ends_without_a_request_is_invalid(server: ServerProcess) -> None:
     with server.channel() as channel:
         call = channel.stream_unary(GENERATE.decode())
@@ -142,6 +172,11 @@ def test_a_message_above_the_limit_is_refused_long_before_all_of_it_is_buffered(
             assert health.Check(health_pb2.HealthCheckRequest(), timeout=60).status == 1
     finally:
         connection.close()
+
+
+def test_start_allows_as_many_descriptors_as_connections_may_need(server: ServerProcess) -> None:
+    soft, hard = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    assert soft == min(64 + 512, hard) > DESCRIPTORS
 
 
 def test_connections_above_the_limit_are_closed_and_the_others_served(server: ServerProcess) -> None:

@@ -8,7 +8,7 @@ import http.client
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import grpc
@@ -114,23 +114,70 @@ def test_client_that_reads_nothing_keeps_no_thread(monkeypatch: pytest.MonkeyPat
         assert ended.wait(60)
 
 
-def test_more_connections_than_the_limit_are_closed_and_begin_no_thread(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+def asked(port: int, host: str = "127.0.0.2") -> bytes:
+    """How the answer to a scrape from an address begins."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60, source_address=(host, 0)) as scraper:
+        scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        return scraper.recv(12)
+
+
+@contextmanager
+def closed(connection: socket.socket) -> Iterator[None]:
+    """A connection that the server closes before the block ends, or soon after."""
+    with connection:
+        yield
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b"", "the server has hung up"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+def test_connections_that_ask_nothing_keep_no_scraper_out(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     monkeypatch.setattr(exposition, "_MAX_SECONDS", 600.0)
     with exposing(metrics_app(registry), "127.0.0.1", 0) as port:
         before = threading.active_count()
-        silent = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(exposition._MAX_CONNECTIONS)]
-        for each in silent:
-            each.sendall(b"GET /met")
-        for _ in range(50):
-            beyond = socket.create_connection(("127.0.0.1", port), timeout=60)
-            with beyond, suppress(ConnectionResetError):
-                assert beyond.recv(1) == b"", "the server has hung up"
-        assert threading.active_count() <= before + exposition._MAX_CONNECTIONS
-        for each in silent:
-            each.sendall(b"rics HTTP/1.0\r\n\r\n")
-            assert each.recv(12) == b"HTTP/1.0 200"
+        silent: list[socket.socket] = []
+        for number in range(3 * exposition._MAX_CONNECTIONS):
+            silent.append(socket.create_connection(("127.0.0.1", port), timeout=60))
+            silent[-1].sendall(b"GET /met")
+            if number >= exposition._MAX_CONNECTIONS:
+                with closed(silent[number - exposition._MAX_CONNECTIONS]):
+                    pass
+        assert threading.active_count() < before + 2 * exposition._MAX_CONNECTIONS
+        with closed(silent[-exposition._MAX_CONNECTIONS]):
+            assert asked(port, host) == b"HTTP/1.0 200"
+        # The others have kept their places.
+        for each in silent[1 - exposition._MAX_CONNECTIONS :]:
+            with each:
+                each.sendall(b"rics HTTP/1.0\r\n\r\n")
+                assert each.recv(12) == b"HTTP/1.0 200"
+
+
+def test_connections_that_take_no_answer_keep_no_scraper_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposition, "_MAX_SECONDS", 600.0)
+    begun = threading.Semaphore(0)
+
+    def endless(environ: dict[str, str], start_response: Callable[..., object]) -> Iterator[bytes]:
+        start_response("200 OK", [])
+        if environ["REMOTE_ADDR"] == "127.0.0.2":
+            yield b"sheep"
+            return
+        begun.release()
+        while True:
+            yield bytes(1 << 16)
+
+    with exposing(endless, "127.0.0.1", 0) as port:  # type: ignore[arg-type]
+        deaf = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(exposition._MAX_CONNECTIONS)]
+        for each in deaf:
+            each.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert begun.acquire(timeout=60)
+        # A place is left to the address that has none, and is not taken from it.
+        with socket.create_connection(("127.0.0.1", port), timeout=60, source_address=("127.0.0.2", 0)) as scraper:
+            more = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(4)]
+            scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert scraper.recv(12) == b"HTTP/1.0 200"
+        for each in deaf + more:
             each.close()
 
 

@@ -25,6 +25,7 @@ from service.config import RequestLimits
 from service.errors import InvalidRequest
 from service.transport.oip_codec import decode_infer
 from tests.fakes import FakeRunner, Gate
+from tests.faults.http2 import varint
 from tests.faults.process import DECODER, MODELS, ServerProcess, greedy, serving
 from tests.servers import MODEL, SLOTS, Running, eventually, generate_request, running, status_of
 
@@ -193,6 +194,7 @@ def stub_of(server: Running) -> Any:
             "parameters.stop_token_ids: must have at most 64 entries, got 65",
         ),
         (infer_request(**{"x" * 3_000_000: "y" * 1_000_000}), f"parameters.{'x' * 100}"),
+        (infer_request(request_id="x" * 129), "id: must have at most 128 characters, got 'xxx"),
         (infer_request(beam_size=3), "parameters.temperature: must not be set with beam_search"),
     ],
 )
@@ -283,6 +285,50 @@ async def test_more_requests_than_a_stream_may_have_in_flight_wait_and_are_answe
         await asking
         assert sorted(finals, key=int) == [str(number) for number in range(150)]
         assert server.ended() == {"length": 150}
+
+
+async def test_requests_of_a_stream_are_read_while_those_unanswered_hold_less_than_a_message_may() -> None:
+    gate, servers, num_running = Gate(), list[Running](), list[int]()
+
+    def before_run(batch: Any) -> None:
+        gate(batch)
+        num_running.extend(each.app._engine.num_streams for each in servers)
+
+    async with running(runner=FakeRunner(SLOTS, before_run=before_run), max_queue_size=16) as server:
+        request = infer_request(max_tokens=2, ignore_eos=True)
+        servers.append(server)
+        # A field that the protocol does not have.
+        data = request.SerializeToString() + varint(1000 << 3 | 2) + varint(3 << 20) + bytes(3 << 20)
+        call = server.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
+
+        async def ask() -> None:
+            for _ in range(8):
+                await call.write(data)
+            await call.done_writing()
+
+        with gate.closed():
+            asking = asyncio.create_task(ask())
+            await eventually(lambda: server.app._engine.num_streams >= 2)
+            # For those that must not be read yet.
+            await asyncio.wait((asking,), timeout=0.5)
+        num_answers = len([answer async for answer in call])
+        await asking
+    assert num_answers >= 8
+    assert server.ended() == {"length": 8}
+    assert max(num_running) == 2
+
+
+async def test_names_that_an_error_s_answer_carries_are_cut() -> None:
+    async with running() as server:
+        call = stub_of(server).ModelStreamInfer()
+        request = infer_request(request_id="x" * 1000)
+        request.model_name = "y" * 1000
+        await call.write(request)
+        answer = await call.read()
+        assert answer.error_message.startswith("[INVALID_ARGUMENT] id: must have at most 128 characters")
+        assert (answer.infer_response.model_name, answer.infer_response.id) == ("y" * 128, "x" * 128)
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
 
 
 async def test_requests_of_a_stream_count_against_their_key(tmp_path: Path) -> None:

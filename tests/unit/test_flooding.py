@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Collection
 
 import pytest
 
@@ -15,21 +16,29 @@ GROWTH = 33 << 20
 
 
 class System:
-    """What the guard sees: memory, and what each connection has brought. Each look is counted."""
+    """What the guard sees: memory, the time, and what each connection has brought. Looks at all three are counted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.resident = 1 << 30
+        self.now = 1000.0
+        self.scan_seconds = 0.0
         self.received: dict[str, int] = {}
-        self.num_looks = 0
+        self.num_looks = self.num_scans = 0
         self._looked = asyncio.Event()
         monkeypatch.setattr(flooding, "_LOOK_SECONDS", 0.001)
         monkeypatch.setattr(flooding, "resident_bytes", self._look)
-        monkeypatch.setattr(flooding, "_received_bytes", lambda: self.received)
+        monkeypatch.setattr(flooding, "monotonic", lambda: self.now)
+        monkeypatch.setattr(flooding, "_received_bytes", self._scan)
 
     def _look(self) -> int:
         self.num_looks += 1
         self._looked.set()
         return self.resident
+
+    def _scan(self, peers: Collection[str]) -> dict[str, int]:
+        self.num_scans += 1
+        self.now += self.scan_seconds
+        return {peer: num_bytes for peer, num_bytes in self.received.items() if peer in peers}
 
     async def looks(self) -> None:
         """Waits until the guard has looked again, and what it ended has heard of it."""
@@ -38,40 +47,120 @@ class System:
             async with asyncio.timeout(60):
                 await self._looked.wait()
 
+    async def grows(self) -> None:
+        """Memory grows, and the guard has looked."""
+        self.resident += GROWTH
+        await self.looks()
+
 
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch) -> System:
     return System(monkeypatch)
 
 
-async def test_reads_of_the_connection_that_floods_end_and_of_no_other(system: System) -> None:
-    guard = FloodGuard(MESSAGE)
-    readings = {name: asyncio.timeout(None) for name in ("flood", "slow", "busy", "gone")}
+class Reads:
+    """Reads that wait for a message each, of connections that have brought a little."""
 
-    async def read(name: str) -> None:
-        async with readings[name] as reading:
-            guard.begin(name, reading)
+    def __init__(self, system: System, *names: str) -> None:
+        self.guard = FloodGuard(MESSAGE)
+        self.readings = {name: asyncio.timeout(None) for name in names}
+        self._tasks = [asyncio.create_task(self._read(name)) for name in names]
+        system.received = dict.fromkeys(names, 1000)
+
+    @property
+    def ended(self) -> set[str]:
+        """Those that the guard has ended."""
+        return {name for name, reading in self.readings.items() if reading.expired()}
+
+    async def close(self) -> None:
+        """Ends the others."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _read(self, name: str) -> None:
+        async with self.readings[name] as reading:
+            self.guard.begin(name, reading)
             try:
                 await asyncio.Event().wait()
             finally:
-                guard.end(name, reading)
+                self.guard.end(reading)
 
-    system.received = dict.fromkeys(("flood", "slow", "busy"), 1000)
-    reads = {name: asyncio.create_task(read(name)) for name in readings}
+
+async def test_reads_of_the_connection_that_floods_end_and_of_no_other(system: System) -> None:
+    reads = Reads(system, "flood", "slow", "busy", "gone")
+    del system.received["gone"]
     await system.looks()
-    system.resident += GROWTH
+    await system.grows()
+    assert not reads.ended, "what they brought before is not known"
+    system.received = {"flood": 12 * MESSAGE, "slow": MESSAGE, "busy": 12 * MESSAGE}
+    reads.guard.took(reads.readings["busy"], 11 * MESSAGE)
     await system.looks()
-    assert not any(each.expired() for each in readings.values()), "what they brought before is not known"
-    system.received = {"flood": 7 * MESSAGE, "slow": MESSAGE, "busy": 7 * MESSAGE}
-    guard.took("busy", 6 * MESSAGE)
+    assert not reads.ended, "memory has not grown"
+    await system.grows()
+    assert reads.ended == {"flood"}
+    await reads.close()
+
+
+async def test_a_flood_gains_nothing_from_many_connections(system: System) -> None:
+    names = {f"flood {number}" for number in range(8)}
+    reads = Reads(system, *names)
     await system.looks()
-    assert not any(each.expired() for each in readings.values()), "memory has not grown"
-    system.resident += GROWTH
+    await system.grows()
+    for _ in range(2):
+        for name in names:
+            system.received[name] += 3 * MESSAGE
+        await system.grows()
+    assert reads.ended == names
+    await reads.close()
+
+
+async def test_what_comes_besides_messages_ends_no_stream_however_long_it_is_open(system: System) -> None:
+    reads = Reads(system, "stream", "other")
     await system.looks()
-    assert {name for name, each in readings.items() if each.expired()} == {"flood", "gone"}
-    for each in reads.values():
-        each.cancel()
-    await asyncio.gather(*reads.values(), return_exceptions=True)
+    await system.grows()
+    for _ in range(100):
+        # 200 calls that are refused before their bodies are read.
+        system.received["stream"] += 200 << 16
+        await system.grows()
+        await system.grows()
+        assert not reads.ended
+        system.now += 30.0
+    system.received["stream"] += 12 * MESSAGE
+    await system.grows()
+    assert reads.ended == {"stream"}
+    await reads.close()
+
+
+async def test_nothing_ends_where_the_system_does_not_say_what_came(system: System) -> None:
+    reads = Reads(system, "stream", "other")
+    await system.looks()
+    await system.grows()
+    system.received = {}
+    await system.grows()
+    await system.grows()
+    assert not reads.ended
+    # It does not say how much memory there is, either; that is no growth when it does again.
+    system.received, num_scans = {"stream": 100 * MESSAGE}, system.num_scans
+    resident, system.resident = system.resident, 0
+    await system.looks()
+    system.resident = resident
+    await system.looks()
+    assert (system.num_scans, reads.ended) == (num_scans, set())
+    await reads.close()
+
+
+async def test_connections_are_looked_for_a_small_part_of_the_time(system: System) -> None:
+    reads = Reads(system, "stream", "other")
+    system.scan_seconds = 1.0
+    await system.looks()
+    for _ in range(5):
+        await system.grows()
+    assert system.num_scans == 1
+    system.now += 10.0
+    await system.looks()
+    assert system.num_scans == 2, "the growth is not forgotten"
+    await reads.close()
 
 
 async def test_nothing_looks_while_nothing_is_read(system: System) -> None:
@@ -79,7 +168,7 @@ async def test_nothing_looks_while_nothing_is_read(system: System) -> None:
     async with asyncio.timeout(None) as reading:
         guard.begin("a", reading)
         await system.looks()
-        guard.end("a", reading)
+        guard.end(reading)
     await asyncio.sleep(0.05)
     last = system.num_looks
     await asyncio.sleep(0.05)
@@ -108,6 +197,7 @@ def test_what_a_connection_has_brought_is_found_under_the_name_that_grpc_gives_i
             client.shutdown(socket.SHUT_WR)
             while connection.recv(1 << 16):
                 pass
-            received = flooding._received_bytes()[peer.format(client.getsockname()[1])]
-            assert 5000 <= received <= 5001, "its bytes, and the end"
+            name = peer.format(client.getsockname()[1])
+            assert 5000 <= flooding._received_bytes([name])[name] <= 5001, "its bytes, and the end"
+            assert flooding._received_bytes(["ipv4:127.0.0.1:1"]) == {}
             connection.send(b"it is still open")
