@@ -15,12 +15,13 @@ import grpc
 from model.tokenizer import Tokenizer
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer
+from service.access import current_caller
 from service.config import RequestLimits
 from service.errors import InvalidRequest, RequestError
 from service.explainer import Explainer
 from service.generator import Accepted, Finished, GenerateCall, Generator, Outcome, Part, Piece, PromptScores
 from service.models import Models, ServedModel, check_ids, text_size
-from service.text_pool import TextPool
+from service.text_pool import LONG_BYTES, TextPool
 from service.transport import codec
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -90,7 +91,7 @@ class GenerationServicer(GenerationServiceServicer):
         max_bytes, num_bytes = self._limits.max_tokenize_bytes, text_size(request.text)
         if num_bytes > max_bytes:
             raise InvalidRequest("text", num_bytes, f"must have at most {max_bytes} bytes")
-        return await self._texts.run(num_bytes, _tokenize, tokenizer, request)
+        return await self._texts.run(current_caller().tenant, num_bytes, _tokenize, tokenizer, request)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Joins tokens as an output's are joined."""
@@ -98,7 +99,7 @@ class GenerationServicer(GenerationServiceServicer):
         most = self._limits.max_detokenize_tokens
         if len(request.token_ids) > most:
             raise InvalidRequest("token_ids", len(request.token_ids), f"must have at most {most} entries")
-        return await self._texts.run(len(request.token_ids), _detokenize, tokenizer, request)
+        return await self._texts.run(current_caller().tenant, len(request.token_ids), _detokenize, tokenizer, request)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Computes a text without generating anything."""
@@ -117,7 +118,7 @@ class GenerationServicer(GenerationServiceServicer):
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         """Computes attention weights, apart from the engine; the answer is put together off the event loop."""
         explanation = await self._explainer.explain(codec.decode_explain(request), context.time_remaining())
-        return await self._texts.run(0, codec.encode_explanation, explanation)
+        return await self._texts.run(current_caller().tenant, LONG_BYTES, codec.encode_explanation, explanation)
 
     def _decode(self, request: pb.GenerateRequest | pb.GenerateStreamRequest) -> GenerateCall:
         try:
