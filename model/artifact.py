@@ -73,17 +73,30 @@ _MAX_BYTES = {
 _WEIGHTS_SUFFIX = ".onnx.data"
 _LEAST_WEIGHTS_BYTES = 64 << 20
 _MAX_ENTRIES = 4096
+_MAX_PROBLEMS = 20
+_MAX_PROBLEM_CHARACTERS = 1000
 Stamp = Mapping[str, tuple[int, ...]]
 """By a file's name: its device, inode, bytes and time of the last change."""
 
 
 class ArtifactError(Exception):
-    """An artefact is damaged, foreign or incomplete; `problems` lists everything found."""
+    """An artefact is damaged, foreign or incomplete.
+
+    `problems` lists what was found, up to a bound: the first 20, each cut where it is long, and how many more there
+    are. A manifest that is made to have many would else be a message of megabytes to a client.
+    """
 
     def __init__(self, folder: Path, problems: Sequence[str]) -> None:
         self.folder = folder
-        self.problems = tuple(problems)
-        super().__init__(f"{folder}: " + "; ".join(problems))
+        self.problems = _first(problems)
+        super().__init__(f"{folder}: " + "; ".join(self.problems))
+
+
+def _first(problems: Sequence[str]) -> tuple[str, ...]:
+    cut = _MAX_PROBLEM_CHARACTERS
+    shown = [each if len(each) <= cut else f"{each[: cut - 1]}…" for each in problems[:_MAX_PROBLEMS]]
+    more = len(problems) - len(shown)
+    return (*shown, f"and {more} more problems") if more else tuple(shown)
 
 
 class Device(StrEnum):
@@ -607,7 +620,7 @@ def load(
         memory_bytes: what the caller has for the weights of a CPU's graph; None sets no limit.
 
     Raises:
-        ArtifactError: listing every problem, not just the first.
+        ArtifactError: listing every problem, not just the first, up to a bound.
     """
     fields, problems = _read(folder)
     # A manifest that is wrong elsewhere still says which files there must be.
@@ -642,6 +655,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], list[str]]:
 def _check_files(folder: Path, fields: Mapping[str, Any], *, checksums: bool, memory_bytes: int | None) -> list[str]:
     """What is wrong with an artifact's files, by those fields of its manifest that could be read."""
     files: Mapping[str, FileEntry] = fields["files"]
+    if len(files) > _MAX_ENTRIES:
+        return [f"files lists {len(files)} names, must list at most {_MAX_ENTRIES}"]
     graphs: Mapping[str, GraphSpec] = fields.get("graphs", {})
     config: ModelConfig | None = fields.get("config")
     needed = {TOKENIZER, GOLDEN, PARITY, *(graph.file for graph in graphs.values())}

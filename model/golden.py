@@ -21,6 +21,9 @@ from model.arrays import ArrayFile
 from model.artifact import MAX_ARRAYS_BYTES, KVPrecision, Precision
 from model.config import ModelConfig
 
+MAX_STEPS = 1 << 14
+"""Of all cases in a file. The exporter's longest case has half as many, and others have few."""
+
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 
@@ -139,11 +142,12 @@ def check_steps(case: GoldenCase) -> None:
     Raises:
         ValueError: naming the step, or what else does not fit together.
     """
-    computed = [0] * len(case.sequences)
+    known = range(len(case.sequences))
+    computed = [0] * len(known)
     for index, step in enumerate(case.steps):
         rows = [feed.row for feed in step]
-        if not step or len(set(rows)) != len(rows) or not set(rows) <= set(range(len(case.sequences))):
-            raise ValueError(f"{case.name}: step {index} feeds rows {rows} of {len(case.sequences)}")
+        if not step or len(set(rows)) != len(rows) or any(row not in known for row in rows):
+            raise ValueError(f"{case.name}: step {index} feeds rows {rows} of {len(known)}")
         if len(step) > 1 and any(feed.count != 1 for feed in step):
             raise ValueError(f"{case.name}: step {index} batches rows of several tokens")
         for feed in step:
@@ -223,7 +227,10 @@ def load(path: Path, config: ModelConfig | None = None) -> tuple[GoldenCase, ...
     problems: list[str] = []
     try:
         with ArrayFile(path, MAX_ARRAYS_BYTES) as arrays:
-            for number, entry in enumerate(arrays.read_index()):
+            entries = arrays.read_index()
+            if (num_steps := sum(len(entry["steps"]) for entry in entries)) > MAX_STEPS:
+                raise ValueError(f"has {num_steps} steps, must have at most {MAX_STEPS}")
+            for number, entry in enumerate(entries):
                 header = _Header.read(arrays, number, entry)
                 misfits = _misfits(header, config) if config else []
                 problems += misfits

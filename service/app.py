@@ -76,6 +76,9 @@ _TOKENIZER_THREADS = 2
 _SWITCH_INTERVAL_SECONDS = 0.0005
 # Of the process, besides its connections: files, threads, scrapers.
 _NUM_OTHER_DESCRIPTORS = 512
+# Between replays of a failed model's golden cases that fail themselves: twice as long each time.
+_MIN_MEND_SECONDS = 1.0
+_MAX_MEND_SECONDS = 60.0
 # For a step in progress to end.
 _ENGINE_SECONDS = 5.0
 # For the last statuses to reach their clients; then for gRPC to end what is open; then for that to clean up; then for
@@ -348,15 +351,29 @@ class App:
             return  # it is mended already, or leaves
         _LOGGER.error("%s does not serve, its steps fail one after the other", name)
         self._show_health()
-        task = asyncio.get_running_loop().create_task(self._mend(name))
+        task = asyncio.get_running_loop().create_task(self._mend(self._models.resolve(name)))
         self._mending.add(task)
         task.add_done_callback(self._mending.discard)
 
-    async def _mend(self, name: str) -> None:
-        try:
-            await self._verifier.verify(name)
-        except RequestError as error:
-            _LOGGER.error("%s does not serve, its golden cases could not be replayed: %s", name, error)
+    async def _mend(self, model: ServedModel) -> None:
+        """Replays a failed model's golden cases until there is an outcome, good or bad, or the model is replaced.
+
+        A replay that fails itself proves nothing: memory may have been short for a moment.
+        """
+        pause = _MIN_MEND_SECONDS
+        while self._models.is_served(model) and self._models.state(model.name) is ModelState.FAILED:
+            try:
+                await self._verifier.verify(model.name)
+            except RequestError as error:
+                why = "%s does not serve, its golden cases could not be replayed and are again in %g s: %s"
+                _LOGGER.error(why, model.name, pause, error)
+            except Exception:
+                why = "%s does not serve, replaying its golden cases failed unexpectedly, they are again in %g s"
+                _LOGGER.exception(why, model.name, pause)
+            else:
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _MAX_MEND_SECONDS)
 
     def _show_health(self) -> None:
         for name in self._shown - set(self._models.names):

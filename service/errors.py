@@ -32,6 +32,8 @@ from typing import ClassVar
 
 _MAX_SHOWN = 80
 """Characters of a value in an error's text."""
+_MAX_PROBLEMS = 4000
+"""Characters of all problems of a model in an error's text: clients take 8 KiB of a status."""
 _MAX_PATH = 200
 """Characters of a field's path, which may end with a name that the client chose."""
 
@@ -83,14 +85,19 @@ class UnknownModel(RequestError):
 
 
 class ModelUnfit(RequestError):
-    """A model that was to be loaded cannot be served. `problems` names everything that is wrong with its artefact."""
+    """A model that was to be loaded cannot be served. `problems` names everything that is wrong with its artifact.
+
+    The text has as much of them as a client takes.
+    """
 
     label = "model_unfit"
 
     def __init__(self, model: str, problems: Sequence[str]) -> None:
         self.model = model
         self.problems = tuple(problems)
-        super().__init__(f"{_shorten(model)} cannot be served: {'; '.join(problems)}")
+        text = "; ".join(problems)
+        text = text if len(text) <= _MAX_PROBLEMS else f"{text[: _MAX_PROBLEMS - 1]}…"
+        super().__init__(f"{_shorten(model)} cannot be served: {text}")
 
 
 class UnsupportedFeature(RequestError):

@@ -1,4 +1,4 @@
-"""`Explain` off the hot path: one worker thread, a short line before it, graphs that are loaded when first asked for.
+"""`Explain` off the hot path: one worker thread, a short queue before it, graphs that are loaded when first asked for.
 
     take a place ─> tokenise ─> generate greedily, where no target is given ─> wait for the worker ─> run ─> answer
 
@@ -9,21 +9,21 @@ as any request does, through the engine, and is counted as one. Knows neither pr
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from typing import Protocol
 
 from service import explaining
+from service.access import current_caller
 from service.engine.types import SamplingParams, StoppingParams
-from service.errors import AnswerTooLarge, Overloaded, PromptTooLong, UnsupportedFeature
+from service.errors import AnswerTooLarge, PromptTooLong, UnsupportedFeature
 from service.explaining import ExplainCall, ExplainTask, Explanation, Float32, Selection
 from service.generator import GenerateCall, Generator, Piece
 from service.models import Models, ServedModel, prompt_field, text_size
-from service.text_pool import TextPool
+from service.text_pool import LONG_BYTES, FairQueue, Places, TextPool
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -72,8 +72,9 @@ class Explainer:
         # It starts its thread with the first call.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="explain")
         self._graphs: dict[str, tuple[ServedModel, AttentionSource]] = {}
+        self._queue = FairQueue(self._worker, 1)
         self._is_used = False
-        self._num_calls = 0
+        self._places = Places("Explain", 1 + MAX_WAITING)
         self._last_seconds = 1.0
 
     async def explain(self, call: ExplainCall, time_remaining: float | None) -> Explanation:
@@ -83,13 +84,14 @@ class Explainer:
             RequestError: whatever kept it from its end.
         """
         deadline = None if time_remaining is None else time.monotonic() + time_remaining
-        with self._place():
+        tenant = current_caller().tenant
+        with self._places.take(tenant, max(self._last_seconds, _MIN_RETRY_SECONDS)):
             model, selection, task = await self._prepare(call, deadline)
             # What was made for one model means nothing to another that has taken its place meanwhile.
             while self._models.resolve(model.name) is not model:
                 model, selection, task = await self._prepare(call, deadline)
-            loop, self._is_used = asyncio.get_running_loop(), True
-            found, self._last_seconds = await loop.run_in_executor(self._worker, self._compute, model, task, selection)
+            self._is_used = True
+            found, self._last_seconds = await self._queue.run(tenant, LONG_BYTES, self._compute, model, task, selection)
             return found
 
     def models_changed(self) -> None:
@@ -100,7 +102,7 @@ class Explainer:
     def close(self) -> None:
         """Ends the worker; calls that wait for it are cancelled."""
         self._is_used = False
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._queue.close()
 
     async def _prepare(self, call: ExplainCall, deadline: float | None) -> tuple[ServedModel, Selection, ExplainTask]:
         """All that can be refused, and the output where none is given."""
@@ -110,8 +112,8 @@ class Explainer:
             why = f"is not offered for {model.name}, which was exported without --explain-graph"
             raise UnsupportedFeature("Explain", why)
         selection = explaining.select(model, call)
-        num_bytes = text_size(call.prompt) + text_size(call.target)
-        prompt, target = await self._texts.run(num_bytes, explaining.encode, model, call, self._max_tokens)
+        tenant, num_bytes = current_caller().tenant, text_size(call.prompt) + text_size(call.target)
+        prompt, target = await self._texts.run(tenant, num_bytes, explaining.encode, model, call, self._max_tokens)
         if not target:
             target = await self._generate(model, call, prompt, selection, deadline)
         task = ExplainTask.of(model, prompt, target)
@@ -119,18 +121,6 @@ class Explainer:
         if num_bytes > self._max_message_bytes:
             raise AnswerTooLarge(num_bytes, self._max_message_bytes, _ADVICE)
         return model, selection, task
-
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        limit = 1 + MAX_WAITING
-        if self._num_calls >= limit:
-            retry = max(self._last_seconds, _MIN_RETRY_SECONDS)
-            raise Overloaded("Explain", self._num_calls, limit, retry)
-        self._num_calls += 1
-        try:
-            yield
-        finally:
-            self._num_calls -= 1
 
     async def _generate(
         self,

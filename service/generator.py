@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from service.access import current_caller
 from service.async_engine import AsyncEngine
 from service.costing import Cost
 from service.engine.text import Decode, TextStream
@@ -227,7 +228,7 @@ class Generator:
     ) -> GenerationRequest:
         model.check_stop_token_ids(call.stopping.stop_token_ids)
         num_bytes = text_size(call.prompt) + text_size(call.target_prefix)
-        token_ids, prefix_token_ids = await self._texts.run(num_bytes, _encode, model, call)
+        token_ids, prefix_token_ids = await self._texts.run(current_caller().tenant, num_bytes, _encode, model, call)
         seconds = [limit for limit in (call.timeout_seconds, time_remaining) if limit is not None]
         return GenerationRequest(
             request_id=call.request_id,
@@ -249,7 +250,8 @@ class Generator:
         self, call: ScoreCall, model: ServedModel, arrival: float, time_remaining: float | None
     ) -> tuple[ScoreTask, GenerationRequest]:
         num_bytes = text_size(call.prompt) + text_size(call.target)
-        task = await self._texts.run(num_bytes, make_task, model, call.prompt, call.target)
+        tenant = current_caller().tenant
+        task = await self._texts.run(tenant, num_bytes, make_task, model, call.prompt, call.target)
         request = GenerationRequest(
             request_id=call.request_id,
             model=model.name,

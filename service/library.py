@@ -244,7 +244,8 @@ class Library:
         """A proven engine, its proof, and the steps that it was calibrated by."""
         with _told_without_paths(self._config.models, model.name):
             kv = {model.name: kv_memory}
-            engine = build_engines(self._config.models, [model], self._config, self._last_run, kv)[model.name]
+            built = build_engines(self._config.models, [model], self._config, self._last_run, kv, is_serving=True)
+            engine = built[model.name]
             parity = prove(model, engine)
             if not parity.passed:
                 failed = ", ".join(case.name for case in parity.cases if not case.passed)

@@ -117,6 +117,8 @@ def build_engines(
     config: ServeConfig,
     last_run: LastRun | None = None,
     kv_memory: Mapping[str, int] | None = None,
+    *,
+    is_serving: bool = False,
 ) -> dict[str, Engine]:
     """Loads every model's graphs, reserves its key-value cache and, where guesses are wanted, proves them harmless.
 
@@ -126,6 +128,8 @@ def build_engines(
         config: sizes and threads.
         last_run: shared by all engines that one thread steps; a new one unless given.
         kv_memory: bytes that the K/V of each model may take; as `share_memory` deals them out unless given.
+        is_serving: whether the process serves other models, and must survive files that are truncated meanwhile. It
+            takes memory for the weights once more until the engines are proven.
 
     Raises:
         StartupError: listing all that is wrong with any of them.
@@ -141,6 +145,7 @@ def build_engines(
     options = SessionOptions(
         intra_op_threads=config.threads or 0,
         allow_spinning=config.spin,
+        copies_weights=is_serving,
         own_kernels=config.kernels is Kernels.AUTO,
     )
     models = tuple(models)

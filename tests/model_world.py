@@ -294,7 +294,12 @@ class World:
                 super().learn(stats, is_calibration=is_calibration)
 
         def build(
-            _: Path, models: Sequence[ServedModel], config: ServeConfig, last_run: LastRun, kv: Mapping[str, int]
+            _: Path,
+            models: Sequence[ServedModel],
+            config: ServeConfig,
+            last_run: LastRun,
+            kv: Mapping[str, int],
+            **__: bool,
         ) -> dict[str, HandEngine]:
             return {model.name: world.make_engine(model, kv[model.name]) for model in models}
 

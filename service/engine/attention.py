@@ -28,7 +28,7 @@ from service.errors import NotServing
 _LOGGER = logging.getLogger(__name__)
 
 # Threads are these only where the process has none to share.
-_OPTIONS = SessionOptions(intra_op_threads=1, allow_spinning=False, map_weights=True)
+_OPTIONS = SessionOptions(intra_op_threads=1, allow_spinning=False, map_weights=True, copies_weights=True)
 
 
 class AttentionGraph:

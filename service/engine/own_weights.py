@@ -6,7 +6,11 @@ weights are copied as a graph is loaded, into a layout of ONNX Runtime's or of t
 run, what it still read from the mapping is copied in place (`own`). A graph runs every node, so that what a first run
 has not read no run reads: that costs no memory, and stays a part of the file.
 
-Copies in place need Linux; elsewhere weights stay a part of the file.
+Until then, truncating the file would still end the process. A process that serves has the file copied into memory of
+its own first, by reading it, and loads and proves the graph from that copy (`is_copied`). The copy takes as much memory
+as the file has bytes, until `own` gives it back.
+
+Copies need Linux; elsewhere weights stay a part of the file.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -42,15 +46,18 @@ class OwnWeights:
 
     Args:
         path: the graph.
+        is_copied: whether files are copied before anything is read of them: for a process that serves others.
 
     Attributes:
         arrays: by name, where they lie; those of types that NumPy does not know are left out.
 
     Raises:
-        StartupError: when the graph or a file of its weights cannot be read, or is shorter than the graph says.
+        StartupError: when the graph or a file of its weights cannot be read, or is shorter than the graph says, or
+            changes while it is copied.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_copied: bool = False) -> None:
+        self._is_copied = is_copied and _IS_LINUX
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         self._files: dict[str, _MappedFile] = {}
         try:
@@ -79,19 +86,21 @@ class OwnWeights:
             path = folder / name
             if not path.resolve().is_relative_to(folder.resolve()):
                 raise ValueError(f"weights are in {name}, which leaves the artifact's folder")
-            self._files[name] = _MappedFile(path)
+            self._files[name] = _MappedFile(path, is_copied=self._is_copied)
         return self._files[name]
 
 
 class _MappedFile:
-    """A file that is mapped for this process alone."""
+    """A file that is mapped for this process alone, or a copy of it in memory that no other process can truncate."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_copied: bool) -> None:
         self._path = path
         self._stream = open_regular(path)
         weakref.finalize(self, self._stream.close)
         self._state = self._look()
-        self._map = mmap.mmap(self._stream.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._source = self._copy_whole() if is_copied else self._stream
+        weakref.finalize(self, self._source.close)
+        self._map = mmap.mmap(self._source.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._ranges: list[tuple[int, int]] = []
 
     def add(self, tensor: ExternalTensor) -> npt.NDArray[Any]:
@@ -114,10 +123,17 @@ class _MappedFile:
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         present = _present_pages(address, len(self._map))
+        rest = 0
         for begin, end in _joined(self._read_ranges(present)):
+            self._map_file(address, rest, begin)
             self._copy(address, begin, end)
+            rest = end
+        self._map_file(address, rest, len(self._map))
         if self._look() != self._state:
-            raise StartupError([f"{self._path} has changed while it was loaded"])
+            raise self._change()
+        if self._source is not self._stream:
+            os.ftruncate(self._source.fileno(), 0)  # nothing of it is mapped any more, and the mapping holds it open
+            self._source.close()
         self._stream.close()
 
     def _read_ranges(self, present: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
@@ -129,14 +145,43 @@ class _MappedFile:
 
     def _copy(self, address: int, begin: int, end: int) -> None:
         """Puts memory of this process in the place of a part of the file, with the same in it."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-        if _mmap(address + begin, end - begin, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != address + begin:
-            raise StartupError([f"{self._path}: no memory for {end - begin} bytes of weights"])
+        self._place(address, begin, end, mmap.MAP_ANONYMOUS, -1)
         view = memoryview(self._map)
         for place in range(begin, min(end, len(view)), _PIECE_BYTES):
             piece = view[place : min(end, place + _PIECE_BYTES)]
-            if os.preadv(self._stream.fileno(), [piece], place) != len(piece):
-                raise StartupError([f"{self._path} has changed while it was loaded"])
+            if os.preadv(self._source.fileno(), [piece], place) != len(piece):
+                raise self._change()
+
+    def _map_file(self, address: int, begin: int, end: int) -> None:
+        """Has a part that no run reads be a part of the file, where it was one of the copy."""
+        if self._source is not self._stream and begin < end:
+            self._place(address, begin, end, 0, self._stream.fileno())
+
+    def _place(self, address: int, begin: int, end: int, flags: int, descriptor: int) -> None:
+        """Maps something else in the place of whole pages: of the file from `begin` on, or empty memory."""
+        flags |= mmap.MAP_PRIVATE | _MAP_FIXED
+        offset = 0 if descriptor < 0 else begin
+        place, num_bytes = address + begin, end - begin
+        if _mmap(place, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset) != place:
+            raise StartupError([f"{self._path}: no memory for {num_bytes} bytes of weights"])
+
+    def _copy_whole(self) -> BinaryIO:
+        """The file's bytes in memory: read and never mapped, so that truncating the file raises an error at worst."""
+        memory = os.fdopen(os.memfd_create("weights"), "w+b", buffering=0)
+        num_bytes, done = self._state[0], 0
+        try:
+            while done < num_bytes:
+                count = os.sendfile(memory.fileno(), self._stream.fileno(), done, min(num_bytes - done, _PIECE_BYTES))
+                if not count:
+                    raise self._change()
+                done += count
+        except BaseException:
+            memory.close()
+            raise
+        return memory
+
+    def _change(self) -> StartupError:
+        return StartupError([f"{self._path} has changed while it was loaded"])
 
     def _look(self) -> tuple[int, int]:
         status = os.fstat(self._stream.fileno())

@@ -84,6 +84,8 @@ class SessionOptions:
     Where the process has threads to share (`share_threads`), none of these three matters.
     `map_weights` leaves weights as they are in the file, instead of laying them out anew in memory for fast products of
     many rows: the graph loads in no time, and is slower to run.
+    `copies_weights` loads and proves the graph from a copy of its weights in memory, as a file that is truncated
+    meanwhile would end the process: for one that serves.
     `own_kernels` computes the project's own operators by its own kernels, where they are built for this machine
     (`model.kernels`), and not by the standard operators that they stand for. `tells_operators` has a session on the CPU
     provider know what it is computed by (`GraphSession.operators`). `profile` is where what each operator takes is
@@ -94,6 +96,7 @@ class SessionOptions:
     allow_spinning: bool = True
     stop_spinning: bool = False
     map_weights: bool = False
+    copies_weights: bool = False
     own_kernels: bool = True
     tells_operators: bool = False
     profile: Path | None = None
@@ -487,10 +490,14 @@ def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any
             return ort.InferenceSession(str(path), settings)
         if options.own_kernels and (library := kernels.library()) is not None:
             settings.register_custom_ops_library(str(library))
-        weights = OwnWeights(path)
+        weights = OwnWeights(path, is_copied=options.copies_weights)
         values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in weights.arrays.items()}
-        for name, value in values.items():
-            settings.add_initializer(name, value)
+        if options.copies_weights:
+            # Folding constants reads the file of initializers that are added, and not of those that are replaced.
+            settings.add_external_initializers(list(values), list(values.values()))
+        else:
+            for name, value in values.items():
+                settings.add_initializer(name, value)
         session = ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
     except StartupError:
         raise

@@ -15,12 +15,13 @@ import grpc
 from model.tokenizer import Tokenizer
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer
+from service.access import current_caller
 from service.config import RequestLimits
 from service.errors import InvalidRequest, RequestError
 from service.explainer import Explainer
 from service.generator import Accepted, Finished, GenerateCall, Generator, Outcome, Part, Piece, PromptScores
 from service.models import Models, ServedModel, check_ids, text_size
-from service.text_pool import TextPool
+from service.text_pool import LONG_BYTES, TextPool
 from service.transport import codec
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -96,7 +97,7 @@ class GenerationServicer(GenerationServiceServicer):
         is_bare = request.HasField("add_special_tokens") and not request.add_special_tokens
         encode, text = tokenizer.encode_plain if is_bare else tokenizer.encode, request.text
         del request
-        return await self._texts.run(num_bytes, _tokenize, tokenizer, encode, text)
+        return await self._texts.run(current_caller().tenant, num_bytes, _tokenize, tokenizer, encode, text)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Joins tokens as an output's are joined."""
@@ -106,7 +107,7 @@ class GenerationServicer(GenerationServiceServicer):
             raise InvalidRequest("token_ids", len(request.token_ids), f"must have at most {most} entries")
         token_ids = tuple(request.token_ids)
         del request
-        return await self._texts.run(len(token_ids), _detokenize, tokenizer, token_ids)
+        return await self._texts.run(current_caller().tenant, len(token_ids), _detokenize, tokenizer, token_ids)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Computes a text without generating anything."""
@@ -129,7 +130,7 @@ class GenerationServicer(GenerationServiceServicer):
         explaining = self._explainer.explain(codec.decode_explain(request), context.time_remaining())
         del request
         explanation = await explaining
-        return await self._texts.run(0, codec.encode_explanation, explanation)
+        return await self._texts.run(current_caller().tenant, LONG_BYTES, codec.encode_explanation, explanation)
 
     def _decode(self, request: pb.GenerateRequest | pb.GenerateStreamRequest) -> GenerateCall:
         try:

@@ -15,6 +15,7 @@ from service.errors import (
     DeadlineUnreachable,
     EngineFailed,
     InvalidRequest,
+    ModelUnfit,
     NotServing,
     Overloaded,
     PromptTooLong,
@@ -40,6 +41,14 @@ def test_table_is_total_over_the_error_tree() -> None:
 def test_labels_of_errors_are_distinct() -> None:
     labels = [error.label for error in descendants(RequestError)]
     assert len(set(labels)) == len(labels)
+
+
+def test_many_problems_of_a_model_fit_into_a_status() -> None:
+    assert to_status(ModelUnfit("m", ["one", "two"])).message == "'m' cannot be served: one; two"
+    message = to_status(ModelUnfit("m", ["x" * 1_000_000] * 20)).message
+    assert 4000 < len(message) < 8 << 10
+    assert message.startswith("'m' cannot be served: xxx")
+    assert message.endswith("x…")
 
 
 @pytest.mark.parametrize("kind", [InvalidRequest, PromptTooLong])

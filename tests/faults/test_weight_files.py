@@ -15,6 +15,7 @@ from proto.onward.v1 import model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from proto.onward.v1.model_pb2_grpc import ModelServiceStub
 from tests.artifacts import tiny_artifact
+from tests.faults.cut_weights import AFTER, BEFORE, CUT
 from tests.faults.process import DECODER, MODELS, ServerProcess, greedy, serving
 
 # So large that the project's kernels copy matrices, and the embedding is more than what tests read of it.
@@ -71,6 +72,53 @@ def test_weights_overwritten_truncated_and_removed_under_a_running_model_leave_i
                 ModelServiceStub(channel).ReloadModel(model_pb2.ReloadModelRequest(model=DECODER), timeout=120)
             assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert {model: _answers(server, model) for model in MODELS} == expected
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "moment"), [(Precision.FP32, BEFORE), (Precision.FP32, AFTER), (Precision.INT4, AFTER)]
+)
+def test_weights_truncated_between_their_checksum_and_their_proof_are_refused_and_the_server_goes_on(
+    tmp_path: Path, precision: Precision, moment: str
+) -> None:
+    for model in MODELS:
+        shutil.copytree(tiny_artifact(model, precision, **_SIZES), tmp_path / model)
+    files = {file: file.read_bytes() for file in tmp_path.glob("*/*.onnx.data")}
+    with serving(tmp_path, module="tests.faults.cut_weights") as server, server.channel() as channel:
+        expected = {model: _answers(server, model) for model in MODELS}
+        models = ModelServiceStub(channel)
+        for model in MODELS:
+            (tmp_path / CUT).write_text(moment, encoding="ascii")
+            with pytest.raises(grpc.RpcError) as refused:
+                models.ReloadModel(model_pb2.ReloadModelRequest(model=model), timeout=120)
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert str(refused.value.details()).endswith("changed while it was loaded")
+            (tmp_path / CUT).unlink()
+        assert {model: _answers(server, model) for model in MODELS} == expected
+        # What is loaded beside streams answers as what is loaded at the start, and has its weights to itself, too.
+        for file, data in files.items():
+            file.write_bytes(data)
+        for model in MODELS:
+            models.ReloadModel(model_pb2.ReloadModelRequest(model=model), timeout=120)
+        for file in files:
+            _truncate(file)
+        assert {model: _answers(server, model) for model in MODELS} == expected
+        assert server.stop() == 0
+
+
+def test_explain_weights_truncated_between_their_checksum_and_their_proof_leave_the_server_going(
+    tmp_path: Path,
+) -> None:
+    for model in MODELS:
+        shutil.copytree(tiny_artifact(model, explain_graph=True), tmp_path / model)
+    with serving(tmp_path, module="tests.faults.cut_weights") as server, server.channel() as channel:
+        (tmp_path / CUT).write_text(BEFORE, encoding="ascii")
+        for model in MODELS:
+            with pytest.raises(grpc.RpcError) as refused:
+                GenerationServiceStub(channel).Explain(pb.ExplainRequest(model=model, text="3 May"), timeout=120)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "has changed on the disk while its explain graph was loaded" in str(refused.value.details())
+            assert _answers(server, model)
         assert server.stop() == 0
 
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ from service.errors import NotServing
 from service.explainer import MAX_WAITING
 from service.models import Parity, ServedModel
 from tests.fakes import BOS, CONTEXT, EOS, FakeRunner, Gate, expected_tokens, script, spell
+from tests.integration.test_server_tenants import by, keys_file
 from tests.servers import (
     SLOTS,
     TRUSTED,
@@ -314,7 +316,7 @@ async def test_calls_are_computed_one_at_a_time_and_those_beyond_the_line_come_a
         await asyncio.to_thread(graph.running.wait)
         waiting = [ask("b" * (1 + index)) for index in range(MAX_WAITING)]
         explainer = server.app._explainer
-        await eventually(lambda: explainer._num_calls == 1 + MAX_WAITING)
+        await eventually(lambda: explainer._places.num_taken == 1 + MAX_WAITING)
         error = await status_of(ask("c"))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         retry = error_details_pb2.RetryInfo()
@@ -323,7 +325,7 @@ async def test_calls_are_computed_one_at_a_time_and_those_beyond_the_line_come_a
         assert len(graph.runs) == 1
         # Whoever gives up makes room at once, and is never computed.
         waiting.pop(0).cancel()
-        await eventually(lambda: explainer._num_calls == MAX_WAITING)
+        await eventually(lambda: explainer._places.num_taken == MAX_WAITING)
         waiting.append(ask("d" * 20))
         graph.gate.set()
         await asyncio.gather(first, *waiting)
@@ -332,17 +334,43 @@ async def test_calls_are_computed_one_at_a_time_and_those_beyond_the_line_come_a
     assert sorted(lengths[1:]) == [*range(3, 2 + MAX_WAITING), 21]
 
 
+async def test_keys_take_turns_and_one_has_half_of_the_places(graph: FakeGraph, tmp_path: Path) -> None:
+    def ask(key: str, target: str) -> Any:
+        return server.generation.Explain(pb.ExplainRequest(text="a", target_text=target), **by(key))
+
+    def num_waiting(key: str) -> int:
+        return len(server.app._explainer._queue._waiting.get(key, ()))
+
+    half = (1 + MAX_WAITING) // 2
+    async with running([explained_model()], api_keys=keys_file(tmp_path, a="", b="")) as server:
+        graph.gate.clear()
+        calls = [ask("a", "y")]
+        await asyncio.to_thread(graph.running.wait)
+        for index in range(1, half):
+            calls.append(ask("a", "y" * (1 + index)))
+            await eventually(lambda count=index: num_waiting("a") == count)
+        error = await status_of(ask("a", "y"))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert str(error.details()).startswith(f"{half} requests of Explain with this API key run or wait")
+        calls.append(ask("b", "z" * 10))
+        await eventually(lambda: num_waiting("b") == 1)
+        graph.gate.set()
+        await asyncio.gather(*calls)
+    # One call of the first key ran and one was the next when the second key came.
+    assert [len(decoder) - 1 for decoder, _, _ in graph.runs] == [1, 2, 10, 3, 4]
+
+
 async def test_a_call_given_up_while_it_runs_leaves_the_worker_to_the_next(graph: FakeGraph) -> None:
     async with running([explained_model()]) as server:
         graph.gate.clear()
         call = server.generation.Explain(pb.ExplainRequest(text="a", target_text="z"))
         await asyncio.to_thread(graph.running.wait)
         call.cancel()
-        await eventually(lambda: server.app._explainer._num_calls == 0)
+        await eventually(lambda: server.app._explainer._places.num_taken == 0)
         waiting = server.generation.Explain(pb.ExplainRequest(text="b", target_text="z"))
-        await eventually(lambda: server.app._explainer._num_calls == 1)
+        await eventually(lambda: server.app._explainer._places.num_taken == 1)
         waiting.cancel()
-        await eventually(lambda: server.app._explainer._num_calls == 0)
+        await eventually(lambda: server.app._explainer._places.num_taken == 0)
         graph.gate.set()
         answer = await server.generation.Explain(pb.ExplainRequest(text="c", target_text="z"))
         assert list(answer.prompt_tokens) == ["<bos>", "c"]

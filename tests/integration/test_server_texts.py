@@ -8,6 +8,7 @@ import json
 import struct
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,8 +21,11 @@ from model.tokenizer import LOSSY_TOKEN_BYTES, Tokenizer
 from proto.inference import open_inference_pb2 as oip
 from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from proto.onward.v1 import generation_pb2 as pb
+from service import app
 from service.models import ServedModel
+from service.text_pool import LONG_BYTES
 from tests.fakes import BOS, CONTEXT, FakeRunner, spell
+from tests.integration.test_server_tenants import by, keys_file
 from tests.servers import (
     MODEL,
     SLOTS,
@@ -158,6 +162,36 @@ async def test_estimates_hold_places_while_they_are_tokenized() -> None:
         assert (await server.generation.Generate(generate_request(max_tokens=1))).outputs
         # What was estimated is no request, and counted as none.
         assert server.ended() == {"overloaded": 1, "length": 1}
+
+
+@pytest.mark.parametrize("method", ["Tokenize", "Estimate"])
+async def test_keys_take_turns_at_the_tokenizer_however_much_one_of_them_sends(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_TOKENIZER_THREADS", 1)
+    model, tokenizer = watched_model(context=LONG_BYTES)
+
+    def ask(key: str, num_bytes: int) -> Any:
+        text = "a" * num_bytes
+        if method == "Tokenize":
+            return server.generation.Tokenize(pb.TokenizeRequest(text=text), **by(key))
+        return server.generation.Estimate(pb.EstimateRequest(request=generate_request(text, max_tokens=1)), **by(key))
+
+    async with running([model], api_keys=keys_file(tmp_path, a="", b="")) as server:
+        tokenizer.sizes.clear()
+        tokenizer.goes_on.clear()
+        pool = server.app._texts if method == "Tokenize" else server.app._prompts
+        sizes = [LONG_BYTES - 10 - number for number in range(5)]
+        calls = [ask("a", sizes[0])]
+        await eventually(lambda: len(tokenizer.sizes) == 1)
+        for number, size in enumerate(sizes[1:], 1):
+            calls.append(ask("a", size))
+            await eventually(lambda count=number: len(pool._short._waiting.get("a", ())) == count)
+        calls.append(ask("b", 5))
+        await eventually(lambda: "b" in pool._short._waiting)
+        tokenizer.goes_on.set()
+        await asyncio.gather(*calls)
+    assert tokenizer.sizes == [sizes[0], sizes[1], 5, *sizes[2:]]
 
 
 class PanickingIn:

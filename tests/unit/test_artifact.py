@@ -205,6 +205,25 @@ def test_every_bad_file_is_listed_at_once(decoder_folder: Path) -> None:
     ]
 
 
+def test_of_many_problems_the_first_are_named_each_in_a_line_and_the_others_counted(decoder_folder: Path) -> None:
+    missing = {name: FileEntry("0" * 64, 1) for name in ("a" * 2000, *(f"file-{number:04}" for number in range(1999)))}
+    list_files(decoder_folder, **missing)
+    first, *others, last = problems_of(decoder_folder)
+    assert len(first) == 1000
+    assert first.startswith("'aaa")
+    assert others == [f"file-{number:04} is missing" for number in range(19)]
+    assert last == "and 1980 more problems"
+
+
+def test_a_manifest_with_more_files_than_a_folder_may_have_is_refused_by_their_number(
+    decoder_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list_files(decoder_folder, **{f"missing-{number}": FileEntry("0" * 64, 1) for number in range(5000)})
+    with monkeypatch.context() as patch:
+        patch.setattr(artifact, "_check_file", None)
+        assert problems_of(decoder_folder) == ("files lists 5005 names, must list at most 4096",)
+
+
 def test_a_link_that_stays_inside_is_a_file_like_any_other(decoder_folder: Path) -> None:
     (decoder_folder / "decoder.onnx").rename(decoder_folder / "graph")
     (decoder_folder / "decoder.onnx").symlink_to("graph")

@@ -187,6 +187,33 @@ def test_a_schedule_no_runner_may_meet_is_refused(steps: tuple[golden.Step, ...]
         golden.save(tmp_path / "golden.npz", [case])
 
 
+def test_checking_steps_looks_at_the_rows_that_they_feed_and_not_at_all_rows_each_time() -> None:
+    class Rows(tuple[np.ndarray, ...]):
+        num_looks = 0
+
+        def __len__(self) -> int:
+            self.num_looks += 1
+            return super().__len__()
+
+    num_looks = set()
+    for length in (1, 50):
+        case = make_case(golden.staggered((length, length)), (length, length))
+        rows = Rows(case.sequences)
+        golden.check_steps(replace(case, sequences=rows))
+        num_looks.add(rows.num_looks)
+    assert len(num_looks) == 1
+
+
+def test_more_steps_than_a_file_may_have_are_refused_before_they_are_looked_at(tmp_path: Path) -> None:
+    path, half = tmp_path / "golden.npz", golden.MAX_STEPS // 2
+    cases = [make_case(golden.staggered((length,)), (length,)) for length in (half, half, 1)]
+    golden.save(path, cases[:2])
+    assert [len(case.steps) for case in golden.load(path)] == [half, half]
+    golden.save(path, cases)
+    with pytest.raises(ValueError, match=rf"has {2 * half + 1} steps, must have at most {golden.MAX_STEPS}$"):
+        golden.load(path)
+
+
 def test_a_case_needs_logits_for_every_feed_and_a_source_for_every_row_or_none() -> None:
     with pytest.raises(ValueError, match=r"5 feeds, logits of shape \[4, 7\]"):
         golden.check_steps(replace(PREFILL_THEN_DECODE, logits=PREFILL_THEN_DECODE.logits[1:]))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -145,6 +146,58 @@ def test_a_model_reloaded_while_it_is_mended_serves(world: World) -> None:
     world.rest()
     assert broken.is_gone
     assert world.app.models.state("a") is ModelState.SERVING
+
+
+def fail(world: World) -> None:
+    """Has "a" fail step after step, and the replays after that as well."""
+    world.current["a"].go_wrong("breaks")
+    for number in range(8):
+        world.ask("a", str(number))
+    turn(world, lambda: world.app.models.state("a") is ModelState.FAILED)
+    world.rest()
+
+
+def test_a_failed_model_whose_replay_fails_for_a_while_serves_again_by_itself(world: World) -> None:
+    fail(world)
+    engine, found = world.current["a"], list[int]()
+    before = engine.num_replays
+    for seconds in (1, 1, 1, 1, 3):
+        world.now += seconds
+        world.rest()
+        found.append(engine.num_replays - before)
+    assert found == [1, 1, 2, 2, 3], "after pauses of 1, 2 and 4 seconds"
+    assert world.app.models.state("a") is ModelState.FAILED
+    engine.go_wrong(None)
+    world.now += 8
+    world.rest()
+    assert world.app.models.state("a") is ModelState.SERVING
+    assert world.app._mending == set()
+
+
+def test_pauses_between_replays_grow_to_a_minute_and_unexpected_errors_are_logged_as_such(world: World) -> None:
+    replay = mock.AsyncMock(side_effect=ValueError("unexpected"))
+    with mock.patch("service.app._LOGGER") as log, mock.patch.object(world.app._verifier, "verify", replay):
+        fail(world)
+        for _ in range(7):
+            world.now += 60
+            world.rest()
+    assert replay.await_count == 8
+    assert [call.args[1:] for call in log.exception.call_args_list] == [
+        ("a", seconds) for seconds in (1, 2, 4, 8, 16, 32, 60, 60)
+    ]
+    reload(world)
+    world.rest()
+
+
+def test_a_failed_model_that_is_reloaded_is_not_replayed_any_more(world: World) -> None:
+    fail(world)
+    reload(world)
+    world.rest()
+    num_replays = world.current["a"].num_replays
+    world.now += 100
+    world.rest()
+    assert world.current["a"].num_replays == num_replays
+    assert world.app._mending == set()
 
 
 def test_a_replay_waits_until_the_engine_before_has_given_its_memory_back(world: World) -> None:

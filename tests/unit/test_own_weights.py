@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -37,24 +40,36 @@ def put(folder: Path, data: str = "w.data") -> Path:
     return folder / "g.onnx"
 
 
-def resident(weights: OwnWeights, name: str) -> bool:
-    """Whether an array lies in memory of the process, and not in a file."""
+def place_of(weights: OwnWeights, name: str) -> str:
+    """The file that an array lies in; empty where it lies in memory of the process."""
     place = weights.arrays[name].ctypes.data + PAGE
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, _, end = line.split()[0].partition("-")
         if int(begin, 16) <= place < int(end, 16):
-            return line.split()[4] == "0"
+            return (*line.split(maxsplit=5), "")[5]
     raise AssertionError(name)
 
 
-def test_what_was_read_is_the_process_own_and_the_rest_stays_in_the_file(tmp_path: Path) -> None:
-    weights = OwnWeights(put(tmp_path))
+def resident(weights: OwnWeights, name: str) -> bool:
+    """Whether an array lies in memory of the process, and not in a file."""
+    return not place_of(weights, name)
+
+
+COPIED = pytest.mark.parametrize("is_copied", [False, True], ids=["mapped", "copied"])
+
+
+@COPIED
+def test_what_was_read_is_the_process_own_and_the_rest_stays_in_the_file(tmp_path: Path, *, is_copied: bool) -> None:
+    weights = OwnWeights(put(tmp_path), is_copied=is_copied)
     expected = {name: array.copy() for name, array in weights.arrays.items()}
     weights.forget()
     _ = weights.arrays["read"][LARGE // 8]
     weights.own()
     assert resident(weights, "read")
-    assert not resident(weights, "copied")
+    assert place_of(weights, "copied") == str(tmp_path / "w.data")
+    assert {name: array.tolist() for name, array in weights.arrays.items()} == {
+        name: array.tolist() for name, array in expected.items()
+    }
     (tmp_path / "w.data").write_bytes(b"")
     for name in ("read", "small"):
         assert weights.arrays[name].tolist() == expected[name].tolist()
@@ -68,13 +83,66 @@ def test_a_second_time_copies_nothing(tmp_path: Path) -> None:
     weights.own()
 
 
+@COPIED
 @pytest.mark.parametrize("data", [b"", b"x" * (2 * LARGE + 12)])
-def test_a_file_that_changed_before_it_was_copied_is_refused(tmp_path: Path, data: bytes) -> None:
-    weights = OwnWeights(put(tmp_path))
+def test_a_file_that_changed_before_it_was_copied_is_refused(tmp_path: Path, data: bytes, *, is_copied: bool) -> None:
+    weights = OwnWeights(put(tmp_path), is_copied=is_copied)
     weights.forget()
     (tmp_path / "w.data").write_bytes(data)
     with pytest.raises(StartupError, match="has changed while it was loaded"):
         weights.own()
+
+
+_READ_AFTER_TRUNCATION = """
+import os, pathlib, sys
+from service.engine.own_weights import OwnWeights
+from service.errors import StartupError
+path = pathlib.Path(sys.argv[1])
+kept = path.with_name("w.data").read_bytes()
+weights = OwnWeights(path, is_copied=True)
+os.truncate(path.with_name("w.data"), 0)
+for _ in range(2):
+    assert b"".join(array.tobytes() for array in weights.arrays.values()) == kept
+    weights.forget()
+try:
+    weights.own()
+except StartupError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_copy_is_read_after_its_file_was_truncated(tmp_path: Path) -> None:
+    # In a process that may die of it.
+    command = [sys.executable, "-c", _READ_AFTER_TRUNCATION, str(put(tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done
+    assert done.stderr.strip().endswith("w.data has changed while it was loaded")
+
+
+def test_the_memory_of_a_copy_is_given_back_once_what_was_read_is_the_process_own(tmp_path: Path) -> None:
+    weights = OwnWeights(put(tmp_path), is_copied=True)
+    (file,) = weights._files.values()
+    memory = os.dup(file._source.fileno())
+    try:
+        assert os.fstat(memory).st_size == (tmp_path / "w.data").stat().st_size
+        weights.own()
+        assert os.fstat(memory).st_size == 0
+    finally:
+        os.close(memory)
+
+
+def test_a_file_that_is_truncated_while_it_is_copied_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, send = put(tmp_path), os.sendfile
+
+    def cut(*given: int) -> int:
+        os.truncate(tmp_path / "w.data", LARGE)
+        return send(*given)
+
+    monkeypatch.setattr(os, "sendfile", cut)
+    with pytest.raises(StartupError, match="has changed while it was loaded"):
+        OwnWeights(path, is_copied=True)
 
 
 def test_a_file_that_is_shorter_than_the_graph_says_is_refused(tmp_path: Path) -> None:
