@@ -368,8 +368,8 @@ class ServeConfig:
     max_concurrent_rpcs: Annotated[
         int,
         Option(
-            "most calls at once, of which one caller has half; health checks, health watchers and reflection have as many "
-            "places of their own each",
+            "most calls at once, of which one caller has half; health checks, health watchers and reflection have "
+            "as many places of their own each",
             _integer(1, 1_000_000),
         ),
     ] = 1024

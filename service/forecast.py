@@ -164,7 +164,7 @@ class Forecaster:
         self._times.learn(stats)
         self._times.note_company(stats)
 
-    def token_told(self, request_id: str) -> None:
+    def token_sent(self, request_id: str) -> None:
         """A request has one token more; unknown ones are ignored."""
         if known := self._outstanding.get(request_id):
             known.num_tokens += 1

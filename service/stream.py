@@ -110,7 +110,7 @@ class Stream:
     def count_token(self, metrics: ModelMetrics, event: TokenEvent, now: float) -> None:
         """Counts an event's token of its output, and the time since the one before or, of the first, since arrival."""
         if self.forecaster is not None:
-            self.forecaster.token_told(self.key)
+            self.forecaster.token_sent(self.key)
         tokens = self.tokens.get(event.output_index)
         if tokens is not None:
             if self.reports_each_token:

@@ -78,7 +78,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         # Of all receivers: what a connection has brought may be for any of them.
         guard = FloodGuard(max_message_bytes)
         self._receiver = Receiver(max_message_bytes, max_stall_seconds, guard)
-        # Anybody may call the others' methods, whose requests are small.
+        # Callers without a key may call the others' methods, whose requests are small.
         self._open_receiver = Receiver(max_message_bytes, max_stall_seconds, guard, max_bytes=0)
         self._tracer = tracer or NoTracer()
         self._check = check

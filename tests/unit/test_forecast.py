@@ -84,7 +84,7 @@ class Machine:
         self.now += self.law.host + self.law.host_row * output.stats.num_rows
         for event in output.events:
             if event.token_id is not None:
-                self.forecaster.token_told(event.request_id)
+                self.forecaster.token_sent(event.request_id)
         self.forecaster.step_done(output.stats)
         for event in output.events:
             told = self.told[event.request_id]
