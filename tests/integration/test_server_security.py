@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import io
 import logging
 from collections.abc import AsyncIterator
@@ -34,6 +33,7 @@ from service.transport.permissions import PERMISSIONS
 from service.transport.server import SERVICES, GrpcServer
 from service.transport.tls import TlsFiles, server_credentials
 from tests.fakes import FakeRunner, Gate
+from tests.identities import key_table
 from tests.servers import (
     MODEL,
     SLOTS,
@@ -208,9 +208,7 @@ async def test_files_are_read_once_and_what_was_read_is_checked(
 
 def keys_file(folder: Path, permissions: str = '["generate"]', rest: str = "") -> Path:
     path = folder / "keys.toml"
-    path.write_text(
-        f'[keys.alice]\nsha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}"\npermissions = {permissions}\n{rest}\n'
-    )
+    path.write_text(key_table("alice", KEY, permissions, rest))
     return path
 
 
