@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,17 +57,6 @@ class Stage(Protocol):
 def needs(context: int) -> MemoryNeeds:
     row = ROW_BYTES_PER_TOKEN * context
     return MemoryNeeds(whole=SLOTS * row, least=row, besides=0)
-
-
-class Answer:
-    """A result that need not be awaited."""
-
-    def __init__(self, value: Any = None) -> None:
-        self._value = value
-
-    def __await__(self) -> Generator[None, None, Any]:
-        yield from ()
-        return self._value
 
 
 class Jobs(Executor):
@@ -206,13 +195,13 @@ class HandEngine(Engine):
 
 
 class HandServer:
-    """The transport: records the health that was set."""
+    """The transport: keeps the health that was set last."""
 
     def __init__(self, health: dict[str, bool], *_: Any, **__: Any) -> None:
         self._health = health
 
-    def start(self, host: str, port: int) -> Answer:
-        return Answer(1)
+    async def start(self, host: str, port: int) -> int:
+        return 1
 
     def set_health(self, name: str, *, is_serving: bool) -> None:
         self._health[name] = is_serving
@@ -223,8 +212,8 @@ class HandServer:
     async def wait_ended(self) -> None:
         await asyncio.get_running_loop().create_future()
 
-    def stop(self, grace_seconds: float) -> Answer:
-        return Answer()
+    async def stop(self, grace_seconds: float) -> None:
+        pass
 
 
 class Spelling:

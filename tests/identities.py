@@ -1,4 +1,4 @@
-"""Who is who over TLS: an authority, certificates that it signed and an API key, as files in a folder."""
+"""Who is who: API keys of a file, and over TLS an authority and certificates that it signed, as files in a folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from pathlib import Path
 import trustme
 
 HOST = "localhost"
+
+
+def key_table(name: str, key: str | None = None, permissions: str = '["generate"]', rest: str = "") -> str:
+    """A table of an API key file.
+
+    Args:
+        name: the caller's.
+        key: what it shows; its name where None is given.
+        permissions: as in TOML.
+        rest: lines that follow: limits, a weight.
+    """
+    digest = hashlib.sha256((key or name).encode()).hexdigest()
+    return f'[keys.{name}]\nsha256 = "{digest}"\npermissions = {permissions}\n{rest}\n'
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +41,7 @@ class Identities:
             issued.cert_chain_pems[0].write_to_path(folder / f"{name}.pem")
             issued.private_key_pem.write_to_path(folder / f"{name}.key")
         (folder / "api-key").write_text(f"{made.api_key}\n")
-        digest = hashlib.sha256(made.api_key.encode()).hexdigest()
-        (folder / "keys.toml").write_text(f'[keys.alice]\nsha256 = "{digest}"\npermissions = ["generate"]\n')
+        (folder / "keys.toml").write_text(key_table("alice", made.api_key))
         return made
 
     def read(self, name: str) -> bytes:

@@ -38,7 +38,6 @@ from service.models import ModelState, ServedModel
 from tests.by_hand import (
     QUEUE,
     SLOTS,
-    Answer,
     HandEngine,
     HandLibrary,
     HandPool,
@@ -54,6 +53,10 @@ from tests.servers import served_model
 
 DRAIN_SECONDS = 5.0
 MOST_MOVES = 5_000
+
+
+async def _close(_: float) -> None:
+    """A tracer's end."""
 
 
 @dataclass(slots=True)
@@ -146,7 +149,7 @@ class World:
             dict(self.current),
             self.registry,
             self.last_run,
-            cast(Any, SimpleNamespace(request=self._trace, close=lambda _: Answer())),
+            cast(Any, SimpleNamespace(request=self._trace, close=_close)),
             self.pool,
             make_server=partial(HandServer, self.health),
         )

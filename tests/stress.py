@@ -40,6 +40,7 @@ class Pass:
     Args:
         name: in the journal and on the command line.
         tests: paths; none for the whole suite.
+        options: of pytest. A test that is skipped for want of a program has not passed.
         shift_seconds: added to `time.monotonic` in pytest and in all Python processes that it starts.
         hash_seed: decides the order of sets of strings.
         num_busy: processes that compute beside it all the while, on the same processors.
@@ -48,6 +49,7 @@ class Pass:
 
     name: str
     tests: tuple[str, ...] = ()
+    options: tuple[str, ...] = ("--require-all",)
     shift_seconds: float = 0.0
     hash_seed: int = 0
     num_busy: int = 0
@@ -64,7 +66,7 @@ class Pass:
         words = [sys.executable, "-m", "pytest", f"--randomly-seed={seed}", "--tb=short", "-p", "no:cacheprovider"]
         # By default xdist would have files with many tests go first.
         words += ["--numprocesses", str(self.num_cores), "--dist", "loadfile", "--no-loadscope-reorder"]
-        return [*words, *self.tests]
+        return [*words, *self.options, *self.tests]
 
     def environment(self) -> dict[str, str]:
         """The variables that differ from this process'."""

@@ -1,42 +1,64 @@
 """`python -m tests.faults.attackers SETTINGS`: everything that one hostile caller can do at once, until stdin closes.
 
-Each attack is a coroutine that makes one attempt. All attacks run side by side, each with a pause between its attempts:
-what is measured beside them is the server's work, not this process's. stdout has a line once each attack was made, and
-at the end JSON: how often each was made and how its attempts ended. SETTINGS has `target`, `metrics`, `key`, `model`.
+Each attack is a coroutine that makes one attempt and returns how its calls or connections ended: the name of a status,
+or what became of a connection. `ATTACKS` says of each attack which of these ends it must meet and which it may meet
+besides; `problems` finds the others.
+
+The pace: this process has a niceness of 19, and each attack pauses for a second after each of its attempts, whose calls
+it makes at once, so that what is measured beside them is the server's work, not this process's. Health is checked 200
+times a second.
+
+stdout has a line once each attack has met an end that it must meet, or was attempted so often in vain. A line on stdin
+is answered with JSON: the ends of each attack, counted. SETTINGS has `target`, `metrics`, `key`, `model`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from proto.inference import open_inference_pb2 as oip
 from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.faults.http2 import Connection, frame, headers, literal, message_header
+from tests.faults.http2 import Connection, code, frame, headers, literal, message_header, varint
 
+MAX_CONNECTIONS = 96
+"""Of the server: more than this process and sixteen honest clients have open, but for one attack."""
 HELD_SECONDS = 5.0
-ATTEMPT_SECONDS = 10.0
+# After so long a client of rows cancels its calls.
+PATIENCE_SECONDS = 10.0
+# For a server that is busy with all of this. An attempt that takes longer is stuck.
+ATTEMPT_SECONDS = 120.0
 PAUSE_SECONDS = 1.0
+# In vain, until an attack is given up.
+MAX_ATTEMPTS = 20
+_CHECK = b"/grpc.health.v1.Health/Check"
 _WATCH = b"/grpc.health.v1.Health/Watch"
+_REFLECTION = b"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 _GENERATE = b"/onward.v1.GenerationService/Generate"
 _STREAM = b"/onward.v1.GenerationService/GenerateStream"
+_INFER = b"/inference.GRPCInferenceService/ModelStreamInfer"
 _NICENESS = 19
 # Just below the default of --max-message-bytes.
 _LARGE_BYTES = (4 << 20) - 1024
+_LONG_ID_BYTES = 3 << 20
+
+Ends = Iterable[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,199 +71,255 @@ class Settings:
     model: str
 
 
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """One attempt of an attack, and how it ends.
+
+    Args:
+        attempt: returns its ends.
+        must: ends of which it meets one at least once, or the attack was not made.
+        may: ends that it may meet besides.
+    """
+
+    attempt: Callable[[Attacker], Awaitable[Ends]]
+    must: frozenset[str]
+    may: frozenset[str]
+
+    def is_made(self, ends: Mapping[str, int]) -> bool:
+        """Whether one of the ends that it must meet is among its ends."""
+        return not self.must.isdisjoint(ends)
+
+
+def problems(ends: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Attacks that were not made and ends that none of theirs may be, in words.
+
+    Args:
+        ends: how often each attack has met each end.
+    """
+    found = []
+    for name, attack in ATTACKS.items():
+        met = ends.get(name, {})
+        if not attack.is_made(met):
+            found.append(f"{name}: must meet {' or '.join(sorted(attack.must))}, met {dict(met)}")
+        if others := met.keys() - attack.must - attack.may:
+            found.append(f"{name}: may not meet {', '.join(sorted(others))}, met {dict(met)}")
+    return found
+
+
 class Attacker:
     """One hostile caller, with a key of its own and with none."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._authorization = ("authorization", f"Bearer {settings.key}")
-        self._channel = grpc.aio.insecure_channel(settings.target, options=[("grpc.max_send_message_length", -1)])
+        options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+        self._channels = [grpc.aio.insecure_channel(settings.target, options=options) for _ in range(2)]
+        self._channel = self._channels[0]
         self._generation = GenerationServiceStub(self._channel)
         self._inference = GRPCInferenceServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channels[1])
         self._key = b"authorization", f"Bearer {settings.key}".encode()
         self._threads = ThreadPoolExecutor(64)
         self._source = random.Random(1)
-        self.ends: dict[str, Counter[str]] = {name: Counter() for name in self.attacks}
-
-    @property
-    def attacks(self) -> Mapping[str, Callable[[], Awaitable[str]]]:
-        """One attempt of each, by name; returns how it ended."""
-        return {
-            "watchers without a window": self.watch_without_window,
-            "streams without a window": self.stream_without_window,
-            "answers without a window": self.answer_without_window,
-            "unfinished messages without a key": self.unfinished_without_key,
-            "unfinished messages with a key": self.unfinished_with_key,
-            "rapid resets": self.rapid_resets,
-            "endless headers": self.endless_headers,
-            "path that is no UTF-8": self.bad_path,
-            "garbage": self.garbage,
-            "a million empty chat messages": self.many_messages,
-            "a million token ids": self.many_ids,
-            "a million allowed ids": self.many_allowed_ids,
-            "a million ids in a parameter": self.large_parameter,
-            "one long text": self.long_text,
-            "one long text to estimate": self.long_estimate,
-            "one long text to tokenize": self.long_tokenize,
-            "all rows": self.all_rows,
-            "all rows by beams": self.all_beams,
-            "priority": self.priority,
-            "long prompts": self.long_prompts,
-            "64 requests in one stream": self.crowded_stream,
-            "ids of others": self.ids_of_others,
-            "scrapers that send a byte at a time": self.slow_scrapers,
-            "connections that say nothing": self.idle_connections,
-        }
+        self.ends: dict[str, Counter[str]] = {name: Counter() for name in ATTACKS}
+        self._settled: set[str] = set()
 
     async def attack(self, is_over: asyncio.Event) -> None:
         """Makes every attack again and again until it is over."""
+        # One attack takes all connections that there may be.
+        await asyncio.gather(*(each.channel_ready() for each in self._channels))
         async with asyncio.TaskGroup() as group:
-            for name, attempt in self.attacks.items():
-                group.create_task(self._repeat(name, attempt, is_over))
-        await self._channel.close()
+            for name, attack in ATTACKS.items():
+                group.create_task(self._repeat(name, attack, is_over))
+        for each in self._channels:
+            await each.close()
 
-    async def _repeat(self, name: str, attempt: Callable[[], Awaitable[str]], is_over: asyncio.Event) -> None:
+    async def _repeat(self, name: str, attack: Attack, is_over: asyncio.Event) -> None:
         ends = self.ends[name]
-        while not is_over.is_set():
-            try:
-                async with asyncio.timeout(ATTEMPT_SECONDS):
-                    ends[await attempt()] += 1
-            except TimeoutError:
-                ends["cancelled"] += 1
-            except grpc.aio.AioRpcError as error:
-                ends[error.code().name] += 1
-            except (OSError, EOFError) as error:
-                ends[type(error).__name__] += 1
-            if ends.total() == 1 and all(self.ends.values()):
-                sys.stdout.write("every attack was made\n")
-                sys.stdout.flush()
+        for number in itertools.count(1):
+            ends.update(await self.attempt(attack))
+            if name not in self._settled and (attack.is_made(ends) or number >= MAX_ATTEMPTS):
+                self._settled.add(name)
+                if self._settled == ATTACKS.keys():
+                    sys.stdout.write("every attack was made, or given up\n")
+                    sys.stdout.flush()
             with suppress(TimeoutError):
                 await asyncio.wait_for(is_over.wait(), PAUSE_SECONDS)
+                return
 
-    async def watch_without_window(self) -> str:
+    async def attempt(self, attack: Attack) -> Ends:
+        """Makes one attempt; its ends."""
+        try:
+            async with asyncio.timeout(ATTEMPT_SECONDS):
+                return await attack.attempt(self)
+        except TimeoutError:
+            return ["stuck"]
+        except grpc.aio.AioRpcError as error:
+            return [error.code().name]
+        except (OSError, EOFError) as error:
+            return [type(error).__name__]
+
+    async def watch_without_window(self) -> Ends:
         return await self._held_streams(_WATCH)
 
-    async def stream_without_window(self) -> str:
+    async def stream_without_window(self) -> Ends:
         return await self._held_streams(_STREAM, self._key)
 
-    async def answer_without_window(self) -> str:
+    async def answer_without_window(self) -> Ends:
         return await self._held_streams(_GENERATE, self._key)
 
-    async def _held_streams(self, path: bytes, *metadata: tuple[bytes, bytes]) -> str:
-        """Sixteen calls of one connection that take no byte, and a client that answers every ping."""
+    async def _held_streams(self, path: bytes, *metadata: tuple[bytes, bytes]) -> Ends:
+        """Sixteen calls of one connection that take no byte of their answers."""
         request = pb.GenerateRequest(model=self._settings.model, text="a", stopping=pb.StoppingParams(max_tokens=64))
         data = b"" if path is _WATCH else request.SerializeToString()
 
-        def attack(connection: Connection) -> None:
-            for _ in range(16):
-                connection.call(path, *metadata, head=message_header(len(data)) + data, num_zeros=0)
+        def attack(connection: Connection) -> Ends:
+            streams = [
+                connection.call(path, *metadata, head=message_header(len(data)) + data, is_complete=True)
+                for _ in range(16)
+            ]
+            return _held(connection, streams)
 
         return await self._raw(attack, window=0)
 
-    async def unfinished_without_key(self) -> str:
-        return await self._unfinished()
+    async def long_ids_without_window(self) -> Ends:
+        """Sixteen requests that ask for 3 MiB to be sent back, of which no byte is taken."""
+        rest = self._infer("a").SerializeToString()
+        rest += varint(oip.ModelInferRequest.ID_FIELD_NUMBER << 3 | 2) + varint(_LONG_ID_BYTES)
+        size = len(rest) + _LONG_ID_BYTES
+        head = message_header(size) + rest
 
-    async def unfinished_with_key(self) -> str:
-        return await self._unfinished(self._key)
+        def attack(connection: Connection) -> Ends:
+            stream = connection.call(_INFER, self._key, head=head, num_zeros=_LONG_ID_BYTES, num_times=16)
+            connection.pump(lambda: stream in connection.ended or connection.sent[stream] > size, ATTEMPT_SECONDS)
+            return _held(connection, [stream])
 
-    async def _unfinished(self, *metadata: tuple[bytes, bytes]) -> str:
-        """128 messages of 4 MB, of which all comes that the windows let through, but for the last byte."""
+        return await self._raw(attack, window=0)
 
-        def attack(connection: Connection) -> None:
+    async def unfinished_without_key(self) -> Ends:
+        return await self._unfinished(_GENERATE)
+
+    async def unfinished_with_key(self) -> Ends:
+        return await self._unfinished(_GENERATE, self._key)
+
+    async def unfinished_checks(self) -> Ends:
+        return await self._unfinished(_CHECK, num_bytes=1000)
+
+    async def unfinished_reflection(self) -> Ends:
+        return await self._unfinished(_REFLECTION, num_bytes=1000)
+
+    async def _unfinished(self, path: bytes, *metadata: tuple[bytes, bytes], num_bytes: int = 4_000_000) -> Ends:
+        """128 messages of which all comes that the windows let through, but for the last byte; until all are ended."""
+
+        def attack(connection: Connection) -> Ends:
             for _ in range(128):
-                connection.call(_GENERATE, *metadata, head=message_header(4_000_000), num_zeros=3_999_999)
+                connection.call(path, *metadata, head=message_header(num_bytes), num_zeros=num_bytes - 1)
+            return _ended(connection, 128)
 
         return await self._raw(attack)
 
-    async def rapid_resets(self) -> str:
-        stream = b"".join(headers(_GENERATE, stream=each) + frame(3, 0, each, bytes(4)) for each in range(1, 401, 2))
-        return await self._raw(lambda connection: connection.send(stream), 1.0)
+    async def announced(self) -> Ends:
+        """A message that announces a gibibyte, and brings of it what the windows let through."""
 
-    async def endless_headers(self) -> str:
+        def attack(connection: Connection) -> Ends:
+            connection.call(_GENERATE, self._key, head=message_header(1 << 30), num_zeros=(1 << 30) - 1)
+            return _ended(connection, 1)
+
+        return await self._raw(attack)
+
+    async def rapid_resets(self) -> Ends:
+        stream = b"".join(headers(_GENERATE, stream=each) + frame(3, 0, each, bytes(4)) for each in range(1, 401, 2))
+        return await self._raw(lambda connection: _answered(connection, stream))
+
+    async def endless_headers(self) -> Ends:
         more = frame(9, 0, 1, literal(b"x-filler", b"y" * 100) * 100)
         begun = frame(1, 0, 1, literal(b":method", b"POST"))
-        return await self._raw(lambda connection: connection.send(begun + more * 100), 1.0)
+        return await self._raw(lambda connection: _closed(connection, begun + more * 100))
 
-    async def bad_path(self) -> str:
-        return await self._raw(lambda connection: connection.send(headers(b"/\xff\xfe/\xc3(")), 1.0)
+    async def bad_path(self) -> Ends:
+        return await self._raw(lambda connection: _answered(connection, headers(b"/\xff\xfe/\xc3(")))
 
-    async def garbage(self) -> str:
+    async def garbage(self) -> Ends:
         data = self._source.randbytes(100_000)
-        return await self._raw(lambda connection: connection.send(data), 1.0)
+        return await self._raw(lambda connection: _closed(connection, data))
 
-    async def idle_connections(self) -> str:
-        ends = await asyncio.gather(*(self._raw(lambda _: None) for _ in range(16)))
-        return " ".join(sorted(set(ends)))
+    async def idle_connections(self) -> Ends:
+        found = await asyncio.gather(*(self._raw(lambda connection: _held(connection, [])) for _ in range(16)))
+        return [end for ends in found for end in ends]
 
-    async def _raw(
-        self, attack: Callable[[Connection], object], seconds: float = HELD_SECONDS, window: int | None = None
-    ) -> str:
-        """Attacks over a connection, then answers pings and sends what may be sent, for so long."""
+    async def crowd(self) -> Ends:
+        """More connections than there may be."""
 
-        def run() -> str:
-            connection = Connection(int(self._settings.target.rpartition(":")[2]), window)
-            try:
-                attack(connection)
-                over = time.monotonic() + seconds
-                connection.pump(lambda: time.monotonic() >= over)
-                return "closed" if connection.is_closed else "held"
-            finally:
-                connection.close()
+        def run() -> Ends:
+            with _connected(self._port, MAX_CONNECTIONS + 8) as connections:
+                return ["open" if _is_greeted(each) else "no place" for each in connections]
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
-    async def many_messages(self) -> str:
+    @property
+    def _port(self) -> int:
+        return int(self._settings.target.rpartition(":")[2])
+
+    async def _raw(self, attack: Callable[[Connection], Ends], window: int | None = None) -> Ends:
+        """Attacks over a connection of its own, if there is a place for it."""
+
+        def run() -> Ends:
+            with _connected(self._port, 1, window) as (connection,):
+                return attack(connection) if _is_greeted(connection) else ["no place"]
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+
+    async def many_messages(self) -> Ends:
         # An empty message is two bytes: the field's tag and a length of nothing.
         return await self._send(_GENERATE, _field("chat", b"\x0a\x00" * (_LARGE_BYTES // 2)))
 
-    async def many_ids(self) -> str:
+    async def many_ids(self) -> Ends:
         ids = pb.TokenIds(ids=[1] * (_LARGE_BYTES - 64))
         return await self._generate(pb.GenerateRequest(model=self._settings.model, token_ids=ids))
 
-    async def many_allowed_ids(self) -> str:
+    async def many_allowed_ids(self) -> Ends:
         sampling = pb.SamplingParams(allowed_token_ids=[1] * (_LARGE_BYTES - 128))
         return await self._generate(pb.GenerateRequest(model=self._settings.model, text="a", sampling=sampling))
 
-    async def large_parameter(self) -> str:
+    async def large_parameter(self) -> Ends:
         request = self._infer("a")
         request.parameters["allowed_token_ids"].string_param = "[" + "1," * (_LARGE_BYTES // 2 - 128) + "1]"
         await self._inference.ModelInfer(request, metadata=[self._authorization])
-        return "OK"
+        return ["OK"]
 
-    async def long_text(self) -> str:
+    async def long_text(self) -> Ends:
         return await self._generate(pb.GenerateRequest(model=self._settings.model, text="a" * (_LARGE_BYTES - 64)))
 
-    async def long_estimate(self) -> str:
+    async def long_estimate(self) -> Ends:
         request = pb.GenerateRequest(model=self._settings.model, text="a b" * (_LARGE_BYTES // 3 - 64))
         await self._generation.Estimate(pb.EstimateRequest(request=request), metadata=[self._authorization])
-        return "OK"
+        return ["OK"]
 
-    async def long_tokenize(self) -> str:
+    async def long_tokenize(self) -> Ends:
         text = "a" * (256 << 10)
         request = pb.TokenizeRequest(model=self._settings.model, text=text)
         await self._generation.Tokenize(request, metadata=[self._authorization])
-        return "OK"
+        return ["OK"]
 
-    async def all_rows(self) -> str:
+    async def all_rows(self) -> Ends:
         return await self._greedy_rows(sampling=pb.SamplingParams(n=16))
 
-    async def all_beams(self) -> str:
+    async def all_beams(self) -> Ends:
         return await self._greedy_rows(beam_search=pb.BeamSearchParams(beam_size=16))
 
-    async def priority(self) -> str:
+    async def priority(self) -> Ends:
         return await self._greedy_rows(priority=2**31 - 1)
 
-    async def long_prompts(self) -> str:
-        return await self._greedy_rows(text="a" * 400)
+    async def long_prompts(self) -> Ends:
+        return await self._greedy_rows(text="a" * 400, max_tokens=100)
 
-    async def _greedy_rows(self, text: str = "a", **fields: Any) -> str:
-        stopping = pb.StoppingParams(max_tokens=400, ignore_eos=True)
+    async def _greedy_rows(self, text: str = "a", max_tokens: int = 400, **fields: Any) -> Ends:
+        stopping = pb.StoppingParams(max_tokens=max_tokens, ignore_eos=True)
         request = pb.GenerateRequest(model=self._settings.model, text=text, stopping=stopping, **fields)
-        ends = await asyncio.gather(*(self._end_of(self._generate(request)) for _ in range(4)))
-        return " ".join(sorted(set(ends)))
+        return await asyncio.gather(*(self._end_of(request) for _ in range(4)))
 
-    async def crowded_stream(self) -> str:
-        def requests() -> Any:
+    async def crowded_stream(self) -> Ends:
+        def requests() -> Iterator[oip.ModelInferRequest]:
             for number in range(64):
                 request = self._infer("a" * 100)
                 request.id = str(number)
@@ -250,40 +328,71 @@ class Attacker:
                 yield request
 
         call = self._inference.ModelStreamInfer(requests(), metadata=[self._authorization])
-        errors: Counter[str] = Counter()
-        async for answer in call:
-            errors[answer.error_message[:20].partition("]")[0] + "]" if answer.error_message else "OK"] += 1
-        return " ".join(sorted(errors))
+        ends = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                async for answer in call:
+                    ends += [answer.error_message[1:].partition("]")[0] or "OK"]
+        call.cancel()
+        return ends
 
-    async def ids_of_others(self) -> str:
+    async def ids_of_others(self) -> Ends:
+        stopping = pb.StoppingParams(max_tokens=1)
         requests = [
-            pb.GenerateRequest(
-                model=self._settings.model,
-                text="a",
-                request_id=f"honest-{number}",
-                stopping=pb.StoppingParams(max_tokens=1),
-            )
+            pb.GenerateRequest(model=self._settings.model, text="a", request_id=f"honest-{number}", stopping=stopping)
             for number in range(16)
         ]
-        ends = await asyncio.gather(*(self._end_of(self._generate(request)) for request in requests))
-        return " ".join(sorted(set(ends)))
+        return await asyncio.gather(*map(self._end_of, requests))
 
-    async def slow_scrapers(self) -> str:
+    async def checks(self) -> Ends:
+        """200 in a second."""
+        ends: list[str] = []
+        for _ in range(10):
+            calls = (self._health.Check(health_pb2.HealthCheckRequest()) for _ in range(20))
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            for answer in answers:
+                if isinstance(answer, grpc.aio.AioRpcError):
+                    ends.append(answer.code().name)
+                elif isinstance(answer, BaseException):
+                    raise answer
+                else:
+                    ends.append("OK")
+            await asyncio.sleep(0.1)
+        return ends
+
+    async def slow_scrapers(self) -> Ends:
+        async def send(writer: asyncio.StreamWriter) -> None:
+            for byte in b"GET /metrics HTTP/1.1\r\n":
+                writer.write(bytes((byte,)))
+                await writer.drain()
+                await asyncio.sleep(HELD_SECONDS / 23)
+
+        return await asyncio.gather(*(self._scrape(send) for _ in range(64)))
+
+    async def header_flood(self) -> Ends:
+        """Headers of the metrics port, of which there is no end."""
+
+        async def send(writer: asyncio.StreamWriter) -> None:
+            writer.write(b"GET /metrics HTTP/1.1\r\n")
+            while True:
+                writer.write(b"x-filler: " + b"y" * 1000 + b"\r\n")
+                await writer.drain()
+
+        return await asyncio.gather(*(self._scrape(send) for _ in range(4)))
+
+    async def _scrape(self, send: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> str:
+        """Sends until all is sent, or the server hangs up."""
         host, port = self._settings.metrics.rsplit(":", 1)
-
-        async def scrape() -> None:
-            reader, writer = await asyncio.open_connection(host, int(port))
-            try:
-                for byte in b"GET /metrics HTTP/1.1\r\n":
-                    writer.write(bytes((byte,)))
-                    await writer.drain()
-                    await asyncio.sleep(HELD_SECONDS / 23)
-                await reader.read(1)
-            finally:
-                writer.close()
-
-        found = await asyncio.gather(*(scrape() for _ in range(64)), return_exceptions=True)
-        return " ".join(sorted({"held" if error is None else type(error).__name__ for error in found}))
+        reader, writer = await asyncio.open_connection(host, int(port))
+        sending, ended = asyncio.ensure_future(send(writer)), asyncio.ensure_future(reader.read())
+        try:
+            await asyncio.wait((sending, ended), return_when=asyncio.FIRST_COMPLETED)
+            return "closed" if ended.done() or sending.exception() else "held"
+        finally:
+            for each in (sending, ended):
+                each.cancel()
+            await asyncio.gather(sending, ended, return_exceptions=True)
+            writer.close()
 
     def _infer(self, text: str) -> oip.ModelInferRequest:
         request = oip.ModelInferRequest(model_name=self._settings.model)
@@ -291,19 +400,67 @@ class Attacker:
         tensor.contents.bytes_contents.append(text.encode())
         return request
 
-    async def _generate(self, request: pb.GenerateRequest) -> str:
+    async def _generate(self, request: pb.GenerateRequest) -> Ends:
         await self._generation.Generate(request, metadata=[self._authorization])
-        return "OK"
+        return ["OK"]
 
-    async def _end_of(self, call: Awaitable[str]) -> str:
+    async def _end_of(self, request: pb.GenerateRequest) -> str:
         try:
-            return await call
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await self._generate(request)
+        except TimeoutError:
+            return "cancelled"
         except grpc.aio.AioRpcError as error:
             return str(error.code().name)
-
-    async def _send(self, path: bytes, data: bytes) -> str:
-        await self._channel.unary_unary(path.decode())(data, metadata=[self._authorization])
         return "OK"
+
+    async def _send(self, path: bytes, data: bytes) -> Ends:
+        await self._channel.unary_unary(path.decode())(data, metadata=[self._authorization])
+        return ["OK"]
+
+
+@contextmanager
+def _connected(port: int, count: int, window: int | None = None) -> Iterator[list[Connection]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(Connection(port, window))) for _ in range(count)]
+
+
+def _is_greeted(connection: Connection) -> bool:
+    """Waits until the server has accepted a connection, or closed it at once for want of a place."""
+    return connection.pump(lambda: connection.is_greeted, ATTEMPT_SECONDS)
+
+
+def _held(connection: Connection, streams: list[int]) -> Ends:
+    """Once all streams are answered or ended: what becomes of them in some seconds in which nothing is taken."""
+    connection.pump(lambda: connection.begun | connection.ended.keys() >= {*streams}, PATIENCE_SECONDS)
+    over = time.monotonic() + HELD_SECONDS
+    connection.pump(lambda: time.monotonic() >= over)
+    if connection.is_closed or not streams:
+        return ["closed" if connection.is_closed else "held"]
+    waiting = {each: "held" if each in connection.begun else "unanswered" for each in streams}
+    return [code(connection.ended[each]) if each in connection.ended else waiting[each] for each in streams]
+
+
+def _ended(connection: Connection, num_streams: int) -> Ends:
+    """How all streams were ended by the server, and whether it hung up."""
+    connection.pump(lambda: len(connection.ended) == num_streams, ATTEMPT_SECONDS)
+    left = ["closed" if connection.is_closed else "held"] * (num_streams - len(connection.ended))
+    return [*map(code, connection.ended.values()), *left]
+
+
+def _answered(connection: Connection, data: bytes) -> Ends:
+    """Whether a ping behind the data is answered."""
+    connection.send(data)
+    connection.ping()
+    connection.pump(lambda: connection.num_pongs > 0, ATTEMPT_SECONDS)
+    return ["answered" if connection.num_pongs else "closed" if connection.is_closed else "held"]
+
+
+def _closed(connection: Connection, data: bytes) -> Ends:
+    """Whether the server hangs up."""
+    connection.send(data)
+    connection.pump(lambda: connection.is_closed, ATTEMPT_SECONDS)
+    return ["closed" if connection.is_closed else "held"]
 
 
 def _field(name: str, data: bytes) -> bytes:
@@ -314,18 +471,72 @@ def _field(name: str, data: bytes) -> bytes:
     return bytes((tag,)) + spelled[1 : len(spelled) - len(data)] + data
 
 
+def _attack(attempt: Callable[[Attacker], Awaitable[Ends]], must: str, may: str = "") -> Attack:
+    return Attack(attempt, frozenset(must.split(", ")), frozenset(may.split(", ")) - {""})
+
+
+_FULL = "RESOURCE_EXHAUSTED"
+# A call that is cancelled ran, or waited for its rows.
+_RAN = "OK, cancelled"
+_REFUSED = "INVALID_ARGUMENT, OUT_OF_RANGE"
+# A read takes too long, or its caller has no place for it.
+_READ = "RESOURCE_EXHAUSTED, ABORTED"
+# Beside the crowd there is no place for a connection.
+_RAW = "no place"
+# Until its client is found to have stalled; "reset" where the status would wait behind what the client does not take.
+_STALLED = f"{_FULL}, ABORTED, CANCELLED, reset, unanswered, {_RAW}"
+
+ATTACKS: Mapping[str, Attack] = {
+    "watchers without a window": _attack(Attacker.watch_without_window, "held", _RAW),
+    "streams without a window": _attack(Attacker.stream_without_window, "held", _STALLED),
+    "answers without a window": _attack(Attacker.answer_without_window, "held", _STALLED),
+    "long ids without a window": _attack(Attacker.long_ids_without_window, "held, INVALID_ARGUMENT", _STALLED),
+    "unfinished messages without a key": _attack(Attacker.unfinished_without_key, "UNAUTHENTICATED", _RAW),
+    "unfinished messages with a key": _attack(Attacker.unfinished_with_key, "ABORTED", f"{_FULL}, {_RAW}"),
+    "unfinished health checks": _attack(Attacker.unfinished_checks, "ABORTED", f"{_FULL}, {_RAW}"),
+    "unfinished reflection": _attack(Attacker.unfinished_reflection, "ABORTED", f"{_FULL}, {_RAW}"),
+    "message that announces a gibibyte": _attack(Attacker.announced, "ABORTED", f"{_FULL}, {_RAW}"),
+    "rapid resets": _attack(Attacker.rapid_resets, "answered", _RAW),
+    "endless headers": _attack(Attacker.endless_headers, "closed", _RAW),
+    "path that is no UTF-8": _attack(Attacker.bad_path, "answered", _RAW),
+    "garbage": _attack(Attacker.garbage, "closed", _RAW),
+    "connections that say nothing": _attack(Attacker.idle_connections, "held", _RAW),
+    "more connections than there may be": _attack(Attacker.crowd, "no place", "open"),
+    "a million empty chat messages": _attack(Attacker.many_messages, "INVALID_ARGUMENT", _READ),
+    "a million token ids": _attack(Attacker.many_ids, _REFUSED, _READ),
+    "a million allowed ids": _attack(Attacker.many_allowed_ids, "INVALID_ARGUMENT", _READ),
+    "a million ids in a parameter": _attack(Attacker.large_parameter, "INVALID_ARGUMENT", _READ),
+    "one long text": _attack(Attacker.long_text, _REFUSED, _READ),
+    "one long text to estimate": _attack(Attacker.long_estimate, _REFUSED, _READ),
+    "one long text to tokenize": _attack(Attacker.long_tokenize, "OK", _READ),
+    "all rows": _attack(Attacker.all_rows, _RAN, _FULL),
+    "all rows by beams": _attack(Attacker.all_beams, _RAN, _FULL),
+    "priority": _attack(Attacker.priority, "INVALID_ARGUMENT", _FULL),
+    "long prompts": _attack(Attacker.long_prompts, _RAN, _FULL),
+    "64 requests in one stream": _attack(Attacker.crowded_stream, "OK", _FULL),
+    "ids of others": _attack(Attacker.ids_of_others, _RAN, _FULL),
+    "200 health checks a second": _attack(Attacker.checks, "OK", _FULL),
+    "scrapers that send a byte at a time": _attack(Attacker.slow_scrapers, "held", "closed"),
+    "endless headers of a scrape": _attack(Attacker.header_flood, "closed"),
+}
+
+
 async def _main(settings: Settings) -> None:
     # The server's cores are its own.
     os.nice(_NICENESS)
     is_over = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    # Whoever started this closes stdin, or is gone.
-    loop.add_reader(sys.stdin.fileno(), is_over.set)
     attacker = Attacker(settings)
-    began = time.monotonic()
+
+    def obey() -> None:
+        # This process's parent closes stdin, or is gone.
+        if not os.read(sys.stdin.fileno(), 100):
+            is_over.set()
+            return
+        sys.stdout.write(json.dumps(attacker.ends) + "\n")
+        sys.stdout.flush()
+
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), obey)
     await attacker.attack(is_over)
-    found = {name: dict(ends) for name, ends in attacker.ends.items()}
-    sys.stdout.write(json.dumps({"seconds": time.monotonic() - began, "attacks": found}) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import select
 import socket
 import struct
+import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import grpc
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
@@ -16,10 +20,12 @@ BEGIN = PREFACE + SETTINGS
 _HEADER_BYTES = 9
 _DATA_BYTES = 16384
 _INITIAL_WINDOW = 65535
-_WINDOW_SETTING = 4
+_TABLE_SETTING, _WINDOW_SETTING = 1, 4
 _ACK = _END_STREAM = 1
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
 _WAIT_SECONDS = 60.0
+_STATUS = re.compile(rb"grpc-status[\x01\x02](\d+)")
+_CODES = {each.value[0]: each.name for each in grpc.StatusCode}
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
@@ -55,16 +61,27 @@ def status(code: int) -> bytes:
     return b"\x0bgrpc-status" + bytes((len(str(code)),)) + str(code).encode()
 
 
+def code(block: bytes) -> str:
+    """The name of the status in the last header block of a stream; "reset" where it has none."""
+    found = _STATUS.search(block)
+    return _CODES[int(found[1])] if found else "reset"
+
+
 class Connection:
     """A client that sends all that the server's windows take, and reads what it answers.
 
     `window` is how many bytes of each stream it takes itself, 65,535 unless given.
 
-    `ended` has the last header block of each stream that the server closed, `sent` the bytes sent on each.
+    `begun` has the streams that the server has begun to answer, `ended` the last header block of each stream that it
+    closed, `sent` the bytes sent on each stream. `is_greeted` says whether the server has accepted the connection,
+    `num_pongs` how many pings it has answered.
     """
 
     def __init__(self, port: int, window: int | None = None) -> None:
+        self.begun: set[int] = set()
         self.ended: dict[int, bytes] = {}
+        self.is_greeted = False
+        self.num_pongs = 0
         self.sent = defaultdict[int, int](int)
         self.is_closed = False
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=_WAIT_SECONDS)
@@ -74,19 +91,38 @@ class Connection:
         self._windows = {0: _INITIAL_WINDOW}
         # Heads, and how many zeros follow each.
         self._unsent: dict[int, deque[tuple[bytes, int]]] = {}
-        own = b"" if window is None else struct.pack(">HI", _WINDOW_SETTING, window)
+        self._complete: set[int] = set()
+        # A frame is sent whole, by whichever thread.
+        self._sending = threading.Lock()
+        # Without a table every header block says its status in full.
+        own = struct.pack(">HI", _TABLE_SETTING, 0)
+        if window is not None:
+            own += struct.pack(">HI", _WINDOW_SETTING, window)
         self.send(PREFACE + frame(_SETTINGS, 0, 0, own))
 
     def send(self, data: bytes) -> None:
         """Sends bytes as they are, unless the server hung up."""
-        with suppress(ConnectionError):
+        with suppress(ConnectionError), self._sending:
             self._socket.sendall(data)
 
-    def call(self, path: bytes, *more: tuple[bytes, bytes], head: bytes, num_zeros: int, num_times: int = 1) -> int:
-        """Begins a call that sends a head and zeros, so many times, and never ends; returns its stream."""
+    def call(
+        self,
+        path: bytes,
+        *more: tuple[bytes, bytes],
+        head: bytes,
+        num_zeros: int = 0,
+        num_times: int = 1,
+        is_complete: bool = False,
+    ) -> int:
+        """Begins a call that sends a head and zeros, so many times; returns its stream.
+
+        It ends its request only if that is complete. One thread alone may begin calls, and pump.
+        """
         stream = 2 * len(self._windows) - 1
         self._windows[stream] = self._initial
         self._unsent[stream] = deque([(head, num_zeros)] * num_times)
+        if is_complete:
+            self._complete.add(stream)
         self.send(headers(path, *more, stream=stream))
         return stream
 
@@ -108,6 +144,26 @@ class Connection:
             last = sum(self.sent.values())
         return last > first
 
+    @contextmanager
+    def pumped(self) -> Iterator[None]:
+        """A context in which a thread of its own sends and reads."""
+        is_over = threading.Event()
+        pumping = threading.Thread(target=self.pump, args=(is_over.is_set, float("inf")))
+        pumping.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            pumping.join()
+
+    def grant(self, stream: int, num_bytes: int) -> None:
+        """Takes so many more bytes of a stream."""
+        self.send(frame(_WINDOW_UPDATE, 0, stream, struct.pack(">I", num_bytes)))
+
+    def ping(self) -> None:
+        """Asks for a sign of life."""
+        self.send(frame(_PING, 0, 0, bytes(8)))
+
     def close(self) -> None:
         """Hangs up."""
         self._socket.close()
@@ -126,9 +182,10 @@ class Connection:
             self.sent[stream] += len(data)
             if any(rest):
                 parts.appendleft(rest)
-            if not parts:
+            is_last = not parts
+            if is_last:
                 del self._unsent[stream]
-            self.send(frame(_DATA, 0, stream, data))
+            self.send(frame(_DATA, _END_STREAM if is_last and stream in self._complete else 0, stream, data))
         return self._windows[0] < before
 
     def _receive(self) -> None:
@@ -153,12 +210,16 @@ class Connection:
                     for each in self._windows.keys() - {0}:
                         self._windows[each] += value - self._initial
                     self._initial = value
+            self.is_greeted = True
             self.send(frame(_SETTINGS, _ACK, 0, b""))
-        elif kind == _PING and not flags & _ACK:
-            self.send(frame(_PING, _ACK, 0, payload))
+        elif kind == _PING:
+            self.num_pongs += flags & _ACK
+            if not flags & _ACK:
+                self.send(frame(_PING, _ACK, 0, payload))
         elif kind == _WINDOW_UPDATE:
             self._windows[stream] += int.from_bytes(payload)
         elif kind == _HEADERS:
+            self.begun.add(stream)
             self._blocks[stream] = payload
             if flags & _END_STREAM:
                 self._end(stream)

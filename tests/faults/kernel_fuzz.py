@@ -1,6 +1,6 @@
 """Feeds kernels models of one node with hostile attributes, shapes and values; for a library with sanitizers.
 
-    python -m tests.faults.kernel_fuzz LIBRARY SECONDS [FIRST_SEED]
+    python -m tests.faults.kernel_fuzz LIBRARY SECONDS MIN_CASES [FIRST_SEED]
 
 Each seed is a case: a model that an artifact could hold and what it is fed, most of them spoiled in up to three places.
 A case must be refused by ONNX Runtime's error status, or give the same bits twice, by one thread and by four; a case
@@ -315,15 +315,16 @@ def run(case: Case, library: str, *, threads: int, leaves_weights: bool) -> list
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs cases for so many seconds."""
-    library, seconds, first = argv[0], float(argv[1]), int(argv[2]) if len(argv) > 2 else 0
+    """Runs so many cases, and more until the time is up."""
+    library, seconds, min_cases = argv[0], float(argv[1]), int(argv[2])
+    first = int(argv[3]) if len(argv) > 3 else 0
     ask = ctypes.CDLL(library).OnwardOperators
     ask.restype = ctypes.c_char_p
     operators = ask().decode().split(",")
     computed: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
     seed, end = first, time.monotonic() + seconds
-    while time.monotonic() < end:
+    while seed - first < min_cases or time.monotonic() < end:
         print(seed, flush=True)
         rng = np.random.default_rng(seed)
         case, is_spoiled = draw(rng, operators)

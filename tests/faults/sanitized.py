@@ -14,6 +14,7 @@ import pytest
 
 from model import kernels
 from model.kernels.build import BuildError, find_compiler
+from tests.requirements import lacking
 
 ROOT = Path(__file__).parents[2]
 _FOLDER = ROOT / "build" / "sanitized"
@@ -22,16 +23,16 @@ _FLAGS = ("-std=c++17", "-g1", "-O0", "-fPIC", "-ffp-contract=off", "-fvisibilit
 _TIMEOUT_SECONDS = 600
 
 
-def runtime(name: str) -> Path:
-    """Where GCC has a shared library, as `libasan.so`; skips the test where it has none."""
+def runtime(name: str, config: pytest.Config) -> Path:
+    """Where GCC has a shared library, as `libasan.so`; without it the test is skipped, or fails if it is required."""
     try:
         compiler = find_compiler(None)
     except BuildError as error:
-        pytest.skip(str(error))
+        lacking(str(error), "--require-sanitizers", config)
     command = [compiler, f"-print-file-name={name}"]
     path = Path(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip())
     if not path.is_absolute():
-        pytest.skip(f"the compiler has no {name}")
+        lacking(f"the compiler has no {name}", "--require-sanitizers", config)
     return path
 
 

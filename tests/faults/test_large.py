@@ -1,24 +1,28 @@
 """The largest messages of every kind: a status for each, and how long a health check waits beside one.
 
-The wait is recorded (`make faults` prints it), not judged: what decides is counted in `tests/contract`.
+The wait is recorded, and judged only where there are several rounds, as in `make faults`, which needs an idle machine:
+what decides in every run is counted in `tests/contract`.
 """
 
 from __future__ import annotations
 
+import re
+import statistics
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from proto.inference import open_inference_pb2 as oip
 from proto.onward.v1 import generation_pb2 as pb
 from tests.contract.test_wire_limits import METHODS, delimited, key
+from tests.faults.http2 import Connection, code, message_header
 from tests.faults.process import (
     DECODER,
     LONG,
@@ -36,7 +40,11 @@ GENERATE = "/onward.v1.GenerationService/Generate"
 ESTIMATE = "/onward.v1.GenerationService/Estimate"
 SCORE = "/onward.v1.GenerationService/Score"
 INFER = "/inference.GRPCInferenceService/ModelInfer"
-REFUSED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE}
+# From so many rounds on their waits are a measurement.
+MEASURED_ROUNDS = 5
+MAX_WAIT_SECONDS = 0.05
+# A status, its message of less than 1000 bytes, and both again with its details.
+MAX_BLOCK_BYTES = 4000
 
 
 def infer(text: str = "ab", **parameters: str) -> bytes:
@@ -57,7 +65,7 @@ def generate(model: str = DECODER, **fields: object) -> bytes:
     return pb.GenerateRequest(model=model, **fields).SerializeToString()  # type: ignore[arg-type]
 
 
-# What each is, whom it asks, and what it is.
+# What each is, the method and its request.
 LARGE: dict[str, tuple[str, bytes]] = {
     "text": (GENERATE, generate(text="a" * ROOM)),
     "wide text": (GENERATE, generate(text="😀" * (ROOM // 4))),
@@ -101,6 +109,38 @@ LARGE: dict[str, tuple[str, bytes]] = {
     "open inference: parameter's name": (INFER, infer(**{"x" * ROOM: "y"})),
 }
 
+# How each is refused, and the field that the message begins with.
+REFUSALS = {
+    "text": ("OUT_OF_RANGE", "prompt.text"),
+    "wide text": ("OUT_OF_RANGE", "prompt.text"),
+    "text for a long context": ("OUT_OF_RANGE", "prompt.text"),
+    "ids": ("OUT_OF_RANGE", "prompt.token_ids.ids"),
+    "ids for a long context": ("OUT_OF_RANGE", "prompt.token_ids.ids"),
+    "empty chat messages": ("INVALID_ARGUMENT", "prompt.chat.messages"),
+    "chat message": ("OUT_OF_RANGE", "prompt.chat.messages"),
+    "chat messages": ("OUT_OF_RANGE", "prompt.chat.messages"),
+    "stop texts": ("INVALID_ARGUMENT", "stopping.stop"),
+    "long stop texts": ("INVALID_ARGUMENT", "stopping.stop"),
+    "allowed ids": ("INVALID_ARGUMENT", "sampling.allowed_token_ids"),
+    "biases": ("INVALID_ARGUMENT", "sampling.logit_bias"),
+    "samplings that are merged": ("INVALID_ARGUMENT", "sampling"),
+    "unknown fields": ("INVALID_ARGUMENT", "request"),
+    "model's name": ("NOT_FOUND", "model"),
+    "request's id": ("INVALID_ARGUMENT", "request_id"),
+    "estimate": ("OUT_OF_RANGE", "prompt.text"),
+    "target to score": ("OUT_OF_RANGE", "target.target_text"),
+    "text that a long context might hold": ("OUT_OF_RANGE", "prompt.text"),
+    "text to tokenize": ("INVALID_ARGUMENT", "text"),
+    "ids to detokenize": ("INVALID_ARGUMENT", "token_ids"),
+    "open inference: text": ("OUT_OF_RANGE", "text_input"),
+    "open inference: ids as JSON": ("INVALID_ARGUMENT", "parameters.stop_token_ids"),
+    "open inference: many lists as JSON": ("INVALID_ARGUMENT", "parameters.stop"),
+    "open inference: number": ("INVALID_ARGUMENT", "parameters.temperature"),
+    "open inference: empty parameters": ("INVALID_ARGUMENT", "parameters"),
+    "open inference: empty inputs": ("INVALID_ARGUMENT", "inputs"),
+    "open inference: parameter's name": ("INVALID_ARGUMENT", "parameters.x"),
+}
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
@@ -113,42 +153,51 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 class Checking:
-    """Asks for a server's health all the while; how long its longest answer took."""
+    """Asks for a server's health all the while, and keeps the longest wait of checks that begin after `begin`."""
 
     def __init__(self, server: ServerProcess) -> None:
         self._stub = health_pb2_grpc.HealthStub(server.channel())
-        # Once before: what a connection takes is no wait beside a message.
-        self._stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
-        self._is_over = threading.Event()
-        self.num_checks = 0
+        self._has_begun, self._is_over = threading.Event(), threading.Event()
         self.longest_seconds = 0.0
+        # Once before: what a connection takes is no wait beside a message.
+        self._check()
 
     def run(self) -> None:
-        while not self._is_over.is_set():
-            began = time.perf_counter()
-            self._stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
-            self.longest_seconds = max(self.longest_seconds, time.perf_counter() - began)
-            self.num_checks += 1
+        is_last = False
+        while not is_last:
+            is_counted, is_last = self._has_begun.is_set(), self._is_over.is_set()
+            seconds = self._check()
+            if is_counted:
+                self.longest_seconds = max(self.longest_seconds, seconds)
+
+    def begin(self) -> None:
+        self._has_begun.set()
 
     def stop(self) -> None:
+        """The check that begins after this is the last."""
         self._is_over.set()
 
+    def _check(self) -> float:
+        began = time.perf_counter()
+        self._stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
+        return time.perf_counter() - began
 
-def beside(server: ServerProcess, path: str, data: bytes) -> tuple[grpc.StatusCode, str, float]:
-    """How a call ends, and the longest wait of a health check beside it."""
+
+def beside(server: ServerProcess, path: str, data: bytes) -> tuple[bytes, float]:
+    """The header block that ends a call, and the longest wait of a check that began after its message was sent."""
     checking = Checking(server)
-    with server.channel(("grpc.max_send_message_length", -1)) as channel, ThreadPoolExecutor(1) as pool:
+    with closing(Connection(server.port)) as connection, ThreadPoolExecutor(1) as pool:
+        message = message_header(len(data)) + data
+        stream = connection.call(path.encode(), head=message, is_complete=True)
         running = pool.submit(checking.run)
         try:
-            channel.unary_unary(path)(data, timeout=120)
-            code, words = grpc.StatusCode.OK, ""
-        except grpc.RpcError as error:
-            code, words = error.code(), error.details() or ""
+            assert connection.pump(lambda: connection.sent[stream] == len(message))
+            checking.begin()
+            assert connection.pump(lambda: stream in connection.ended)
         finally:
             checking.stop()
             running.result()
-    assert checking.num_checks
-    return code, words, checking.longest_seconds
+    return connection.ended[stream], checking.longest_seconds
 
 
 @pytest.mark.parametrize("kind", LARGE)
@@ -156,16 +205,20 @@ def test_largest_message_of_any_kind_has_a_short_status_and_hurts_nobody(
     server: ServerProcess, kind: str, record_property: pytest.RecordProperty, rounds: int
 ) -> None:
     path, data = LARGE[kind]
+    status, field = REFUSALS[kind]
     assert path[1:] in METHODS
     assert len(data) <= LARGEST
     neighbour = Neighbour(server)
     waits = []
     for _ in range(rounds):
-        code, words, seconds = beside(server, path, data)
-        assert code in REFUSED | {grpc.StatusCode.NOT_FOUND}, f"{code}: {words}"
-        assert len(words) < 1000
+        block, seconds = beside(server, path, data)
+        assert code(block) == status, block
+        assert re.search(rb"grpc-message[\x00-\xff]{1,3}" + field.encode(), block), block
+        assert len(block) < MAX_BLOCK_BYTES
         waits.append(seconds)
     neighbour.check()
-    # The least of several: what else the machine does only adds.
-    record_property("longest_health_check_seconds", min(waits))
-    print(f"{kind}: {len(data)} bytes, {code.name}, longest health check {1000 * min(waits):.1f} ms")
+    record_property("longest_health_check_seconds", max(waits))
+    print(f"{kind}: {len(data)} bytes, {status}, longest health check {1000 * max(waits):.1f} ms of {rounds} rounds")
+    if rounds >= MEASURED_ROUNDS:
+        # In most rounds: what else an idle machine does now and then adds to one.
+        assert statistics.median(waits) <= MAX_WAIT_SECONDS

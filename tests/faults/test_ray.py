@@ -5,7 +5,6 @@ The cases are those of docs/scaling-out.md. Needs `make ray` once, which also ru
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -42,6 +41,7 @@ from service.routing import ROUTING_KEY, routing_key
 from tests.artifacts import tiny_artifact
 from tests.faults.callers import LONG, NUM_CALLERS, ROOT, SECONDS, SHORT, TRITON_CLIENT, Load, last_json, run
 from tests.faults.process import DECODER, MODELS, SLOTS, TRANSLATOR, ServerProcess, greedy, serving, streamed, until
+from tests.identities import key_table
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="Ray is not installed: make ray"),
@@ -557,8 +557,7 @@ class TestByKey:
     def two(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
         folder = tmp_path_factory.mktemp("ray")
         keys = folder / "keys.toml"
-        digest = hashlib.sha256(b"a-key").hexdigest()
-        keys.write_text(f'[keys.alice]\nsha256 = "{digest}"\npermissions = ["generate"]\n')
+        keys.write_text(key_table("alice", "a-key"))
         flags = (
             "--api-keys", str(keys), "--max-message-bytes", "4096", "--max-concurrent-rpcs", str(MAX_CALLS),
             "--no-reflection",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,9 @@ import numpy as np
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.artifacts import tiny_artifact
+from tests.faults.attackers import ATTACKS, MAX_CONNECTIONS, Attacker, Settings, problems
 from tests.faults.process import DECODER, ROOT, ServerProcess, serving
+from tests.identities import key_table
 
 MODEL = "besieged"
 NUM_STREAMS, NUM_KEYS, NUM_PROMPTS = 16, 4, 8
@@ -48,31 +50,23 @@ class Heard:
         return float(np.percentile(self.between, share))
 
 
-def write_keys(path: Path) -> None:
-    """A key for each honest tenant, and one for the attacker, all with the defaults."""
-    names = [*(f"honest{number}" for number in range(NUM_KEYS)), "attacker"]
-    path.write_text(
-        "\n".join(
-            f'[keys.{name}]\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\npermissions = ["generate"]'
-            for name in names
-        )
-    )
-
-
-def request_of(prompt: int) -> pb.GenerateStreamRequest:
+def request_of(prompt: int, request_id: str) -> pb.GenerateStreamRequest:
     """Half of the requests are greedy, half draw with a seed; all ask for log-probabilities."""
     text = "".join(chr(97 + (prompt * 31 + index * index) % 26) for index in range(PROMPT_TOKENS))
     return pb.GenerateStreamRequest(
         model=MODEL,
         text=text,
+        request_id=request_id,
         sampling=pb.SamplingParams(temperature=prompt % 2, seed=prompt),
         stopping=pb.StoppingParams(max_tokens=NEW_TOKENS, ignore_eos=True),
         response=pb.ResponseOptions(logprobs=0),
     )
 
 
-async def ask(target: str, seconds: float, is_ready: Callable[[], bool] = lambda: True) -> Heard:
-    """Sixteen honest streams, each asking one prompt after the other, for so long and until something is ready."""
+async def ask(
+    channels: Sequence[grpc.aio.Channel], seconds: float, is_ready: Callable[[], bool] = lambda: True
+) -> Heard:
+    """A stream on each channel that asks one prompt after the other, for so long and until something is ready."""
     heard, until = Heard(), time.monotonic() + seconds
 
     async def stream(number: int, stub: GenerationServiceStub) -> None:
@@ -82,7 +76,7 @@ async def ask(target: str, seconds: float, is_ready: Callable[[], bool] = lambda
             prompt = (prompt + 1) % NUM_PROMPTS
             tokens, logprobs, last = list[int](), list[float](), time.monotonic()
             is_complete = False
-            async for event in stub.GenerateStream(request_of(prompt), metadata=metadata):
+            async for event in stub.GenerateStream(request_of(prompt, f"honest-{number}"), metadata=metadata):
                 is_complete = event.HasField("summary")
                 if not event.delta.token_ids:
                     continue
@@ -96,8 +90,7 @@ async def ask(target: str, seconds: float, is_ready: Callable[[], bool] = lambda
             heard.num_answers += 1
 
     async with asyncio.TaskGroup() as group:
-        for number in range(NUM_STREAMS):
-            channel = grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
+        for number, channel in enumerate(channels):
             group.create_task(stream(number, GenerationServiceStub(channel)))
     return heard
 
@@ -124,40 +117,78 @@ def attacked(server: ServerProcess) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_every_attack_at_once_changes_no_bit_of_an_honest_answer_and_the_server_stops_within_its_grace(
+def found_by(attackers: subprocess.Popen[str]) -> dict[str, dict[str, int]]:
+    """The ends of each attack until now."""
+    assert attackers.stdin is not None
+    assert attackers.stdout is not None
+    attackers.stdin.write("?\n")
+    attackers.stdin.flush()
+    ends: dict[str, dict[str, int]] = json.loads(attackers.stdout.readline())
+    return ends
+
+
+async def besiege(server: ServerProcess, seconds: float) -> tuple[Heard, Heard, dict[str, dict[str, int]], int]:
+    """What honest clients hear before and during the siege, the ends of each attack, and the server's growth in KiB.
+
+    The server stops while it is attacked.
+    """
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    # Opened before an attack takes all connections that there may be.
+    channels = [grpc.aio.insecure_channel(server.target, options=options) for _ in range(NUM_STREAMS)]
+    quiet = await ask(channels, min(seconds, 60.0))
+    before = server.forget_peak()
+    with attacked(server) as attackers:
+        assert attackers.stdout is not None
+        made = threading.Thread(target=attackers.stdout.readline)
+        made.start()
+        besieged = await ask(channels, seconds, lambda: not made.is_alive())
+        growth = server.status("VmHWM") - before
+        ends = found_by(attackers)
+        assert server.stop() == 0
+    for channel in channels:
+        await channel.close()
+    return quiet, besieged, ends, growth
+
+
+def test_every_attack_at_once_changes_no_bit_of_an_honest_answer_and_the_server_stops(
     tmp_path: Path, siege_seconds: float
 ) -> None:
     (tmp_path / "models").mkdir()
     sizes = {"d_model": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "d_ff": 512, "context": 512}
     (tmp_path / "models" / MODEL).symlink_to(tiny_artifact(DECODER, **sizes), target_is_directory=True)
-    write_keys(tmp_path / "keys.toml")
-    flags = ("--api-keys", str(tmp_path / "keys.toml"), "--drain-grace-seconds", str(GRACE_SECONDS))
-    flags += ("--max-batch-size", "32", "--max-stall-seconds", "5")
+    keys = tmp_path / "keys.toml"
+    names = [*(f"honest{number}" for number in range(NUM_KEYS)), "attacker"]
+    keys.write_text("".join(map(key_table, names)))
+    flags = ("--api-keys", str(keys), "--drain-grace-seconds", str(GRACE_SECONDS), "--max-stall-seconds", "5")
+    flags += ("--max-batch-size", "32", "--max-connections", str(MAX_CONNECTIONS))
     with serving(tmp_path / "models", *flags) as server:
-        quiet = asyncio.run(ask(server.target, min(siege_seconds, 60.0)))
-        before = server.forget_peak()
-        with attacked(server) as attackers:
-            assert attackers.stdout is not None
-            made = threading.Thread(target=attackers.stdout.readline)
-            made.start()
-            besieged = asyncio.run(ask(server.target, siege_seconds, lambda: not made.is_alive()))
-            growth = server.status("VmHWM") - before
-            # It stops while it is attacked.
-            assert server.stop() == 0
-            out, _ = attackers.communicate(timeout=60)
-    found = json.loads(out.strip().rpartition("\n")[2])
+        quiet, besieged, ends, growth = asyncio.run(besiege(server, siege_seconds))
     figures = {
         "seconds": siege_seconds,
         "answers": besieged.num_answers,
         "growth_mib": growth / 1024,
         "quiet": {"p50": quiet.percentile(50), "p99": quiet.percentile(99)},
         "besieged": {"p50": besieged.percentile(50), "p99": besieged.percentile(99)},
-        "attacks": found["attacks"],
+        "attacks": ends,
     }
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
     assert {prompt: len(answers) for prompt, answers in quiet.answers.items()} == dict.fromkeys(range(NUM_PROMPTS), 1)
     assert besieged.answers == quiet.answers
-    assert all(found["attacks"].values()), found["attacks"]
+    assert problems(ends) == []
     assert growth < MAX_GROWTH_KIB
     if siege_seconds >= MEASURED_SECONDS:
         assert besieged.percentile(99) <= 2 * quiet.percentile(99)
+
+
+async def test_an_attack_that_met_a_closed_port_or_another_key_alone_was_not_made() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closing:
+        target = f"127.0.0.1:{closing.getsockname()[1]}"
+    attacker = Attacker(Settings(target, target, "attacker", MODEL))
+    for name, attack in ATTACKS.items():
+        attacker.ends[name].update(await attacker.attempt(attack))
+    found = problems(attacker.ends)
+    # Of each: it met what it may not meet, and nothing that it must meet.
+    assert len(found) == 2 * len(ATTACKS)
+    refused = {name: {"UNAUTHENTICATED": 1} for name in ATTACKS}
+    assert len(problems(refused)) == 2 * (len(ATTACKS) - 1)
+    assert problems({name: dict.fromkeys(attack.must, 1) for name, attack in ATTACKS.items()}) == []

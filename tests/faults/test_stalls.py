@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import signal
-import socket
-import struct
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import grpc
@@ -18,77 +15,32 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from proto.onward.v1 import model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from proto.onward.v1.model_pb2_grpc import ModelServiceStub
-from tests.faults.http2 import PREFACE, frame, headers
+from tests.faults.http2 import Connection, message_header
 from tests.faults.process import DECODER, MODELS, TRANSLATOR, ServerProcess, greedy, serving, streamed, until
 
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
-_ACK = _END_STREAM = 1
-_INITIAL_WINDOW_SIZE = 4
-_FRAME_HEAD = 9
 _SECONDS = 60.0
 ONE_PLACE = ("--max-stall-seconds", "1", "--max-concurrent-rpcs", "1")
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-class DeafClient:
+@contextmanager
+def deaf(server: ServerProcess, *calls: tuple[bytes, Message], window: int = 0) -> Iterator[Connection]:
     """A client that takes few bytes or none, and answers settings and pings like a healthy one.
 
     Args:
-        server: the server.
+        server: the server, which has begun to answer all calls.
         calls: path and request of each call.
         window: bytes that each stream may receive.
     """
-
-    def __init__(self, server: ServerProcess, calls: Sequence[tuple[bytes, Message]], window: int) -> None:
-        self._connection = socket.create_connection(("127.0.0.1", server.port), timeout=_SECONDS)
-        self._streams = set(range(1, 2 * len(calls), 2))
-        self.begun: set[int] = set()
-        self.ended: set[int] = set()
-        sent = PREFACE + frame(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, window))
-        for stream, (path, request) in zip(sorted(self._streams), calls, strict=True):
-            message = request.SerializeToString()
-            sent += headers(path, stream=stream)
-            sent += frame(_DATA, _END_STREAM, stream, struct.pack(">BI", 0, len(message)) + message)
-        self._connection.sendall(sent)
-        self._reading = threading.Thread(target=self._read)
-        self._reading.start()
-        until(lambda: self.begun == self._streams, "the server did not begin to answer")
-
-    def listen(self) -> None:
-        """Grants each stream a window after all."""
-        grants = (frame(_WINDOW_UPDATE, 0, stream, struct.pack(">I", 1 << 16)) for stream in self._streams)
-        self._connection.sendall(b"".join(grants))
-
-    def close(self) -> None:
-        """Leaves."""
-        self._connection.shutdown(socket.SHUT_RDWR)
-        self._reading.join()
-        self._connection.close()
-
-    def _read(self) -> None:
-        with self._connection.makefile("rb") as file:
-            try:
-                while len(head := file.read(_FRAME_HEAD)) == _FRAME_HEAD:
-                    kind, flags, stream = head[3], head[4], struct.unpack(">I", head[5:])[0]
-                    payload = file.read(int.from_bytes(head[:3]))
-                    if kind in (_SETTINGS, _PING) and not flags & _ACK:
-                        self._connection.sendall(frame(kind, _ACK, 0, payload if kind == _PING else b""))
-                    if kind == _HEADERS:
-                        self.begun.add(stream)
-                    if kind == _RST_STREAM or (kind in (_DATA, _HEADERS) and flags & _END_STREAM):
-                        self.ended.add(stream)
-            except OSError:
-                return
-
-
-@contextmanager
-def deaf(server: ServerProcess, *calls: tuple[bytes, Message], window: int = 0) -> Iterator[DeafClient]:
-    client = DeafClient(server, calls, window)
-    try:
-        yield client
-    finally:
-        client.close()
+    with closing(Connection(server.port, window)) as client:
+        messages = [(path, request.SerializeToString()) for path, request in calls]
+        streams = {
+            client.call(path, head=message_header(len(data)) + data, is_complete=True) for path, data in messages
+        }
+        with client.pumped():
+            until(lambda: client.begun == streams, "the server did not begin to answer")
+            yield client
 
 
 def watch(name: str = "") -> tuple[bytes, Message]:
@@ -134,9 +86,9 @@ def test_a_watcher_that_takes_no_bytes_loses_its_place_after_the_stall_limit(tmp
     with serving(tmp_path, *ONE_PLACE) as server, deaf(server, watch()) as watcher, server.channel() as channel:
         assert check(server) == SERVING, "watchers have taken the places of checks"
         until(lambda: watched(channel) == SERVING, "the watcher keeps its place")
-        assert watcher.ended == set()
-        watcher.listen()
-        until(lambda: watcher.ended == {1}, "the watcher was not sent its status")
+        assert not watcher.ended
+        watcher.grant(1, 1 << 16)
+        until(lambda: 1 in watcher.ended, "the watcher was not sent its status")
         assert server.stop() == 0
 
 

@@ -7,7 +7,6 @@ Servers that are killed, and processes in general, are in tests/faults.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import threading
 import time
@@ -37,6 +36,7 @@ from service.models import ModelState
 from service.routing import ROUTING_KEY, routing_key
 from tests.breaking import Breaking, Fault, breaking
 from tests.fakes import FakeRunner, Gate, expected_tokens, spell
+from tests.identities import key_table
 from tests.servers import (
     MODEL,
     SLOTS,
@@ -319,10 +319,7 @@ async def test_many_refusals_put_no_server_out(balanced: Balanced) -> None:
 async def test_keys_are_asked_for_and_each_server_counts_for_itself(tmp_path: Path) -> None:
     key, wrong = (("authorization", "Bearer a-key"),), (("authorization", "Bearer another"),)
     path = tmp_path / "keys.toml"
-    digest = hashlib.sha256(b"a-key").hexdigest()
-    path.write_text(
-        f'[keys.alice]\nsha256 = "{digest}"\npermissions = ["generate"]\nrequests_per_second = 0.01\nburst = 2\n'
-    )
+    path.write_text(key_table("alice", "a-key", rest="requests_per_second = 0.01\nburst = 2"))
     async with two(tmp_path, api_keys=path) as balanced:
         for metadata in ((), wrong):
             error = await status_of(balanced.generation.Generate(generate_request(), metadata=metadata))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from service.transport import receiving
 from service.transport.health import HealthServicer, _HealthListResponse
 from service.transport.server import SERVICES
 from tests.fakes import FakeRunner, Gate
+from tests.identities import key_table
 from tests.servers import (
     CONFIG,
     MODEL,
@@ -173,8 +173,7 @@ async def test_list_has_the_state_of_every_name() -> None:
 
 async def test_list_names_the_models_to_the_holder_of_a_key_alone(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
-    digest = hashlib.sha256(b"key").hexdigest()
-    path.write_text(f'[keys.alice]\nsha256 = "{digest}"\npermissions = ["generate"]\n')
+    path.write_text(key_table("alice", "key"))
     async with running(api_keys=path) as server:
         error = await status_of(server.channel.unary_unary(LIST)(b""))
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import struct
 import subprocess
@@ -27,6 +26,7 @@ from service.transport.oip_codec import decode_infer
 from tests.fakes import FakeRunner, Gate
 from tests.faults.http2 import varint
 from tests.faults.process import DECODER, MODELS, ServerProcess, greedy, serving
+from tests.identities import key_table
 from tests.servers import MODEL, SLOTS, Running, eventually, generate_request, running, status_of
 
 CLIENT = Path(__file__).with_name("triton_client.py")
@@ -333,9 +333,8 @@ async def test_names_that_an_error_s_answer_carries_are_cut() -> None:
 
 async def test_requests_of_a_stream_count_against_their_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
-    digest = hashlib.sha256(b"a key").hexdigest()
     limits = "requests_per_second = 0.001\nburst = 3\nmax_concurrent_requests = 2"
-    keys.write_text(f'[keys.alice]\nsha256 = "{digest}"\npermissions = ["generate"]\n{limits}\n')
+    keys.write_text(key_table("alice", "a key", rest=limits))
     gate = Gate()
     async with running(api_keys=keys, runner=FakeRunner(SLOTS, before_run=gate)) as server:
         call = stub_of(server).ModelStreamInfer(metadata=(("authorization", "Bearer a key"),))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import io
 import logging
 from collections.abc import AsyncIterator
@@ -34,6 +33,7 @@ from service.transport.permissions import PERMISSIONS
 from service.transport.server import SERVICES, GrpcServer
 from service.transport.tls import TlsFiles, server_credentials
 from tests.fakes import FakeRunner, Gate
+from tests.identities import key_table
 from tests.servers import (
     MODEL,
     SLOTS,
@@ -208,9 +208,7 @@ async def test_files_are_read_once_and_what_was_read_is_checked(
 
 def keys_file(folder: Path, permissions: str = '["generate"]', rest: str = "") -> Path:
     path = folder / "keys.toml"
-    path.write_text(
-        f'[keys.alice]\nsha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}"\npermissions = {permissions}\n{rest}\n'
-    )
+    path.write_text(key_table("alice", KEY, permissions, rest))
     return path
 
 
@@ -439,8 +437,7 @@ def another(server: Running) -> grpc.aio.Channel:
 
 
 async def test_unfinished_calls_of_one_key_leave_places_to_another(tmp_path: Path) -> None:
-    bob = f'[keys.bob]\nsha256 = "{hashlib.sha256(b"bob").hexdigest()}"\npermissions = ["generate"]'
-    async with running(api_keys=keys_file(tmp_path, rest=bob), max_concurrent_rpcs=4) as server:
+    async with running(api_keys=keys_file(tmp_path, rest=key_table("bob")), max_concurrent_rpcs=4) as server:
         begin = server.channel.stream_unary("/onward.v1.GenerationService/Generate")
         begun = []
         # One that arrives beside the question is refused, and holds nothing.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from proto.inference import open_inference_pb2 as oip
 from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from proto.onward.v1 import generation_pb2 as pb
 from tests.fakes import FakeRunner, Gate
+from tests.identities import key_table
 from tests.servers import (
     CONFIG,
     SLOTS,
@@ -42,11 +42,7 @@ EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 def keys_file(folder: Path, **rests: str) -> Path:
     """A key for each name, which is the key as well."""
     path = folder / "keys.toml"
-    tables = (
-        f'[keys.{name}]\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\npermissions = ["generate"]\n{rest}\n'
-        for name, rest in rests.items()
-    )
-    path.write_text("".join(tables))
+    path.write_text("".join(key_table(name, rest=rest) for name, rest in rests.items()))
     return path
 
 

@@ -100,8 +100,12 @@ async def test_nobody_loses_a_place_to_those_who_hold_as_many(monkeypatch: pytes
     monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 0.01)
     bound = receiver(4)
     held = begin(bound, *"aabb")
+    looked, look = asyncio.Semaphore(0), bound._end_longest_read
+    monkeypatch.setattr(bound, "_end_longest_read", lambda caller: (look(caller), looked.release()))
     waiting = begin(bound, *"ab")
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(60):
+        for _ in range(4):
+            await looked.acquire()
     assert reads(waiting) == [False, False]
     assert await end(held + waiting) == [b"x"] * 6
 

@@ -169,7 +169,7 @@ def test_a_failure_is_named_with_the_command_that_repeats_its_order(
     files = [f"test_{letter}" for letter in "abcdefghij"]
     for name in files:
         (tmp_path / f"{name}.py").write_text(TEST)
-    one = Pass(name="one", tests=(str(tmp_path),), shift_seconds=1e7, num_busy=1, num_cores=1)
+    one = Pass(name="one", tests=(str(tmp_path),), options=(), shift_seconds=1e7, num_busy=1, num_cores=1)
     before, order = os.sched_getaffinity(0), tmp_path / "order"
 
     def run(seed: int) -> tuple[Outcome, list[str]]:
