@@ -492,12 +492,11 @@ def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any
             settings.register_custom_ops_library(str(library))
         weights = OwnWeights(path, is_copied=options.copies_weights)
         values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in weights.arrays.items()}
+        for name, value in values.items():
+            settings.add_initializer(name, value)
         if options.copies_weights:
-            # Folding constants reads the file of initializers that are added, and not of those that are replaced.
+            # Folding constants would read them in the file all the same. By itself, this would copy every one.
             settings.add_external_initializers(list(values), list(values.values()))
-        else:
-            for name, value in values.items():
-                settings.add_initializer(name, value)
         session = ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
     except StartupError:
         raise

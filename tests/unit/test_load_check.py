@@ -1,0 +1,76 @@
+"""The load check in a child process: which process a stopping server ends."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+from unittest import mock
+
+import pytest
+
+from service import library
+from service.config import ServeConfig
+from service.library import Library
+
+
+class Child:
+    """A process that ends when it is told to, or killed; `begun` counts those that were waited for."""
+
+    begun = threading.Semaphore(0)
+
+    def __init__(self) -> None:
+        self.ends = threading.Event()
+        self.is_killed = False
+        self.returncode = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def communicate(self, **_: object) -> tuple[str, str]:
+        self.begun.release()
+        self.ends.wait()
+        return json.dumps({"problems": [], "session_seconds": 0.0}), ""
+
+    def kill(self) -> None:
+        self.is_killed = True
+        self.ends.set()
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    made: list[Child] = []
+
+    def make(*_: object, **__: object) -> Child:
+        made.append(Child())
+        return made[-1]
+
+    fake = SimpleNamespace(Popen=make, PIPE=None, TimeoutExpired=TimeoutError)
+    with mock.patch.object(library, "subprocess", fake):
+        yield made
+    for child in made:
+        child.ends.set()
+
+
+def test_a_check_whose_change_was_given_up_leaves_the_next_one_to_be_ended_with_the_server(
+    children: list[Child],
+) -> None:
+    nothing: Any = None
+    changes = Library(ServeConfig(models=Path("models")), nothing, nothing, nothing, nothing, lambda: None)
+    threads = []
+    for number in range(2):
+        threads.append(threading.Thread(target=changes._try_out, args=(f"model {number}", 1)))
+        threads[-1].start()
+        Child.begun.acquire()
+    # The first one's thread was left to itself, and comes to its end while the next is checked.
+    children[0].ends.set()
+    threads[0].join()
+    changes.close()
+    assert [child.is_killed for child in children] == [False, True]
+    threads[1].join()
