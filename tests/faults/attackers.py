@@ -516,7 +516,7 @@ ATTACKS: Mapping[str, Attack] = {
     "64 requests in one stream": _attack(Attacker.crowded_stream, "OK", _FULL),
     "ids of others": _attack(Attacker.ids_of_others, _RAN, _FULL),
     "200 health checks a second": _attack(Attacker.checks, "OK", _FULL),
-    "scrapers that send a byte at a time": _attack(Attacker.slow_scrapers, "held", "closed"),
+    "scrapers that send a byte at a time": _attack(Attacker.slow_scrapers, "held, closed"),
     "endless headers of a scrape": _attack(Attacker.header_flood, "closed"),
 }
 
