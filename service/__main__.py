@@ -63,6 +63,7 @@ def main(argv: Sequence[str], *, is_own_process: bool = False) -> int:
 def _serve(config: ServeConfig) -> int:
     # Late, as in `_ask`: asking a server must not load a serving stack, nor serving a client.
     from service.app import Ready, serve
+    from service.garbage import set_aside
 
     def announce(ready: Ready) -> None:
         at = ready.endpoint
@@ -71,6 +72,7 @@ def _serve(config: ServeConfig) -> int:
             for name, state in ready.states.items()
         )
         metrics = "" if at.metrics_port is None else f"; metrics on http://{at.host}:{at.metrics_port}/metrics"
+        set_aside()
         print(f"onward: listening on {at.host}:{at.port}; {models}{metrics}", flush=True)
 
     logging.basicConfig(level=_level(config.log_level), format=_LOG_FORMAT)

@@ -18,7 +18,6 @@ unfit, or that ONNX Runtime does not survive, is found there, and one that is fi
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import signal
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from model.golden import tolerance_of
+from service import garbage
 from service.async_engine import AsyncEngine
 from service.config import ServeConfig
 from service.costing import CostModel
@@ -139,9 +139,9 @@ class Library:
             await asyncio.wait([gone])
             # Sessions and buffers are large: whatever cycle holds them should not do so until some day.
             if self._config.device is Device.CUDA:
-                await self._engine.do(gc.collect)
+                await self._engine.do(garbage.collect)
             else:
-                gc.collect()
+                garbage.collect()
             _LOGGER.info("%s is served no more", model)
 
         await self._in_turn(change)

@@ -315,7 +315,7 @@ class World:
             "service.explainer.ThreadPoolExecutor": lambda *_, **__: world.jobs,
             "service.library._in_daemon": world.jobs.submit,
             "service.library.build_engines": build,
-            "service.library.gc": SimpleNamespace(collect=lambda: 0),
+            "service.library.garbage": SimpleNamespace(collect=lambda: 0),
             "service.forecast.StepTimes": HandTimes,
         }
 

@@ -9,7 +9,7 @@ it makes at once, so that what is measured beside them is the server's work, not
 times a second.
 
 stdout has a line once each attack has met an end that it must meet, or was attempted so often in vain. A line on stdin
-is answered with JSON: the ends of each attack, counted. SETTINGS has `target`, `metrics`, `key`, `model`.
+is answered with JSON: the ends of each attack, counted. SETTINGS has the fields of `Settings`.
 """
 
 from __future__ import annotations
@@ -63,11 +63,15 @@ Ends = Iterable[str]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Whom to attack: addresses as "host:port", a key that may generate, and a model's name."""
+    """Whom to attack: addresses as "host:port", keys that may generate, and a model's name.
+
+    Uploads have a key of their own, or they would take the places of the other attacks' messages.
+    """
 
     target: str
     metrics: str
     key: str
+    upload_key: str
     model: str
 
 
@@ -107,7 +111,7 @@ def problems(ends: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 class Attacker:
-    """One hostile caller, with a key of its own and with none."""
+    """One hostile caller, with two keys of its own and with none."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -118,7 +122,9 @@ class Attacker:
         self._generation = GenerationServiceStub(self._channel)
         self._inference = GRPCInferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channels[1])
-        self._key = b"authorization", f"Bearer {settings.key}".encode()
+        self._key, self._upload_key = (
+            (b"authorization", f"Bearer {key}".encode()) for key in (settings.key, settings.upload_key)
+        )
         self._threads = ThreadPoolExecutor(64)
         self._source = random.Random(1)
         self.ends: dict[str, Counter[str]] = {name: Counter() for name in ATTACKS}
@@ -200,7 +206,7 @@ class Attacker:
         return await self._unfinished(_GENERATE)
 
     async def unfinished_with_key(self) -> Ends:
-        return await self._unfinished(_GENERATE, self._key)
+        return await self._unfinished(_GENERATE, self._upload_key)
 
     async def unfinished_checks(self) -> Ends:
         return await self._unfinished(_CHECK, num_bytes=1000)
@@ -222,7 +228,7 @@ class Attacker:
         """A message that announces a gibibyte, and brings of it what the windows let through."""
 
         def attack(connection: Connection) -> Ends:
-            connection.call(_GENERATE, self._key, head=message_header(1 << 30), num_zeros=(1 << 30) - 1)
+            connection.call(_GENERATE, self._upload_key, head=message_header(1 << 30), num_zeros=(1 << 30) - 1)
             return _ended(connection, 1)
 
         return await self._raw(attack)
@@ -487,7 +493,7 @@ _RAW = "no place"
 _STALLED = f"{_FULL}, ABORTED, CANCELLED, reset, unanswered, {_RAW}"
 
 ATTACKS: Mapping[str, Attack] = {
-    "watchers without a window": _attack(Attacker.watch_without_window, "held", _RAW),
+    "watchers without a window": _attack(Attacker.watch_without_window, "held", f"{_FULL}, {_RAW}"),
     "streams without a window": _attack(Attacker.stream_without_window, "held", _STALLED),
     "answers without a window": _attack(Attacker.answer_without_window, "held", _STALLED),
     "long ids without a window": _attack(Attacker.long_ids_without_window, "held, INVALID_ARGUMENT", _STALLED),

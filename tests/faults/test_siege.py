@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +25,17 @@ from tests.faults.process import DECODER, ROOT, ServerProcess, serving
 from tests.identities import key_table
 
 MODEL = "besieged"
-NUM_STREAMS, NUM_KEYS, NUM_PROMPTS = 16, 4, 8
+ATTACKERS = ("attacker", "uploader")
+NUM_STREAMS, NUM_KEYS, NUM_PROMPTS, MAX_BATCH_SIZE = 16, 4, 8, 32
 PROMPT_TOKENS, NEW_TOKENS = 96, 96
 GRACE_SECONDS = 5
-# What may be held of messages that are on their way, and of requests that run, wait or were refused.
+# What may be held of messages that are on their way, and of requests that run, wait or were refused, K/V apart.
 MAX_GROWTH_KIB = 256 << 10
 # From this length on a run is a measurement, on a machine that has nothing else to do.
 MEASURED_SECONDS = 300.0
+SMALL = {"d_model": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "d_ff": 512, "context": 512}
+# The layers of the preset llama-110m. Beside a small model's steps of 3 ms the 99th percentile is Python's alone.
+LARGE = {"d_model": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 4, "d_ff": 2048, "context": 512}
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 
@@ -101,7 +105,8 @@ def attacked(server: ServerProcess) -> Iterator[subprocess.Popen[str]]:
     settings = {
         "target": server.target,
         "metrics": server.metrics_url.split("/")[2],
-        "key": "attacker",
+        "key": ATTACKERS[0],
+        "upload_key": ATTACKERS[1],
         "model": MODEL,
     }
     with subprocess.Popen(
@@ -127,11 +132,20 @@ def found_by(attackers: subprocess.Popen[str]) -> dict[str, dict[str, int]]:
     return ends
 
 
-async def besiege(server: ServerProcess, seconds: float) -> tuple[Heard, Heard, dict[str, dict[str, int]], int]:
-    """What honest clients hear before and during the siege, the ends of each attack, and the server's growth in KiB.
+@dataclass(frozen=True, slots=True)
+class Siege:
+    """What honest clients heard before and during it, each attack's ends, the server's growth, and how long it took to
+    stop while it was attacked."""
 
-    The server stops while it is attacked.
-    """
+    quiet: Heard
+    besieged: Heard
+    ends: Mapping[str, Mapping[str, int]]
+    growth_kib: int
+    stop_seconds: float
+
+
+async def besiege(server: ServerProcess, seconds: float) -> Siege:
+    """Attacks a server beside honest clients, and ends it under attack."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     # Opened before an attack takes all connections that there may be.
     channels = [grpc.aio.insecure_channel(server.target, options=options) for _ in range(NUM_STREAMS)]
@@ -144,46 +158,58 @@ async def besiege(server: ServerProcess, seconds: float) -> tuple[Heard, Heard, 
         besieged = await ask(channels, seconds, lambda: not made.is_alive())
         growth = server.status("VmHWM") - before
         ends = found_by(attackers)
+        began = time.monotonic()
         assert server.stop() == 0
+        stop_seconds = time.monotonic() - began
     for channel in channels:
         await channel.close()
-    return quiet, besieged, ends, growth
+    return Siege(quiet, besieged, ends, growth, stop_seconds)
+
+
+def kv_kib(sizes: Mapping[str, int]) -> int:
+    """K/V of the rows that honest streams leave to others, as long as the context."""
+    head_dim = sizes["d_model"] // sizes["num_heads"]
+    row_bytes = sizes["num_layers"] * 2 * sizes["num_kv_heads"] * head_dim * 4 * sizes["context"]
+    return (MAX_BATCH_SIZE - NUM_STREAMS) * row_bytes >> 10
 
 
 def test_every_attack_at_once_changes_no_bit_of_an_honest_answer_and_the_server_stops(
     tmp_path: Path, siege_seconds: float
 ) -> None:
+    is_measured = siege_seconds >= MEASURED_SECONDS
+    sizes = LARGE if is_measured else SMALL
     (tmp_path / "models").mkdir()
-    sizes = {"d_model": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "d_ff": 512, "context": 512}
     (tmp_path / "models" / MODEL).symlink_to(tiny_artifact(DECODER, **sizes), target_is_directory=True)
     keys = tmp_path / "keys.toml"
-    names = [*(f"honest{number}" for number in range(NUM_KEYS)), "attacker"]
+    names = (*(f"honest{number}" for number in range(NUM_KEYS)), *ATTACKERS)
     keys.write_text("".join(map(key_table, names)))
     flags = ("--api-keys", str(keys), "--drain-grace-seconds", str(GRACE_SECONDS), "--max-stall-seconds", "5")
-    flags += ("--max-batch-size", "32", "--max-connections", str(MAX_CONNECTIONS))
+    flags += ("--max-batch-size", str(MAX_BATCH_SIZE), "--max-connections", str(MAX_CONNECTIONS))
     with serving(tmp_path / "models", *flags) as server:
-        quiet, besieged, ends, growth = asyncio.run(besiege(server, siege_seconds))
+        siege = asyncio.run(besiege(server, siege_seconds))
+    quiet, besieged = siege.quiet, siege.besieged
     figures = {
         "seconds": siege_seconds,
         "answers": besieged.num_answers,
-        "growth_mib": growth / 1024,
+        "growth_mib": siege.growth_kib / 1024,
+        "stop_seconds": siege.stop_seconds,
         "quiet": {"p50": quiet.percentile(50), "p99": quiet.percentile(99)},
         "besieged": {"p50": besieged.percentile(50), "p99": besieged.percentile(99)},
-        "attacks": ends,
+        "attacks": siege.ends,
     }
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
     assert {prompt: len(answers) for prompt, answers in quiet.answers.items()} == dict.fromkeys(range(NUM_PROMPTS), 1)
     assert besieged.answers == quiet.answers
-    assert problems(ends) == []
-    assert growth < MAX_GROWTH_KIB
-    if siege_seconds >= MEASURED_SECONDS:
+    assert problems(siege.ends) == []
+    assert siege.growth_kib < MAX_GROWTH_KIB + kv_kib(sizes)
+    if is_measured:
         assert besieged.percentile(99) <= 2 * quiet.percentile(99)
 
 
 async def test_an_attack_that_met_a_closed_port_or_another_key_alone_was_not_made() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closing:
         target = f"127.0.0.1:{closing.getsockname()[1]}"
-    attacker = Attacker(Settings(target, target, "attacker", MODEL))
+    attacker = Attacker(Settings(target, target, *ATTACKERS, MODEL))
     for name, attack in ATTACKS.items():
         attacker.ends[name].update(await attacker.attempt(attack))
     found = problems(attacker.ends)
