@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--large-rounds", type=int, default=1, help="times that each of the largest messages is sent")
     group.addoption("--victims", type=int, default=40, help="requests of one API key beside another's attack")
     group.addoption("--soak-seconds", type=float, default=12.0, help="length of the soak")
-    group.addoption("--siege-seconds", type=float, default=8.0, help="length of all attacks at once")
+    group.addoption("--siege-seconds", type=float, default=8.0, help="least length of all attacks at once")
     for option, problem in requirements.OPTIONS.items():
         parser.addoption(option, action="store_true", help=f"fail, and do not skip, where {problem}")
     parser.addoption("--require-all", action="store_true", help="all of " + ", ".join(requirements.OPTIONS))

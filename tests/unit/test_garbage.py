@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from service import garbage
+from service import __main__, app, garbage
+from service.app import Endpoint, Ready
+from service.config import ServeConfig
 
 
 class Cycle:
@@ -43,3 +46,13 @@ def test_what_was_set_aside_is_left_out_of_collections_but_for_those_on_demand()
 def test_nothing_is_set_aside_where_nothing_was() -> None:
     garbage.collect()
     assert gc.get_freeze_count() == 0
+
+
+def test_a_server_sets_aside_what_is_there_when_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
+        announce(Ready(Endpoint(config.host, 1, None), {}, {}))
+        return 0
+
+    monkeypatch.setattr(app, "serve", serve)
+    assert __main__._serve(ServeConfig(models=tmp_path)) == 0
+    assert gc.get_freeze_count() > 0

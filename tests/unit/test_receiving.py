@@ -111,6 +111,7 @@ async def test_nobody_loses_a_place_to_those_who_hold_as_many(monkeypatch: pytes
 
 
 async def test_the_only_read_of_a_caller_is_not_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "_MIN_READ_SECONDS", 600.0)
     monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 600.0)
     bound = receiver(4)
     held = begin(bound, *"abcd")
