@@ -47,6 +47,8 @@ _PLAIN = ("Content-Type", "text/plain; charset=utf-8")
 
 def metrics_app(registry: CollectorRegistry) -> WSGIApplication:
     """An application that answers scrapes at `PATH`, and nothing else."""
+    # One rendering at a time competes with the engine for the interpreter's lock, however many ask.
+    rendering = threading.Lock()
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if environ.get("PATH_INFO") != PATH:
@@ -56,7 +58,8 @@ def metrics_app(registry: CollectorRegistry) -> WSGIApplication:
             start_response("405 Method Not Allowed", [("Allow", "GET"), _PLAIN])
             return [b"only GET\n"]
         try:
-            body = generate_latest(registry)
+            with rendering:
+                body = generate_latest(registry)
         except Exception:  # a collector's own; the next scrape may do better
             _LOGGER.exception("a scrape failed")
             start_response("500 Internal Server Error", [_PLAIN])

@@ -125,6 +125,8 @@ class FloodGuard:
             # What was not accounted for in so long a time is no flood: frames of an open stream, refused calls.
             if connection.accounted is None or quiet_seconds > _QUIET_SECONDS:
                 connection.accounted = num_bytes
+            # What many small messages did not take of their allowance is not saved up for a large one.
+            connection.accounted = min(connection.accounted, num_bytes)
             allowed = len(connection.reads) * self._max_message_bytes + _MARGIN_BYTES
             excess = num_bytes - connection.accounted - allowed
             if excess > 0:

@@ -78,8 +78,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         # Of all receivers: what a connection has brought may be for any of them.
         guard = FloodGuard(max_message_bytes)
         self._receiver = Receiver(max_message_bytes, max_stall_seconds, guard)
-        # Callers without a key may call the others' methods, whose requests are small.
-        self._open_receiver = Receiver(max_message_bytes, max_stall_seconds, guard, max_bytes=0)
+        # Callers without a key may call the others' methods, whose requests are small. Each has places of its own: a
+        # probe must not wait for watchers, nor for a tool that reads the contract.
+        self._open_receivers: dict[str, Receiver] = {}
+        self._open_receiver = partial(Receiver, max_message_bytes, max_stall_seconds, guard, max_bytes=0)
         self._tracer = tracer or NoTracer()
         self._check = check
         self._num_open = 0
@@ -107,7 +109,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         if self._services.isdisjoint((service, path)):
-            return bounded(handler, self._open_receiver)
+            if path not in self._open_receivers:
+                self._open_receivers[path] = self._open_receiver()
+            return bounded(handler, self._open_receivers[path])
         # Requests are parsed in here and not by gRPC, which would answer garbage with UNKNOWN, uncounted; answers are
         # serialised in here, or one that no message can hold would be counted as OK and end otherwise.
         codec = _Codec(

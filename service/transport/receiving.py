@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import ipaddress
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -344,7 +346,7 @@ def bounded(handler: Any, receiver: Receiver) -> Any:
 
     async def call(_: AsyncIterator[Any], context: Context) -> None:
         peer = context.peer()
-        caller = Connection(peer.rpartition(":")[0], peer)
+        caller = Connection(address_of(peer), peer)
         try:
             claim(caller.address)
             with receiver.call(caller):
@@ -376,6 +378,19 @@ def _check_open(data: bytes) -> Iterator[None]:
     if len(data) > _MAX_OPEN_BYTES:
         raise InvalidRequest("request", f"{len(data)} bytes", f"must have at most {_MAX_OPEN_BYTES} bytes")
     return iter(())
+
+
+def address_of(peer: str) -> str:
+    """Where a connection comes from: an IPv4 address, or the network of an IPv6 address, of which a host has 2^64.
+
+    Args:
+        peer: as gRPC names it: "ipv4:127.0.0.1:1234", "ipv6:%5B::1%5D:1234".
+    """
+    kind, _, rest = peer.partition(":")
+    host = unquote(rest.rpartition(":")[0])
+    if kind != "ipv6":
+        return host
+    return str(ipaddress.IPv6Network((host.strip("[]").partition("%")[0], 64), strict=False))
 
 
 def _share(caller: Hashable) -> Hashable:

@@ -28,6 +28,7 @@ from service.client import ask
 from service.client import health as probe
 from service.config import AskConfig, HealthConfig, ServeConfig
 from service.errors import StartupError
+from service.transport import receiving
 from service.transport.health import LIST
 from service.transport.permissions import PERMISSIONS
 from service.transport.server import SERVICES, GrpcServer
@@ -561,6 +562,20 @@ async def outcome(call: Any) -> grpc.StatusCode | None:
     except grpc.aio.AioRpcError as error:
         return error.code()
     return None
+
+
+async def test_a_check_does_not_wait_for_tools_that_read_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 600.0)
+    async with running(max_stall_seconds=600.0) as server:
+        stub = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+        # As many as one address may have. Each has its answer, and the server waits for what it asks next.
+        streams = [stub.ServerReflectionInfo() for _ in range(2)]
+        for stream in streams:
+            await stream.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            await stream.read()
+        assert (await check(server)).status == health_pb2.HealthCheckResponse.SERVING
+        for stream in streams:
+            stream.cancel()
 
 
 @pytest.mark.parametrize("is_offered", [True, False])

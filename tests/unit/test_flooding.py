@@ -132,6 +132,20 @@ async def test_what_comes_besides_messages_ends_no_stream_however_long_it_is_ope
     await reads.close()
 
 
+async def test_small_messages_save_up_nothing_for_a_large_one(system: System) -> None:
+    reads = Reads(system, "stream")
+    await system.looks()
+    await system.grows()
+    for _ in range(10_000):
+        system.received["stream"] += 200
+        reads.guard.took(reads.readings["stream"], 100)
+    await system.grows()
+    system.received["stream"] += 12 * MESSAGE
+    await system.grows()
+    assert reads.ended == {"stream"}
+    await reads.close()
+
+
 async def test_nothing_ends_where_the_system_does_not_say_what_came(system: System) -> None:
     reads = Reads(system, "stream", "other")
     await system.looks()

@@ -174,6 +174,18 @@ async def test_connections_of_one_address_have_half_of_the_places_together() -> 
     assert await end(crowd + other) == [b"x"] * 11
 
 
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:10.0.0.1:5000", "10.0.0.1"),
+        ("ipv6:%5B2001:db8:1:2:3::4%5D:5000", "2001:db8:1:2::/64"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:5000", "fe80::/64"),
+    ],
+)
+def test_an_address_of_ipv6_is_its_network(peer: str, address: str) -> None:
+    assert receiving.address_of(peer) == address
+
+
 async def test_a_message_is_looked_through_while_others_run() -> None:
     bound, call = receiver(4), Call()
     steps: list[str] = []
