@@ -202,6 +202,9 @@ class Library:
             raise
         gone = self._engine.install(name, engine, CostModel.of(model, engine), steps)
         self._give_back_when(gone, former)
+        if former is not None and self._config.device is not Device.CUDA:
+            # The old engine may have been set aside, with whatever cycle holds it.
+            gone.add_done_callback(lambda _: garbage.collect())
         self._models.serve(model, parity)
         self._state_changed()
         stood_still = made - making if self._config.device is Device.CUDA else stall()

@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
-from service import library, trial
+from service import garbage, library, trial
 from service.app import App
 from service.config import Kernels, ServeConfig
 from service.engine.engine import LastRun
@@ -185,6 +185,19 @@ async def test_a_reloaded_model_answers_as_one_that_was_there_from_the_start(
         tokens = await shelved.tokens("a")
     async with shelf(tmp_path_factory.mktemp("begun"), NEW) as shelved:
         assert await shelved.tokens("a") == tokens
+
+
+async def test_a_reload_collects_what_it_replaced_once_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It was set aside as the server began to serve, where no other collection would find a cycle that holds it.
+    collected: list[list[str]] = []
+    async with shelf(tmp_path) as shelved:
+        engines = shelved.server.app._engine
+        monkeypatch.setattr(garbage, "collect", lambda: collected.append(list(engines._lanes)))
+        await shelved.reload("a")
+        await eventually(lambda: bool(collected))
+    assert collected == [["a"]]
 
 
 @pytest.mark.parametrize("name", ["b", "../a", "a/../a", "/etc", "", ".", "..", "a\x00", ".hidden"])
