@@ -16,6 +16,7 @@ Copies need Linux; elsewhere weights stay a part of the file.
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import mmap
 import os
@@ -166,7 +167,10 @@ class _MappedFile:
             raise StartupError([f"{self._path}: no memory for {num_bytes} bytes of weights"])
 
     def _copy_whole(self) -> BinaryIO:
-        """The file's bytes in memory: read and never mapped, so that truncating the file raises an error at worst."""
+        """The file's bytes in memory: read and never mapped, so that truncating the file raises an error at worst.
+
+        The file itself where the process may write no file that large: Linux counts files in memory, too.
+        """
         memory = os.fdopen(os.memfd_create("weights"), "w+b", buffering=0)
         num_bytes, done = self._state[0], 0
         try:
@@ -175,8 +179,10 @@ class _MappedFile:
                 if not count:
                     raise self._change()
                 done += count
-        except BaseException:
+        except BaseException as error:
             memory.close()
+            if isinstance(error, OSError) and error.errno == errno.EFBIG:
+                return self._stream
             raise
         return memory
 
