@@ -60,6 +60,7 @@ SHARE = 0.9
 YARDSTICK_EVERY = 4
 """After so many requests follows one of always the same work."""
 # A server foretells once it knows of a few steps of each kind.
+_MAX_UNPREDICTED = 100
 _MIN_WARM_REQUESTS = 32
 _MOST_CONTEXT = 1024
 """Lengths are drawn for a context of no more than this, so that a request takes seconds and not minutes."""
@@ -169,11 +170,12 @@ def _measure_one(folder: Path, settings: Settings) -> dict[str, Any]:
         # The server serves all that lies beside it.
         (Path(models) / "model").symlink_to(folder.resolve(), target_is_directory=True)
         with serving(Path(models), *flags) as target:
-            alone, loaded, yardsticks = asyncio.run(_ask(target, config, settings))
+            alone, loaded, yardsticks, num_unpredicted = asyncio.run(_ask(target, config, settings))
     return {
         **verdict(judged := judge(alone), yardsticks),
         "alone": judged,
         "load": judge(loaded),
+        "num_unpredicted": num_unpredicted,
         "requests": [asdict(seen) for seen in alone],
     }
 
@@ -194,12 +196,14 @@ def verdict(alone: Mapping[str, Any], yardsticks: Sequence[float]) -> dict[str, 
     }
 
 
-async def _ask(target: str, config: ModelConfig, settings: Settings) -> tuple[list[Seen], list[Seen], list[float]]:
+async def _ask(target: str, config: ModelConfig, settings: Settings) -> tuple[list[Seen], list[Seen], list[float], int]:
     """Warms up, then asks one request after the other, then several at a time.
 
     Returns:
-        Those sent one by one, those sent together, and the seconds of the yardsticks amid the former.
+        Those sent one by one, those sent together, the seconds of the yardsticks amid the former, and how many requests
+        besides the server did not predict.
     """
+    unpredicted: list[Asked] = []
     async with _stub(target) as stub:
         warm = Workload(config, settings, f"{settings.seed} warm")
         end, num_warm = time.perf_counter() + settings.warm_seconds, 0
@@ -213,18 +217,18 @@ async def _ask(target: str, config: ModelConfig, settings: Settings) -> tuple[li
             if number % YARDSTICK_EVERY == 0:
                 answer = await stub.Generate(_request(measured.yardstick()))
                 yardsticks.append(answer.cost.measured_seconds)
-            alone.append(await _send(stub, measured.next()))
+            alone.append(await _send(stub, measured, unpredicted))
         busy, loaded = Workload(config, settings, f"{settings.seed} load"), list[Seen]()
         end = time.perf_counter() + settings.load_seconds
 
         async def keep_asking() -> None:
             while time.perf_counter() < end:
-                loaded.append(await _send(stub, busy.next()))
+                loaded.append(await _send(stub, busy, unpredicted))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(settings.in_flight):
                 group.create_task(keep_asking())
-    return alone, loaded, yardsticks
+    return alone, loaded, yardsticks, len(unpredicted)
 
 
 @asynccontextmanager
@@ -233,27 +237,29 @@ async def _stub(target: str) -> AsyncIterator[GenerationServiceAsyncStub]:
         yield GenerationServiceStub(channel)
 
 
-async def _send(stub: GenerationServiceAsyncStub, asked: Asked) -> Seen:
-    """Has a request estimated, then runs it.
+async def _send(stub: GenerationServiceAsyncStub, workload: Workload, unpredicted: list[Asked]) -> Seen:
+    """Has a request estimated, then runs it. Where the server has seen too little to predict it, the next one.
 
     Raises:
-        RuntimeError: when the server foretells nothing.
+        RuntimeError: when the server has predicted none of a hundred.
     """
-    request = _request(asked)
-    estimate = await stub.Estimate(pb.EstimateRequest(request=request))
-    answer = await stub.Generate(request)
-    if not (estimate.HasField("finish_seconds") and answer.cost.HasField("predicted_seconds")):
-        raise RuntimeError("the server foretold nothing: was it calibrated?")
-    return Seen(
-        prompt_tokens=answer.usage.prompt_tokens,
-        cached_tokens=answer.usage.cached_tokens,
-        new_tokens=answer.usage.generated_tokens,
-        predicted=answer.cost.predicted_seconds,
-        estimated=estimate.cost.predicted_seconds,
-        estimated_finish=estimate.finish_seconds,
-        measured=answer.cost.measured_seconds,
-        total=answer.timings.total,
-    )
+    while len(unpredicted) < _MAX_UNPREDICTED:
+        request = _request(asked := workload.next())
+        estimate = await stub.Estimate(pb.EstimateRequest(request=request))
+        answer = await stub.Generate(request)
+        if estimate.HasField("finish_seconds") and answer.cost.HasField("predicted_seconds"):
+            return Seen(
+                prompt_tokens=answer.usage.prompt_tokens,
+                cached_tokens=answer.usage.cached_tokens,
+                new_tokens=answer.usage.generated_tokens,
+                predicted=answer.cost.predicted_seconds,
+                estimated=estimate.cost.predicted_seconds,
+                estimated_finish=estimate.finish_seconds,
+                measured=answer.cost.measured_seconds,
+                total=answer.timings.total,
+            )
+        unpredicted.append(asked)
+    raise RuntimeError(f"the server did not predict {len(unpredicted)} requests: was it calibrated?")
 
 
 def _request(asked: Asked) -> pb.GenerateRequest:
