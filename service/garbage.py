@@ -1,7 +1,7 @@
 """Python's collector of cyclic garbage, which holds up every thread of the process while it looks at all objects.
 
-The oldest generation of a server of one small model takes some 70 ms, of which the objects that live as long as the
-server are most: modules, classes, generated code. They are set aside once all are there.
+Most objects of the oldest generation live as long as the server: modules, classes, generated code. They are set aside
+once all are there.
 """
 
 from __future__ import annotations

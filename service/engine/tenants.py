@@ -162,12 +162,6 @@ class Tenants:
         """
         return (self._first_saved(tenant) if is_short else None) or tenant.waiting.first
 
-    def heads(self) -> dict[Tenant, SequenceGroup]:
-        """Each tenant's next request."""
-        is_short = self.is_short
-        heads = {tenant: self.head(tenant, is_short=is_short) for tenant in self._tenants.values()}
-        return {tenant: head for tenant, head in heads.items() if head is not None}
-
     def _first_saved(self, tenant: Tenant) -> SequenceGroup | None:
         saved = (group for group in tenant.waiting if group.handles)
         return next((group for group in saved if self._ledger.fits_beside_saved(group)), None)

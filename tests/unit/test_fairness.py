@@ -440,7 +440,9 @@ class TenantLife(Life):
         assert not left or (self.scheduler._tenants.are_several and chunks_of(batch))
         preempted = [group for group in self.before if group in list(self.scheduler._tenants)]
         started = [group for group in self.ledger.running if group not in self.before]
-        heads = list(self.scheduler._tenants.heads().values())
+        tenants = self.scheduler._tenants
+        found = (tenants.head(tenant, is_short=tenants.is_short) for tenant in tenants.all)
+        heads = [head for head in found if head is not None]
         self.check_preempted(preempted, started)
         self.check_waiting(heads, has_prompts=bool(batch.encodes or chunks_of(batch)))
 

@@ -18,7 +18,7 @@ from service.library import Library
 
 
 class Child:
-    """A process that ends when it is told to, or killed; `begun` counts those that were waited for."""
+    """A process that ends when the test lets it, or killed; `begun` counts those that were waited for."""
 
     begun = threading.Semaphore(0)
 

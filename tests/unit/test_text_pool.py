@@ -132,7 +132,7 @@ async def test_cancelled_work_leaves_the_queue_with_its_text_at_once(pool: TextP
 
 
 class Held(Executor):
-    """An executor whose work ends when it is told to."""
+    """An executor whose work ends when the test lets it."""
 
     def __init__(self) -> None:
         self.futures: list[Future[Any]] = []
