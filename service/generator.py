@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from service.access import current_caller
 from service.async_engine import AsyncEngine
 from service.costing import Cost
+from service.engine.logits import make_sampling_arrays
 from service.engine.text import Decode, TextStream
 from service.engine.types import (
     BeamSearchParams,
@@ -23,6 +24,7 @@ from service.engine.types import (
     GenerationRequest,
     PromptScoring,
     RequestTimings,
+    SamplingArrays,
     SamplingParams,
     StoppingParams,
     TokenEvent,
@@ -228,7 +230,8 @@ class Generator:
     ) -> GenerationRequest:
         model.check_stop_token_ids(call.stopping.stop_token_ids)
         num_bytes = text_size(call.prompt) + text_size(call.target_prefix)
-        token_ids, prefix_token_ids = await self._texts.run(current_caller().tenant, num_bytes, _encode, model, call)
+        tenant = current_caller().tenant
+        token_ids, prefix_token_ids, arrays = await self._texts.run(tenant, num_bytes, _encode, model, call)
         seconds = [limit for limit in (call.timeout_seconds, time_remaining) if limit is not None]
         return GenerationRequest(
             request_id=call.request_id,
@@ -244,6 +247,7 @@ class Generator:
             deadline=arrival + min(seconds) if seconds else None,
             partial_on_deadline=call.partial_on_deadline,
             arrival_time=arrival,
+            sampling_arrays=arrays,
         )
 
     async def _prepare_score(
@@ -265,10 +269,11 @@ class Generator:
         return task, request
 
 
-def _encode(model: ServedModel, call: GenerateCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What may take milliseconds of a request's preparation: the tokens of its prompt and of its target prefix."""
+def _encode(model: ServedModel, call: GenerateCall) -> tuple[tuple[int, ...], tuple[int, ...], SamplingArrays | None]:
+    """What may take milliseconds of a request's preparation: tokens of prompt and prefix, arrays of its rules."""
     model.check_logits_rules(call.sampling, call.stopping)
-    return model.encode_prompt(call.prompt), model.encode_target_prefix(call.target_prefix)
+    token_ids, prefix_token_ids = model.encode_prompt(call.prompt), model.encode_target_prefix(call.target_prefix)
+    return token_ids, prefix_token_ids, make_sampling_arrays(call.sampling)
 
 
 def _require_complete(

@@ -66,8 +66,8 @@ class Intake:
         self._patience = patience
         self._orders = itertools.count()
 
-    def make(self, request: GenerationRequest) -> SequenceGroup:
-        """A request as the engine has it from now on.
+    def measure(self, request: GenerationRequest) -> SequenceGroup:
+        """A request with its lengths checked and no outputs yet: all that a look-up of cached tokens reads.
 
         Raises:
             InvalidRequest: when something is out of range.
@@ -80,7 +80,7 @@ class Intake:
         beam_search = request.beam_search
         if beam_search is not None and beam_search.patience is None:
             beam_search = replace(beam_search, patience=self._model.generation.patience)
-        group = SequenceGroup(
+        return SequenceGroup(
             request=request,
             order=next(self._orders),
             due=due_time(request, self._patience),
@@ -98,12 +98,18 @@ class Intake:
                 max_tokens=max_num_tokens - len(given),
             ),
         )
-        seed = self._draw_seed() if request.sampling.seed is None else request.sampling.seed
-        num_sequences = 1 if beam_search is not None else request.sampling.n
-        group.sequences += [self._new_sequence(group, index, seed) for index in range(num_sequences)]
-        return group
 
-    def _new_sequence(self, group: SequenceGroup, index: int, seed: int) -> Sequence:
+    def add_outputs(self, group: SequenceGroup) -> None:
+        """Gives a request that was measured its outputs, with their rules: one sequence each, or the first beam."""
+        sampling = group.request.sampling
+        seed = self._draw_seed() if sampling.seed is None else sampling.seed
+        # Once, however many outputs there are: rules may name all of the prompt and of the vocabulary.
+        rules = self._make_rules(group)
+        for index in range(1 if group.beams is not None else sampling.n):
+            own_rules = rules if rules is None or index == 0 else rules.fork()
+            group.sequences.append(self._new_sequence(group, index, seed, own_rules))
+
+    def _new_sequence(self, group: SequenceGroup, index: int, seed: int, rules: LogitsRules | None) -> Sequence:
         request, given = group.request, group.prompt_token_ids
         prefix, stopping = request.target_prefix_token_ids, request.stopping
         return Sequence(
@@ -117,7 +123,7 @@ class Intake:
             )
             if stopping.stop
             else None,
-            rules=self._make_rules(group),
+            rules=rules,
         )
 
     def _make_rules(self, group: SequenceGroup) -> LogitsRules | None:
@@ -127,7 +133,8 @@ class Intake:
         max_tokens = group.max_num_tokens - len(given)
         wishes = make_wishes(model.generation, max_tokens=max_tokens, is_begun=bool(prefix))
         if request.beam_search is None:
-            return make_rules(request.sampling, request.stopping, model.eos_ids, seen, wishes)
+            arrays = request.sampling_arrays
+            return make_rules(request.sampling, request.stopping, model.eos_ids, seen, wishes, arrays)
         renormalize = model.generation.renormalize
         return make_beam_rules(
             request.beam_search, request.stopping, model.eos_ids, seen, wishes, renormalize=renormalize

@@ -486,11 +486,14 @@ class KVLedger:
         if group.source_token_ids:
             yield group.source_token_ids
             return
-        leader, scoring = group.sequences[0], group.request.scoring
-        end = leader.num_tokens - 1 if scoring is None else min(leader.num_tokens - 1, scoring.start - 1)
+        prompt, scoring = group.prompt_token_ids, group.request.scoring
+        # The last token of a prompt that is only scored is never fed.
+        end = len(prompt) - (1 if group.generates else 2)
+        if scoring is not None:
+            end = min(end, scoring.start - 1)
         chunk = self._pieces.chunk
         for start in range(0, end - chunk + 1, chunk):
-            yield tuple(leader.token_ids[start : start + chunk])
+            yield prompt[start : start + chunk]
 
     def _copy(self, source: int, target: int, owner: Sequence) -> None:
         copy = KVCopy(source, target, owner.num_computed_tokens, len(owner.group.source_token_ids))
@@ -498,5 +501,5 @@ class KVLedger:
 
 
 def _num_rows(group: SequenceGroup) -> int:
-    """Rows that a request may come to hold from now on."""
-    return group.request.num_rows if group.beams is not None else len(group.sequences)
+    """Rows that a request may come to hold from now on: all, while it has no outputs yet."""
+    return group.request.num_rows if group.beams is not None else len(group.sequences) or group.request.num_rows

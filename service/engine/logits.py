@@ -13,7 +13,7 @@ A rule reads the request and the request's own tokens and nothing else. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from model.generation import GenerationRules
-from service.engine.types import BeamSearchParams, SamplingParams, StoppingParams
+from service.engine.types import BeamSearchParams, SamplingArrays, SamplingParams, StoppingParams
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
@@ -29,6 +29,8 @@ Int64 = npt.NDArray[np.int64]
 
 _MAX_LOGIT = float(np.finfo(np.float32).max)
 _MIN_CAPACITY = 16
+# Ids that numpy reads at once: it holds the interpreter's lock meanwhile, tens of nanoseconds an id.
+_MAX_IDS_AT_ONCE = 4096
 
 
 class NgramIndex:
@@ -310,12 +312,35 @@ class LogitsRules:
         return LogitsRules(self._transforms, self._tokens.fork(), renormalize=self._renormalize)
 
 
+def make_sampling_arrays(sampling: SamplingParams) -> SamplingArrays | None:
+    """The tokens that `sampling` names as arrays, None if it names none.
+
+    There may be as many as the vocabulary has: call this off the engine thread and off the event loop. No other thread
+    waits for it for long.
+    """
+    if not sampling.logit_bias and not sampling.allowed_token_ids:
+        return None
+    return SamplingArrays(
+        biased_token_ids=_int64s([token_id for token_id, _ in sampling.logit_bias]),
+        biases=np.array([bias for _, bias in sampling.logit_bias], np.float32),
+        allowed_token_ids=_int64s(sampling.allowed_token_ids),
+    )
+
+
+def _int64s(token_ids: Sequence[int]) -> Int64:
+    array = np.empty(len(token_ids), np.int64)
+    for start in range(0, len(token_ids), _MAX_IDS_AT_ONCE):
+        array[start : start + _MAX_IDS_AT_ONCE] = token_ids[start : start + _MAX_IDS_AT_ONCE]
+    return array
+
+
 def make_rules(
     sampling: SamplingParams,
     stopping: StoppingParams,
     eos_ids: Iterable[int],
     decoder_prompt: Iterable[int],
     wishes: Iterable[LogitsTransform] = (),
+    arrays: SamplingArrays | None = None,
 ) -> LogitsRules | None:
     """The rules that a request asks for, None if it asks for none.
 
@@ -327,11 +352,12 @@ def make_rules(
             beginning of an encoder-decoder's output. (Hugging Face's `generate` counts the start token, too, and with
             it punishes the end of sequence of models that start with that; neither counts the source.)
         wishes: the model's own (`make_wishes`).
+        arrays: those of `sampling` (`make_sampling_arrays`), which are made here where there are none.
     """
     transforms: list[LogitsTransform] = []
-    if sampling.logit_bias:
-        token_ids, values = zip(*sampling.logit_bias, strict=True)
-        transforms.append(LogitBias(np.array(token_ids, np.int64), np.array(values, np.float32)))
+    arrays = arrays or make_sampling_arrays(sampling)
+    if arrays is not None and len(arrays.biased_token_ids):
+        transforms.append(LogitBias(arrays.biased_token_ids, arrays.biases))
     repeats = sampling.repetition_penalty != 1
     if repeats or sampling.frequency_penalty or sampling.presence_penalty:
         transforms.append(
@@ -341,8 +367,8 @@ def make_rules(
                 presence=sampling.presence_penalty,
             )
         )
-    if sampling.allowed_token_ids:
-        transforms.append(AllowedTokens(np.array(sampling.allowed_token_ids, np.int64)))
+    if arrays is not None and len(arrays.allowed_token_ids):
+        transforms.append(AllowedTokens(arrays.allowed_token_ids))
     transforms.extend([*_make_min_tokens(stopping, eos_ids), *wishes])
     if not transforms:
         return None

@@ -258,7 +258,8 @@ class Scheduler:
         Raises:
             InvalidRequest: when the id is in use or something is out of range; nothing was queued then.
         """
-        group = self._make(request)
+        group = self._measure(request)
+        self._intake.add_outputs(group)
         self._live[request.request_id] = group
         self._tenants.begin(group)
         self._deadlines.add(group, request.deadline)
@@ -268,10 +269,12 @@ class Scheduler:
     def num_cached_tokens(self, request: GenerationRequest) -> int:
         """How many tokens of a request's prompt, or of its source, it would find computed if it were admitted now.
 
+        Reads its tokens and lengths alone: nothing is made for its outputs or its rules.
+
         Raises:
             InvalidRequest: when `add` would refuse it.
         """
-        return self._ledger.num_tokens_at_hand(self._make(request))
+        return self._ledger.num_tokens_at_hand(self._measure(request))
 
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step boundary; one that is over already is left alone."""
@@ -385,11 +388,11 @@ class Scheduler:
         if any(bool(group.num_computed_tokens) != bool(group.handles) for group in self._tenants):
             raise AssertionError("a waiting request has K/V that are not saved")
 
-    def _make(self, request: GenerationRequest) -> SequenceGroup:
-        """A request that could run, as the engine has it; nothing is queued yet."""
+    def _measure(self, request: GenerationRequest) -> SequenceGroup:
+        """A request that could run, without outputs; nothing is queued yet."""
         if request.request_id in self._live:
             raise InvalidRequest("request_id", request.request_id, "must not be in use by another request")
-        group = self._intake.make(request)
+        group = self._intake.measure(request)
         self._check_size(group)
         return group
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+import numpy.typing as npt
+
 
 class FinishReason(StrEnum):
     """Why an output ended; the wire's `FINISH_REASON_…` and the metric label are derived from these."""
@@ -55,6 +58,18 @@ class SamplingParams:
     n: int = 1
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SamplingArrays:
+    """The tokens that `SamplingParams` names, as arrays: `[B]` of `logit_bias`, with their `biases`, and `[A]` allowed.
+
+    `service.engine.logits.make_sampling_arrays` makes them.
+    """
+
+    biased_token_ids: npt.NDArray[np.int64]
+    biases: npt.NDArray[np.float32]
+    allowed_token_ids: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +131,8 @@ class GenerationRequest:
 
     Of several tenants each gets a share of the engine by its `weight`, which is above 0 (`service.engine.tenants`). An
     id is unique among all tenants.
+
+    `sampling_arrays` are those of `sampling`, where they were made off the engine thread; None leaves them to that.
     """
 
     request_id: str
@@ -135,6 +152,7 @@ class GenerationRequest:
     end_by: float | None = None
     start_by: float | None = None
     arrival_time: float = 0.0
+    sampling_arrays: SamplingArrays | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_outputs(self) -> int:

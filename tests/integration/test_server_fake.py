@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import math
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +21,9 @@ from model.tokenizer import Tokenizer
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
 from service.config import Admission, RequestLimits
+from service.engine import logits
 from service.engine.sampler import compute_logprobs
-from tests.fakes import CONTEXT, EOS, FakeRunner, Gate, expected_tokens, letters, noise, script, spell
+from tests.fakes import CONTEXT, EOS, VOCAB_SIZE, FakeRunner, Gate, expected_tokens, letters, noise, script, spell
 from tests.servers import (
     MODEL,
     PROMPT,
@@ -250,6 +253,26 @@ async def test_rules_hold_over_the_wire_and_leave_logprobs_as_they_are() -> None
     favourites = [int(noise((), [*PROMPT, *tokens[:count]]).argmax()) for count in range(12)]
     assert [each.top[0].token_id for each in logprobs] == favourites
     assert set(favourites) - set(allowed)
+
+
+async def test_arrays_of_a_requests_rules_are_made_once_and_on_no_thread_that_others_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They may be as long as the vocabulary: neither the engine thread makes them nor the event loop."""
+    makers: list[str] = []
+
+    def int64s(token_ids: Sequence[int]) -> logits.Int64:
+        if len(token_ids) == VOCAB_SIZE:
+            makers.append(threading.current_thread().name)
+        return make(token_ids)
+
+    make = logits._int64s
+    monkeypatch.setattr(logits, "_int64s", int64s)
+    sampling = pb.SamplingParams(temperature=1.0, seed=3, n=SLOTS, allowed_token_ids=range(VOCAB_SIZE))
+    async with running() as server:
+        await server.generation.Generate(generate_request(sampling=sampling, max_tokens=4))
+    assert len(makers) == 1
+    assert makers[0] not in ("engine", threading.main_thread().name)
 
 
 async def test_64_concurrent_streams_all_complete_with_their_own_tokens() -> None:

@@ -14,9 +14,10 @@ import pytest
 from model.golden import Tolerance
 from service.engine.batch import PrefillChunk, ScheduledBatch
 from service.engine.engine import LastRun
+from service.engine.logits import LogitsRules, make_rules
 from service.engine.scheduler import EngineLimits
 from service.engine.text import TextStream
-from service.engine.types import FinishReason, SamplingParams, StepStats, StoppingParams
+from service.engine.types import FinishReason, SamplingParams, StepOutput, StepStats, StoppingParams
 from service.errors import EngineFailed, InvalidRequest, PromptTooLong
 from tests.fakes import (
     BOS,
@@ -256,6 +257,43 @@ def test_engine_tokens_under_rules_do_not_depend_on_company(encoder_decoder: boo
     outputs += drain(crowded)
     assert {each.request_id: tokens_of(outputs, each.request_id) for each in wanted} == alone
     assert len({tuple(tokens) for tokens in alone.values()}) > len(rules)
+
+
+def test_engine_rules_are_made_once_for_all_outputs_and_not_to_look_up_what_is_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They may name all of a vocabulary and of a prompt, and the engine thread holds every other request up with it."""
+    made: list[LogitsRules | None] = []
+
+    def make(*arguments: Any) -> LogitsRules | None:
+        made.append(make_rules(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("service.engine.intake.make_rules", make)
+    engine, prompt = fake_engine(), range(3, 23)
+    sampling = SamplingParams(
+        seed=3, n=4, repetition_penalty=1.5, presence_penalty=1.0, allowed_token_ids=tuple(range(3, 30))
+    )
+    engine.add_request(request("four", prompt, max_tokens=12, sampling=sampling))
+    assert len(made) == 1
+    four = drain(engine)
+    asked = request("three", prompt, max_tokens=12, sampling=replace(sampling, n=3))
+    assert engine.num_cached_tokens(asked) == 16
+    assert len(made) == 1
+    # Each output has a history of its own: it is the same whatever the others say.
+    engine.add_request(asked)
+    three = drain(engine)
+    outputs = [_tokens_by_output(steps) for steps in (four, three)]
+    assert [outputs[0][index] for index in range(3)] == [outputs[1][index] for index in range(3)]
+    assert len({tuple(tokens) for tokens in outputs[0].values()}) == 4
+
+
+def _tokens_by_output(outputs: Sequence[StepOutput]) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    for event in (event for output in outputs for event in output.events):
+        if event.token_id is not None:
+            tokens.setdefault(event.output_index, []).append(event.token_id)
+    return tokens
 
 
 @pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
