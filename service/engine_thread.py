@@ -31,6 +31,9 @@ _LOGGER = logging.getLogger(__name__)
 # be told: all of them then go with it. The event loop and the graphs share the
 # cores: what it does for a step of three milliseconds would cost a tenth of it.
 _GATHER_SECONDS = 0.01
+# What is done of the inbox between two turns: other work waits for no more of it, however much one caller sends.
+_MAX_COMMANDS = 32
+_MAX_LOOK_UPS = 8
 
 Result = TypeVar("Result")
 
@@ -141,7 +144,7 @@ class _Remove:
 
 
 @dataclass(frozen=True, slots=True)
-class _Errand:
+class _ThreadTask:
     function: Callable[[], Any]
     future: concurrent.futures.Future[Any]
 
@@ -151,7 +154,7 @@ class _Stop:
     pass
 
 
-_Command = _Submit | _Abort | _Call | _Install | _Remove | _Errand | _Stop
+_Command = _Submit | _Abort | _Call | _Install | _Remove | _ThreadTask | _Stop
 
 
 class _Outbox:
@@ -323,6 +326,10 @@ def _ends(request: GenerationRequest) -> tuple[float | None, ...]:
 class EngineThread:
     """Steps the engines in turns (`service.turns`) while any has work, and sleeps on the inbox while none has.
 
+    Commands are carried out in order, at most `_MAX_COMMANDS` of them between two turns. Look-ups (`ask`) wait apart,
+    as they change nothing: at most `_MAX_LOOK_UPS` of them run between two turns, in order, and no command waits for
+    them. Those whose callers have gone do not count.
+
     Args:
         engines: by their handles, one for each model; the thread owns them from `start` on.
         listener: hears of steps, refusals and the end.
@@ -347,6 +354,8 @@ class EngineThread:
         # Requests of whose tokens nobody hears before they are over.
         self._unstreamed: set[str] = set()
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        # Taken out of the inbox and not run yet, with the engine that serves: it is not replaced before.
+        self._look_ups: deque[tuple[_Call, StepEngine]] = deque()
         # A daemon, so that a graph that never returns cannot keep a stopping process alive.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -362,7 +371,7 @@ class EngineThread:
         self._inbox.put(_Submit(engine, request, is_streamed))
 
     def abort(self, engine: EngineHandle, request_id: str) -> None:
-        """Ends a request before the next step; its terminal event still comes."""
+        """Ends a request before the next step, or a few later; its terminal event still comes."""
         self._inbox.put(_Abort(engine, request_id))
 
     def call(self, engine: EngineHandle, function: Callable[[StepEngine], Result]) -> concurrent.futures.Future[Result]:
@@ -375,7 +384,7 @@ class EngineThread:
         return self._call(engine, function, needs_idle=True)
 
     def ask(self, engine: EngineHandle, function: Callable[[StepEngine], Result]) -> concurrent.futures.Future[Result]:
-        """As `call`, before the next step, however busy the engine is: for what is quick and changes nothing."""
+        """As `call`, between two of the next steps, however busy the engine is: for quick work that changes nothing."""
         return self._call(engine, function, needs_idle=False)
 
     def do(self, function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
@@ -385,7 +394,7 @@ class EngineThread:
         thread ends first.
         """
         future: concurrent.futures.Future[Result] = concurrent.futures.Future()
-        self._inbox.put(_Errand(function, future))
+        self._inbox.put(_ThreadTask(function, future))
         return future
 
     def install(self, handle: EngineHandle, engine: StepEngine, gone: Callable[[], object]) -> None:
@@ -401,7 +410,7 @@ class EngineThread:
         self._inbox.put(_Remove(engine, gone))
 
     def stop(self) -> None:
-        """Ends the thread before its next step; `Listener.ended` follows."""
+        """Ends the thread before its next step, or a few later; `Listener.ended` follows."""
         self._inbox.put(_Stop())
 
     def _call(
@@ -414,7 +423,7 @@ class EngineThread:
     def _run(self) -> None:
         error: EngineFailed | None = None
         try:
-            while self._obey():
+            while self._drain_inbox():
                 self._take_turn()
         except BaseException as cause:  # whatever ends the thread, every stream must hear of it
             error = report_failure("the engine thread died", cause)
@@ -423,20 +432,38 @@ class EngineThread:
         except RuntimeError:
             _LOGGER.exception("the event loop was gone before the engine thread")
 
-    def _obey(self) -> bool:
-        """Empties the inbox, waiting for a first command only when there is nothing to do; False means stop."""
-        block = not any(station.has_work for station in self._stations.values())
+    @property
+    def _is_idle(self) -> bool:
+        """Whether there is nothing to do but to wait for a command."""
+        return not self._look_ups and not any(station.has_work for station in self._stations.values())
+
+    def _drain_inbox(self) -> bool:
+        """Carries out what is in the inbox, as far as a turn may wait for it; False means stop.
+
+        Waits for a first command only when there is nothing to do.
+        """
+        block, num_left = self._is_idle, _MAX_COMMANDS
         if block:
             self._outbox.flush()
             self._prepare()
         # Nobody else takes anything out.
-        while block or not self._inbox.empty():
+        while block or (num_left and not self._inbox.empty()):
             command = self._inbox.get()
             block = False
             if isinstance(command, _Stop):
                 return False
             self._apply(command)
+            # Calls are only put in a queue here: a flood of them keeps no request waiting.
+            num_left -= not isinstance(command, _Call)
+        self._run_look_ups(_MAX_LOOK_UPS)
         return True
+
+    def _run_look_ups(self, max_look_ups: int) -> None:
+        while self._look_ups and max_look_ups:
+            call, engine = self._look_ups.popleft()
+            if not call.future.cancelled():
+                _run(call, engine)
+                max_look_ups -= 1
 
     def _prepare(self) -> None:
         """Has engines do ahead what they can, until somebody wants something."""
@@ -444,11 +471,11 @@ class EngineThread:
             while station.engine is not None and self._inbox.empty() and station.engine.prepare():
                 pass
 
-    def _apply(self, command: _Submit | _Abort | _Call | _Install | _Remove | _Errand) -> None:
+    def _apply(self, command: _Submit | _Abort | _Call | _Install | _Remove | _ThreadTask) -> None:
         match command:
-            case _Errand():
+            case _ThreadTask():
                 self._outbox.flush()  # it may take long
-                _run_errand(command)
+                _run_task(command)
             case _Install(handle, engine, gone):
                 self._replace(self._stations.setdefault(handle.model, _Station()), handle, engine, gone)
             case _Remove(handle, gone):
@@ -473,14 +500,14 @@ class EngineThread:
             self._add(handle, station.engine, request)
 
     def _arrange(self, call: _Call) -> None:
-        """Has a call wait for its turn, or runs it at once if it need not wait."""
+        """Has a call wait for its turn: for an idle engine, or for the look-ups before it."""
         station = self._stations.get(call.engine.model)
         if station is None or station.engine is None or station.handle is not call.engine:
             _refuse(call)
         elif call.needs_idle:
             station.calls.append(call)
         else:
-            _run(call, station.engine)
+            self._look_ups.append((call, station.engine))
 
     def _abort(self, handle: EngineHandle, request_id: str) -> None:
         station = self._stations.get(handle.model)
@@ -495,6 +522,7 @@ class EngineThread:
         self, station: _Station, handle: EngineHandle | None, engine: StepEngine | None, gone: Callable[[], object]
     ) -> None:
         """Has another engine serve, or none. What waits was meant for the one before: that gets it, or refuses it."""
+        self._run_look_ups(len(self._look_ups))
         while station.calls:
             _refuse(station.calls.popleft())
         if station.handle is not None and station.engine is not None:
@@ -504,7 +532,7 @@ class EngineThread:
         station.replace(handle, engine, gone)
 
     def _take_turn(self) -> None:
-        """One turn of the model that is due: the inbox is looked at between any two."""
+        """One turn of the model that is due: the inbox is read between any two."""
         model = self._turns.next([model for model, station in self._stations.items() if station.has_work])
         if model is None:
             return
@@ -584,16 +612,16 @@ def _run(call: _Call, engine: StepEngine) -> None:
         call.future.set_result(result)
 
 
-def _run_errand(errand: _Errand) -> None:
-    if not errand.future.set_running_or_notify_cancel():
+def _run_task(task: _ThreadTask) -> None:
+    if not task.future.set_running_or_notify_cancel():
         return
     try:
-        result = errand.function()
-    except Exception as error:  # whoever asked is told, the engines go on
+        result = task.function()
+    except Exception as error:  # it is the caller's, the engines go on
         _let_go(error)
-        errand.future.set_exception(error)
+        task.future.set_exception(error)
     else:
-        errand.future.set_result(result)
+        task.future.set_result(result)
 
 
 def _let_go(error: BaseException) -> None:

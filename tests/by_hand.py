@@ -98,10 +98,10 @@ class HandThread(EngineThread):
         """Drains the inbox and takes a turn, or flushes where the thread would sleep; whether there was work."""
         if self.is_over:
             return False
-        if self._inbox.empty() and not any(station.has_work for station in self._stations.values()):
+        if self._inbox.empty() and self._is_idle:
             self._outbox.flush()
             return False
-        if self._obey():
+        if self._drain_inbox():
             self._take_turn()
         else:
             self.is_over = True

@@ -11,6 +11,7 @@ import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,9 +20,9 @@ import pytest
 from service.engine.batch import ScheduledBatch
 from service.engine.engine import Engine, LastRun
 from service.engine.scheduler import EngineLimits
-from service.engine.types import GenerationRequest, StepOutput, StoppingParams
-from service.engine_thread import EngineHandle, EngineThread
-from service.errors import EngineFailed, RequestError
+from service.engine.types import FinishReason, GenerationRequest, StepOutput, StoppingParams
+from service.engine_thread import _MAX_COMMANDS, _MAX_LOOK_UPS, EngineHandle, EngineThread
+from service.errors import EngineFailed, NotServing, RequestError
 from tests.fakes import FakeRunner, expected_tokens, fake_engine, request
 
 CHUNK_SECONDS, STEP_SECONDS = 0.4, 0.01
@@ -155,3 +156,85 @@ def test_a_model_alone_is_held_up_by_nobody_whatever_its_weight() -> None:
     world.run(["a", "b", "c"], lambda world: world.submit("a", writing("w", 100)))
     assert world.tokens["w"] == expected_tokens((5,), 100)
     assert world.now == pytest.approx(100 * STEP_SECONDS)
+
+
+@dataclass
+class Witness:
+    """What a model's steps found: how many look-ups had been answered, and how many requests were known, by step."""
+
+    world: World
+    answered: list[int] = field(default_factory=list)
+    num_answered: list[int] = field(default_factory=list)
+    num_known: list[int] = field(default_factory=list)
+    ends: dict[str, FinishReason | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.world.running = lambda _: self.num_answered.append(len(self.answered))
+        self.world.heard = self.hear
+
+    def hear(self, _: str, output: StepOutput) -> None:
+        self.ends |= {event.request_id: event.finish_reason for event in output.events if event.is_terminal}
+        self.num_known.append(output.stats.num_running + output.stats.num_waiting + len(self.ends))
+
+    def look_up(self, model: str, number: int) -> Future[None]:
+        return self.world.thread.ask(self.world.handles[model], lambda _: self.answered.append(number))
+
+
+def test_a_flood_of_look_ups_holds_up_no_step_and_no_request() -> None:
+    world = World(until=30.5 * STEP_SECONDS)
+    witness = Witness(world)
+
+    def asked(world: World) -> None:
+        world.submit("a", writing("first", 100))
+        for number in range(100):
+            # Callers that have gone take nobody's place.
+            assert witness.look_up("a", -1).cancel()
+            witness.look_up("a", number)
+        world.submit("a", writing("second", 100))
+        world.thread.abort(world.handles["a"], "first")
+        world.submit("a", writing("third", 100))
+
+    world.run(["a"], asked)
+    assert witness.answered == list(range(100))
+    assert witness.num_answered[:13] == [*range(_MAX_LOOK_UPS, 100, _MAX_LOOK_UPS), 100]
+    # What came behind them was done before the first step.
+    assert witness.num_known[0] == 3
+    assert witness.ends == {"first": FinishReason.CANCELLED}
+    assert len(world.tokens["second"]) == len(world.tokens["third"]) == len(world.begun)
+
+
+def test_a_flood_of_requests_is_taken_in_between_steps_in_order_and_none_is_lost() -> None:
+    world = World(until=30.5 * STEP_SECONDS)
+    witness = Witness(world)
+    names = [f"r{number}" for number in range(100)]
+
+    def asked(world: World) -> None:
+        for name in names:
+            world.submit("a", writing(name, 400))
+        for name in names[:-1]:
+            world.thread.abort(world.handles["a"], name)
+
+    world.run(["a"], asked)
+    assert witness.num_known[:4] == [*range(_MAX_COMMANDS, 100, _MAX_COMMANDS), 100]
+    assert witness.ends == dict.fromkeys(names[:-1], FinishReason.CANCELLED)
+    assert world.tokens[names[-1]]
+
+
+def test_look_ups_that_came_before_another_engine_are_answered_by_the_one_that_they_were_for() -> None:
+    world = World(until=3.5 * STEP_SECONDS)
+    asked_of: list[object] = []
+    num_asked: list[int] = []
+    look_ups: list[Future[None]] = []
+
+    def asked(world: World) -> None:
+        old, world.handles["a"] = world.handles["a"], EngineHandle("a")
+        look_ups.extend(world.thread.ask(old, asked_of.append) for _ in range(3 * _MAX_LOOK_UPS))
+        world.thread.install(world.handles["a"], world.engine("a"), lambda: num_asked.append(len(asked_of)))
+        look_ups.append(world.thread.ask(old, asked_of.append))
+        world.submit("a", writing("w", 100))
+
+    world.run(["a"], asked)
+    # None when that is gone, and its memory given back.
+    assert num_asked == [len(asked_of)] == [3 * _MAX_LOOK_UPS]
+    assert len(set(map(id, asked_of))) == 1
+    assert isinstance(look_ups[-1].exception(0), NotServing)
