@@ -7,6 +7,7 @@ as no turn changes another tenant's account: planning is linear in the number of
 from __future__ import annotations
 
 import heapq
+import itertools
 import sys
 from collections.abc import Collection, Iterable, Iterator
 
@@ -128,7 +129,8 @@ class Turns:
 class Preemption:
     """Finds the first request that can start if others are preempted, and these others.
 
-    Those are less urgent or, where the request's tenant is due for more, equals of other tenants.
+    Those are less urgent or, where the request's tenant is due for more, equals of other tenants. Requests of a lower
+    priority take rows only while all more urgent ones that wait do so for their tenants' shares.
 
     Args:
         tenants: the tenants of all requests.
@@ -141,21 +143,34 @@ class Preemption:
         self._tenants = tenants
         self._ledger = ledger
         self._plan = plan
-        heads = turns.heads
-        # Only the most urgent requests may take rows, and none of a tenant whose own prompt goes before.
-        urgent = max((head.request.priority for head in heads), default=0)
-        busy = {group.request.tenant for group in turns.prompts if group.request.priority >= urgent}
-        self._heads = [head for head in heads if head.request.priority == urgent and head.request.tenant not in busy]
-        self._lesser = [group for group in ledger.running if group.request.priority < urgent] if self._heads else []
-        self._lesser.sort(key=lambda group: group.rank, reverse=True)
+        self._heads = turns.heads
+        self._prompts = list(turns.prompts)
+        self._lesser: list[SequenceGroup] = []
 
     def find(self) -> tuple[SequenceGroup, list[SequenceGroup]] | None:
         """The request, and those whose rows it gets; None if that lets no request start."""
-        if not self._heads:
+        for priority, heads in itertools.groupby(self._heads, key=lambda head: head.request.priority):
+            urgent = list(heads)
+            if (found := self._find(priority, urgent)) is not None:
+                return found
+            # What is free, or is given up from now on, is theirs.
+            if any(self._ledger.fits(head) or self._tenants.is_due(head) for head in urgent):
+                return None
+        return None
+
+    def _find(
+        self, priority: int, heads: Iterable[SequenceGroup]
+    ) -> tuple[SequenceGroup, list[SequenceGroup]] | None:
+        """The same, among waiting requests of one priority."""
+        # None of a tenant whose own prompt goes before.
+        busy = {group.request.tenant for group in self._prompts if group.request.priority >= priority}
+        claimants = [head for head in heads if head.request.tenant not in busy]
+        if not claimants:
             return None
-        equals = self._tenants.preemptible(self._heads[0].request.priority)
-        room = self._ledger.room([*self._lesser, *equals])
-        for head in self._heads:
+        self._lesser = [group for group in self._ledger.running if group.request.priority < priority]
+        self._lesser.sort(key=lambda group: group.rank, reverse=True)
+        room = self._ledger.room([*self._lesser, *self._tenants.preemptible(priority)])
+        for head in claimants:
             if self._tenants.are_several and self._ledger.fits(head):
                 continue
             # Most do not fit even so: that is found without a look at every running request.
@@ -168,8 +183,8 @@ class Preemption:
     def _victims(self, head: SequenceGroup) -> list[SequenceGroup]:
         """Those to be preempted for a request, if that, and only that, lets it start; else none."""
         victims: list[SequenceGroup] = []
-        if self._lesser and not self._plan.can_start(head, self._ledger.num_tokens_at_hand(head)):
-            # One that is in the middle of its prompt has the prefill budget, and at most one ever is.
+        if not self._plan.can_start(head, self._ledger.num_tokens_at_hand(head)):
+            # A less urgent one that is in the middle of its prompt may have the prefill budget, and at most one has.
             victims = [group for group in self._lesser if group.is_in_prompt]
             if not victims:
                 return []

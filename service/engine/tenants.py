@@ -113,6 +113,7 @@ class Tenants:
         tenant = self.of(group)
         tenant.num_live -= 1
         if not tenant.num_live:
+            tenant.num_steps_out = 0  # what was waited for is over: waiting is not saved up
             self._count()
 
     def begin_step(self) -> None:

@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from service.engine.batch import KVRestore, KVSave, ScheduledBatch
 from service.engine.kv_ledger import KVBudget, KVLedger
+from service.engine.plan import StepPlan
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.sequence import SequenceGroup
 from service.engine.tenants import SLICE_STEPS
@@ -223,6 +224,77 @@ def test_a_priority_goes_before_any_share() -> None:
     scheduler.add(request("c", max_tokens=4, priority=2, tenant="c"))
     step(scheduler)
     assert "c" in scheduler.running_ids
+
+
+def test_tenants_share_rows_though_a_more_urgent_request_waits_for_its_tenants_share() -> None:
+    """It wants every row, and others of its priority have one: a key with such a request ends no sharing below it."""
+    scheduler = make_scheduler()
+    scheduler.add(request("u", max_tokens=60, tenant="u"))
+    for index in range(ROWS - 1):
+        scheduler.add(request(f"a{index}", max_tokens=60, priority=-1, tenant="a"))
+    step(scheduler)
+    scheduler.add(request("v", max_tokens=4, sampling=sampled(ROWS), tenant="v"))
+    scheduler.add(request("b", max_tokens=60, priority=-1, tenant="b"))
+    step(scheduler)
+    assert rows_of(scheduler, *"uvab") == [1, 0, ROWS - 2, 1]
+    # A row is a quarter of what it may have: it wants four shares, and is due after so many steps.
+    for _ in range(3 * SLICE_STEPS):
+        assert rows_of(scheduler, "v") == [0]
+        step(scheduler)
+    assert rows_of(scheduler, *"uvab") == [0, ROWS, 0, 0]
+
+
+def test_a_less_urgent_request_takes_no_room_that_a_more_urgent_one_fits_into() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("u", max_tokens=60, tenant="u"))
+    for index in range(ROWS - 3):
+        scheduler.add(request(f"a{index}", max_tokens=60, priority=-1, tenant="a"))
+    step(scheduler)
+    scheduler.add(request("v", max_tokens=60, sampling=sampled(2), tenant="v"))
+    scheduler.add(request("b", max_tokens=60, sampling=sampled(3), priority=-1, tenant="b", weight=2.0))
+    step(scheduler)
+    assert rows_of(scheduler, *"uvab") == [1, 2, ROWS - 3, 0]
+    step(scheduler)
+    assert rows_of(scheduler, *"uvab") == [1, 2, ROWS - 6, 3]
+
+
+def test_nobody_is_preempted_for_an_equal_that_cannot_start_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler()
+    for index in range(ROWS):
+        scheduler.add(request(f"a{index}", max_tokens=40, tenant="a"))
+    step(scheduler)
+    scheduler.add(request("b", max_tokens=4, tenant="b"))
+    with monkeypatch.context() as patch:
+        patch.setattr(StepPlan, "can_start", lambda *_: False)
+        step(scheduler)
+    assert scheduler.num_preemptions == 0
+    step(scheduler)
+    assert rows_of(scheduler, "a", "b") == [ROWS - 1, 1]
+
+
+def test_steps_for_which_a_tenant_waited_count_no_more_once_it_has_no_request() -> None:
+    """Else requests that end while they wait would save up for one that need not wait, whatever its size."""
+    scheduler = make_scheduler()
+    for index in range(ROWS):
+        scheduler.add(request(f"a{index}", max_tokens=CONTEXT, tenant="a"))
+    # Its account is kept for as long as it has had more prompt tokens than others.
+    scheduler.add(request("long", LONG, max_tokens=1, tenant="b"))
+    while "long" in (*scheduler.running_ids, *scheduler.waiting_ids):
+        step(scheduler)
+    num_preemptions = scheduler.num_preemptions
+    # Twice its share: due after so many steps.
+    for number in range(SLICE_STEPS):
+        scheduler.add(request(f"b{number}", max_tokens=4, sampling=sampled(ROWS), tenant="b"))
+        step(scheduler)
+        assert scheduler.num_preemptions == num_preemptions
+        scheduler.abort(f"b{number}")
+        step(scheduler)
+    scheduler.add(request("b", max_tokens=4, sampling=sampled(ROWS), tenant="b"))
+    for _ in range(SLICE_STEPS):
+        step(scheduler)
+        assert scheduler.num_preemptions == num_preemptions
+    step(scheduler)
+    assert rows_of(scheduler, "a", "b") == [0, ROWS]
 
 
 def test_a_request_beyond_its_tenants_share_has_its_time_and_no_more_than_its_share_of_that() -> None:
