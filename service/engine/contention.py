@@ -17,8 +17,10 @@ from service.engine.sequence import SequenceGroup
 from service.engine.tenants import Tenant, Tenants, Turn
 
 
-class Turns:
-    """The turns of one step: prompts that go on, and waiting requests to admit. Of one tenant the prompts come first.
+class StepOrder:
+    """The order of work in one step: prompts that go on, and waiting requests to admit.
+
+    Of one tenant the prompts come first.
 
     Args:
         tenants: the tenants of all requests.
@@ -135,16 +137,16 @@ class Preemption:
     Args:
         tenants: the tenants of all requests.
         ledger: what they hold.
-        turns: of the step.
+        order: of the step.
         plan: the step so far, without any request that waits.
     """
 
-    def __init__(self, tenants: Tenants, ledger: KVLedger, turns: Turns, plan: StepPlan) -> None:
+    def __init__(self, tenants: Tenants, ledger: KVLedger, order: StepOrder, plan: StepPlan) -> None:
         self._tenants = tenants
         self._ledger = ledger
         self._plan = plan
-        self._heads = turns.heads
-        self._prompts = list(turns.prompts)
+        self._heads = order.heads
+        self._prompts = list(order.prompts)
         self._lesser: list[SequenceGroup] = []
 
     def find(self) -> tuple[SequenceGroup, list[SequenceGroup]] | None:
@@ -158,9 +160,7 @@ class Preemption:
                 return None
         return None
 
-    def _find(
-        self, priority: int, heads: Iterable[SequenceGroup]
-    ) -> tuple[SequenceGroup, list[SequenceGroup]] | None:
+    def _find(self, priority: int, heads: Iterable[SequenceGroup]) -> tuple[SequenceGroup, list[SequenceGroup]] | None:
         """The same, among waiting requests of one priority."""
         # None of a tenant whose own prompt goes before.
         busy = {group.request.tenant for group in self._prompts if group.request.priority >= priority}

@@ -53,7 +53,7 @@ from dataclasses import dataclass
 
 from service.engine.batch import ScheduledBatch
 from service.engine.beam import Hypothesis
-from service.engine.contention import Preemption, Turns
+from service.engine.contention import Preemption, StepOrder
 from service.engine.deadlines import Deadlines
 from service.engine.failure import report_failure
 from service.engine.intake import Intake, ModelShape
@@ -290,12 +290,12 @@ class Scheduler:
         self._reap(now)
         self._tenants.begin_step()
         plan, prompts = self._plan_running()
-        turns = Turns(self._tenants, self._ledger, prompts)
-        if (found := Preemption(self._tenants, self._ledger, turns, plan).find()) is not None:
+        order = StepOrder(self._tenants, self._ledger, prompts)
+        if (found := Preemption(self._tenants, self._ledger, order, plan).find()) is not None:
             self._preempt(*found)
             plan, prompts = self._plan_running()
-            turns = Turns(self._tenants, self._ledger, prompts, claimant=found[0])
-        self._take_turns(plan, prompts, turns, now)
+            order = StepOrder(self._tenants, self._ledger, prompts, claimant=found[0])
+        self._fill_step(plan, prompts, order, now)
         self._tenants.end_step()
         if self._most_drafts and plan.is_one_token and (drafts := self._guess(self._ledger.slots[0])):
             plan.guess(drafts)
@@ -448,16 +448,18 @@ class Scheduler:
             self._tenants.of(group).waiting.add(group)
             self._num_preemptions += 1
 
-    def _take_turns(self, plan: StepPlan, prompts: Mapping[SequenceGroup, Sequence], turns: Turns, now: float) -> None:
+    def _fill_step(
+        self, plan: StepPlan, prompts: Mapping[SequenceGroup, Sequence], order: StepOrder, now: float
+    ) -> None:
         """Goes on with prompts and admits requests, each tenant in its turn, until the step is full."""
-        while (group := turns.take()) is not None:
+        while (group := order.take()) is not None:
             used = plan.num_prefill_tokens
             if sequence := prompts.get(group):
                 plan.feed(self._ledger.slots.slot_of(sequence), sequence)
                 if plan.num_prefill_tokens > used:
                     self._tenants.charge(group, plan.num_prefill_tokens - used)
             elif not self._ledger.fits(group):
-                turns.block(group)
+                order.block(group)
             elif not plan.can_start(group, self._ledger.num_tokens_at_hand(group)):
                 return
             else:
