@@ -154,6 +154,9 @@ class Allowance(Protocol):
     def owner(self) -> str | None:
         """The name of the call's key; None where calls need none."""
 
+    def give_back(self) -> None:
+        """Counts the call out of its key's rate: it is refused before anything of it is read."""
+
     def request(self) -> AbstractContextManager[None]:
         """A context to run one of a call's many requests in, which may refuse when it is entered.
 
@@ -204,6 +207,9 @@ class OpenAccess:
         if method in self.closed:
             raise PermissionDenied(method, Permission.MANAGE, _HOW_TO_OPEN)
         return nullcontext(self)
+
+    def give_back(self) -> None:
+        """Nothing was counted."""
 
     def request(self) -> AbstractContextManager[None]:
         """As little."""
@@ -320,6 +326,10 @@ class _KeyAllowance:
     use: _Use
     num_running: int = 0
     is_begun: bool = False
+
+    def give_back(self) -> None:
+        """As `Allowance` has it."""
+        self.use.tokens += 1
 
     @contextmanager
     def request(self) -> Iterator[None]:

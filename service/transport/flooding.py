@@ -10,17 +10,16 @@ Linux only: where the system does not say what a connection has brought, none is
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 import struct
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
-from pathlib import Path
 from time import monotonic
 
 from service.engine.memory import resident_bytes
+from service.transport.connections import borrowed, descriptors, peer_of
 
 _LOOK_SECONDS = 0.05
 # What memory may grow by until the connections are looked at.
@@ -145,33 +144,11 @@ class FloodGuard:
 def _received_bytes(peers: Collection[str]) -> dict[str, int]:
     """What connections have brought since they are open, by their peers as gRPC names them; those that are found."""
     found: dict[str, int] = {}
-    ports = {peer.rpartition(":")[2] for peer in peers}
-    try:
-        descriptors = [int(each.name) for each in Path("/proc/self/fd").iterdir()]
-    except OSError:
-        return found
-    for descriptor in descriptors:
+    for descriptor in descriptors():
         # gRPC may close it meanwhile, and most are no connections, or none of these.
-        with suppress(OSError, ValueError):
-            # Its family is stated, or Python would ask the system what kind of socket it is.
-            connection = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, descriptor)
-            try:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-                (num_bytes,) = _TCP_INFO.unpack(info)
-                host, port = connection.getpeername()[:2]
-                if num_bytes and str(port) in ports and (peer := _peer(host, port)) in peers:
-                    found[peer] = num_bytes
-            except struct.error:
-                continue
-            finally:
-                connection.detach()
+        with suppress(OSError, struct.error), borrowed(descriptor) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            (num_bytes,) = _TCP_INFO.unpack(info)
+            if num_bytes and (peer := peer_of(connection)) in peers:
+                found[peer] = num_bytes
     return found
-
-
-def _peer(host: str, port: int) -> str:
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is None:
-            return f"ipv6:%5B{host.replace('%', '%25')}%5D:{port}"
-        address = address.ipv4_mapped
-    return f"ipv4:{address}:{port}"

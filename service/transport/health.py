@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.errors import ClientStalled
+from service.transport.places import MAX_REFUSAL_SECONDS
 from service.transport.sending import Context, abort, abort_stalled, send
 from service.transport.status import Status, to_status
 
@@ -84,7 +85,7 @@ class HealthServicer:
         """The state of a name; NOT_FOUND for an unknown one."""
         state = self._states.get(request.service)
         if state is None:
-            await abort(context, Status(grpc.StatusCode.NOT_FOUND, ""), self._max_stall_seconds)
+            await abort(context, Status(grpc.StatusCode.NOT_FOUND, ""), MAX_REFUSAL_SECONDS)
         return _State(status=state)
 
     async def List(self, request: empty_pb2.Empty, context: Context) -> Message:  # noqa: ARG002, N802 (the protocol's)
@@ -99,13 +100,11 @@ class HealthServicer:
         if request.ByteSize() > _MAX_REQUEST_BYTES:
             # It is held for as long as the watcher stays, with all of its unknown fields.
             limit = f"request: must have at most {_MAX_REQUEST_BYTES} bytes"
-            await abort(context, Status(grpc.StatusCode.INVALID_ARGUMENT, limit), self._max_stall_seconds)
+            await abort(context, Status(grpc.StatusCode.INVALID_ARGUMENT, limit), MAX_REFUSAL_SECONDS)
         watcher = _Watcher(request.service)
         self._watchers.add(watcher)
         sent: int | None = None
         try:
-            # Needs no window. With the first message it would stall, and keep the status from being sent.
-            await context.send_initial_metadata(())
             while not self._is_closed:
                 # Before the look at the state: a change during `send` is then found at the next turn.
                 watcher.changed.clear()

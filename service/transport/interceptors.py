@@ -16,6 +16,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import grpc
@@ -24,10 +25,10 @@ from prometheus_client import Counter
 
 from service.access import Access, Allowance
 from service.allowance import shortfall
-from service.errors import AnswerTooLarge, ClientStalled
+from service.errors import AnswerTooLarge, ClientStalled, RateLimited
 from service.tracing import NoTracer, Tracer
-from service.transport.concurrency import claim, refusal_seconds
 from service.transport.flooding import FloodGuard
+from service.transport.places import claim, current_place, refusal_seconds
 from service.transport.receiving import OpenStream, Receiver, bounded, in_steps
 from service.transport.sending import abort, abort_stalled, send
 from service.transport.status import Status, to_status
@@ -134,10 +135,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 with self._admitted(path, context) as allowance:
                     answer = await handler(await self._request(codec, allowance, context), context)
                     answer = codec.serialize(answer)
+                    if (place := current_place()) is not None:
+                        place.answer(len(answer))
             # gRPC sends it within the call's task, and waits for as long as the client takes no bytes.
             task = asyncio.current_task()
             assert task is not None  # noqa: S101 (this is a coroutine)
-            stall = asyncio.get_running_loop().call_later(self._max_stall_seconds, task.cancel)
+            stalled = task.cancel if place is None else partial(place.stall, context.peer())
+            stall = asyncio.get_running_loop().call_later(self._max_stall_seconds, stalled)
             task.add_done_callback(lambda _: stall.cancel())
             return answer
 
@@ -184,7 +188,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _admitted(self, path: str, context: Context) -> Iterator[Allowance]:
         """A context to run a call in that its key is good for, and that is within its caller's share of places."""
         with self._access.admitted(_method(path), _api_key(context)) as allowance:
-            claim(_caller(allowance, context))
+            try:
+                claim(_caller(allowance, context))
+            except RateLimited:
+                allowance.give_back()
+                raise
             yield allowance
 
     @asynccontextmanager
@@ -213,14 +221,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 self._handled.labels(method, status.code.name).inc()
                 trace.ended(status.code.name, status.message)
                 _LOGGER.info("%s %s %.3f s", method, status.code.name, time.monotonic() - started)
-            if is_stalled:
-                await abort_stalled(context, status)
-            elif status.code is not grpc.StatusCode.OK:
+            if not is_stalled and status.code is not grpc.StatusCode.OK:
                 await abort(context, status, refusal_seconds(self._max_stall_seconds))
         finally:
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()
+        if is_stalled:
+            # No handler runs any more, and the status waits for its client.
+            await abort_stalled(context, status)
 
 
 @contextmanager
@@ -275,10 +284,13 @@ def _caller(allowance: Allowance, context: Context) -> str:
 
 def _forget_frames(error: BaseException) -> None:
     """Has an error hold nothing that it passed: requests, for as long as its status takes to be sent."""
-    for each in (error, error.__cause__):
-        if each is None:
+    errors: list[BaseException | None] = [error]
+    while errors:
+        if (each := errors.pop()) is None or each.__traceback__ is None:
             continue
-        at, each.__traceback__ = each.__traceback__, None
+        errors += [each.__cause__, each.__context__]
+        at: TracebackType | None = each.__traceback__
+        each.__traceback__ = None
         # Piece by piece: the context manager in which it was caught holds the first.
         while at is not None:
             at.tb_next, at = None, at.tb_next

@@ -22,8 +22,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from service.errors import ClientStalled, InvalidRequest, RateLimited, RequestError
-from service.transport.concurrency import claim, refusal_seconds
 from service.transport.flooding import FloodGuard
+from service.transport.places import claim, refusal_seconds
 from service.transport.sending import abort, abort_stalled, send
 from service.transport.status import to_status
 from service.transport.wire_limits import malformed

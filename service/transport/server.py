@@ -131,7 +131,7 @@ class GrpcServer:
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
         ]
-        places = CallLimit(limits.max_concurrent_rpcs, apart=apart)
+        places = CallLimit(limits.max_concurrent_rpcs, limits.max_message_bytes, apart=apart)
         self._server = grpc.aio.server(interceptors=(places, *interceptors), options=options)
         add_GenerationServiceServicer_to_server(generation, self._server)
         add_ModelServiceServicer_to_server(models, self._server)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,11 +16,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from proto.onward.v1 import model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from proto.onward.v1.model_pb2_grpc import ModelServiceStub
-from tests.faults.http2 import Connection, message_header
+from tests.faults.http2 import Connection, code, message_header
 from tests.faults.process import DECODER, MODELS, TRANSLATOR, ServerProcess, greedy, serving, streamed, until
 
 _SECONDS = 60.0
 ONE_PLACE = ("--max-stall-seconds", "1", "--max-concurrent-rpcs", "1")
+_STREAM = b"/onward.v1.GenerationService/GenerateStream"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -82,42 +84,6 @@ def watched(channel: grpc.Channel) -> grpc.StatusCode | int:
         call.cancel()
 
 
-def test_a_watcher_that_takes_no_bytes_loses_its_place_after_the_stall_limit(tmp_path: Path) -> None:
-    with serving(tmp_path, *ONE_PLACE) as server, deaf(server, watch()) as watcher, server.channel() as channel:
-        assert check(server) == SERVING, "watchers have taken the places of checks"
-        until(lambda: watched(channel) == SERVING, "the watcher keeps its place")
-        assert not watcher.ended
-        watcher.grant(1, 1 << 16)
-        until(lambda: 1 in watcher.ended, "the watcher was not sent its status")
-        assert server.stop() == 0
-
-
-# Room for no message; and for the first one, but not for what follows.
-@pytest.mark.parametrize("window", [0, 100])
-def test_a_stream_whose_client_takes_no_bytes_loses_its_place_though_the_client_stays(
-    tmp_path: Path, window: int
-) -> None:
-    stream = b"/onward.v1.GenerationService/GenerateStream", streamed(greedy(DECODER))
-    with serving(tmp_path, *ONE_PLACE) as server, deaf(server, stream, window=window), server.channel() as channel:
-        until(lambda: generated(channel) == 3, "the stream keeps its place")
-        assert server.sample("grpc_server_handled_total", grpc_method="GenerateStream", grpc_code="ABORTED") == 1
-        assert server.stop() == 0
-
-
-def test_an_answer_whose_client_takes_no_bytes_loses_its_place_though_the_client_stays(tmp_path: Path) -> None:
-    call = b"/onward.v1.GenerationService/Generate", greedy(DECODER)
-    with serving(tmp_path, *ONE_PLACE) as server, deaf(server, call), server.channel() as channel:
-        until(lambda: generated(channel) == 3, "the call keeps its place")
-        assert server.stop() == 0
-
-
-def test_a_health_check_whose_client_takes_no_bytes_loses_its_place_though_the_client_stays(tmp_path: Path) -> None:
-    call = b"/grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest()
-    with serving(tmp_path, *ONE_PLACE) as server, deaf(server, call), server.channel() as channel:
-        until(lambda: checked(channel) == SERVING, "the check keeps its place")
-        assert server.stop() == 0
-
-
 def checked(channel: grpc.Channel) -> int:
     """The server's state; -1 where the check is refused for want of a place."""
     try:
@@ -138,3 +104,60 @@ def generated(channel: grpc.Channel) -> int:
             raise
         return 0
     return len(answer.outputs[0].token_ids)
+
+
+CALLS: dict[str, tuple[tuple[bytes, Message], int, Callable[[grpc.Channel], Any], Any]] = {
+    # What takes no bytes; of how many there is room; what needs its place; and what is had there.
+    "watch": (watch(), 0, watched, SERVING),
+    "check": ((b"/grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest()), 0, checked, SERVING),
+    "answer": ((b"/onward.v1.GenerationService/Generate", greedy(DECODER)), 0, generated, 3),
+    # Room for no message; and for the first one, but not for what follows.
+    "stream": ((_STREAM, streamed(greedy(DECODER))), 0, generated, 3),
+    "begun stream": ((_STREAM, streamed(greedy(DECODER))), 100, generated, 3),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_takes_no_bytes_loses_its_place_and_its_connection_to_the_next(tmp_path: Path, name: str) -> None:
+    call, window, needed, had = CALLS[name]
+    with serving(tmp_path, *ONE_PLACE) as server, deaf(server, call, window=window) as client:
+        with server.channel() as channel:
+            until(lambda: needed(channel) == had, "the call keeps its place")
+        until(lambda: client.is_closed, "the call lives on")
+        assert check(server) == SERVING
+        assert server.stop() == 0
+
+
+def test_a_stream_that_is_taken_after_all_is_sent_its_status(tmp_path: Path) -> None:
+    call = _STREAM, streamed(greedy(DECODER))
+    ended = {"grpc_method": "GenerateStream", "grpc_code": "ABORTED"}
+    with serving(tmp_path, "--max-stall-seconds", "1") as server, deaf(server, call) as client:
+        until(lambda: server.sample("grpc_server_handled_total", **ended) == 1, "the stream has not stalled")
+        assert not client.ended
+        client.grant(1, 1 << 16)
+        until(lambda: 1 in client.ended, "the stream was not sent its status")
+        assert code(client.ended[1]) == "ABORTED"
+
+
+def test_calls_that_take_no_bytes_hold_no_more_places_than_there_are(tmp_path: Path) -> None:
+    path, request = watch()
+    data = request.SerializeToString()
+    clients: list[Connection] = []
+
+    def has_place(stack: ExitStack) -> bool:
+        client = stack.enter_context(closing(Connection(server.port, 0)))
+        client.call(path, head=message_header(len(data)) + data, is_complete=True)
+        assert client.pump(lambda: 1 in client.begun)
+        if 1 not in client.ended:
+            clients.append(client)
+        return 1 not in client.ended
+
+    limits = "--max-stall-seconds", "1", "--max-concurrent-rpcs", "4"
+    with serving(tmp_path, *limits) as server, ExitStack() as stack:
+        for _ in range(8):
+            until(lambda: has_place(stack), "no call that takes no bytes loses its place")
+        for client in clients:
+            client.ping()
+            client.pump(lambda client=client: client.num_pongs > 0)
+        assert sum(not client.is_closed for client in clients) <= 4
+        assert server.stop() == 0

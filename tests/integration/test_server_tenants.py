@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -161,16 +162,43 @@ async def test_one_key_that_fills_the_queue_leaves_another_its_share_of_places(t
 
 async def test_a_new_key_begins_while_another_holds_every_row(tmp_path: Path) -> None:
     path = keys_file(tmp_path, a="", b="")
-    gate = Gate()
-    async with running(api_keys=path, runner=FakeRunner(SLOTS, before_run=gate)) as server:
-        with gate.closed():
+    steps, is_held = threading.Semaphore(0), threading.Event()
+
+    def step(_: object) -> None:
+        if is_held.is_set():
+            steps.acquire()
+
+    async with running(api_keys=path, runner=FakeRunner(SLOTS, before_run=step)) as server:
+        is_held.set()
+        try:
             streams = [await hold(server, "a", sampling=pb.SamplingParams(n=SLOTS)) for _ in range(4)]
             answer = asyncio.ensure_future(server.generation.Generate(generate_request("cd", max_tokens=3), **by("b")))
             await eventually(lambda: server.num_streams == 5)
-        assert len((await answer).outputs[0].token_ids) == 3
-        assert server.ended() == {"length": 1}, "an answer of another key ended before"
+            # Fewer than an answer of the first key has tokens.
+            steps.release(39)
+            assert len((await answer).outputs[0].token_ids) == 3
+            assert server.ended() == {"length": 1}, "an answer of another key ended before"
+        finally:
+            is_held.clear()
+            steps.release()
         alone = [await read(stream) for stream in streams]
         assert all(len(tokens_of(events)) for events in alone)
+
+
+async def test_a_call_beyond_its_callers_share_costs_nothing_of_its_rate(tmp_path: Path) -> None:
+    gate = Gate()
+    path = keys_file(tmp_path, a="requests_per_second = 0.001\nburst = 4")
+    async with running(api_keys=path, max_concurrent_rpcs=5, runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        with gate.closed():
+            held = [await hold(server, "a", max_tokens=3) for _ in range(3)]
+            error = await status_of(server.generation.Generate(generate_request("ab"), **by("a")))
+            assert "share of 5" in str(error.details())
+        for stream in held:
+            await read(stream)
+        await server.until_idle()
+        assert (await server.generation.Generate(generate_request("ab", max_tokens=1), **by("a"))).outputs
+        error = await status_of(server.generation.Generate(generate_request("ab"), **by("a")))
+        assert "requests a second" in str(error.details())
 
 
 async def test_two_keys_use_one_request_id_at_once_and_neither_fails(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from prometheus_client import CollectorRegistry
 from service.access import OpenAccess
 from service.errors import RateLimited
 from service.metrics import Metrics
-from service.transport import concurrency
-from service.transport.concurrency import CallLimit, claim
+from service.transport import concurrency, places
+from service.transport.concurrency import CallLimit
 from service.transport.flooding import FloodGuard
 from service.transport.interceptors import CallInterceptor
+from service.transport.places import claim
 from service.transport.receiving import Receiver, bounded
 
 HANDLER: Any = object()
@@ -50,7 +51,7 @@ async def num_placed(limit: CallLimit, caller: str, num_calls: int) -> tuple[int
 
 
 async def test_a_caller_has_half_of_the_places_and_those_who_come_later_find_some() -> None:
-    limit = CallLimit(12)
+    limit = CallLimit(12, 100)
     running: dict[str, list[asyncio.Task[None]]] = {}
     counts = []
     for caller in "abc":
@@ -64,7 +65,7 @@ async def test_a_caller_has_half_of_the_places_and_those_who_come_later_find_som
 
 
 async def test_one_place_is_for_the_first_who_comes() -> None:
-    limit = CallLimit(1)
+    limit = CallLimit(1, 100)
     count, running = await num_placed(limit, "a", 1)
     assert count == 1
     assert (await limit.intercept_service(nothing, GENERATE)).stream_stream == limit._refuse
@@ -111,7 +112,7 @@ async def refused(limit: CallLimit, context: Shut) -> None:
 
 
 async def test_a_refused_call_holds_no_place_while_its_status_is_not_sent() -> None:
-    limit, context = CallLimit(1), Shut()
+    limit, context = CallLimit(1, 100), Shut()
     task = asyncio.create_task(refused(limit, context))
     await context.is_refused.wait()
     assert (await num_placed(limit, "a", 1))[0] == 1
@@ -124,8 +125,9 @@ async def unknown(_: Any) -> None:
 
 @pytest.mark.parametrize("why", ["no right", "full", "unknown"])
 async def test_a_refused_call_ends_though_its_status_is_never_sent(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concurrency, "MAX_REFUSAL_SECONDS", 0.0)
-    limit, context = CallLimit(1), Shut()
+    for module in (concurrency, places):
+        monkeypatch.setattr(module, "MAX_REFUSAL_SECONDS", 0.0)
+    limit, context = CallLimit(1, 100), Shut()
     if why == "full":
         _, running = await num_placed(limit, "a", 1)
     if why == "no right":
@@ -156,7 +158,7 @@ class Silent:
 
 
 async def test_checks_of_all_connections_of_one_address_have_half_of_the_places() -> None:
-    limit = CallLimit(4, apart=["grpc.health.v1.Health/Check"])
+    limit = CallLimit(4, 100, apart=["grpc.health.v1.Health/Check"])
     path: Any = SimpleNamespace(method="/grpc.health.v1.Health/Check", invocation_metadata=())
     receiver = Receiver(100, 600.0, FloodGuard(100), 0)
 
