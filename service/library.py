@@ -43,7 +43,7 @@ from service.engine.kv_memory import MemoryNeeds
 from service.engine.types import Device, StepStats
 from service.errors import ModelUnfit, RequestError, StartupError, UnknownModel
 from service.kv_pool import KVPool, Part
-from service.loading import build_engines, load_model, manifest_of, model_names, needs_of
+from service.loading import build_engines, check_room, load_model, manifest_of, model_names, needs_of
 from service.models import Models, ModelState, Parity, ServedModel
 
 _LOGGER = logging.getLogger(__name__)
@@ -191,9 +191,11 @@ class Library:
         with _told_without_paths(self._config.models, name):
             former = self._pool.part_of(name) if name in self._models.names else None
             part = self._pool.take(name, needs)
+        # Its K/V and those of the engine that it replaces share one part.
+        more_kv_bytes = max(0, part.kv_bytes - (0 if former is None else former.kv_bytes))
         try:
             async with _stall() as stall:
-                model = await _in_time(name, lambda: self._read_model(name, needs, part.kv_bytes))
+                model = await _in_time(name, lambda: self._read_model(name, needs, part.kv_bytes, more_kv_bytes))
                 making = time.monotonic()
                 engine, parity, steps = await self._where_engines_are_made(lambda: self._prepare(model, part.kv_bytes))
                 made = time.monotonic()
@@ -230,14 +232,18 @@ class Library:
                 raise UnknownModel(name, served)
             return needs_of(manifest_of(self._config.models / name, self._config.device), self._config)
 
-    def _read_model(self, name: str, needs: MemoryNeeds, kv_memory: int) -> ServedModel:
-        """All of a model but its engine. On a thread of its own."""
+    def _read_model(self, name: str, needs: MemoryNeeds, kv_memory: int, more_kv_bytes: int) -> ServedModel:
+        """All of a model but its engine, where there is memory for that. On a thread of its own."""
         with _told_without_paths(self._config.models, name):
+            manifest = manifest_of(self._config.models / name, self._config.device)
+            check_room(manifest, self._config, more_kv_bytes)
             folder = artefact_folder(self._config.models / name, self._config.device)
             is_large = sum(path.stat().st_size for path in folder.iterdir()) >= TRIAL_BYTES
             # A device has no room for a model twice, nor for the K/V of another try.
             if is_large and self._config.device is not Device.CUDA:
                 self._try_out(name, kv_memory)
+                # That may have taken minutes, in which requests took memory.
+                check_room(manifest, self._config, more_kv_bytes)
             model = self._load(name)
         if needs_of(model.manifest, self._config) != needs:
             raise ModelUnfit(name, ["its manifest has changed while it was loaded"])

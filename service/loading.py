@@ -14,6 +14,8 @@ from typing import TypeVar
 from model import golden
 from model.artifact import (
     CHAT,
+    DECODER,
+    ENCODER,
     GOLDEN,
     MAX_CHAT_BYTES,
     TARGET_TOKENIZER,
@@ -32,8 +34,8 @@ from service.config import Admission, Kernels, ServeConfig
 from service.devices import artefact_folder, choose_device
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
-from service.engine.kv_memory import MemoryNeeds, memory_needs
-from service.engine.memory import memory_limit
+from service.engine.kv_memory import MemoryNeeds, graph_weight_bytes, memory_needs
+from service.engine.memory import memory_limit, resident_bytes
 from service.engine.prefill_provider import choose_prefill_provider
 from service.engine.scheduler import EngineLimits
 from service.engine.session import SessionOptions, cuda_free_bytes
@@ -86,6 +88,30 @@ def model_names(folder: Path) -> tuple[str, ...]:
 def needs_of(manifest: Manifest, config: ServeConfig) -> MemoryNeeds:
     """What serving an artefact takes of memory."""
     return memory_needs(manifest, config.max_batch_size, config.chunk_tokens)
+
+
+def check_room(manifest: Manifest, config: ServeConfig, kv_bytes: int) -> None:
+    """Refuses to load a model beside others where memory is too short, before any of it is taken.
+
+    Weights count twice: until the engine is proven, a copy of their file lies beside them, which the kernel cannot drop
+    as it drops cached files. On a CUDA device memory was checked as the model's part of it was taken.
+
+    Args:
+        manifest: the artifact's.
+        config: sizes.
+        kv_bytes: what the model's K/V may take beyond those of the engine that it replaces.
+
+    Raises:
+        StartupError: with the bytes that it needs and the bytes that are left.
+    """
+    limit = memory_limit()
+    if limit is None or manifest.device is BuiltFor.CUDA:
+        return
+    weights = sum(graph_weight_bytes(manifest, graph) for graph in (DECODER, ENCODER) if graph in manifest.graphs)
+    needed = 2 * weights + kv_bytes + needs_of(manifest, config).besides
+    left = max(0, limit - resident_bytes())
+    if needed > left:
+        raise StartupError([f"loading it needs up to {needed} bytes of memory, of {limit} there are {left} left"])
 
 
 def share_memory(models: Iterable[ServedModel], config: ServeConfig) -> KVPool:
