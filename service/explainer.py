@@ -23,7 +23,7 @@ from service.errors import AnswerTooLarge, PromptTooLong, UnsupportedFeature
 from service.explaining import ExplainCall, ExplainTask, Explanation, Float32, Selection
 from service.generator import GenerateCall, Generator, Piece
 from service.models import Models, ServedModel, prompt_field, text_size
-from service.text_pool import LONG_BYTES, FairQueue, Places, TextPool
+from service.text_pool import LONG_BYTES, FairQueue, TenantSlots, TextPool
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Explainer:
         self._graphs: dict[str, tuple[ServedModel, AttentionSource]] = {}
         self._queue = FairQueue(self._worker, 1)
         self._is_used = False
-        self._places = Places("Explain", 1 + MAX_WAITING)
+        self._places = TenantSlots("Explain", 1 + MAX_WAITING)
         self._last_seconds = 1.0
 
     async def explain(self, call: ExplainCall, time_remaining: float | None) -> Explanation:
