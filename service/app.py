@@ -27,7 +27,7 @@ from service.async_engine import AsyncEngine
 from service.config import Admission, Kernels, MetricsCompat, ServeConfig, keep_tokenizers_on_their_threads
 from service.costing import CostModel
 from service.debug import from_loop, with_debug
-from service.devices import artefact_folder
+from service.devices import artifact_folder
 from service.engine import calibration
 from service.engine.attention import load_attention_graph
 from service.engine.engine import LastRun
@@ -236,7 +236,7 @@ class App:
             self._generator,
             self._models,
             lambda model: load_attention_graph(
-                artefact_folder(config.models / model.name, config.device),
+                artifact_folder(config.models / model.name, config.device),
                 model.manifest,
                 own_kernels=config.kernels is Kernels.AUTO,
             ),

@@ -292,7 +292,7 @@ class ServeConfig:
     prefill_provider: Annotated[
         PrefillProvider,
         Option(
-            "what computes prompts: cpu; openvino, which needs the extra `openvino`, an Intel processor and artefacts "
+            "what computes prompts: cpu; openvino, which needs the extra `openvino`, an Intel processor and artifacts "
             "with a prefill graph, and loses in chunks below 512; or auto, openvino where it computes in bf16 on AMX",
             _choice(PrefillProvider),
         ),

@@ -1,6 +1,6 @@
 """Which models are served, changed while others answer: load, unload, reload.
 
-    load      read and check the artefact ─> build its engine ─> replay its golden cases ─> serve it
+    load      read and check the artifact ─> build its engine ─> replay its golden cases ─> serve it
     reload    the same beside the old engine, which ends what it has begun and then goes
     unload    refuse new requests ─> let those in flight end, for a grace ─> let the engine go
 
@@ -11,7 +11,7 @@ one model at a time: ONNX Runtime makes a session without holding the interprete
 share the processor with it. What touches a GPU is done by the engine thread, and streams wait: memory that another
 thread takes or gives back spoils what is being recorded there, and what is recorded is the thread's own.
 
-A large artefact is tried out in a process of its own first, behind all others in line for the processor: one that is
+A large artifact is tried out in a process of its own first, behind all others in line for the processor: one that is
 unfit, or that ONNX Runtime does not survive, is found there, and one that is fit is in the page cache by then.
 """
 
@@ -36,7 +36,7 @@ from service import garbage
 from service.async_engine import AsyncEngine
 from service.config import ServeConfig
 from service.costing import CostModel
-from service.devices import artefact_folder
+from service.devices import artifact_folder
 from service.engine import calibration
 from service.engine.engine import Engine, LastRun
 from service.engine.kv_memory import MemoryNeeds
@@ -51,7 +51,7 @@ _LOGGER = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 TRIAL_BYTES = 64 << 20
-"""From how large an artefact on it is tried out first."""
+"""From how large an artifact on it is tried out first."""
 
 _HEARTBEAT_SECONDS = 0.01
 _LONG_STALL_SECONDS = 1.0
@@ -237,7 +237,7 @@ class Library:
         with _told_without_paths(self._config.models, name):
             manifest = manifest_of(self._config.models / name, self._config.device)
             check_room(manifest, self._config, more_kv_bytes)
-            folder = artefact_folder(self._config.models / name, self._config.device)
+            folder = artifact_folder(self._config.models / name, self._config.device)
             is_large = sum(path.stat().st_size for path in folder.iterdir()) >= TRIAL_BYTES
             # A device has no room for a model twice, nor for the K/V of another try.
             if is_large and self._config.device is not Device.CUDA:
@@ -377,7 +377,7 @@ def _last_json(text: str) -> dict[str, Any] | None:
 
 @contextmanager
 def _told_without_paths(folder: Path, name: str) -> Iterator[None]:
-    """Whatever is wrong with an artefact becomes ModelUnfit, for a client that need not know where things lie."""
+    """Whatever is wrong with an artifact becomes ModelUnfit, for a client that need not know where things lie."""
     try:
         yield
     except StartupError as error:

@@ -1,4 +1,4 @@
-"""From a folder of artefacts to models that can be served; every problem of every artefact is reported at once.
+"""From a folder of artifacts to models that can be served; every problem of every artifact is reported at once.
 
 Loading graphs takes seconds: it is done before anything is served, or on a thread of its own (`service.library`).
 """
@@ -31,7 +31,7 @@ from model.reading import read_text
 from model.tokenizer import Tokenizer, TokenizerError
 from service.admission import PATIENCE_SECONDS
 from service.config import Admission, Kernels, ServeConfig
-from service.devices import artefact_folder, choose_device
+from service.devices import artifact_folder, choose_device
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.kv_memory import MemoryNeeds, graph_weight_bytes, memory_needs
@@ -51,12 +51,12 @@ _Loaded = TypeVar("_Loaded")
 def load_models(
     folder: Path, prefill: PrefillProvider = PrefillProvider.CPU, device: Device = Device.AUTO
 ) -> tuple[ServedModel, ...]:
-    """Reads and checks every artefact below `folder`; a subfolder's name is its model's.
+    """Reads and checks every artifact below `folder`; a subfolder's name is its model's.
 
     Args:
-        folder: of the artefacts.
+        folder: of the artifacts.
         prefill: what is wanted to compute prompts.
-        device: what computes, as `settle_device` says; `AUTO` leaves that to each artefact.
+        device: what computes, as `settle_device` says; `AUTO` leaves that to each artifact.
 
     Raises:
         StartupError: listing all that is wrong with any of them.
@@ -86,7 +86,7 @@ def model_names(folder: Path) -> tuple[str, ...]:
 
 
 def needs_of(manifest: Manifest, config: ServeConfig) -> MemoryNeeds:
-    """What serving an artefact takes of memory."""
+    """What serving an artifact takes of memory."""
     return memory_needs(manifest, config.max_batch_size, config.chunk_tokens)
 
 
@@ -149,7 +149,7 @@ def build_engines(
     """Loads every model's graphs, reserves its key-value cache and, where guesses are wanted, proves them harmless.
 
     Args:
-        folder: of the artefacts.
+        folder: of the artifacts.
         models: what is to be served of it.
         config: sizes and threads.
         last_run: shared by all engines that one thread steps; a new one unless given.
@@ -178,7 +178,7 @@ def build_engines(
     parts = share_memory(models, config).parts if kv_memory is None else kv_memory
 
     def build(model: ServedModel) -> tuple[str, Engine]:
-        own = artefact_folder(folder / model.name, config.device)
+        own = artifact_folder(folder / model.name, config.device)
         engine = build_engine(
             own,
             model.manifest,
@@ -201,18 +201,18 @@ def build_engines(
 
 
 def load_model(folder: Path, prefill: PrefillProvider, device: Device = Device.AUTO) -> ServedModel:
-    """Reads and checks one artefact; the name of the model's folder is the model's.
+    """Reads and checks one artifact; the name of the model's folder is the model's.
 
     Args:
         folder: the model's (`service.devices`).
         prefill: what is wanted to compute its prompts.
-        device: what computes it; `AUTO` is whatever its artefact is for.
+        device: what computes it; `AUTO` is whatever its artifact is for.
 
     Raises:
         StartupError: listing all that is wrong with it.
     """
     manifest = manifest_of(folder, device)
-    name, folder = folder.name, artefact_folder(folder, device)
+    name, folder = folder.name, artifact_folder(folder, device)
     before = stamp(folder, manifest)
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
         # They want a core, not the interpreter. Until they are known, nothing that was read or went wrong counts.
@@ -233,7 +233,7 @@ def manifest_of(folder: Path, device: Device) -> Manifest:
     Raises:
         StartupError: listing every problem, wrong checksums among them.
     """
-    folder = artefact_folder(folder, device)
+    folder = artifact_folder(folder, device)
     try:
         return _load(folder, device, checksums=False)
     except StartupError:
@@ -250,7 +250,7 @@ def _load(folder: Path, device: Device, *, checksums: bool = True) -> Manifest:
 
 
 def _read(name: str, folder: Path, manifest: Manifest, prefill: PrefillProvider) -> ServedModel:
-    """All of an artefact but its graphs; raises StartupError."""
+    """All of an artifact but its graphs; raises StartupError."""
     problems: list[str] = []
     prompt = _load_tokenizer(folder / TOKENIZER, _prompt_vocab_size(manifest), problems)
     output = prompt

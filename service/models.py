@@ -102,7 +102,7 @@ class ServedModel:
 
     @property
     def explains(self) -> bool:
-        """Whether its artefact has a graph of attention weights."""
+        """Whether its artifact has a graph of attention weights."""
         return EXPLAIN in self.manifest.graphs
 
     @property

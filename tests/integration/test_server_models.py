@@ -70,10 +70,10 @@ class Shelf:
     server: Running
     config: ServeConfig
 
-    def put(self, name: str, artefact: Path) -> None:
-        """A new artefact in the place of any other, moved in whole."""
+    def put(self, name: str, artifact: Path) -> None:
+        """A new artifact in the place of any other, moved in whole."""
         staged = self.folder / f".{name}"
-        shutil.copytree(artefact, staged)
+        shutil.copytree(artifact, staged)
         shutil.rmtree(self.folder / name, ignore_errors=True)
         staged.rename(self.folder / name)
 
@@ -103,9 +103,9 @@ class Shelf:
 
 
 @asynccontextmanager
-async def shelf(folder: Path, artefact: Callable[[], Path] = OLD, **changes: Any) -> AsyncIterator[Shelf]:
-    """A server over an artefact as "a", on real graphs."""
-    shutil.copytree(artefact(), folder / "a")
+async def shelf(folder: Path, artifact: Callable[[], Path] = OLD, **changes: Any) -> AsyncIterator[Shelf]:
+    """A server over an artifact as "a", on real graphs."""
+    shutil.copytree(artifact(), folder / "a")
     config = ServeConfig(
         models=folder,
         port=0,
