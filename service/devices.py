@@ -31,7 +31,7 @@ def artifact_folder(folder: Path, device: Device) -> Path:
 def choose_device(
     wanted: Device, folders: Collection[Path], find_problem: Callable[[Path], str | None] | None = None
 ) -> Device:
-    """The device that a server computes on; that it is not the one which models are exported for is told to the log.
+    """The device that a server computes on; logs where it is not the one which models are exported for.
 
     Args:
         wanted: `AUTO` is CUDA where all models are exported for it and it works, else the processor.
@@ -71,7 +71,7 @@ def find_problem_with(artifact: Path) -> str | None:
     except StartupError as error:
         return "; ".join(error.problems)
     except (ArtifactError, KeyError):
-        # Whoever loads it has more to say about that.
+        # Loading it reports what is wrong.
         return None
     return None
 

@@ -2,8 +2,8 @@
 
     take a place ─> tokenise ─> generate greedily, where no target is given ─> wait for the worker ─> run ─> answer
 
-The worker owns the loaded graphs and nobody else touches them; places are counted on the event loop. Where nobody asks
-there is neither a thread nor a graph, and a model that is served no more takes its graph along. What is generated runs
+The worker alone touches the loaded graphs; places are counted on the event loop. Where no call asks for attention there
+is neither a thread nor a graph, and a model that is served no more takes its graph along. What is generated runs
 as any request does, through the engine, and is counted as one. Knows neither protobuf nor gRPC.
 """
 
@@ -163,7 +163,7 @@ class Explainer:
         return tuple(token_ids)
 
     def _compute(self, model: ServedModel, task: ExplainTask, selection: Selection) -> tuple[Explanation, float]:
-        """On the worker: the answer, after loading the graph if nobody asked for this model before, and its seconds."""
+        """On the worker: the answer, after loading the graph if this is the first for the model, and its seconds."""
         began = time.monotonic()
         known, graph = self._graphs.get(model.name, (None, None))
         if graph is None or known is not model:

@@ -1,10 +1,10 @@
 """Metrics over HTTP: Prometheus' text format at `/metrics`, rendered by a thread of its own beside the busy ones.
 
 What a scrape waits for is the interpreter's lock, which the engine thread and the event loop want as well. They take
-turns every switch interval, so that a rendering takes as many times longer as there are others, and whoever lets go of
-the lock, as for every system call, waits for a turn again. Hence the plain text format whatever a scraper would rather
-have (OpenMetrics takes the client library almost twice as long, for exemplars that we do not have), fast compression,
-and one write for an answer. Knows nothing of which metrics there are.
+turns every switch interval, so that a rendering takes as many times longer as there are others, and a thread that
+releases the lock, as for every system call, waits for a turn again. Hence the plain text format whatever a scraper
+would rather have (OpenMetrics takes the client library almost twice as long, for exemplars that we do not have), fast
+compression, and one write for an answer. Knows nothing of which metrics there are.
 """
 
 from __future__ import annotations
