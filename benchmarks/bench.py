@@ -483,7 +483,7 @@ def make_weights(source: str, build: Path, *, is_fresh: bool) -> Weights:
     if not (hugging_face / "config.json").exists():
         hf_folder.write(checkpoint, hugging_face)
         is_fresh = True
-    if is_fresh:  # conversions of other weights, and artefacts of an exporter that may have changed since
+    if is_fresh:  # conversions of other weights, and artifacts of an exporter that may have changed since
         shutil.rmtree(build / "work" / recipe.name, ignore_errors=True)
     return Weights(config=recipe.model, checkpoint=checkpoint, hugging_face=hugging_face)
 

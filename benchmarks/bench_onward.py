@@ -3,7 +3,7 @@
     python -m benchmarks.bench_onward --folder CHECKPOINT --work DIR --precision fp32
     python -m benchmarks.bench_onward_engine --folder CHECKPOINT --work DIR --precision fp32
 
-Both run the same artefact, which `python -m export` makes from the checkpoint: a precision that it refuses is a failure
+Both run the same artifact, which `python -m export` makes from the checkpoint: a precision that it refuses is a failure
 with its words. `-kv8` behind a precision keeps keys and values in eight bits.
 """
 
@@ -34,26 +34,26 @@ KV_BITS = "-kv"
 _MAX_SAID = 500
 
 
-def artefact(options: Options) -> Path:
-    """Where the artefact of a precision lies; its parent is a folder that the server can be given."""
+def artifact(options: Options) -> Path:
+    """Where the artifact of a precision lies; its parent is a folder that the server can be given."""
     return options.work / options.precision / MODEL
 
 
 @cache
 def _exporter() -> str:
-    """A digest of the exporter's sources: what another one has made is another artefact."""
+    """A digest of the exporter's sources: what another one has made is another artifact."""
     folder = Path(__file__).parent.parent / "export"
     sources = [(path.name, path.read_bytes()) for path in sorted(folder.glob("*.py"))]
     return hashlib.sha256(repr(sources).encode()).hexdigest()
 
 
 def export(options: Options) -> None:
-    """Exports the checkpoint, unless this very exporter has done so before or somebody else has put an artefact there.
+    """Exports the checkpoint, unless this very exporter has done so before or somebody else has put an artifact there.
 
     Raises:
         RuntimeError: with the exporter's last words.
     """
-    place = artefact(options)
+    place = artifact(options)
     stamp = place.parent.with_suffix(".exporter")
     if place.exists() and (not stamp.exists() or stamp.read_text(encoding="utf-8") == _exporter()):
         return
@@ -86,7 +86,7 @@ class Onward:
     def load(self) -> str:
         """Starts the server and waits until its proof is done."""
         flags = ("--threads", str(self._options.threads), "--max-batch-size", str(self._options.max_batch))
-        folder = artefact(self._options).parent
+        folder = artifact(self._options).parent
         target = self._resources.enter_context(serving(folder, *flags, "--no-metrics"))
         self._stub = GenerationServiceStub(self._resources.enter_context(grpc.insecure_channel(target)))
         return version()

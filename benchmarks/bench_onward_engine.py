@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
-from benchmarks.bench_onward import artefact, export, version
+from benchmarks.bench_onward import artifact, export, version
 from benchmarks.peers.protocol import Options, main
 from model.artifact import TOKENIZER, load
 from model.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class OnwardEngine:
 
     def load(self) -> str:
         """Loads the graphs and reserves the K/V; golden cases are the server's business."""
-        folder = artefact(self._options)
+        folder = artifact(self._options)
         tokenizer = Tokenizer.load(folder / TOKENIZER)
         limits = EngineLimits(max_batch_size=self._options.max_batch)
         if self._prefill_chunk is not None:

@@ -129,7 +129,7 @@ class Assumptions:
         requests_per_day: of the first of the two sizes.
         peak: how many times the mean there are in the busiest time.
         replicas: of the second of the two sizes.
-        gigabits: of an Envoy's network, and of what artefacts are read from; a second.
+        gigabits: of an Envoy's network, and of what artifacts are read from; a second.
         prometheus_gibibytes: memory of the machine that Prometheus has.
         prometheus_cores: of that machine.
         node_cores: of a cluster's machine.
@@ -394,11 +394,11 @@ class Plan:
         return -(-self._deployment.surge_percent * replicas // 100)
 
     def read_seconds(self, replicas: int) -> float:
-        """Until so many have read their artefact from the same place."""
+        """Until so many have read their artifact from the same place."""
         return replicas * self._figures["artefact_bytes"] * 8 / (self._assumed.gigabits * 1e9)
 
     def update_seconds(self, replicas: int) -> float:
-        """Of a rolling update: one batch after the other starts, reads its artefact and is found to be ready."""
+        """Of a rolling update: one batch after the other starts, reads its artifact and is found to be ready."""
         surge = self.surge(replicas)
         each = self._figures["start"] + self.read_seconds(surge) + self._deployment.probe_seconds
         return math.ceil(replicas / surge) * each

@@ -38,7 +38,7 @@ import grpc.aio
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact
+from benchmarks.bench_onward import artifact
 from benchmarks.picture import drawing
 from benchmarks.prometheus import Prometheus, scraping
 from benchmarks.scenario import draw, milliseconds, percentile
@@ -129,15 +129,15 @@ class Histogram:
 
 def measure(settings: Settings, build: Path) -> dict[str, Any]:
     """Makes the model, serves it under a Prometheus, and measures."""
-    options = scenario.make_artefact(
+    options = scenario.make_artifact(
         settings.model, settings.precision, build=build, max_batch=settings.slots, threads=settings.threads
     )
-    config = load(artefact(options)).config
+    config = load(artifact(options)).config
     flags = ["--threads", str(settings.threads), "--max-batch-size", str(settings.slots)]
     flags += ["--metrics-port", "0", "--metrics-compat", "vllm", "--log-level", "warning"]
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
     with (
-        served(artefact(options).parent, *flags) as server,
+        served(artifact(options).parent, *flags) as server,
         tempfile.TemporaryDirectory(prefix="onward-prometheus-") as folder,
         scraping([server.metrics], Path(folder), interval_seconds=settings.scrape_seconds) as prometheus,
     ):

@@ -3,7 +3,7 @@
     python -m benchmarks.company [--model llama-110m] [--precision int8] [--streams 4] [--prompt 1024] [--in-flight 4]
                                  [--seconds 20] [--repeats 3] [--quick] [--docs]
 
-Over gRPC, on servers of their own that serve one artefact under two names: "streams" writes for a few clients,
+Over gRPC, on servers of their own that serve one artifact under two names: "streams" writes for a few clients,
 "prompts" reads long prompts for others, one token each and several in flight, so that both have work all the while.
 Three ways:
 
@@ -37,7 +37,7 @@ import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact
+from benchmarks.bench_onward import artifact
 from benchmarks.scenario import Answer, draw, milliseconds, percentile
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import served
@@ -89,15 +89,15 @@ class Round:
 
 def measure(settings: Settings, build: Path) -> dict[str, Any]:
     """Makes the model, serves it twice and measures."""
-    options = scenario.make_artefact(
+    options = scenario.make_artifact(
         settings.model,
         settings.precision,
         build=build,
         max_batch=max(settings.streams, settings.in_flight),
         threads=settings.threads,
     )
-    vocab_size = load(artefact(options)).config.vocab_size
-    models = _two_names(artefact(options), options.work / NAME)
+    vocab_size = load(artifact(options)).config.vocab_size
+    models = _two_names(artifact(options), options.work / NAME)
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
     flags = ["--threads", str(settings.threads), "--max-batch-size", str(options.max_batch)]
     flags += ["--metrics-port", "0", "--log-level", "warning"]
@@ -151,7 +151,7 @@ def _mean_step(runs: Runs) -> float:
 
 
 def _two_names(place: Path, folder: Path) -> Path:
-    """A models folder that has the artefact twice."""
+    """A models folder that has the artifact twice."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name in (STREAMS, PROMPTS):

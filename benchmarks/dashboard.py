@@ -37,7 +37,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact, version
+from benchmarks.bench_onward import artifact, version
 from benchmarks.prometheus import Prometheus, Series, scraping
 from benchmarks.scenario import draw
 from benchmarks.serving import served
@@ -126,15 +126,15 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: naming all that has no data.
     """
-    options = scenario.make_artefact(
+    options = scenario.make_artifact(
         settings.model, settings.precision, build=build, max_batch=settings.slots, threads=settings.threads
     )
-    config = load(artefact(options)).config
+    config = load(artifact(options)).config
     flags = ["--threads", str(settings.threads), "--max-batch-size", str(settings.slots)]
     flags += ["--max-queue-size", str(settings.queue), "--metrics-port", "0", "--log-level", "error"]
     flags += ["--slo-time-to-first-token", "0.2,1", "--slo-inter-token-latency", "0.02", "--slo-e2e-latency", "2"]
     with (
-        served(artefact(options).parent, *flags) as server,
+        served(artifact(options).parent, *flags) as server,
         tempfile.TemporaryDirectory(prefix="onward-prometheus-") as folder,
         scraping([server.metrics], Path(folder), interval_seconds=settings.scrape_seconds) as prometheus,
     ):

@@ -4,7 +4,7 @@
                                     [--quick] [--docs]
 
 Over gRPC, on a server of its own with random weights. The streams run for a while; then one attention matrix after the
-other is asked for over a given text. The first call finds nothing loaded: it hashes the artefact, loads the graph and
+other is asked for over a given text. The first call finds nothing loaded: it hashes the artifact, loads the graph and
 proves it, all beside the streams but for what holds the interpreter's lock. "before" is every wait that ended between
 the streams' start and the first call, "first call" and "next calls" every wait that overlaps one of those. The last
 line on stdout is one JSON object; the report goes to `build/bench`.

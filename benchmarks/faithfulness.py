@@ -3,7 +3,7 @@
 Requests of ragged prompt and output lengths join and leave while others run. Each served output is then fed once,
 teacher-forced, through the cache-less reference: at every position the served token must be the reference's arg-max or
 as good as tied with it, and its log-probability the reference's. Works for both families and any checkpoint whose
-artefact is being served.
+artifact is being served.
 
     python -m benchmarks.faithfulness CHECKPOINT --model NAME --target HOST:PORT [--positions N]
 """

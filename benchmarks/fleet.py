@@ -3,7 +3,7 @@
     python -m benchmarks.fleet [--model llama-110m] [--precision int8] [--servers 2,50,200] [--threads N]
                                [--quick] [--docs]
 
-First one server: how long until it serves, its memory, its files and sockets, its artefact's bytes, and how many
+First one server: how long until it serves, its memory, its files and sockets, its artifact's bytes, and how many
 samples its metrics have once it has been asked for something. Then, for each number of servers, a real Envoy in front
 of so many addresses of one process that answers health checks (`benchmarks.clock_server`): Envoy's memory, files and
 sockets, and the processor time that health checks take, its own and the server's. Then a real Prometheus that scrapes
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact, version
+from benchmarks.bench_onward import artifact, version
 from benchmarks.clock_server import addresses
 from benchmarks.envoy import CLUSTER, CLUSTER_BY_KEY, Envoy, balancing
 from benchmarks.prometheus import Prometheus, scraping
@@ -112,11 +112,11 @@ def _slope(found: Sequence[Mapping[str, float]], cause: str, effect: str) -> flo
 
 def measure_server(settings: Settings, build: Path) -> tuple[dict[str, float], bytes]:
     """One server's own figures, and its metrics as it tells them when it has been asked for something."""
-    options = scenario.make_artefact(
+    options = scenario.make_artifact(
         settings.model, settings.precision, build=build, max_batch=settings.batch, threads=settings.threads
     )
     flags = ["--threads", str(settings.threads), "--max-batch-size", str(settings.batch)]
-    folder = artefact(options)
+    folder = artifact(options)
     began = time.perf_counter()
     with served(folder.parent, *flags, "--metrics-port", "0", "--log-level", "warning") as server:
         start_seconds = time.perf_counter() - began

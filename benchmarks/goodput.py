@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact
+from benchmarks.bench_onward import artifact
 from benchmarks.picture import drawing
 from benchmarks.scenario import draw, milliseconds, percentile
 from benchmarks.scenario_options import ScenarioSettings, above, at_least, new_parser, read_settings
@@ -97,10 +97,10 @@ class Answered:
 
 def measure(settings: Settings, build: Path) -> dict[str, Any]:
     """Makes the model, serves it twice and measures."""
-    options = scenario.make_artefact(
+    options = scenario.make_artifact(
         settings.model, settings.precision, build=build, max_batch=settings.batch, threads=settings.threads
     )
-    config = load(artefact(options)).config
+    config = load(artifact(options)).config
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
     flags = ["--threads", str(settings.threads), "--max-batch-size", str(settings.batch), *scenario.QUIET]
     # However fast the server: nobody is to be refused for want of a place, but by the admission that is compared.
@@ -108,7 +108,7 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
     rounds: dict[str, list[Sequence[Answered]]] = {way: [] for way in WAYS}
     with ExitStack() as stack:
         targets = {
-            way: stack.enter_context(serving(artefact(options).parent, *flags, "--admission", way)) for way in WAYS
+            way: stack.enter_context(serving(artifact(options).parent, *flags, "--admission", way)) for way in WAYS
         }
         endless = schedule(settings, math.inf, source, config.vocab_size, config.context)
         # What both servers learn from before anything counts.

@@ -1,4 +1,4 @@
-"""How long one step of a decoder graph takes: artefacts side by side, by our kernels and by standard operators.
+"""How long one step of a decoder graph takes: artifacts side by side, by our kernels and by standard operators.
 
     python -m benchmarks.graphs ARTEFACT... [--threads N] [--rounds N] [--prefill TOKENS:CHUNK...]
         [--decode ROWS:PAST...] [--variants kernels standard plain] [--profile]
@@ -7,7 +7,7 @@
 stand for, `plain` likewise without ONNX Runtime's flash attention. Each system takes its turn in every round, in an
 order drawn anew, so that what else the machine does falls on all alike; the figure is the median of the rounds in
 milliseconds. With one thread it is the thread's own CPU time, which a busy machine disturbs least, with more the time
-on the clock. Decoder-only artefacts; K/V is random. With `--profile` it is told, too, what operators take of it, by
+on the clock. Decoder-only artifacts; K/V is random. With `--profile` it is told, too, what operators take of it, by
 ONNX Runtime's own profiler in runs of their own, which it slows down a little. Progress goes to stderr; the last line
 of stdout is one JSON object.
 """
@@ -44,9 +44,9 @@ Timed = Callable[[], float]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures and prints; 0, or 2 when an artefact cannot be measured."""
+    """Measures and prints; 0, or 2 when an artifact cannot be measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.graphs", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("artefacts", type=Path, nargs="+", metavar="ARTEFACT")
+    parser.add_argument("artifacts", type=Path, nargs="+", metavar="ARTEFACT")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prefill", type=_pair, nargs="*", default=[(512, 256), (1024, 256)], metavar="TOKENS:CHUNK")
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     capacity = max([past + 1 for _, past in given.decode] + [tokens for tokens, _ in given.prefill], default=1)
     graphs: dict[str, Graph] = {}
     try:
-        for folder in given.artefacts:
+        for folder in given.artifacts:
             manifest = artifact.load(folder)
             for variant in given.variants:
                 graphs[f"{folder} {variant}"] = Graph(folder, manifest, given.threads, rows, capacity, variant)
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
                 sizes = given.threads, rows, capacity
                 shares[case] = figures_by_operator = {
                     f"{folder} {variant}": profile(folder, sizes, variant, (kind, first, second), given.rounds)
-                    for folder in given.artefacts
+                    for folder in given.artifacts
                     for variant in given.variants
                 }
                 print(f"{case} {figures_by_operator}", file=sys.stderr, flush=True)
@@ -94,7 +94,7 @@ def profile(
     """Median milliseconds by operator, and `between` them, of what `case` is: a prompt, or a step of decoding.
 
     Args:
-        folder: the artefact.
+        folder: the artifact.
         sizes: threads, rows and capacity, as `Graph` has them.
         variant: as `Graph` has it.
         case: the name of a method of `Graph`, and what it is given.
@@ -156,7 +156,7 @@ class Graph:
     """One decoder, loaded, with buffers of its own.
 
     Args:
-        folder: a decoder-only artefact.
+        folder: a decoder-only artifact.
         manifest: its manifest.
         threads: within an operator.
         rows: how many sequences decode together at most.

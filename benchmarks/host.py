@@ -3,7 +3,7 @@
     python -m benchmarks.host ARTEFACT [--batches 1,8,32] [--prompt 128] [--new 64] [--threads N]
 
 The engine alone, no transport: so many greedy requests, all there before the first step. Counted
-are steps in which every request decodes; figures are medians (`StepStats`). Decoder-only artefacts. The last line of
+are steps in which every request decodes; figures are medians (`StepStats`). Decoder-only artifacts. The last line of
 stdout is one JSON object.
 """
 
@@ -31,18 +31,18 @@ from service.engine.types import GenerationRequest, SamplingParams, StoppingPara
 def main(arguments: Sequence[str]) -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("artefact", type=Path, metavar="ARTEFACT")
+    parser.add_argument("artifact", type=Path, metavar="ARTEFACT")
     parser.add_argument("--batches", type=lambda text: [int(each) for each in text.split(",")], default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens of each request")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args(arguments)
-    manifest = load(given.artefact)
-    decode = Tokenizer.load(given.artefact / TOKENIZER).decode
+    manifest = load(given.artifact)
+    decode = Tokenizer.load(given.artifact / TOKENIZER).decode
     limits, options = EngineLimits(max_batch_size=max(given.batches)), SessionOptions(intra_op_threads=given.threads)
-    engine = build_engine(given.artefact, manifest, decode, limits, options, LastRun())
+    engine = build_engine(given.artifact, manifest, decode, limits, options, LastRun())
     found = {str(batch): measure(engine, manifest, batch, given.prompt, given.new) for batch in given.batches}
-    print(json.dumps({"artefact": str(given.artefact), "threads": given.threads, "batches": found}))
+    print(json.dumps({"artefact": str(given.artifact), "threads": given.threads, "batches": found}))
     return 0
 
 

@@ -325,19 +325,19 @@ def check(case: Case, workshop: Path, num_sources: int = NUM_SOURCES) -> Outcome
     theirs = make_folder(case, workshop / "theirs")
     write(plan(workshop / "theirs"), workshop / "ours")
     loaded = checkpoint.load(workshop / "ours")
-    artefact = workshop / "artefact"
-    export(loaded, artefact, Device.CPU, Precision.FP32, lambda _: None, prefill_graph=case.prefill_graph)
+    exported = workshop / "artifact"
+    export(loaded, exported, Device.CPU, Precision.FP32, lambda _: None, prefill_graph=case.prefill_graph)
     problems: list[str] = []
-    cases = tuple(_answer(theirs, each) for each in golden.load(artefact / artifact.GOLDEN))
+    cases = tuple(_answer(theirs, each) for each in golden.load(exported / artifact.GOLDEN))
     spread = float(np.concatenate([each.logits for each in cases]).std())
     torch_error = _torch_error(theirs, loaded)
-    graph_error = _graph_error(artefact, cases)
+    graph_error = _graph_error(exported, cases)
     for name, error in (("torch", torch_error), ("graph", graph_error)):
         if not error < TOLERANCE:
             problems.append(f"{name} is off by {error:.1e}")
     if not _SPREADS[0] < spread < _SPREADS[1]:
         problems.append(f"logits spread {spread:.2g}: no measure")
-    engine = _Engine(artefact)
+    engine = _Engine(exported)
     greedy = _Tally()
     for prompt in _prompts(loaded.config, 4):
         greedy.add(*_compare_greedy(theirs, engine, prompt))
@@ -422,22 +422,22 @@ def _answer(theirs: Any, case: GoldenCase) -> GoldenCase:
     return dataclasses.replace(case, logits=np.stack(rows))
 
 
-def _graph_error(artefact: Path, cases: Iterable[GoldenCase]) -> float:
-    manifest = artifact.load(artefact)
+def _graph_error(folder: Path, cases: Iterable[GoldenCase]) -> float:
+    manifest = artifact.load(folder)
     ways = (False, True) if PREFILL in manifest.graphs else (False,)
-    replayers = [Replayer(artefact, manifest, by_prefill_graph=way) for way in ways]
+    replayers = [Replayer(folder, manifest, by_prefill_graph=way) for way in ways]
     return max(float(np.abs(each.run(case) - case.logits).max()) for case in cases for each in replayers)
 
 
 class _Engine:
-    """An artefact's engine, one request at a time."""
+    """An artifact's engine, one request at a time."""
 
-    def __init__(self, artefact: Path) -> None:
-        manifest = artifact.load(artefact)
-        tokenizer = Tokenizer.load(artefact / TOKENIZER)
+    def __init__(self, folder: Path) -> None:
+        manifest = artifact.load(folder)
+        tokenizer = Tokenizer.load(folder / TOKENIZER)
         limits = EngineLimits(max_batch_size=NUM_BEAMS, prefill_chunk=16, max_prefill_tokens=16)
         options = SessionOptions(intra_op_threads=1, allow_spinning=False)
-        self._engine: Engine = build_engine(artefact, manifest, tokenizer.decode, limits, options, LastRun())
+        self._engine: Engine = build_engine(folder, manifest, tokenizer.decode, limits, options, LastRun())
 
     def run(
         self, prompt: Sequence[int], max_tokens: int, beams: BeamSearchParams | None = None

@@ -5,7 +5,7 @@
 
 Over gRPC, on a server of its own. In every repeat the streams run for a while, then the long prompt is sent; "before"
 is every wait that ended between the streams' start and then, "during" every wait that overlaps the time until its first
-token. What one chunk costs is measured beside it: the engine alone in this process, on the same artefact, a prompt of
+token. What one chunk costs is measured beside it: the engine alone in this process, on the same artifact, a prompt of
 the same length, every step by itself. The promise is
 
     p99 during - p99 before ≤ the costliest chunk of the prompt
@@ -30,7 +30,7 @@ import grpc.aio
 
 from benchmarks import scenario
 from benchmarks.amid_streams import describe, running, table, waits_overlapping, waits_within
-from benchmarks.bench_onward import artefact
+from benchmarks.bench_onward import artifact
 from benchmarks.bench_onward_engine import OnwardEngine
 from benchmarks.picture import drawing
 from benchmarks.scenario import Answer, draw, milliseconds, percentile
@@ -69,14 +69,14 @@ class Repeat:
 
 def measure(settings: Settings, build: Path) -> dict[str, Any]:
     """Makes the model, serves it and measures."""
-    options = scenario.make_artefact(
+    options = scenario.make_artifact(
         settings.model,
         settings.precision,
         build=build,
         max_batch=settings.streams + 1,
         threads=settings.threads,
     )
-    config = load(artefact(options)).config
+    config = load(artifact(options)).config
     engine = OnwardEngine(replace(options, max_batch=1), prefill_chunk=settings.chunk)
     engine.load()
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
@@ -84,7 +84,7 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
     flags += ["--prefill-chunk", str(settings.chunk), *scenario.QUIET]
     repeats, chunks = [], []
     engine.prefill_seconds(draw(source, config.vocab_size, settings.long_prompt))  # the first call does not count
-    with serving(artefact(options).parent, *flags) as target:
+    with serving(artifact(options).parent, *flags) as target:
         asyncio.run(_repeat(target, replace(settings, window=settings.lead), config, source))  # nor does this
         for number in range(settings.repeats):
             print(f"repeat {number + 1}/{settings.repeats}", file=sys.stderr, flush=True)

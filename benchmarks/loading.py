@@ -41,7 +41,7 @@ from benchmarks.amid_streams import (
     waits_overlapping,
     waits_within,
 )
-from benchmarks.bench_onward import artefact
+from benchmarks.bench_onward import artifact
 from benchmarks.scenario import Answer, draw, milliseconds
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import serving
@@ -85,10 +85,10 @@ class Timeline:
 
 def measure(settings: Settings, build: Path) -> dict[str, Any]:
     """Makes the model, loads it by itself, serves it and measures."""
-    options = scenario.make_artefact(
+    options = scenario.make_artifact(
         settings.model, settings.precision, build=build, max_batch=settings.streams, threads=settings.threads
     )
-    folder = artefact(options)
+    folder = artifact(options)
     num_bytes = sum(path.stat().st_size for path in folder.iterdir())
     given = json.dumps({"folder": str(folder), "threads": settings.threads, "streams": settings.streams})
     alone = [_ask_child("benchmarks.loading", "--inside", given) for _ in range(settings.repeats)]
@@ -147,7 +147,7 @@ def render(results: Mapping[str, Any]) -> str:
 
 
 def inside(folder: Path, threads: int, streams: int) -> dict[str, dict[str, float]]:
-    """Loads an artefact in this process, and tells of each stage how long it took and silenced others."""
+    """Loads an artifact in this process, and tells of each stage how long it took and silenced others."""
     config = ServeConfig(models=folder.parent, threads=threads, max_batch_size=streams)
     found: dict[str, dict[str, float]] = {}
     found["nothing"], _ = _watched(lambda: time.sleep(_QUIET_SECONDS))

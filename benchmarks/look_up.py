@@ -37,7 +37,7 @@ import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact, export
+from benchmarks.bench_onward import artifact, export
 from benchmarks.peers.protocol import Options
 from benchmarks.quality import held_out_text
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
@@ -111,8 +111,8 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: when there is no such model, a server does not do as it should, or a token differs.
     """
-    options = make_artefact(settings, build)
-    folder = artefact(options)
+    options = make_artifact(settings, build)
+    folder = artifact(options)
     config = load(folder).config
     if settings.prompt + settings.new > config.context:
         raise RuntimeError(f"prompt and answer have {settings.prompt + settings.new} tokens, at most {config.context}")
@@ -142,8 +142,8 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
     return scenario.facts(NAME, _plain(settings)) | judge(told, guessed)
 
 
-def make_artefact(settings: Settings, build: Path) -> Options:
-    """The checkpoint's artefact, exported anew if the exporter has changed.
+def make_artifact(settings: Settings, build: Path) -> Options:
+    """The checkpoint's artifact, exported anew if the exporter has changed.
 
     Raises:
         RuntimeError: when there is no checkpoint, or it cannot be exported.

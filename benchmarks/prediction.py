@@ -3,7 +3,7 @@
     python -m benchmarks.prediction [--model MODEL …] [--precision int8] [--requests 300] [--warm 60] [--load 30]
                                     [--in-flight 12] [--quick] [--docs]
 
-A MODEL is a preset, exported with random weights, or the folder of an artefact; by default `llama-110m` and whatever
+A MODEL is a preset, exported with random weights, or the folder of an artifact; by default `llama-110m` and whatever
 lies under `build/models`. Each has a server of its own. After a time of warm running, requests are sent one by one,
 prompts and outputs of geometrically distributed lengths, outputs as long as they are asked for, some of the prompts
 with a beginning (some of the sources with a text) that others have, too, so that cached tokens matter. Before each,
@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact
+from benchmarks.bench_onward import artifact
 from benchmarks.picture import drawing
 from benchmarks.scenario import draw, milliseconds, percentile
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
@@ -153,13 +153,13 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
 
 
 def _find(model: str, settings: Settings, build: Path) -> tuple[str, Path]:
-    """A model's name and its artefact's folder, made first if it is a preset."""
+    """A model's name and its artifact's folder, made first if it is a preset."""
     if (Path(model) / MANIFEST).exists():
         return Path(model).name, Path(model)
-    options = scenario.make_artefact(
+    options = scenario.make_artifact(
         model, settings.precision, build=build, max_batch=settings.batch, threads=settings.threads
     )
-    return f"{Path(model).stem} {settings.precision}", artefact(options)
+    return f"{Path(model).stem} {settings.precision}", artifact(options)
 
 
 def _measure_one(folder: Path, settings: Settings) -> dict[str, Any]:
@@ -392,7 +392,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
         action="append",
         dest="models",
         metavar="MODEL",
-        help="a preset or an artefact's folder; may be given several times",
+        help="a preset or an artifact's folder; may be given several times",
     )
     parser.add_argument("--requests", type=at_least(1))
     parser.add_argument(

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact
+from benchmarks.bench_onward import artifact
 from benchmarks.scenario import Answer, draw, milliseconds, percentile
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import serving
@@ -66,18 +66,18 @@ Series = Sequence[tuple[float, int]]
 
 def measure(settings: Settings, build: Path) -> dict[str, Any]:
     """Makes the model, serves it and measures."""
-    options = scenario.make_artefact(
+    options = scenario.make_artifact(
         settings.model,
         settings.precision,
         build=build,
         max_batch=settings.in_flight,
         threads=settings.threads,
     )
-    vocab_size = load(artefact(options)).config.vocab_size
+    vocab_size = load(artifact(options)).config.vocab_size
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
     flags = ["--threads", str(settings.threads), "--max-batch-size", str(settings.in_flight), *scenario.QUIET]
     series: dict[str, list[Series]] = {way: [] for way in WAYS}
-    with serving(artefact(options).parent, *flags) as target:
+    with serving(artifact(options).parent, *flags) as target:
         asyncio.run(_ask(target, prompts(settings, vocab_size, source, is_shared=False)[:3], 1))  # does not count
         for number in range(settings.repeats):
             print(f"repeat {number + 1}/{settings.repeats}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""What fewer bits cost: the quality of one checkpoint's artefacts beside PyTorch's own, on data it never saw.
+"""What fewer bits cost: the quality of one checkpoint's artifacts beside PyTorch's own, on data it never saw.
 
-    stdlib   bits per byte of held-out modules, every token of them predicted by the artefact's graph
-    dates    share of held-out dates written exactly, by the server's own engine over the artefact
+    stdlib   bits per byte of held-out modules, every token of them predicted by the artifact's graph
+    dates    share of held-out dates written exactly, by the server's own engine over the artifact
 
 Which of the two it is, the checkpoint says. All figures of a run are of the same data; the first row is the checkpoint
 itself in PyTorch. Progress goes to stderr; the last line of stdout is one JSON object.
@@ -63,26 +63,26 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A figure of merit: its name, on what it is taken, and how, of the checkpoint and of an artefact."""
+    """A figure of merit: its name, on what it is taken, and how, of the checkpoint and of an artifact."""
 
     name: str
     data: str
     of_checkpoint: Callable[[], float]
-    of_artefact: Callable[[Path, Manifest], float]
+    of_artifact: Callable[[Path, Manifest], float]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measures and prints; 0, or 2 when what was given cannot be compared."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("artefacts", type=Path, nargs="+", metavar="ARTEFACT")
+    parser.add_argument("artifacts", type=Path, nargs="+", metavar="ARTEFACT")
     parser.add_argument("--text-bytes", type=int, default=TEXT_BYTES, help="held-out text to score, in whole modules")
     parser.add_argument("--num-dates", type=int, default=NUM_DATES, help="held-out dates to ask for")
     parser.add_argument("--threads", type=int, default=0, help="0 is one for each physical core")
     given = parser.parse_args(arguments)
     try:
         source = checkpoint.load(given.checkpoint)
-        artefacts = [(folder, _matching(folder, source)) for folder in given.artefacts]
+        artifacts = [(folder, _matching(folder, source)) for folder in given.artifacts]
         options = SessionOptions(intra_op_threads=given.threads)
         measure = _measure(source, given.text_bytes, given.num_dates, options)
     except (QualityError, checkpoint.CheckpointError, artifact.ArtifactError) as error:
@@ -91,9 +91,9 @@ def main(arguments: Sequence[str]) -> int:
     _say(f"{measure.name} of {measure.data}")
     weights = (given.checkpoint / checkpoint.WEIGHTS).stat().st_size
     rows = [_shown(Row("pytorch", str(given.checkpoint), "fp32", "fp32", measure.of_checkpoint(), weights))]
-    for folder, manifest in artefacts:
+    for folder, manifest in artifacts:
         num_bytes = sum(entry.num_bytes for name, entry in manifest.files.items() if ".onnx" in name)
-        value = measure.of_artefact(folder, manifest)
+        value = measure.of_artifact(folder, manifest)
         precisions = str(manifest.precision), str(manifest.kv_cache.precision)
         rows.append(_shown(Row("onward", str(folder), *precisions, value, num_bytes)))
     print(json.dumps({"measure": measure.name, "data": measure.data, "rows": [asdict(row) for row in rows]}))
@@ -101,10 +101,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def bits_per_byte(folder: Path, manifest: Manifest, texts: Sequence[str], options: SessionOptions) -> float:
-    """Bits per byte of whole texts, predicted by an artefact's decoder: `model.evaluate.text_likelihood` of a graph.
+    """Bits per byte of whole texts, predicted by an artifact's decoder: `model.evaluate.text_likelihood` of a graph.
 
     Args:
-        folder: a decoder-only artefact.
+        folder: a decoder-only artifact.
         manifest: its manifest.
         texts: at least one byte in all.
         options: threads.
@@ -129,7 +129,7 @@ def exact_match(
     """Share of dates that the engine writes exactly, asked greedily and all at once.
 
     Args:
-        folder: an encoder-decoder artefact.
+        folder: an encoder-decoder artifact.
         manifest: its manifest.
         examples: texts and what they are in ISO 8601.
         options: threads.

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artefact, version
+from benchmarks.bench_onward import artifact, version
 from benchmarks.envoy import balancing
 from benchmarks.ray_serve import on_ray
 from benchmarks.scenario import draw, milliseconds, percentile
@@ -297,12 +297,12 @@ def proportional_bytes(pid: int) -> int:
 
 def measure_shares(settings: Settings, build: Path) -> dict[str, float]:
     """Share of the prompt tokens that need not be computed: on one server, on two with keys, on two without."""
-    options = scenario.make_artefact(
+    options = scenario.make_artifact(
         settings.model, settings.precision, build=build, max_batch=settings.families, threads=settings.threads
     )
-    vocab_size = load(artefact(options)).config.vocab_size
+    vocab_size = load(artifact(options)).config.vocab_size
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
-    models = artefact(options).parent
+    models = artifact(options).parent
     flags = ["--threads", str(settings.threads), "--max-batch-size", str(settings.families), *scenario.QUIET]
     with serving(models, *flags) as alone:
         shares = {"single": asyncio.run(_cached_share(alone, prompts(settings, vocab_size, source), has_keys=False))}

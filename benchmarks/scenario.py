@@ -135,11 +135,11 @@ def digest(config: ModelConfig) -> str:
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
 
 
-def make_artefact(source: str, precision: str, *, build: Path, max_batch: int, threads: int) -> Options:
+def make_artifact(source: str, precision: str, *, build: Path, max_batch: int, threads: int) -> Options:
     """Exports random weights for a scenario, anew each time: the exporter may have changed.
 
     Raises:
-        RuntimeError: when the weights or the artefact cannot be made.
+        RuntimeError: when the weights or the artifact cannot be made.
     """
     folder = build / "scenarios" / Path(source).stem
     shutil.rmtree(folder / precision, ignore_errors=True)

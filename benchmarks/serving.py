@@ -15,7 +15,7 @@ __all__ = ["served", "serving", "wait_ready"]
 
 @contextmanager
 def serving(models: Path, *flags: str) -> Iterator[str]:
-    """Serves the artefacts under `models`; yields "host:port" once every model has passed its proof.
+    """Serves the artifacts under `models`; yields "host:port" once every model has passed its proof.
 
     Raises:
         RuntimeError: when the server ends before it is ready, or does not end cleanly.

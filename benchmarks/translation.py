@@ -146,7 +146,7 @@ class Translation:
             RuntimeError: when the weights cannot be made.
         """
         self._make_checkpoint()
-        shutil.rmtree(self._work, ignore_errors=True)  # artefacts of an exporter that may have changed since
+        shutil.rmtree(self._work, ignore_errors=True)  # artifacts of an exporter that may have changed since
         agreement, errors = self._agreement()
         tried = self._try_batchings(errors)
         chosen = [Contender(OURS, precision) for precision in self._settings.precisions] + best_batchings(tried)

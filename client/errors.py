@@ -5,7 +5,7 @@
     │   ├── InvalidArgument       a field has a value outside its limit; `violations` name it
     │   ├── OutOfRange            the prompt leaves no room, or no message can hold the answer
     │   ├── NotFound              no such model is served
-    │   ├── FailedPrecondition    an artefact that cannot be served
+    │   ├── FailedPrecondition    an artifact that cannot be served
     │   ├── Unimplemented         this model or server does not offer it
     │   ├── Unauthenticated       no API key, or an unknown one
     │   ├── PermissionDenied      the key, or the server, is not for this method
@@ -110,7 +110,7 @@ class NotFound(CallError):
 
 
 class FailedPrecondition(CallError):
-    """An artefact that cannot be served; the message lists all that is wrong with it."""
+    """An artifact that cannot be served; the message lists all that is wrong with it."""
 
 
 class Unimplemented(CallError):

@@ -1,4 +1,4 @@
-"""From a checkpoint to an artefact: ONNX graphs, golden cases, proof."""
+"""From a checkpoint to an artifact: ONNX graphs, golden cases, proof."""
 
 import os
 

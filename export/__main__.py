@@ -3,10 +3,10 @@
     python -m export CHECKPOINT --out DIR [--precision fp32|int8|int4] [--kv-cache fp32|int8] [--kv-layout slots|paged]
                      [--prefill-graph] [--explain-graph]
     python -m export CHECKPOINT --out DIR --device cuda --precision fp16|bf16
-    python -m export verify ARTEFACT
+    python -m export verify ARTIFACT
 
 Progress goes to stderr; stdout holds the parity table and, as its last line, one JSON object. Exit status: 0 proven,
-or written for a device that is to prove it; 1 parity failed or the artefact is damaged; 2 what was asked for cannot be
+or written for a device that is to prove it; 1 parity failed or the artifact is damaged; 2 what was asked for cannot be
 done, such as a proof on a device that is not at hand.
 """
 
@@ -42,11 +42,11 @@ def main(arguments: Sequence[str]) -> int:
 def _export_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m export",
-        description="Turns a checkpoint folder into an artefact folder: ONNX graphs, golden cases, proof.",
-        epilog="`python -m export verify ARTEFACT` proves an artefact again.",
+        description="Turns a checkpoint folder into an artifact folder: ONNX graphs, golden cases, proof.",
+        epilog="`python -m export verify ARTIFACT` proves an artifact again.",
     )
     parser.add_argument("checkpoint", type=Path, help="folder that `python -m model train` or `init` wrote")
-    parser.add_argument("--out", type=Path, required=True, help="artefact folder; an artefact there is replaced")
+    parser.add_argument("--out", type=Path, required=True, help="artifact folder; an artifact there is replaced")
     parser.add_argument("--device", type=Device, choices=list(Device), default=Device.CPU)
     parser.add_argument(
         "--precision",
@@ -89,9 +89,9 @@ def _export_parser() -> argparse.ArgumentParser:
 def _verify_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m export verify",
-        description="Checks an artefact's files and replays its golden cases on ONNX Runtime.",
+        description="Checks an artifact's files and replays its golden cases on ONNX Runtime.",
     )
-    parser.add_argument("artefact", type=Path, help="folder that `python -m export` wrote")
+    parser.add_argument("artifact", type=Path, help="folder that `python -m export` wrote")
     return parser
 
 
@@ -132,11 +132,11 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    result: dict[str, Any] = {"artefact": str(options.artefact)}
+    result: dict[str, Any] = {"artefact": str(options.artifact)}
     try:
         with _progress() as on_stage:
             on_stage("checksums")
-            report = verify(options.artefact, lambda name: on_stage(f"replaying {name}"))
+            report = verify(options.artifact, lambda name: on_stage(f"replaying {name}"))
     except OSError as error:
         return _finish(result | {"problems": [str(error)]}, EXIT_REFUSED)
     except ArtifactError as error:

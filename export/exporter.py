@@ -1,7 +1,7 @@
-"""From a checkpoint to an artefact: graphs, tokenizers, golden cases, proof, manifest, then one rename.
+"""From a checkpoint to an artifact: graphs, tokenizers, golden cases, proof, manifest, then one rename.
 
 Everything is made in a folder beside the target, flushed to the disk and moved into place when it is proven, so that a
-reader meets a whole artefact or none, and one that fails its proof never appears. What an export that was killed leaves
+reader meets a whole artifact or none, and one that fails its proof never appears. What an export that was killed leaves
 behind, the next one to the same place clears away.
 
 A graph of lower precision is a rewritten float32 graph, and one with K/V of lower precision too. Each is held to its
@@ -98,11 +98,11 @@ def export(
     prefill_graph: bool = False,
     explain_graph: bool = False,
 ) -> ParityReport:
-    """Writes the artefact folder `out`, replacing an artefact that is there already.
+    """Writes the artifact folder `out`, replacing an artifact that is there already.
 
     Args:
         checkpoint: what to export.
-        out: made if missing; a folder that is neither empty nor an artefact is left alone and refused.
+        out: made if missing; a folder that is neither empty nor an artifact is left alone and refused.
         device: the provider to build for.
         precision: the arithmetic of products with weights.
         on_stage: told what is being done, before it is done.
@@ -167,7 +167,7 @@ def export(
         files = {path.name: artifact.hash_file(path) for path in sorted(folder.iterdir())}
         manifest = dataclasses.replace(draft, files=files)
         (folder / artifact.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-        on_stage("checking the artefact as a server would")
+        on_stage("checking the artifact as a server would")
         artifact.load(folder, devices=(device,))
     return report
 
@@ -208,12 +208,12 @@ def _check_folder(out: Path) -> list[str]:
         return []
     if not out.is_dir():
         return [f"{out} is a file"]
-    if any(out.iterdir()) and not _is_artefact(out):
-        return [f"{out} is neither empty nor an artefact: it is not overwritten"]
+    if any(out.iterdir()) and not _is_artifact(out):
+        return [f"{out} is neither empty nor an artifact: it is not overwritten"]
     return []
 
 
-def _is_artefact(folder: Path) -> bool:
+def _is_artifact(folder: Path) -> bool:
     """Whether a folder's manifest.json is one of ours, of whatever format version."""
     try:
         manifest = json.loads(read_text(folder / artifact.MANIFEST, artifact.MAX_MANIFEST_BYTES))
@@ -401,7 +401,7 @@ def _replacing(out: Path) -> Iterator[Path]:
 
 
 def _clear(workshop: Path, out: Path) -> None:
-    """Removes the workshop of an export that was killed, after giving back an artefact it had just put aside."""
+    """Removes the workshop of an export that was killed, after giving back an artifact it had just put aside."""
     try:
         with _locked(workshop):
             if not out.exists() and (workshop / _OLD).is_dir():

@@ -1,4 +1,4 @@
-"""Which golden cases an artefact carries, and PyTorch's answers to them.
+"""Which golden cases an artifact carries, and PyTorch's answers to them.
 
 The schedules cover what a server does: prefill of several lengths, whole and in even and uneven chunks, decoding after
 it and from the very first token, rows that join and leave a ragged batch, and rows with hardly a past beside one that

@@ -1,6 +1,6 @@
 """The torch modules that become decoder.onnx and encoder.onnx: the model's own layers around a graph's attention.
 
-Each takes and returns tensors in the order of the artefact's signature. Embeddings, projections, norms and feed-forward
+Each takes and returns tensors in the order of the artifact's signature. Embeddings, projections, norms and feed-forward
 networks are the trained modules themselves; only the way from queries, keys and values to an output is replaced, by the
 backend of the model's score (`export.backend`), which may emit operators that torch cannot run.
 

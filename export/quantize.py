@@ -16,7 +16,7 @@ quantisation, one scale for a whole tensor, would break it, and so would int4 in
 Runtime 1.31 adds up a row by itself in another order than two rows together.
 
 Rows are rounded to unsigned bytes, as ONNX Runtime's kernels for u8 times s8 are the fast ones. On a processor without
-VNNI those may saturate where two neighbouring products are large together; the golden cases, replayed where an artefact
+VNNI those may saturate where two neighbouring products are large together; the golden cases, replayed where an artifact
 is served, are what finds that out.
 
 Knows ONNX and no model; the weights' names say which modules they are of, and go on to say so.

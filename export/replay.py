@@ -52,10 +52,10 @@ class _Row:
 
 
 class Replayer:
-    """Sessions over one artefact's graphs.
+    """Sessions over one artifact's graphs.
 
     Args:
-        folder: the artefact.
+        folder: the artifact.
         manifest: what it says of them.
         by_prefill_graph: whether steps of several tokens are the prefill graph's, and only those of one the decoder's.
 
@@ -172,13 +172,13 @@ class Replayer:
 
 
 class PagedReplayer:
-    """Sessions over one artefact's graphs over blocks; the CPU provider's alone.
+    """Sessions over one artifact's graphs over blocks; the CPU provider's alone.
 
     Every row's blocks lie apart from each other, and are NaN until something is written to them: whoever reads past a
     length, or in another row's blocks, is found out.
 
     Args:
-        folder: the artefact.
+        folder: the artifact.
         manifest: what it says of them.
         run: what runs a graph, given by name, in place on caches; None has ONNX Runtime do it.
 
@@ -304,10 +304,10 @@ def _run_over_blocks(
 
 
 class AttentionReplayer:
-    """A session over one artefact's explain graph.
+    """A session over one artifact's explain graph.
 
     Args:
-        folder: the artefact.
+        folder: the artifact.
         manifest: what it says of the graph.
 
     Raises:

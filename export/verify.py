@@ -1,6 +1,6 @@
-"""The proof: golden cases replayed on an artefact's graphs, judged, and drawn up for people and for machines.
+"""The proof: golden cases replayed on an artifact's graphs, judged, and drawn up for people and for machines.
 
-Knows the artefact alone, so that it runs where no checkpoint is at hand.
+Knows the artifact alone, so that it runs where no checkpoint is at hand.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """How an artefact's graphs compared with PyTorch in float32: parity.json.
+    """How an artifact's graphs compared with PyTorch in float32: parity.json.
 
     What they are held to is their precision's (`model.golden.tolerance_of`); each case says what that came to. Where
     there is a prefill graph, cases with several tokens in a step are there twice, the second time by that graph.
@@ -146,7 +146,7 @@ def replay(
         manifest: says what they are and in which precision; its checksums are not looked at.
         cases: what PyTorch answered.
         on_case: told the name of each case before it runs, and why it could not run, which fails it.
-        attention: the weights that it computed, for an artefact with an explain graph.
+        attention: the weights that it computed, for an artifact with an explain graph.
 
     Raises:
         ArtifactError: when ONNX Runtime refuses a graph.
@@ -229,7 +229,7 @@ def _prefill_tolerance(case: GoldenCase, tolerance: Tolerance) -> Tolerance:
 
 
 def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:
-    """Checks an artefact's files against its manifest, then replays the golden cases it carries.
+    """Checks an artifact's files against its manifest, then replays the golden cases it carries.
 
     Raises:
         ArtifactError: listing every problem with the files or the graphs.

@@ -39,7 +39,7 @@ class Server:
 
 @contextmanager
 def serving(models: Path, *flags: str) -> Iterator[Server]:
-    """Serves the artefacts under `models`, from when every model has passed its proof to the end of the block.
+    """Serves the artifacts under `models`, from when every model has passed its proof to the end of the block.
 
     Raises:
         RuntimeError: when the server ends before it is ready, or does not end cleanly.

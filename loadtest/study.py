@@ -165,7 +165,7 @@ class _Study:
         self._build = build
         self._say = say
         self._random = random.Random(settings.seed)  # noqa: S311 (not for secrets)
-        self._config = _make_artefact(build / "decoder", settings.preset, settings.overrides, say)
+        self._config = _make_artifact(build / "decoder", settings.preset, settings.overrides, say)
         self._lengths: list[int] = []
         self.found = Found()
         self.found.facts["config"] = self._config.to_dict()
@@ -234,7 +234,7 @@ class _Study:
         settings, series = self._settings, self.found.series
         recipe = self._build / "encoder-decoder.json"
         recipe.write_text(json.dumps({"model": self._with_encoder()}), encoding="utf-8")
-        config = _make_artefact(self._build / "source", str(recipe), (), self._say)
+        config = _make_artifact(self._build / "source", str(recipe), (), self._say)
         with self._serving("source", settings.chunk, rows=_SOURCE_ROWS) as (_, probe):
             lengths = self._warm_up(probe, config.source_context, _SOURCE_PADDING)
             for length in self._passes("encoder, cross_attention", lengths):
@@ -355,7 +355,7 @@ def _fresh(answer: Answer) -> Answer:
     return answer
 
 
-def _make_artefact(folder: Path, recipe: str, overrides: Sequence[str], say: Say) -> ModelConfig:
+def _make_artifact(folder: Path, recipe: str, overrides: Sequence[str], say: Say) -> ModelConfig:
     """Makes `folder/models/model` anew: random weights, exported and proven.
 
     Raises:
@@ -363,12 +363,12 @@ def _make_artefact(folder: Path, recipe: str, overrides: Sequence[str], say: Say
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    checkpoint, artefact = folder / "checkpoint", folder / "models" / "model"
+    checkpoint, artifact = folder / "checkpoint", folder / "models" / "model"
     changes = [part for override in overrides for part in ("--set", override)]
     say(f"making {recipe}")
     run_module("model", "init", recipe, "--out", str(checkpoint), "--seed", "0", *changes)
-    run_module("export", str(checkpoint), "--out", str(artefact), "--device", "cpu", "--precision", "fp32")
-    manifest = json.loads((artefact / "manifest.json").read_text(encoding="utf-8"))
+    run_module("export", str(checkpoint), "--out", str(artifact), "--device", "cpu", "--precision", "fp32")
+    manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
     return ModelConfig.from_dict(manifest["config"])
 
 

@@ -1,6 +1,6 @@
 """What an exported model *is* on disk: one folder, its manifest, its graphs' signatures, its checksums.
 
-The exporter writes an artefact, the server reads it and nothing else. Standard library only; nothing is unpickled and
+The exporter writes an artifact, the server reads it and nothing else. Standard library only; nothing is unpickled and
 no path leaves the folder; a file that the manifest does not list is refused like a damaged one. Every file must be a
 regular one, and no larger than its kind allows (`max_file_bytes`). What the graphs compute is proven elsewhere
 (`model.golden`).
@@ -80,7 +80,7 @@ Stamp = Mapping[str, tuple[int, ...]]
 
 
 class ArtifactError(Exception):
-    """An artefact is damaged, foreign or incomplete.
+    """An artifact is damaged, foreign or incomplete.
 
     `problems` lists what was found, up to a bound: the first 20, each cut where it is long, and how many more there
     are. A manifest that is made to have many would else be a message of megabytes to a client.
@@ -110,7 +110,7 @@ class Precision(StrEnum):
     """The arithmetic of the graph's matrix products with weights; attention and norms are float32 on a CPU.
 
     `int8` rounds weights and activations to eight bits, `int4` weights to four (`export.quantize` defines both). What
-    an artefact's logits are held to depends on its precision: `model.golden.TOLERANCES`.
+    an artifact's logits are held to depends on its precision: `model.golden.TOLERANCES`.
     """
 
     FP32 = "fp32"
@@ -225,7 +225,7 @@ class KVFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All that a reader must know about an artefact before it opens anything else.
+    """All that a reader must know about an artifact before it opens anything else.
 
     `eos_ids` end a sequence; `pad_id` fills; `decoder_start_id` opens an encoder-decoder's output; `generation` is what
     the model wants of outputs besides. `training` is the checkpoint's run manifest and `versions` the software that
@@ -609,12 +609,12 @@ def load(
     checksums: bool = True,
     memory_bytes: int | None = None,
 ) -> Manifest:
-    """Reads an artefact's manifest and checks every file, checksum, graph signature and special token against it.
+    """Reads an artifact's manifest and checks every file, checksum, graph signature and special token against it.
 
     A file that is larger than it may be is not read.
 
     Args:
-        folder: the artefact.
+        folder: the artifact.
         devices: what the caller can run graphs on, or need not.
         checksums: whether to read the files for them, which takes a second for each gigabyte.
         memory_bytes: what the caller has for the weights of a CPU's graph; None sets no limit.
@@ -641,10 +641,10 @@ def _read(folder: Path) -> tuple[dict[str, Any], list[str]]:
     path = folder / MANIFEST
     try:
         if not path.resolve().is_relative_to(folder.resolve()):
-            return {}, [f"{MANIFEST!r} leaves the artefact's folder"]
+            return {}, [f"{MANIFEST!r} leaves the artifact's folder"]
         fields, problems = _parse(read_text(path, MAX_MANIFEST_BYTES))
     except FileNotFoundError:
-        return {}, [f"{MANIFEST} is missing: not an artefact"]
+        return {}, [f"{MANIFEST} is missing: not an artifact"]
     except UnfitFile as error:
         return {}, [f"{MANIFEST} {error}"]
     except (OSError, ValueError, RuntimeError) as error:  # unreadable; not UTF-8; a loop of links
@@ -683,7 +683,7 @@ def _check_files(folder: Path, fields: Mapping[str, Any], *, checksums: bool, me
 def _check_file(folder: Path, name: str, expected: FileEntry, max_bytes: int | None, *, checksum: bool) -> str | None:
     path = folder / name
     if PurePosixPath(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
-        return f"{name!r} leaves the artefact's folder"
+        return f"{name!r} leaves the artifact's folder"
     if not path.exists():
         return f"{name} is missing"
     try:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the `tokenizer.json` of a checkpoint or artefact says.
+"""Text to token ids and back, as the `tokenizer.json` of a checkpoint or artifact says.
 
 The server and the trainer read text through this one class, so that what was learned is what is served. It knows the
 `tokenizers` library and nothing of models, training or the wire. How such a file is made: `model.tokenizer_training`.

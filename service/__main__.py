@@ -95,7 +95,7 @@ def _end_on_signals() -> None:
 def _end(status: int) -> NoReturn:
     """Ends the process at once: all that was to be closed is.
 
-    ONNX Runtime may be at work on a thread, as on a model that was to be loaded, and cannot be told to stop. The
+    ONNX Runtime may be at work on a thread, as on a model that was to be loaded, and cannot be made to stop. The
     interpreter would take that thread down in the middle of it, and with it the process.
     """
     logging.shutdown()

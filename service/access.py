@@ -50,7 +50,7 @@ _HOW_TO_OPEN = (
     "this server is reached beyond loopback and knows no callers; start it with --api-keys and show a key that has the "
     "permission, start it with --tls-client-ca, or have it listen on loopback"
 )
-_PLACE_SECONDS = 1.0  # when to come again where all places are taken: nobody knows when one will be free
+_PLACE_SECONDS = 1.0  # when to come again where all places are taken: when one will be free is not known
 
 
 class Permission(StrEnum):

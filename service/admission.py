@@ -1,4 +1,4 @@
-"""Admission by deadline: who could not be answered in time is told so at once, with the numbers.
+"""Admission by deadline: a request that could not be answered in time is refused at once, with the numbers.
 
 A request's finish is predicted when it is about to be queued: the forecast of its time in the queue, its prompt and as
 many tokens as it will likely have (`service.forecast`, `service.lengths`).
@@ -7,8 +7,8 @@ A forecast knows the present, but requests are held up by those that come after 
 *correction* that is learned from what became of those admitted: it rises a little when one took longer than was
 predicted, and falls by a ninth of that when one did not, so that it settles where nine of ten are right (a stochastic
 quantile estimate). A refusal lets it fall as well: nothing is learned from it, and no error must refuse for ever. For
-the same reason nothing is corrected while nobody else is there, and of the requests that an idle server refuses in a
-row each sixteenth runs.
+the same reason nothing is corrected while no other request is there, and of the requests that an idle server refuses in
+a row each sixteenth runs.
 
 Knows no streams, threads or protobuf, and no clock: moments are `time.monotonic()` seconds. On the event loop alone.
 """
@@ -93,7 +93,7 @@ class Correction:
         self._log = min(self._log + _STEP * _RIGHT_SHARE, _LIMIT)
 
     def fall(self) -> None:
-        """A request did not, or nobody could tell."""
+        """A request did not take longer, or it is not known whether it did."""
         self._log = max(self._log - _STEP * (1 - _RIGHT_SHARE), -_LIMIT)
 
 
@@ -110,7 +110,7 @@ class DeadlineAdmission:
         self._num_refused_idle = 0
 
     def admits(self, request: GenerationRequest, now: float, answer_by: float, *, is_idle: bool) -> bool:
-        """Whether `judge` would let a request in of which nothing is cached, whoever is let in to learn aside."""
+        """Whether `judge` would let a request in of which nothing is cached; those let in to learn do not count."""
         weighed = self._weigh(request, 0, is_idle=is_idle)
         return weighed is None or weighed.needed <= answer_by - now
 

@@ -27,7 +27,7 @@ from service.async_engine import AsyncEngine
 from service.config import Admission, Kernels, MetricsCompat, ServeConfig, keep_tokenizers_on_their_threads
 from service.costing import CostModel
 from service.debug import from_loop, with_debug
-from service.devices import artefact_folder
+from service.devices import artifact_folder
 from service.engine import calibration
 from service.engine.attention import load_attention_graph
 from service.engine.engine import LastRun
@@ -229,14 +229,14 @@ class App:
         self._mending: set[asyncio.Task[None]] = set()
         keep_tokenizers_on_their_threads()
         self._prompts = TextPool("prompts", _TOKENIZER_THREADS)
-        # A thread of its own: whoever tokenises for its own sake waits in line and holds up no prompt.
+        # A thread of its own: calls that only tokenize wait in line and hold up no prompt.
         self._texts = TextPool("texts", 1)
         self._generator = Generator(self._engine, self._models, self._prompts)
         self._explainer = Explainer(
             self._generator,
             self._models,
             lambda model: load_attention_graph(
-                artefact_folder(config.models / model.name, config.device),
+                artifact_folder(config.models / model.name, config.device),
                 model.manifest,
                 own_kernels=config.kernels is Kernels.AUTO,
             ),
@@ -402,7 +402,7 @@ class App:
         self._engine.drain()
         self._server.withdraw()
         await self._drain(hurry)
-        # Before the gRPC server: a stream that is still open is told that the server stops, and not just cut off.
+        # Before the gRPC server: an open stream ends with the status of a server that stops, and is not just cut off.
         await _within(_ENGINE_SECONDS, self._engine.stop, "the engine did not stop")
         await _within(_CLOSING_SECONDS, self._calls.wait_idle, "calls did not end with the engine")
         await _within(2 * _CLOSING_SECONDS, partial(self._server.stop, _CLOSING_SECONDS), "gRPC did not stop")
@@ -423,7 +423,7 @@ class App:
         pause = asyncio.create_task(asyncio.sleep(self._config.drain_pause_seconds))
         grace = self._config.drain_grace_seconds
         await asyncio.wait((idle, hurried), timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-        # Whoever has not heard that the health is bad is answered until then, and not just cut off.
+        # Clients that have not seen yet that the health is bad are answered until then, and not just cut off.
         await asyncio.wait((pause, hurried), return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, hurried, pause):
             task.cancel()

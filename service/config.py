@@ -223,7 +223,7 @@ _CHUNK_ON_CUDA = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What one request may ask; told to clients by `GetModel`. Lengths of text are in characters."""
+    """What one request may ask; `GetModel` reports it to clients. Lengths of text are in characters."""
 
     max_generated_tokens: Annotated[int, Option("largest stopping.max_tokens", _integer(1, 2**31 - 1))] = 65536
     max_stop_strings: Annotated[int, Option("most stop texts per request", _integer(0, 1024))] = 16
@@ -247,7 +247,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """All that `serve` can be told. Times are in seconds, sizes in bytes; port 0 lets the system choose one."""
+    """The options of `serve`. Times are in seconds, sizes in bytes; port 0 lets the system choose one."""
 
     models: Annotated[Path, Option("folder whose subfolders are the models to serve", _folder)]
     host: Annotated[str, Option("address to listen on, for calls and metrics", _text)] = "127.0.0.1"
@@ -292,7 +292,7 @@ class ServeConfig:
     prefill_provider: Annotated[
         PrefillProvider,
         Option(
-            "what computes prompts: cpu; openvino, which needs the extra `openvino`, an Intel processor and artefacts "
+            "what computes prompts: cpu; openvino, which needs the extra `openvino`, an Intel processor and artifacts "
             "with a prefill graph, and loses in chunks below 512; or auto, openvino where it computes in bf16 on AMX",
             _choice(PrefillProvider),
         ),
@@ -359,7 +359,7 @@ class ServeConfig:
     drain_pause_seconds: Annotated[
         float,
         Option(
-            "how long a server that is told to stop refuses new requests before it is gone, at the least",
+            "how long a server that is stopping refuses new requests before it is gone, at the least",
             _number(0, 60),
         ),
     ] = 0.0
@@ -451,7 +451,7 @@ class ConnectionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskConfig(ConnectionConfig):
-    """All that `ask` can be told. None leaves the choice to the server."""
+    """The options of `ask`. None leaves the choice to the server."""
 
     model: str
     text: str
@@ -469,7 +469,7 @@ class AskConfig(ConnectionConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainConfig(ConnectionConfig):
-    """All that `explain` can be told. None leaves the choice to the server; layers and heads count from 0.
+    """The options of `explain`. None leaves the choice to the server; layers and heads count from 0.
 
     Raises:
         StartupError: when there is no file to write.
@@ -494,7 +494,7 @@ class ExplainConfig(ConnectionConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthConfig(ConnectionConfig):
-    """All that `health` can be told."""
+    """The options of `health`."""
 
     service: Annotated[str, Option("service or model to ask after; default: the whole server", str)] = ""
     timeout_seconds: Annotated[float, Option("how long the server may take to answer", _number(0.001, 3600))] = 5.0
@@ -502,7 +502,7 @@ class HealthConfig(ConnectionConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
-    """All that `trace` can be told."""
+    """The options of `trace`."""
 
     metrics_target: Annotated[str, Option("address of the server's metrics", _address)] = "127.0.0.1:8002"
     out: Annotated[Path, Option("file to write", _folder)] = Path("trace.json")

@@ -22,8 +22,8 @@ from service.errors import StartupError
 _LOGGER = logging.getLogger(__name__)
 
 
-def artefact_folder(folder: Path, device: Device) -> Path:
-    """Where a model's artefact for a device is: in a folder of that name in the model's, or the model's itself."""
+def artifact_folder(folder: Path, device: Device) -> Path:
+    """Where a model's artifact for a device is: in a folder of that name in the model's, or the model's itself."""
     own = folder / device
     return own if not (folder / MANIFEST).exists() and (own / MANIFEST).exists() else folder
 
@@ -31,12 +31,12 @@ def artefact_folder(folder: Path, device: Device) -> Path:
 def choose_device(
     wanted: Device, folders: Collection[Path], find_problem: Callable[[Path], str | None] | None = None
 ) -> Device:
-    """The device that a server computes on; that it is not the one which models are exported for is told to the log.
+    """The device that a server computes on; logs where it is not the one which models are exported for.
 
     Args:
         wanted: `AUTO` is CUDA where all models are exported for it and it works, else the processor.
         folders: of the models.
-        find_problem: says why CUDA does not work, given an artefact for it; `find_problem_with` unless given.
+        find_problem: says why CUDA does not work, given an artifact for it; `find_problem_with` unless given.
 
     Returns:
         `CPU` or `CUDA`.
@@ -44,45 +44,45 @@ def choose_device(
     Raises:
         StartupError: when a model is not exported for the device that is left, or CUDA is wanted and does not work.
     """
-    found_in = {folder.name: _artefacts(folder) for folder in folders}
+    found_in = {folder.name: _artifacts(folder) for folder in folders}
     # Who loads a folder in which nothing can be read says what is wrong with it.
-    artefacts = {name: found for name, found in found_in.items() if found}
-    lacking = {device: [name for name, found in artefacts.items() if device not in found] for device in BuiltFor}
+    artifacts = {name: found for name, found in found_in.items() if found}
+    lacking = {device: [name for name, found in artifacts.items() if device not in found] for device in BuiltFor}
     find = find_problem or find_problem_with
     if wanted is Device.AUTO:
-        return _pick(artefacts, lacking, find)
+        return _pick(artifacts, lacking, find)
     if missing := lacking[BuiltFor(wanted)]:
         problem = f"is not exported for it, export it with --device {wanted}"
         raise StartupError([f"device is {wanted}: {name} {problem}" for name in missing])
-    if wanted is Device.CUDA and (obstacle := _obstacle(artefacts, find)) is not None:
+    if wanted is Device.CUDA and (obstacle := _obstacle(artifacts, find)) is not None:
         raise StartupError([f"device is {wanted}: {obstacle}"])
     return wanted
 
 
-def find_problem_with(artefact: Path) -> str | None:
-    """Why an artefact's graphs do not run on the first CUDA device, in words for an operator; None if they can.
+def find_problem_with(artifact: Path) -> str | None:
+    """Why an artifact's graphs do not run on the first CUDA device, in words for an operator; None if they can.
 
     Tries the smallest of them, which has no weights.
     """
     if problem := find_cuda_problem():
         return problem
     try:
-        GraphSession(artefact, read_manifest(artefact).graphs[MOVE], SessionOptions(), cuda=Cuda(records=False))
+        GraphSession(artifact, read_manifest(artifact).graphs[MOVE], SessionOptions(), cuda=Cuda(records=False))
     except StartupError as error:
         return "; ".join(error.problems)
     except (ArtifactError, KeyError):
-        # Whoever loads it has more to say about that.
+        # Loading it reports what is wrong.
         return None
     return None
 
 
 def _pick(
-    artefacts: Mapping[str, Mapping[BuiltFor, Path]],
+    artifacts: Mapping[str, Mapping[BuiltFor, Path]],
     lacking: Mapping[BuiltFor, list[str]],
     find_problem: Callable[[Path], str | None],
 ) -> Device:
-    if artefacts and not lacking[BuiltFor.CUDA]:
-        problem = _obstacle(artefacts, find_problem)
+    if artifacts and not lacking[BuiltFor.CUDA]:
+        problem = _obstacle(artifacts, find_problem)
         if problem is None:
             return Device.CUDA
         if not lacking[BuiltFor.CPU]:
@@ -99,16 +99,16 @@ def _pick(
 
 
 def _obstacle(
-    artefacts: Mapping[str, Mapping[BuiltFor, Path]], find_problem: Callable[[Path], str | None]
+    artifacts: Mapping[str, Mapping[BuiltFor, Path]], find_problem: Callable[[Path], str | None]
 ) -> str | None:
-    """Why CUDA does not work, tried with the first artefact for it; without one there is nothing to say against it."""
-    for_cuda = (found[BuiltFor.CUDA] for found in artefacts.values() if BuiltFor.CUDA in found)
+    """Why CUDA does not work, tried with the first artifact for it; without one there is nothing to say against it."""
+    for_cuda = (found[BuiltFor.CUDA] for found in artifacts.values() if BuiltFor.CUDA in found)
     first = next(for_cuda, None)
     return None if first is None else find_problem(first)
 
 
-def _artefacts(folder: Path) -> dict[BuiltFor, Path]:
-    """A model's artefacts by device; none where a manifest cannot be read, or there is none."""
+def _artifacts(folder: Path) -> dict[BuiltFor, Path]:
+    """A model's artifacts by device; none where a manifest cannot be read, or there is none."""
     try:
         if (folder / MANIFEST).exists():
             return {read_manifest(folder).device: folder}

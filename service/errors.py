@@ -6,7 +6,7 @@
     │   │   ├── PromptTooLong            the prompt or target prefix leaves no room in the context
     │   │   └── RequestTooLarge          its keys and values would not fit into memory, had it the server to itself
     │   ├── UnknownModel                 no such model is served
-    │   ├── ModelUnfit                   an artefact that cannot be served; lists every problem
+    │   ├── ModelUnfit                   an artifact that cannot be served; lists every problem
     │   ├── UnsupportedFeature           a field asks for what this model or version does not offer
     │   ├── AnswerTooLarge               the answer is there, but no message can hold it
     │   ├── Unauthenticated              no API key, or an unknown one

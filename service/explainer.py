@@ -2,8 +2,8 @@
 
     take a place ─> tokenise ─> generate greedily, where no target is given ─> wait for the worker ─> run ─> answer
 
-The worker owns the loaded graphs and nobody else touches them; places are counted on the event loop. Where nobody asks
-there is neither a thread nor a graph, and a model that is served no more takes its graph along. What is generated runs
+The worker alone touches the loaded graphs; places are counted on the event loop. Where no call asks for attention there
+is neither a thread nor a graph, and a model that is served no more takes its graph along. What is generated runs
 as any request does, through the engine, and is counted as one. Knows neither protobuf nor gRPC.
 """
 
@@ -23,7 +23,7 @@ from service.errors import AnswerTooLarge, PromptTooLong, UnsupportedFeature
 from service.explaining import ExplainCall, ExplainTask, Explanation, Float32, Selection
 from service.generator import GenerateCall, Generator, Piece
 from service.models import Models, ServedModel, prompt_field, text_size
-from service.text_pool import LONG_BYTES, FairQueue, Places, TextPool
+from service.text_pool import LONG_BYTES, FairQueue, TenantSlots, TextPool
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Explainer:
         self._graphs: dict[str, tuple[ServedModel, AttentionSource]] = {}
         self._queue = FairQueue(self._worker, 1)
         self._is_used = False
-        self._places = Places("Explain", 1 + MAX_WAITING)
+        self._places = TenantSlots("Explain", 1 + MAX_WAITING)
         self._last_seconds = 1.0
 
     async def explain(self, call: ExplainCall, time_remaining: float | None) -> Explanation:
@@ -163,7 +163,7 @@ class Explainer:
         return tuple(token_ids)
 
     def _compute(self, model: ServedModel, task: ExplainTask, selection: Selection) -> tuple[Explanation, float]:
-        """On the worker: the answer, after loading the graph if nobody asked for this model before, and its seconds."""
+        """On the worker: the answer, after loading the graph if this is the first for the model, and its seconds."""
         began = time.monotonic()
         known, graph = self._graphs.get(model.name, (None, None))
         if graph is None or known is not model:

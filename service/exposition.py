@@ -1,10 +1,10 @@
 """Metrics over HTTP: Prometheus' text format at `/metrics`, rendered by a thread of its own beside the busy ones.
 
 What a scrape waits for is the interpreter's lock, which the engine thread and the event loop want as well. They take
-turns every switch interval, so that a rendering takes as many times longer as there are others, and whoever lets go of
-the lock, as for every system call, waits for a turn again. Hence the plain text format whatever a scraper would rather
-have (OpenMetrics takes the client library almost twice as long, for exemplars that we do not have), fast compression,
-and one write for an answer. Knows nothing of which metrics there are.
+turns every switch interval, so that a rendering takes as many times longer as there are others, and a thread that
+releases the lock, as for every system call, waits for a turn again. Hence the plain text format whatever a scraper
+would rather have (OpenMetrics takes the client library almost twice as long, for exemplars that we do not have), fast
+compression, and one write for an answer. Knows nothing of which metrics there are.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ _GZIP_LEVEL = 1
 _MAX_ONE_WRITE_BYTES = 1 << 18
 # For a client to ask and to take its answer, all of both: one that does so byte by byte must not keep a thread.
 _MAX_SECONDS = 10.0
-# Each has a thread. A scraper takes one, for milliseconds. Beyond that each new one has another closed.
+# Each has a thread. A scraper takes one, for milliseconds. Beyond that a new one has another closed, or is refused.
 _MAX_CONNECTIONS = 16
+# From its request on, a connection has so long to be answered before others of its address may take its place.
+_ANSWER_SECONDS = 1.0
 # For a connection that is closed to give its place back.
 _CLOSING_SECONDS = 1.0
 _MAX_REQUEST_BYTES = 1 << 14
@@ -133,11 +135,11 @@ class _Bounded:
 
 @dataclass(slots=True)
 class _Connection:
-    """One that is open: its client's address, since when it is, whether its request is complete, and its end."""
+    """One that is open: its client's address, since when it is, when its request was complete, and its end."""
 
     host: str
     begun: float = field(default_factory=time.monotonic)
-    has_asked: bool = False
+    asked: float | None = None
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -160,30 +162,37 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is a place for a connection; where all are taken, another one is closed for it."""
+        """Whether there is a place for a connection; where all are taken, another one may be closed for it."""
         if len(self._open) >= _MAX_CONNECTIONS:
-            self._make_room()
+            self._make_room(client_address[0])
         has_place = len(self._open) < _MAX_CONNECTIONS
         if has_place:
             self._open[request] = _Connection(client_address[0])
         return has_place
 
-    def _make_room(self) -> None:
-        """Closes the connection that deserves its place least.
+    def _make_room(self, host: str) -> None:
+        """Closes the connection that deserves its place least, if any, for one of an address.
 
         That is one of the address that has most, which may be the only address: a proxy's, or this machine's. Of these
-        it is one that has not asked yet, and the oldest of those. A scraper asks as soon as it is connected.
+        it is one that has not asked yet, and the oldest of those. A scraper asks as soon as it is connected. One that
+        asked within `_ANSWER_SECONDS` is closed only for an address that has fewer, and where there is no other.
         """
-        taken = list(self._open.items())
+        taken, now = list(self._open.items()), time.monotonic()
         held = Counter(each.host for _, each in taken)
-        if taken:
-            request, connection = min(taken, key=lambda item: (-held[item[1].host], item[1].has_asked, item[1].begun))
+        most = max(held.values(), default=0)
+        ranked = []
+        for request, each in taken:
+            is_due = each.asked is not None and now - each.asked < _ANSWER_SECONDS
+            if held[each.host] == most and not (is_due and held[host] == most):
+                ranked.append(((is_due, each.asked is not None, each.begun), request, each))
+        if ranked:
+            _, request, connection = min(ranked, key=lambda each: each[0])
             _cut(request)
             connection.ended.wait(_CLOSING_SECONDS)
 
     def asked(self, request: Any) -> None:
         """A connection's request is complete."""
-        self._open[request].has_asked = True
+        self._open[request].asked = time.monotonic()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answers a request, unless the client leaves or has had its time."""

@@ -8,11 +8,11 @@ One forecaster a model, on the event loop alone. It learns from every step (`ser
 that were handed to the engine and have not ended, and compares each request's prediction with what it then took.
 
 The queue is foretold simply. Steps take what they would with all rows that there are and will be; who runs ends when it
-has as many tokens as such requests have come to lately (as many as it may have, if nothing can stop it before); whoever
-waits takes the first rows that are free, in the order of turns, and prompts are computed one after another. A tenant
-beside others has its share of rows and prompts, and no more (`service.engine.tenants`). All of it takes longer where
-other models have work: by what they take of the cores meanwhile (`service.sharing`). Not predicted: requests to come,
-prefixes that a request before it will leave behind, K/V memory where that is scarcer than rows.
+has as many tokens as such requests have come to lately (as many as it may have, if nothing can stop it before); a
+request that waits takes the first rows that are free, in the order of turns, and prompts are computed one after
+another. A tenant beside others has its share of rows and prompts, and no more (`service.engine.tenants`). All of it
+takes longer where other models have work: by what they take of the cores meanwhile (`service.sharing`). Not predicted:
+requests to come, prefixes that a request before it will leave behind, K/V memory where that is scarcer than rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from service.lengths import AnswerLengths
 from service.sharing import Rival, stretched
 from service.step_times import ALONE, Company, Rates, StepTimes
 
-# Of the seconds that are foretold: what is not known yet may make so much of them, or nothing is told.
+# Of the seconds that are foretold: what is not known yet may make so much of them, or nothing is predicted.
 _MOST_UNKNOWN = 0.5
 # How fast the average of requests follows.
 _REQUEST_RATE = 0.05
@@ -96,7 +96,7 @@ class Quote:
 
 @dataclass(slots=True)
 class _Outstanding:
-    """A request that the engine has: `num_tokens` were told over all rows, of likely `likely_tokens` in each."""
+    """A request that the engine has: `num_tokens` were reported over all rows, of likely `likely_tokens` in each."""
 
     turn: tuple[int, float]
     tenant: str
@@ -170,7 +170,7 @@ class Forecaster:
             known.num_tokens += 1
 
     def calibrated(self, steps: Iterable[StepStats]) -> None:
-        """Learns from steps that nobody asked for: from each, however quick."""
+        """Learns from steps of no request: from each, however quick."""
         for stats in steps:
             self._times.learn(stats, is_calibration=True)
 
@@ -202,7 +202,7 @@ class Forecaster:
         return self._foretell(request, quote, self._queue_seconds(request, quote), cached_tokens)
 
     def forecast_alone(self, request: GenerationRequest, cached_tokens: int = 0) -> Forecast | None:
-        """What a request would take if nobody else were there; arguments and None as for `forecast`."""
+        """What a request would take if it were alone; arguments and None as for `forecast`."""
         return self._foretell(request, Quote(self._times.rates, ALONE), 0.0, cached_tokens)
 
     def likely_tokens(self, request: GenerationRequest) -> int | None:
@@ -228,22 +228,22 @@ class Forecaster:
         predicted_seconds = None if forecast is None else forecast.service_seconds
         return Estimate(Cost(counts=counts, predicted_seconds=predicted_seconds), forecast)
 
-    def settle(self, quote: Quote, request: GenerationRequest, told: Mapping[int, int], end: TokenEvent) -> Cost | None:
+    def settle(self, quote: Quote, request: GenerationRequest, sent: Mapping[int, int], end: TokenEvent) -> Cost | None:
         """What a request has cost; None where it ended before its first token, or by an error.
 
-        The prediction told is what was known when it was handed over, with the tokens that turned out to be cached and
+        Its prediction is what was known when it was handed over, with the tokens that turned out to be cached and
         outputs as long as they may be. The error that goes into `relative_error` is that for their true lengths.
 
         Args:
             quote: what was known then.
             request: the request.
-            told: how many tokens each output had.
+            sent: how many tokens each output had.
             end: its terminal event.
         """
         timings = end.timings
         if timings is None or timings.scheduled_time is None or timings.first_token_time is None or end.error:
             return None
-        lengths = tuple(told.values()) if request.beam_search is None else (end.num_search_steps,) * request.num_rows
+        lengths = tuple(sent.values()) if request.beam_search is None else (end.num_search_steps,) * request.num_rows
         shape = self.costs.shape(request, end.num_cached_tokens, lengths)
         measured = timings.finished_time - timings.scheduled_time
         if (predicted := quote.seconds(request_work(shape))) is not None and measured > 0:

@@ -112,7 +112,7 @@ Part = Accepted | PromptScores | Piece | Finished | Outcome
 
 
 def _unwanted(request: GenerationRequest) -> frozenset[FinishReason]:
-    """How an output ends that nobody wants any more: the call ends with an error."""
+    """How an output ends that is not wanted any more: the call ends with an error."""
     cancelled = frozenset({FinishReason.CANCELLED})
     return cancelled if request.partial_on_deadline else cancelled | {FinishReason.DEADLINE}
 
@@ -156,7 +156,7 @@ class Generator:
                 model = current
                 request = await self._prepare(call, model, arrival, time_remaining)
                 cached_tokens = await place.cached_tokens(request)
-            # Before `Accepted` is told: a client that is slow to read it must not be late in the queue.
+            # Before `Accepted` is sent: a client that is slow to read it must not be late in the queue.
             place.submit(request, cached_tokens, is_streamed=is_streamed)
             yield Accepted(request.request_id, request.model)
             outputs = _Outputs(request, model.output_tokenizer.decode)
@@ -201,13 +201,13 @@ class Generator:
                 task, request = await self._prepare_score(call, model, arrival, time_remaining)
                 cached_tokens = await place.cached_tokens(request)
             place.submit(request, cached_tokens, is_streamed=False)
-            told: list[TokenEvent] = []
+            seen: list[TokenEvent] = []
             async with aclosing(place.events()) as batches:
                 async for events in batches:
-                    told += events
-            logprobs = [each.logprob for event in told for each in event.prompt_logprobs]
-            reasons = [event.finish_reason for event in told if event.finish_reason is not None]
-            _require_complete(request, reasons, f"{len(logprobs)} scores", told[-1].timings)
+                    seen += events
+            logprobs = [each.logprob for event in seen for each in event.prompt_logprobs]
+            reasons = [event.finish_reason for event in seen if event.finish_reason is not None]
+            _require_complete(request, reasons, f"{len(logprobs)} scores", seen[-1].timings)
             return Score(task.scored_token_ids, tuple(logprobs), task.num_bytes)
 
     def refused(self, model_name: str, error: RequestError) -> None:
@@ -339,9 +339,9 @@ class _Outputs:
             RequestCancelled: when it was aborted.
         """
         num_tokens = sum(output.num_tokens for output in self._outputs)
-        # A search may find fewer hypotheses than it was asked for: then nothing was ever told of the others.
-        told = [output for output in self._outputs if not self._request.beam_search or output.is_told]
-        reasons = [output.finish_reason for output in told]
+        # A search may find fewer hypotheses than it was asked for: then no event was of the others.
+        found = [output for output in self._outputs if not self._request.beam_search or output.is_found]
+        reasons = [output.finish_reason for output in found]
         timings = None if self._last is None else self._last.timings
         _require_complete(self._request, reasons, f"{num_tokens} tokens", timings)
         if self._last is None or timings is None:
@@ -365,8 +365,8 @@ class _Output:
         self.finish_reason: FinishReason | None = None
 
     @property
-    def is_told(self) -> bool:
-        """Whether anything was heard of it."""
+    def is_found(self) -> bool:
+        """Whether any event was of it."""
         return self.num_tokens > 0 or self.finish_reason is not None
 
     def take(self, events: Sequence[TokenEvent]) -> Piece:

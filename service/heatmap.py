@@ -34,7 +34,7 @@ svg .paper { fill: #ffffff }
 """
 """What the pictures need once on a page, or each when it stands alone."""
 
-# Steps of opacity: neighbours cannot be told apart, and a path for each holds all its cells.
+# Steps of opacity: neighbors cannot be distinguished, and a path for each holds all its cells.
 _NUM_LEVELS = 32
 _MAX_LABEL = 16
 # A monospaced character's width in parts of its size.

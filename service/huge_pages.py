@@ -1,4 +1,4 @@
-"""Asks the C library for memory in huge pages, which it can only be told before a process starts.
+"""Asks the C library for memory in huge pages, which can only be set before a process starts.
 
 Every decoding step reads all weights and all K/V once, and in pages of 4 KiB half of what that costs beyond the
 reading itself is the processor's looking up of addresses. glibc asks Linux for pages of 2 MiB when its tunable
@@ -33,7 +33,7 @@ def environment_for_huge_pages(environ: Mapping[str, str], c_library: str, setti
     Args:
         environ: of this process; a tunable that it already names, with whatever value, is left alone.
         c_library: its name and version; others than glibc know no tunables.
-        setting: what Linux says of huge pages, its choice in brackets: `always` needs no asking, `never` hears none.
+        setting: what Linux says of huge pages, its choice in brackets: `always` needs no asking, `never` ignores it.
     """
     tunables = environ.get(_VARIABLE, "")
     is_named = any(tunable.partition("=")[0] == _TUNABLE for tunable in tunables.split(":"))

@@ -104,7 +104,7 @@ class KVPool:
             StartupError: saying what it needs at least and what there is; nothing was taken then.
         """
         wanted = self._planned.get(model, 0)
-        # Who was not named and has outgrown its part by now is as one that nobody knew of.
+        # A model that was not named and has outgrown its part is treated as a new one.
         if wanted < needs.least and model not in self._kept_for:
             wanted = needs.whole
         part = self._deal_out(model, needs, wanted)

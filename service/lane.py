@@ -1,6 +1,6 @@
 """One model's lane: how many places it has, what requests in it will take, and how each request ended.
 
-Every request of a known model is counted here exactly once and told in one line of the log, under its finish reason or
+Every request of a known model is counted here exactly once and has one line of the log, under its finish reason or
 its error's label, whether it ran or was refused. Lives on the event loop. Knows
 nothing of streams and threads.
 """
@@ -60,7 +60,7 @@ class Lane:
         metrics: the same.
         kv_usage_ratio: share of its K/V memory that requests took after the last step.
         forecaster: what foretells its requests now.
-        admission: who judges them by their deadlines, None where nobody does.
+        admission: what judges them by their deadlines, None where nothing does.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Lane:
 
     @property
     def is_alone(self) -> bool:
-        """Whether whoever asks has the only place that is taken."""
+        """Whether only one place is taken: the caller's."""
         return self._taken.total() == 1
 
     def serve_by(self, engine: StepEngine) -> None:

@@ -50,9 +50,9 @@ class AnswerLengths:
     def expected(self, now: float, max_tokens: int) -> int | None:
         """The mean length of answers that may have `max_tokens` at most; None where too few were seen lately.
 
-        What went beyond the longest that was seen is not known, and is taken not to exist: who expects too little finds
-        out, as predictions are corrected by what became of them, while nobody would find out who expects too much and
-        refuses everyone.
+        What went beyond the longest that was seen is not known, and is taken not to exist. Expecting too little is
+        found out, as predictions are corrected by what became of them. Expecting too much would refuse every request
+        and never be found out.
         """
         answers = self._answers
         while answers and answers[0][0] < now - _MAX_AGE_SECONDS:

@@ -1,6 +1,6 @@
 """Which models are served, changed while others answer: load, unload, reload.
 
-    load      read and check the artefact ─> build its engine ─> replay its golden cases ─> serve it
+    load      read and check the artifact ─> build its engine ─> replay its golden cases ─> serve it
     reload    the same beside the old engine, which ends what it has begun and then goes
     unload    refuse new requests ─> let those in flight end, for a grace ─> let the engine go
 
@@ -11,7 +11,7 @@ one model at a time: ONNX Runtime makes a session without holding the interprete
 share the processor with it. What touches a GPU is done by the engine thread, and streams wait: memory that another
 thread takes or gives back spoils what is being recorded there, and what is recorded is the thread's own.
 
-A large artefact is tried out in a process of its own first, behind all others in line for the processor: one that is
+A large artifact is tried out in a process of its own first, behind all others in line for the processor: one that is
 unfit, or that ONNX Runtime does not survive, is found there, and one that is fit is in the page cache by then.
 """
 
@@ -36,14 +36,14 @@ from service import garbage
 from service.async_engine import AsyncEngine
 from service.config import ServeConfig
 from service.costing import CostModel
-from service.devices import artefact_folder
+from service.devices import artifact_folder
 from service.engine import calibration
 from service.engine.engine import Engine, LastRun
 from service.engine.kv_memory import MemoryNeeds
 from service.engine.types import Device, StepStats
 from service.errors import ModelUnfit, RequestError, StartupError, UnknownModel
 from service.kv_pool import KVPool, Part
-from service.loading import build_engines, load_model, manifest_of, model_names, needs_of
+from service.loading import build_engines, check_room, load_model, manifest_of, model_names, needs_of
 from service.models import Models, ModelState, Parity, ServedModel
 
 _LOGGER = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ _LOGGER = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 TRIAL_BYTES = 64 << 20
-"""From how large an artefact on it is tried out first."""
+"""From how large an artifact on it is tried out first."""
 
 _HEARTBEAT_SECONDS = 0.01
 _LONG_STALL_SECONDS = 1.0
@@ -135,7 +135,7 @@ class Library:
             self._give_back_when(gone, self._pool.part_of(model))
             self._models.remove(model)
             self._state_changed()
-            # Whoever hears that it is unloaded may want its memory next.
+            # A client that sees it unloaded may want its memory next.
             await asyncio.wait([gone])
             # Sessions and buffers are large: whatever cycle holds them should not do so until some day.
             if self._config.device is Device.CUDA:
@@ -163,7 +163,7 @@ class Library:
         return kv_bytes, round(self._engine.kv_usage_ratio(model) * kv_bytes)
 
     def close(self) -> None:
-        """Gives up what is being changed. Nobody waits for a thread that is at work on it."""
+        """Gives up what is being changed, without waiting for a thread that is at work on it."""
         self._is_closed = True
         for task in self._changes:
             task.cancel()
@@ -181,19 +181,21 @@ class Library:
     def _changed(self, task: asyncio.Task[None]) -> None:
         self._turn.release()
         self._changes.discard(task)
-        # Asked for even if nobody waits for it any more, or the loop would complain.
+        # Asked for even if no caller waits for it any more, or the loop would complain.
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOGGER.info("nothing is changed: %s", error)
 
     async def _bring(self, name: str) -> None:
         began = time.monotonic()
         needs = await _in_time(name, lambda: self._read_needs(name))
-        with _told_without_paths(self._config.models, name):
+        with _unfit_without_paths(self._config.models, name):
             former = self._pool.part_of(name) if name in self._models.names else None
             part = self._pool.take(name, needs)
+        # Its K/V and those of the engine that it replaces share one part.
+        more_kv_bytes = max(0, part.kv_bytes - (0 if former is None else former.kv_bytes))
         try:
             async with _stall() as stall:
-                model = await _in_time(name, lambda: self._read_model(name, needs, part.kv_bytes))
+                model = await _in_time(name, lambda: self._read_model(name, needs, part.kv_bytes, more_kv_bytes))
                 making = time.monotonic()
                 engine, parity, steps = await self._where_engines_are_made(lambda: self._prepare(model, part.kv_bytes))
                 made = time.monotonic()
@@ -223,21 +225,25 @@ class Library:
 
     def _read_needs(self, name: str) -> MemoryNeeds:
         """What a model of the folder will take, by its manifest and the sizes of its files. On a thread of its own."""
-        with _told_without_paths(self._config.models, name):
+        with _unfit_without_paths(self._config.models, name):
             served = model_names(self._config.models)
             # Compared with what is there, not joined: a name is never a path.
             if name not in served:
                 raise UnknownModel(name, served)
             return needs_of(manifest_of(self._config.models / name, self._config.device), self._config)
 
-    def _read_model(self, name: str, needs: MemoryNeeds, kv_memory: int) -> ServedModel:
-        """All of a model but its engine. On a thread of its own."""
-        with _told_without_paths(self._config.models, name):
-            folder = artefact_folder(self._config.models / name, self._config.device)
+    def _read_model(self, name: str, needs: MemoryNeeds, kv_memory: int, more_kv_bytes: int) -> ServedModel:
+        """All of a model but its engine, where there is memory for that. On a thread of its own."""
+        with _unfit_without_paths(self._config.models, name):
+            manifest = manifest_of(self._config.models / name, self._config.device)
+            check_room(manifest, self._config, more_kv_bytes)
+            folder = artifact_folder(self._config.models / name, self._config.device)
             is_large = sum(path.stat().st_size for path in folder.iterdir()) >= TRIAL_BYTES
             # A device has no room for a model twice, nor for the K/V of another try.
             if is_large and self._config.device is not Device.CUDA:
                 self._try_out(name, kv_memory)
+                # That may have taken minutes, in which requests took memory.
+                check_room(manifest, self._config, more_kv_bytes)
             model = self._load(name)
         if needs_of(model.manifest, self._config) != needs:
             raise ModelUnfit(name, ["its manifest has changed while it was loaded"])
@@ -245,7 +251,7 @@ class Library:
 
     def _prepare(self, model: ServedModel, kv_memory: int) -> tuple[Engine, Parity, Sequence[StepStats]]:
         """A proven engine, its proof, and the steps that it was calibrated by."""
-        with _told_without_paths(self._config.models, model.name):
+        with _unfit_without_paths(self._config.models, model.name):
             kv = {model.name: kv_memory}
             built = build_engines(self._config.models, [model], self._config, self._last_run, kv, is_serving=True)
             engine = built[model.name]
@@ -265,7 +271,7 @@ class Library:
         return load_model(self._config.models / name, self._config.prefill_provider, self._config.device)
 
     def _calibrate(self, name: str, engine: Engine) -> Sequence[StepStats]:
-        """Steps to learn from, while nobody is served: beside streams they would take longer, and so would those."""
+        """Steps to learn from, while no stream is open: beside streams they would take longer, and so would those."""
         if not self._config.calibrate:
             return ()
         steps = engine.calibrate(calibration.MAX_SECONDS, lambda: not self._engine.num_streams)
@@ -309,7 +315,7 @@ def prove(model: ServedModel, engine: Engine) -> Parity:
 
 
 def trial_settings(config: ServeConfig, name: str, kv_memory: int | None = None) -> dict[str, Any]:
-    """What `service.trial` must be told to load a model as this server would, with so many bytes of K/V."""
+    """What `service.trial` needs to load a model as this server would, with so many bytes of K/V."""
     return {
         "folder": str(config.models),
         "name": name,
@@ -327,13 +333,13 @@ def trial_settings(config: ServeConfig, name: str, kv_memory: int | None = None)
 def _in_daemon(function: Callable[[], _Result]) -> Future[_Result]:
     """Runs it on a thread that a stopping process does not wait for: making a session cannot be interrupted."""
     future: Future[_Result] = Future()
-    # From now on nobody can cancel it, and its result has a place.
+    # From now on it cannot be cancelled, and its result has a place.
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             result = function()
-        except BaseException as error:  # whatever it is, who waits must hear of it
+        except BaseException as error:  # whatever it is, the caller that waits gets it
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -370,8 +376,8 @@ def _last_json(text: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _told_without_paths(folder: Path, name: str) -> Iterator[None]:
-    """Whatever is wrong with an artefact becomes ModelUnfit, for a client that need not know where things lie."""
+def _unfit_without_paths(folder: Path, name: str) -> Iterator[None]:
+    """Whatever is wrong with an artifact becomes ModelUnfit, for a client that need not know where things lie."""
     try:
         yield
     except StartupError as error:

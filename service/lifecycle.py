@@ -1,4 +1,4 @@
-"""A request's phases: queue, prefill and decode, cut from its times. Knows neither engines nor whoever draws them."""
+"""A request's phases: queue, prefill and decode, cut from its times. Knows neither engines nor what draws them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from service.engine.types import RequestTimings
 from service.errors import EngineFailed, NotServing
 
-# Outcomes told by whoever outlived the engine, and knows of the request no more than when it arrived.
+# Outcomes reported without the engine, by code that knows of the request no more than when it arrived.
 _UNKNOWN_FATE = frozenset({EngineFailed.label, NotServing.label})
 
 

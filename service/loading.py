@@ -1,4 +1,4 @@
-"""From a folder of artefacts to models that can be served; every problem of every artefact is reported at once.
+"""From a folder of artifacts to models that can be served; every problem of every artifact is reported at once.
 
 Loading graphs takes seconds: it is done before anything is served, or on a thread of its own (`service.library`).
 """
@@ -14,6 +14,8 @@ from typing import TypeVar
 from model import golden
 from model.artifact import (
     CHAT,
+    DECODER,
+    ENCODER,
     GOLDEN,
     MAX_CHAT_BYTES,
     TARGET_TOKENIZER,
@@ -29,11 +31,11 @@ from model.reading import read_text
 from model.tokenizer import Tokenizer, TokenizerError
 from service.admission import PATIENCE_SECONDS
 from service.config import Admission, Kernels, ServeConfig
-from service.devices import artefact_folder, choose_device
+from service.devices import artifact_folder, choose_device
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
-from service.engine.kv_memory import MemoryNeeds, memory_needs
-from service.engine.memory import memory_limit
+from service.engine.kv_memory import MemoryNeeds, graph_weight_bytes, memory_needs
+from service.engine.memory import memory_limit, resident_bytes
 from service.engine.prefill_provider import choose_prefill_provider
 from service.engine.scheduler import EngineLimits
 from service.engine.session import SessionOptions, cuda_free_bytes
@@ -49,12 +51,12 @@ _Loaded = TypeVar("_Loaded")
 def load_models(
     folder: Path, prefill: PrefillProvider = PrefillProvider.CPU, device: Device = Device.AUTO
 ) -> tuple[ServedModel, ...]:
-    """Reads and checks every artefact below `folder`; a subfolder's name is its model's.
+    """Reads and checks every artifact below `folder`; a subfolder's name is its model's.
 
     Args:
-        folder: of the artefacts.
+        folder: of the artifacts.
         prefill: what is wanted to compute prompts.
-        device: what computes, as `settle_device` says; `AUTO` leaves that to each artefact.
+        device: what computes, as `settle_device` says; `AUTO` leaves that to each artifact.
 
     Raises:
         StartupError: listing all that is wrong with any of them.
@@ -84,8 +86,32 @@ def model_names(folder: Path) -> tuple[str, ...]:
 
 
 def needs_of(manifest: Manifest, config: ServeConfig) -> MemoryNeeds:
-    """What serving an artefact takes of memory."""
+    """What serving an artifact takes of memory."""
     return memory_needs(manifest, config.max_batch_size, config.chunk_tokens)
+
+
+def check_room(manifest: Manifest, config: ServeConfig, kv_bytes: int) -> None:
+    """Refuses to load a model beside others where memory is too short, before any of it is taken.
+
+    Weights count twice: until the engine is proven, a copy of their file lies beside them, which the kernel cannot drop
+    as it drops cached files. On a CUDA device memory was checked as the model's part of it was taken.
+
+    Args:
+        manifest: the artifact's.
+        config: sizes.
+        kv_bytes: what the model's K/V may take beyond those of the engine that it replaces.
+
+    Raises:
+        StartupError: with the bytes that it needs and the bytes that are left.
+    """
+    limit = memory_limit()
+    if limit is None or manifest.device is BuiltFor.CUDA:
+        return
+    weights = sum(graph_weight_bytes(manifest, graph) for graph in (DECODER, ENCODER) if graph in manifest.graphs)
+    needed = 2 * weights + kv_bytes + needs_of(manifest, config).besides
+    left = max(0, limit - resident_bytes())
+    if needed > left:
+        raise StartupError([f"loading it needs up to {needed} bytes of memory, of {limit} there are {left} left"])
 
 
 def share_memory(models: Iterable[ServedModel], config: ServeConfig) -> KVPool:
@@ -123,7 +149,7 @@ def build_engines(
     """Loads every model's graphs, reserves its key-value cache and, where guesses are wanted, proves them harmless.
 
     Args:
-        folder: of the artefacts.
+        folder: of the artifacts.
         models: what is to be served of it.
         config: sizes and threads.
         last_run: shared by all engines that one thread steps; a new one unless given.
@@ -152,7 +178,7 @@ def build_engines(
     parts = share_memory(models, config).parts if kv_memory is None else kv_memory
 
     def build(model: ServedModel) -> tuple[str, Engine]:
-        own = artefact_folder(folder / model.name, config.device)
+        own = artifact_folder(folder / model.name, config.device)
         engine = build_engine(
             own,
             model.manifest,
@@ -175,18 +201,18 @@ def build_engines(
 
 
 def load_model(folder: Path, prefill: PrefillProvider, device: Device = Device.AUTO) -> ServedModel:
-    """Reads and checks one artefact; the name of the model's folder is the model's.
+    """Reads and checks one artifact; the name of the model's folder is the model's.
 
     Args:
         folder: the model's (`service.devices`).
         prefill: what is wanted to compute its prompts.
-        device: what computes it; `AUTO` is whatever its artefact is for.
+        device: what computes it; `AUTO` is whatever its artifact is for.
 
     Raises:
         StartupError: listing all that is wrong with it.
     """
     manifest = manifest_of(folder, device)
-    name, folder = folder.name, artefact_folder(folder, device)
+    name, folder = folder.name, artifact_folder(folder, device)
     before = stamp(folder, manifest)
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
         # They want a core, not the interpreter. Until they are known, nothing that was read or went wrong counts.
@@ -207,7 +233,7 @@ def manifest_of(folder: Path, device: Device) -> Manifest:
     Raises:
         StartupError: listing every problem, wrong checksums among them.
     """
-    folder = artefact_folder(folder, device)
+    folder = artifact_folder(folder, device)
     try:
         return _load(folder, device, checksums=False)
     except StartupError:
@@ -224,7 +250,7 @@ def _load(folder: Path, device: Device, *, checksums: bool = True) -> Manifest:
 
 
 def _read(name: str, folder: Path, manifest: Manifest, prefill: PrefillProvider) -> ServedModel:
-    """All of an artefact but its graphs; raises StartupError."""
+    """All of an artifact but its graphs; raises StartupError."""
     problems: list[str] = []
     prompt = _load_tokenizer(folder / TOKENIZER, _prompt_vocab_size(manifest), problems)
     output = prompt

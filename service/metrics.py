@@ -272,7 +272,7 @@ class ModelMetrics:
             self._host.observe(stats.host_seconds)
 
     def tokens_generated(self, count: int) -> None:
-        """A step told so many tokens, over all requests."""
+        """A step generated so many tokens, over all requests."""
         self._generation_tokens.inc(count)
 
     def prompt_done(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:

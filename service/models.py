@@ -102,7 +102,7 @@ class ServedModel:
 
     @property
     def explains(self) -> bool:
-        """Whether its artefact has a graph of attention weights."""
+        """Whether its artifact has a graph of attention weights."""
         return EXPLAIN in self.manifest.graphs
 
     @property
@@ -115,7 +115,7 @@ class ServedModel:
 
         Args:
             prompt: text, raw ids or a conversation.
-            max_tokens: how many it may have, `max_prompt_tokens` unless told.
+            max_tokens: how many it may have, `max_prompt_tokens` unless given.
 
         Raises:
             PromptTooLong: when it has more: for a prompt to be continued, when it leaves no room in the context.

@@ -127,7 +127,7 @@ class OtelTracer:
         await asyncio.to_thread(self._close, max_wait_seconds)
 
     def _close(self, max_wait_seconds: float) -> None:
-        # When nobody takes it, an export retries for many seconds.
+        # Without a collector, an export retries for many seconds.
         threads = [threading.Thread(target=flush, name="telemetry", daemon=True) for flush in self._flushes]
         for thread in threads:
             thread.start()
@@ -219,7 +219,7 @@ class _Request:
 
 
 class _Call:
-    """A call's span, told once the handler is over and so is its request, if the engine had it.
+    """A call's span, exported once the handler is over and so is its request, if the engine had it.
 
     Args:
         scribe: writes.
@@ -244,7 +244,7 @@ class _Call:
         return _Request(self)
 
     def ended(self, code: str, message: str) -> None:
-        """Keeps status and time. The messages of errors that are the client's may quote it, and are not told."""
+        """Keeps status and time. The messages of errors that are the client's may quote it, and are not exported."""
         self._end_time = self._scribe.now()
         self._span.set_attribute("rpc.response.status_code", code)
         if code != _OK:
@@ -258,7 +258,7 @@ class _Call:
         self._requests.append(request)
         self._num_open += 1
 
-    def done(self, request: _Request) -> None:  # noqa: ARG002 — all are told together, when the status is known
+    def done(self, request: _Request) -> None:  # noqa: ARG002 — all are exported together, when the status is known
         """The span waits for one less."""
         self._release()
 

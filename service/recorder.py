@@ -1,4 +1,4 @@
-"""The flight recorder: the last steps and requests of every model, for whoever asks what has just happened.
+"""The flight recorder: the last steps and requests of every model, to show what has just happened.
 
 It is fed where steps and ends of requests reach the event loop and read there too, so nothing is locked. What it keeps
 is bounded and holds numbers, names and ids: no prompt, no token, no text. Knows nothing of files, HTTP or engines.
@@ -72,7 +72,7 @@ class FlightLog:
 
 
 class FlightRecorder:
-    """Remembers for each model as many steps and as many ended requests as it is told, and forgets the oldest.
+    """Remembers for each model so many steps and so many ended requests, and forgets the oldest.
 
     Args:
         num_kept: steps, and requests, per model; 0 remembers nothing.
@@ -137,13 +137,13 @@ class FlightRecorder:
         return FlightLog(time.monotonic(), time.time(), models)
 
     def _log(self, model: str, error_id: str) -> None:
-        """One entry with a model's last steps, none of which an entry before has told of; the last is told last."""
+        """One entry with a model's last steps, none of which was in an entry before; the last one is at the end."""
         steps = self._steps[model]
-        told = steps.last(min(_MAX_LOGGED_STEPS, steps.num_added - self._num_logged.get(model, 0)))
+        rest = steps.last(min(_MAX_LOGGED_STEPS, steps.num_added - self._num_logged.get(model, 0)))
         self._num_logged[model] = steps.num_added
-        if not told:
+        if not rest:
             return
-        rows: list[dict[str, Any]] = [dict(zip(STEP_COLUMNS, step, strict=True)) for step in told]
+        rows: list[dict[str, Any]] = [dict(zip(STEP_COLUMNS, step, strict=True)) for step in rest]
         lines = [f"{row['end_time'] - rows[-1]['end_time']:+.6f} s: {_line(row)}" for row in rows]
         _LOGGER.error("%s: the last steps of %s\n%s", error_id, model, "\n".join(lines))
 

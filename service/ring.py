@@ -45,7 +45,7 @@ class Rows:
 
 
 class Ring:
-    """Remembers as many rows as it is told, and forgets the oldest; a row has its names first, then its numbers.
+    """Remembers so many rows, and forgets the oldest; a row has its names first, then its numbers.
 
     Args:
         num_kept: rows; 0 remembers nothing.

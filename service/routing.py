@@ -37,6 +37,6 @@ def routing_key(prompt: str | Sequence[int], length: int | None = None) -> str:
     if length < 1:
         raise ValueError(f"length: must be at least 1, got {length}")
     beginning = prompt[:length]
-    told = beginning.encode() if isinstance(beginning, str) else b",".join(b"%d" % token for token in beginning)
+    data = beginning.encode() if isinstance(beginning, str) else b",".join(b"%d" % token for token in beginning)
     kind = b"text:" if isinstance(prompt, str) else b"ids:"
-    return hashlib.blake2b(kind + told, digest_size=_DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(kind + data, digest_size=_DIGEST_BYTES).hexdigest()

@@ -7,7 +7,7 @@ with the cores to itself is over after
 
 summed over the other models: w is such a model's weight over ours, and w·T what it may take while the request runs. It
 takes the work W that it has by now, as far as that goes, and as more will come, no less than for the share b of the
-time for which it had work lately. Exact where nothing comes and nobody's steps are long; the rest is a guess.
+time for which it had work lately. Exact where nothing comes and no steps are long; the rest is a guess.
 
 Knows weights and who has work; no requests and no clock: moments are `time.monotonic()` seconds. On the event loop.
 """

@@ -5,7 +5,7 @@
                                +  a                                         to wake up, in the first run after a pause
     seconds of the host       =  a + b · rows                               between two runs
 
-That is t = a + b·n + c·n² for a prompt of n tokens, told for chunks: n tokens in a chunk of their own have n(n+1)/2
+That is t = a + b·n + c·n² for a prompt of n tokens, written for chunks: n tokens in a chunk of their own have n(n+1)/2
 pairs, later chunks meet those before them as well. A decoding row's pairs are the tokens that it has, so that a step of
 a given number of rows is a + b·n. What a step costs whatever its contexts are, a(rows), grows from 1 row to 2, to 4, to
 8 and so on by an amount of its own each time, never negative, and evenly between: what was learned at 4 and 8 rows says
@@ -13,7 +13,7 @@ what 6 take, and a step of more rows costs no less.
 
 Steps of several kinds of work at once teach all terms together: it is one law. It is linear, so that many short steps
 are learned from as one observation, of all their work and all their seconds. How many is decided before the first of
-them: whoever looked whenever some time is over would see the long ones more often than there are. Pairs are those of
+them: looking whenever some time is over would see the long ones more often than there are. Pairs are those of
 one layer, for each head. Coefficients are seconds. A step in which guesses came true (`service.engine.look_up`) is
 learned from as the several that it stands for, so that a row alone is foretold at the rate at which it lately came on.
 

@@ -128,7 +128,7 @@ class FairQueue:
             del self._waiting[tenant]
 
 
-class Places:
+class TenantSlots:
     """A limited number of places. A tenant with a name, which has an API key, takes half of them at most.
 
     Args:
@@ -179,7 +179,7 @@ class TextPool:
     def __init__(self, name: str, num_threads: int) -> None:
         self._short = FairQueue(ThreadPoolExecutor(num_threads, thread_name_prefix=name), num_threads)
         self._long = FairQueue(ThreadPoolExecutor(1, thread_name_prefix=f"long-{name}", initializer=_lower_priority), 1)
-        self._long_places = Places(f"{name} with long texts", MAX_LONG)
+        self._long_places = TenantSlots(f"{name} with long texts", MAX_LONG)
         self._long_sizes: list[int] = []
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[..., _Result], *arguments: object) -> _Result:

@@ -2,8 +2,8 @@
 
 The file is in the JSON Trace Event Format. Each model is a process with one track of slices, which never overlap, for
 its steps: `host` (the graphs stand still while there is work), then the run by what it computes, then `sample` (until
-tokens are chosen and told). Counters stand beside it, and each request is an asynchronous slice that holds its phases.
-Knows the JSON of `service.debug` and no server's insides.
+tokens are chosen and reported). Counters stand beside it, and each request is an asynchronous slice that holds its
+phases. Knows the JSON of `service.debug` and no server's insides.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _fetch(target: str) -> dict[str, Any]:
 
     Raises:
         _Refused: when there is no log to be had.
-        OSError, http.client.HTTPException: when nobody answers, or no metrics server.
+        OSError, http.client.HTTPException: when there is no answer, or not a metrics server's.
     """
     address = urlsplit(f"//{target}")
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_TIMEOUT_SECONDS)

@@ -1,10 +1,10 @@
-"""What the server tells a tracer of its calls and requests, and the tracer that keeps none of it.
+"""What the server reports to a tracer of its calls and requests, and the tracer that keeps none of it.
 
     interceptor ── call() ──────────────────────────────> CallTrace.ended(status)
     admission   ── request() ─> submitted(request) ─────> RequestTrace.ended(record)
 
-A tracer's `request` belongs to the `call` in whose task it is asked for. Whoever tells never asks whether somebody
-listens. Knows no exporter: `service.otel` is the tracer that tells others, imported only where it is wanted.
+A tracer's `request` belongs to the `call` in whose task it is asked for. What reports never asks whether there
+is an exporter. Knows none: `service.otel` is the tracer that exports, imported only where it is wanted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CallTrace(Protocol):
     """One call of a method of ours."""
 
     def ended(self, code: str, message: str) -> None:
-        """Its handler is over, with this status. Told once; a request of the call may outlive it."""
+        """Its handler is over, with this status. Called once; a request of the call may outlive it."""
 
 
 class RequestTrace(Protocol):
@@ -52,7 +52,7 @@ class RequestTrace(Protocol):
 
 
 class Tracer(Protocol):
-    """Hears of calls and requests, on the event loop."""
+    """Is notified of calls and requests, on the event loop."""
 
     def call(self, path: str, context: CallContext, *, has_many: bool) -> CallTrace:
         """A call of a method begins in this task.
@@ -109,7 +109,7 @@ def open_tracer(telemetry: Telemetry, endpoint: str | None) -> Tracer:
     if telemetry is Telemetry.OFF:
         return NoTracer()
     try:
-        # Late: an extra of its own, which nobody else must have or wait for.
+        # Late: an extra of its own, which no other server must have or wait for.
         from service.otel import export
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):

@@ -1,6 +1,6 @@
 """`python -m service.trial SETTINGS`: loads and proves one model, in a process that may fail.
 
-What `service.library` starts before it loads a large artefact beside running streams, which it stays behind: it is nice
+What `service.library` starts before it loads a large artifact beside running streams, which it stays behind: it is nice
 to them, and does not spin. Its address space is limited to what such an artifact needs, and where the machine runs out
 of memory all the same, the kernel ends this process first. SETTINGS is JSON; the last line of stdout is JSON too: what
 is wrong with the artifact, if anything, and how long its sessions took to make.

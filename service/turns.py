@@ -1,7 +1,7 @@
 """Whose turn it is among models that share the cores: each gets time by its weight, however long its steps are.
 
 Stride scheduling (Waldspurger and Weihl, 1995), paid for afterwards: a turn costs its taker its seconds over its
-weight, and whoever has paid least goes next. Nobody knows beforehand how long a step takes, and nobody has to.
+weight, and the model that has paid least goes next. How long a step takes need not be known beforehand.
 
 * **Shares.** Of two models that both have work all the while, i and j, the seconds S that they get over any stretch of
   time differ by no more than |S_i/w_i - S_j/w_j| ≤ L_i/w_i + L_j/w_j, L being the longest turn of each.
@@ -10,7 +10,7 @@ weight, and whoever has paid least goes next. Nobody knows beforehand how long a
 * **No way out.** What a model has paid too much in its last turn stays paid while others are at work, so that requests
   of one long step each, however spaced, get no more than a long prompt does. It is no more than its longest turn, and
   forgotten once everybody else has had nothing to do.
-* **Work conserving.** Whoever alone has work has every turn.
+* **Work conserving.** A model that alone has work has every turn.
 
 Plain arithmetic on the engine thread; knows no clock, no engines and no requests.
 """
@@ -39,7 +39,7 @@ class Turns:
         self._num_turns = 0
 
     def next(self, busy: Collection[str]) -> str | None:
-        """Whose turn it is; None where nobody has work.
+        """Whose turn it is; None where no model has work.
 
         Args:
             busy: the models that have work now.

@@ -1,4 +1,4 @@
-"""Golden cases on demand: one replay per model at a time, shared by all who ask meanwhile, given up when nobody does.
+"""Golden cases on demand: one replay per model at a time, shared by all calls for it, given up when none is left.
 
 Runs on the event loop. Knows neither gRPC nor what a replay computes.
 """
@@ -62,7 +62,7 @@ class Verifier:
             replay.num_waiting -= 1
             if replay.num_waiting == 0:
                 replay.task.cancel()
-            # Whoever asks from now on wants a new one, even if this one is still being cancelled.
+            # Calls from now on want a new one, even if this one is still being cancelled.
             if (replay.num_waiting == 0 or replay.task.done()) and self._replays.get(name) is replay:
                 del self._replays[name]
 

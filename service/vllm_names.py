@@ -94,7 +94,7 @@ class VllmNames(Collector):
         return shown
 
     def _waiting_by_reason(self) -> Metric:
-        """Whoever waits does so for room: nothing else holds a request of ours back."""
+        """Requests wait for room: nothing else holds one of ours back."""
         shown = Metric(f"{_PREFIX}num_requests_waiting_by_reason", "Requests that wait, by what for.", "gauge")
         shown.samples = [
             Sample(shown.name, {**sample.labels, **_ENGINE, "reason": reason}, value)

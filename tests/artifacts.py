@@ -1,4 +1,4 @@
-"""Tiny artefacts for tests: random weights, real export, a tokenizer that can spell any text.
+"""Tiny artifacts for tests: random weights, real export, a tokenizer that can spell any text.
 
 Made once for each set of sizes in a run and removed when it ends. Importing this module is cheap; the first call loads
 torch.
@@ -101,7 +101,7 @@ def tiny_artifact(
     explain_graph: bool = False,
     **overrides: Any,
 ) -> Path:
-    """An artefact folder of `tiny_config`; equal arguments give the same folder, which tests must not write to."""
+    """An artifact folder of `tiny_config`; equal arguments give the same folder, which tests must not write to."""
     besides = {"prefill_graph": prefill_graph, "explain_graph": explain_graph}
     return _export(tiny_config(family, **overrides), precision, KVFormat(kv_precision), Device.CPU, **besides)
 
@@ -161,7 +161,7 @@ def tiny_tokenizer(vocab_size: int, *, ends_with_eos: bool) -> Tokenizer:
 
 
 def rehash(folder: Path) -> None:
-    """Writes checksums that fit an artefact's files as they are now, as one who means to deceive would."""
+    """Writes checksums that fit an artifact's files as they are now, as one who means to deceive would."""
     manifest = artifact.read_manifest(folder)
     files = {name: artifact.hash_file(folder / name) for name in manifest.files}
     (folder / artifact.MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())

@@ -2,7 +2,7 @@
 
 A graph is emitted from the very modules that a checkpoint's would be, without the proof that `python -m export` adds:
 that takes minutes of CPU for a large model, and the device is to be judged here, not the exporter. Where a folder of
-artefacts is given, it is laid out as
+artifacts is given, it is laid out as
 
     NAME/checkpoint       as `python -m model init` or `train` leaves one
     NAME/PRECISION        as `python -m export … --device cuda --precision PRECISION` leaves one

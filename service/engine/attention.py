@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from model import artifact, golden_attention
-from model.artifact import EXPLAIN, GOLDEN_ATTENTION, ArtifactError, Manifest
+from model.artifact import EXPLAIN, GOLDEN_ATTENTION, PREFILL, ArtifactError, Manifest
 from model.golden_attention import ATTENTION_TOLERANCES, Float32
-from service.engine.kv_memory import weight_bytes
+from service.engine.kv_memory import graph_weight_bytes
 from service.engine.memory import memory_limit, resident_bytes
 from service.engine.session import GraphSession, SessionOptions
 from service.errors import NotServing
@@ -85,10 +85,12 @@ def load_attention_graph(folder: Path, manifest: Manifest, *, own_kernels: bool 
         StartupError: when the graph cannot be loaded.
         GraphError: when it cannot be run.
     """
-    needed, limit = weight_bytes(manifest), memory_limit()
-    if limit is not None and resident_bytes() + needed > limit:
+    # Until it is proven, a copy of its weights' files, which are other graphs', lies beside what is made of them.
+    needed = 2 * sum(graph_weight_bytes(manifest, name) for name in manifest.graphs if name != PREFILL)
+    limit = memory_limit()
+    if limit is not None and needed > (left := max(0, limit - resident_bytes())):
         raise NotServing(
-            f"the explain graph of {folder.name} needs up to {needed} bytes, of {limit} there are too few left"
+            f"the explain graph of {folder.name} needs up to {needed} bytes, of {limit} there are {left} left"
         )
     stamp = artifact.stamp(folder, manifest)
     try:

@@ -66,7 +66,7 @@ def build_engine(
         device: where all is to be computed; `AUTO` is the one that the artefact was exported for.
 
     Raises:
-        StartupError: when the artefact is for another device, or that is not to be had; when a graph cannot be loaded
+        StartupError: when the artifact is for another device, or that is not to be had; when a graph cannot be loaded
             or is not the manifest's; when the memory cannot be reserved; when tokens are to be guessed ahead and what
             computes them is known to change answers. A model of which nothing can be guessed, whatever computes it, is
             served without, and the log says so.
@@ -217,7 +217,7 @@ def _refuse_guesses(folder: Path, limits: EngineLimits, problems: Sequence[str])
 def _check_device(folder: Path, manifest: Manifest, device: Device) -> None:
     """Refuses an artefact that is not for the device on which it is to be computed."""
     if device not in (Device.AUTO, Device(manifest.device)):
-        raise StartupError([f"{folder}: device is {device}, the artefact is for {manifest.device}"])
+        raise StartupError([f"{folder}: device is {device}, the artifact is for {manifest.device}"])
 
 
 def _load_prefill_graph(folder: Path, manifest: Manifest, options: SessionOptions) -> GraphSession:

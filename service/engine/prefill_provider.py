@@ -72,7 +72,7 @@ def _precision(manifest: Manifest) -> str:
 def _obstacles(manifest: Manifest) -> list[str]:
     problems = []
     if PREFILL not in manifest.graphs:
-        problems.append("the artefact has no prefill graph, export it with --prefill-graph")
+        problems.append("the artifact has no prefill graph, export it with --prefill-graph")
     if manifest.kv_cache.precision is not KVPrecision.FP32:
         problems.append(f"keys and values are {manifest.kv_cache.precision}, a prefill graph writes {KVPrecision.FP32}")
     if not has_openvino_package():

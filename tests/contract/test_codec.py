@@ -305,7 +305,7 @@ def test_min_tokens_is_within_max_tokens_given_or_default(min_tokens: int, max_t
 def test_capabilities_deny_exactly_what_is_refused(is_encoder_decoder: bool, has_chat: bool) -> None:
     capabilities = describe_capabilities(is_encoder_decoder=is_encoder_decoder, has_chat=has_chat, explains=False)
     denied = {field.name for field in capabilities.DESCRIPTOR.fields if not getattr(capabilities, field.name)}
-    # The artefact's affair.
+    # The artifact's affair.
     methods = {"explain"}
     # Known to the codec, but not to this model, which refuses it.
     foreign = (set() if is_encoder_decoder else {"target_prefix"}) | (set() if has_chat else {"chat"})

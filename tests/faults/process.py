@@ -1,4 +1,4 @@
-"""A server in a process of its own, over tiny real artefacts of both families, for tests that mean it harm.
+"""A server in a process of its own, over tiny real artifacts of both families, for tests that mean it harm.
 
 What it looks like from outside is all that they know: its answers, its metrics, its memory, its exit status.
 """
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 DECODER, TRANSLATOR = "decoder-only", "encoder-decoder"
 MODELS = (DECODER, TRANSLATOR)
 LONG = "long"
-"""A decoder-only model with room for so many tokens that its streams last for seconds; see `put_long_artefact`."""
+"""A decoder-only model with room for so many tokens that its streams last for seconds; see `put_long_artifact`."""
 LONG_TOKENS = 30_000
 SLOTS = 8
 _LISTENING = re.compile(r"listening on [\d.]+:(\d+); .*metrics on (\S+)")
@@ -155,8 +155,8 @@ def serving(
             process.kill()
 
 
-def put_complete_artefacts(folder: Path) -> None:
-    """Artefacts that offer all there is: attention weights, and a template for conversations."""
+def put_complete_artifacts(folder: Path) -> None:
+    """Artifacts that offer all there is: attention weights, and a template for conversations."""
     for model in MODELS:
         shutil.copytree(tiny_artifact(model, explain_graph=True), folder / model)
     own = folder / DECODER
@@ -167,7 +167,7 @@ def put_complete_artefacts(folder: Path) -> None:
     (own / artifact.MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
 
 
-def put_long_artefact(folder: Path) -> None:
+def put_long_artifact(folder: Path) -> None:
     """The model `LONG`."""
     (folder / LONG).symlink_to(tiny_artifact(DECODER, context=LONG_TOKENS + 384), target_is_directory=True)
 

@@ -21,7 +21,7 @@ from proto.onward.v1 import model_pb2
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from proto.onward.v1.model_pb2_grpc import ModelServiceStub
 from tests.artifacts import rehash
-from tests.faults.process import DECODER, MODELS, ServerProcess, greedy, put_complete_artefacts, serving
+from tests.faults.process import DECODER, MODELS, ServerProcess, greedy, put_complete_artifacts, serving
 
 _TERABYTE = 1 << 40
 _SECONDS = 60.0
@@ -57,7 +57,7 @@ def _device(file: Path) -> str:
         os.mknod(file, 0o600 | 0o020000, os.makedev(1, 5))
         return "is a device, must be a regular file"
     file.symlink_to("/dev/zero")
-    return "leaves the artefact's folder"
+    return "leaves the artifact's folder"
 
 
 def _terabyte(file: Path) -> str:
@@ -75,7 +75,7 @@ def _terabyte(file: Path) -> str:
 def _put_good(folder: Path) -> Path:
     """A complete artifact, of which copies are spoiled, where no server sees it."""
     folder.mkdir()
-    put_complete_artefacts(folder)
+    put_complete_artifacts(folder)
     return folder / DECODER
 
 
@@ -239,7 +239,7 @@ def test_golden_cases_that_unpack_to_more_than_the_model_has_are_refused_before_
 def test_golden_attention_that_unpacks_to_more_than_the_model_has_is_not_unpacked(
     tmp_path: Path, spoil: Callable[[Path], str]
 ) -> None:
-    put_complete_artefacts(tmp_path)
+    put_complete_artifacts(tmp_path)
     spoil(tmp_path / DECODER / "attention.npz")
     rehash(tmp_path / DECODER)
     with serving(tmp_path) as server, server.channel() as channel:

@@ -26,7 +26,7 @@ from tests.faults.process import (
     Relay,
     ServerProcess,
     greedy,
-    put_long_artefact,
+    put_long_artifact,
     serving,
     streamed,
     until,
@@ -58,7 +58,7 @@ with grpc.insecure_channel(target, options) as channel:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("models")
-    put_long_artefact(folder)
+    put_long_artifact(folder)
     flags = ("--max-stall-seconds", "1", "--keepalive-seconds", "2", "--max-logprobs", "280", "--max-queue-size", "4")
     with serving(folder, *flags) as server:
         yield server

@@ -24,7 +24,7 @@ from proto.inference import open_inference_pb2
 from proto.onward.v1 import generation_pb2, model_pb2
 from proto.onward.v1.model_pb2_grpc import ModelServiceStub
 from tests.faults.messages import draw_message
-from tests.faults.process import MODELS, Neighbour, ServerProcess, put_complete_artefacts, serving
+from tests.faults.process import MODELS, Neighbour, ServerProcess, put_complete_artifacts, serving
 
 Code = grpc.StatusCode
 DOCUMENTED = {
@@ -67,7 +67,7 @@ TIMEOUT_SECONDS = 60.0
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    put_complete_artefacts(folder)
+    put_complete_artifacts(folder)
     return folder
 
 
@@ -215,7 +215,7 @@ def test_garbage_for_health_and_reflection_hurts_nobody(server: ServerProcess, p
 def test_fuzzed_management_gets_a_documented_status_and_models_come_back_as_they_were(
     tmp_path: Path, fuzz: int
 ) -> None:
-    put_complete_artefacts(tmp_path)
+    put_complete_artifacts(tmp_path)
     source, found = random.Random(3), Counter[tuple[str, Code]]()
     # What asks a model meanwhile finds it there, gone or going.
     documented = DOCUMENTED | {Code.UNAVAILABLE}

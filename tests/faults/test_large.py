@@ -28,8 +28,8 @@ from tests.faults.process import (
     LONG,
     Neighbour,
     ServerProcess,
-    put_complete_artefacts,
-    put_long_artefact,
+    put_complete_artifacts,
+    put_long_artifact,
     serving,
 )
 
@@ -145,8 +145,8 @@ REFUSALS = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder: Path = tmp_path_factory.mktemp("models")
-    put_complete_artefacts(folder)
-    put_long_artefact(folder)
+    put_complete_artifacts(folder)
+    put_long_artifact(folder)
     with serving(folder) as server:
         yield server
         assert server.stop() == 0

@@ -28,7 +28,7 @@ from tests.faults.process import (
     TRANSLATOR,
     Neighbour,
     greedy,
-    put_long_artefact,
+    put_long_artifact,
     serving,
     streamed,
     until,
@@ -47,7 +47,7 @@ def test_sigterm_with_streams_in_flight_lets_them_finish_within_the_grace_and_ex
     tmp_path: Path, grace: str, kinds: tuple[str, str], short_tokens: int
 ) -> None:
     if LONG in kinds:
-        put_long_artefact(tmp_path)
+        put_long_artifact(tmp_path)
     with serving(tmp_path, "--drain-grace-seconds", grace) as server, server.channel() as channel:
         stub = GenerationServiceStub(channel)
         ends: list[tuple[str, str]] = []

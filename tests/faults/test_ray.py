@@ -657,7 +657,7 @@ def test_what_it_costs_is_measured_beside_the_direct_way(tmp_path: Path, monkeyp
     place.parent.mkdir()
     place.symlink_to(tiny_artifact(DECODER, context=512), target_is_directory=True)
     options = Options(tmp_path, tmp_path, "fp32", threads=1, max_batch=4, context=0)
-    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: options)
+    monkeypatch.setattr(scenario, "make_artifact", lambda *_, **__: options)
     settings = scaling_out.Settings(
         precision="fp32", rounds=1, calls=10, paced_streams=2, paced_messages=5, pace_seconds=0.001,
         full_streams=4, full_messages=50, idle_seconds=0.1, families=4, requests=16, prefix=128, suffix=4, ray=True,

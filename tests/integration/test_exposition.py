@@ -7,9 +7,11 @@ import gzip
 import http.client
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from wsgiref.types import StartResponse
 
 import grpc
 import pytest
@@ -156,6 +158,7 @@ def test_connections_that_ask_nothing_keep_no_scraper_out(
 
 def test_connections_that_take_no_answer_keep_no_scraper_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exposition, "_MAX_SECONDS", 600.0)
+    monkeypatch.setattr(exposition, "_ANSWER_SECONDS", 600.0)
     begun = threading.Semaphore(0)
 
     def endless(environ: dict[str, str], start_response: Callable[..., object]) -> Iterator[bytes]:
@@ -179,6 +182,75 @@ def test_connections_that_take_no_answer_keep_no_scraper_out(monkeypatch: pytest
             assert scraper.recv(12) == b"HTTP/1.0 200"
         for each in deaf + more:
             each.close()
+
+
+@pytest.mark.parametrize("seconds", [600.0, 0.0], ids=["just now", "long ago"])
+def test_a_crowd_of_one_address_closes_no_connection_that_asked_just_now(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    monkeypatch.setattr(exposition, "_MAX_SECONDS", 600.0)
+    monkeypatch.setattr(exposition, "_ANSWER_SECONDS", seconds)
+    answers, begun, answered = metrics_app(registry), threading.Semaphore(0), threading.Event()
+
+    def slow(environ: dict[str, str], start_response: StartResponse) -> Iterable[bytes]:
+        begun.release()
+        assert answered.wait(60)
+        return answers(environ, start_response)
+
+    with exposing(slow, "127.0.0.1", 0) as port:  # type: ignore[arg-type]
+        crowd = []
+        for _ in range(exposition._MAX_CONNECTIONS):
+            crowd.append(socket.create_connection(("127.0.0.1", port), timeout=60))
+            crowd[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert begun.acquire(timeout=60)
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as newcomer:
+            loser = newcomer if seconds else crowd.pop(0)
+            with closed(loser):
+                pass
+        answered.set()
+        for each in crowd:
+            with each:
+                assert each.recv(12) == b"HTTP/1.0 200"
+
+
+def test_one_scrape_is_rendered_at_a_time(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    coming, going, inside, most = threading.Semaphore(0), threading.Semaphore(0), [], 0
+
+    class Watched:
+        """A lock that counts those who come to it."""
+
+        def __init__(self, lock: threading.Lock) -> None:
+            self._lock = lock
+
+        def __enter__(self) -> None:
+            coming.release()
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    class Slow:
+        def collect(self) -> list[object]:
+            nonlocal most
+            inside.append(self)
+            most = max(most, len(inside))
+            assert going.acquire(timeout=60)
+            inside.pop()
+            return []
+
+    with monkeypatch.context() as patched:
+        lock = threading.Lock()
+        patched.setattr(threading, "Lock", lambda: Watched(lock))
+        app = metrics_app(registry)
+    registry.register(Slow())  # type: ignore[arg-type]
+    with exposing(app, "127.0.0.1", 0) as port, ThreadPoolExecutor(4) as scrapers:
+        scrapes = [scrapers.submit(asked, port) for _ in range(4)]
+        for _ in scrapes:
+            assert coming.acquire(timeout=60), "it is not asked for the lock"
+        for _ in scrapes:
+            going.release()
+        assert [scrape.result() for scrape in scrapes] == [b"HTTP/1.0 200"] * 4
+    assert most == 1
 
 
 def test_request_larger_than_the_limit_is_not_read_in_full(registry: CollectorRegistry) -> None:

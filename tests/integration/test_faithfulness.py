@@ -25,9 +25,9 @@ SIZES = {
 
 @pytest.mark.parametrize("family", [*Architecture])
 def test_served_greedy_tokens_are_the_reference_decoders(family, tmp_path):
-    artefact = tiny_artifact(family, **SIZES[family])
-    shutil.copytree(artefact, tmp_path / "models" / MODEL)
-    source = artefact.parent / "checkpoint"
+    artifact = tiny_artifact(family, **SIZES[family])
+    shutil.copytree(artifact, tmp_path / "models" / MODEL)
+    source = artifact.parent / "checkpoint"
     requests = list(faithfulness.random_requests(checkpoint.load(source).config, POSITIONS_PER_FAMILY, seed=1))
     # Fewer slots than callers: requests queue, join a running batch and leave it while others go on.
     with serving(tmp_path / "models", "--max-batch-size", "8", "--no-metrics", "--prefill-chunk", "32") as target:

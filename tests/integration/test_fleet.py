@@ -72,7 +72,7 @@ def test_all_of_it_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     place.parent.mkdir()
     place.symlink_to(tiny_artifact("decoder-only"), target_is_directory=True)
     options = Options(tmp_path, tmp_path, "fp32", threads=1, max_batch=4, context=0)
-    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: options)
+    monkeypatch.setattr(scenario, "make_artifact", lambda *_, **__: options)
     settings = Settings(precision="fp32", servers=(2, 6), seconds=1.0, scrape_seconds=0.3, calls=32, callers=4)
     results = fleet.measure(settings, tmp_path)
     server, envoy, prometheus = (results[name] for name in ("server", "envoy", "prometheus"))

@@ -40,7 +40,7 @@ def test_loading_is_measured_amid_streams_of_a_real_server(tmp_path: Path, monke
     place.parent.mkdir()
     place.symlink_to(tiny_artifact("decoder-only", context=1024), target_is_directory=True)
     options = Options(tmp_path, tmp_path, "fp32", threads=1, max_batch=2, context=0)
-    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: options)
+    monkeypatch.setattr(scenario, "make_artifact", lambda *_, **__: options)
     settings = loading.Settings(precision="fp32", streams=2, stream_prompt=4, lead=2, window=32, repeats=1)
     results = loading.measure(settings, tmp_path)
     assert set(results["changes"]) == {"load", "reload", "unload"}

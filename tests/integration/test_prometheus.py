@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import clocks, dashboard, prometheus, scenario
-from benchmarks.bench_onward import artefact
+from benchmarks.bench_onward import artifact
 from benchmarks.clocks import Histogram, Stream
 from benchmarks.dashboard import Answered, Panel
 from benchmarks.envoy import balancing
@@ -27,12 +27,12 @@ from tests.artifacts import tiny_artifact
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
-    """Has the scenarios serve a tiny artefact that is there already."""
+    """Has the scenarios serve a tiny artifact that is there already."""
     place = tmp_path / "fp32" / "model"
     place.parent.mkdir()
     place.symlink_to(tiny_artifact("decoder-only"), target_is_directory=True)
     made = Options(tmp_path, tmp_path, "fp32", threads=1, max_batch=4, context=0)
-    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: made)
+    monkeypatch.setattr(scenario, "make_artifact", lambda *_, **__: made)
     return made
 
 
@@ -196,13 +196,13 @@ def test_dashboard_puts_two_servers_behind_envoy_together(options: Options, tmp_
         "--log-level", "error", "--slo-e2e-latency", "2",
     ]  # fmt: skip
     with ExitStack() as stack:
-        servers = [stack.enter_context(served(artefact(options).parent, *flags)) for _ in range(2)]
+        servers = [stack.enter_context(served(artifact(options).parent, *flags)) for _ in range(2)]
         envoy = stack.enter_context(balancing([server.target for server in servers], tmp_path))
         instances = [server.metrics for server in servers]
         prometheus = stack.enter_context(scraping(instances, tmp_path, interval_seconds=0.25))
         prometheus.wait_scraped(time.time())
         begin = time.time()
-        config = load(artefact(options)).config
+        config = load(artifact(options)).config
         asyncio.run(dashboard.press(envoy.target, settings, config))
         prometheus.wait_scraped(time.time())
         end = time.time()

@@ -189,7 +189,7 @@ def take_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         place.symlink_to(tiny_artifact(family, **sizes), target_is_directory=True)
         return tiny_config(family, **sizes)
 
-    monkeypatch.setattr(study, "_make_artefact", make)
+    monkeypatch.setattr(study, "_make_artifact", make)
 
 
 def test_a_study_of_tiny_models_asks_every_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ from tests.artifacts import tiny_artifact, tiny_config
 
 
 def tiny_options(tmp_path: Path, family: str, max_batch: int = 4, **overrides: Any) -> Options:
-    """As `scenario.make_artefact` gives them, of an artefact that is there already."""
+    """As `scenario.make_artifact` gives them, of an artifact that is there already."""
     place = tmp_path / "fp32" / MODEL
     place.parent.mkdir()
     place.symlink_to(tiny_artifact(family, **overrides), target_is_directory=True)
@@ -131,7 +131,7 @@ def test_a_long_prompt_is_measured_amid_streams_of_a_real_server(
 ) -> None:
     # So long that no stream ends before the long prompt has come, however quick its steps.
     options = tiny_options(tmp_path, "decoder-only", context=8192)
-    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: options)
+    monkeypatch.setattr(scenario, "make_artifact", lambda *_, **__: options)
     settings = interference.Settings(
         precision="fp32", streams=2, stream_prompt=4, long_prompt=80, lead=2, window=4, repeats=1, chunk=16
     )
@@ -178,7 +178,7 @@ def test_the_promise_is_every_rounds_share_by_weight(worst: float, passed: bool)
 
 def test_two_models_are_measured_on_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = tiny_options(tmp_path, "decoder-only")
-    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: options)
+    monkeypatch.setattr(scenario, "make_artifact", lambda *_, **__: options)
     settings = company.Settings(
         precision="fp32",
         streams=2,
@@ -259,7 +259,7 @@ def test_answers_in_time_are_measured_on_real_servers_beyond_their_capacity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = tiny_options(tmp_path, "decoder-only")
-    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: options)
+    monkeypatch.setattr(scenario, "make_artifact", lambda *_, **__: options)
     settings = goodput.Settings(
         precision="fp32", batch=2, answer=20, timeout=0.5, capacity_seconds=1.0, lead=0.5, seconds=1.0, rounds=1
     )
@@ -301,7 +301,7 @@ def test_the_promise_is_kept_by_every_request_by_its_median_over_the_repeats() -
 
 def test_a_prefix_is_measured_in_every_way_on_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = tiny_options(tmp_path, "decoder-only")
-    monkeypatch.setattr(scenario, "make_artefact", lambda *_, **__: options)
+    monkeypatch.setattr(scenario, "make_artifact", lambda *_, **__: options)
     settings = prefix.Settings(
         precision="fp32", prefix=32, suffix_least=2, suffix_most=4, requests=4, in_flight=2, repeats=1
     )
@@ -387,7 +387,7 @@ def test_tasks_ask_what_their_names_say() -> None:
 @pytest.mark.skipif(not kernels.operators(), reason="the kernels are not built for this processor")
 def test_guesses_are_measured_on_real_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = tiny_options(tmp_path, "decoder-only")
-    monkeypatch.setattr(look_up, "make_artefact", lambda *_: options)
+    monkeypatch.setattr(look_up, "make_artifact", lambda *_: options)
     monkeypatch.setattr(look_up, "held_out_text", lambda _: ["to be or not to be, " * 4, "that is the question " * 4])
     settings = look_up.Settings(precision="fp32", look_up=4, prompts=2, prompt=40, new=30, repeats=1)
     results = look_up.measure(settings, tmp_path)
@@ -453,12 +453,12 @@ def test_requests_of_a_workload_fit_the_model_and_some_begin_alike(family: str) 
 
 @pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])
 def test_predictions_of_a_real_server_are_measured_alone_and_under_load(tmp_path: Path, family: str) -> None:
-    artefact = tiny_artifact(family)
+    artifact = tiny_artifact(family)
     settings = prediction.Settings(
-        models=(str(artefact),), requests=6, warm_seconds=0.2, load_seconds=0.3, in_flight=6, batch=2, chunk=16
+        models=(str(artifact),), requests=6, warm_seconds=0.2, load_seconds=0.3, in_flight=6, batch=2, chunk=16
     )
     results = prediction.measure(settings, tmp_path)
-    found = results["models"][artefact.name]
+    found = results["models"][artifact.name]
     assert found["alone"]["count"] == len(found["requests"]) == 6
     assert found["yardstick"]["count"] == 2
     assert found["load"]["count"] >= 6
@@ -467,12 +467,12 @@ def test_predictions_of_a_real_server_are_measured_alone_and_under_load(tmp_path
             assert 0 <= found[when][way]["share_within"] <= 1
             assert found[when][way]["max"] >= found[when][way]["p50"] >= 0
     assert all(each["predicted"] > 0 and each["measured"] > 0 for each in found["requests"])
-    assert f"| {artefact.name} | load |" in prediction.render(results)
+    assert f"| {artifact.name} | load |" in prediction.render(results)
     assert "<svg" in prediction.draw_picture(results)
     json.dumps(results, allow_nan=False)
 
 
-def test_models_to_predict_are_presets_or_artefacts_and_quick_means_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_to_predict_are_presets_or_artifacts_and_quick_means_few(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, folder = prediction._parse(["--quick", "--model", "one", "--model", "two", "--docs"])
     assert settings.models == ("one", "two")
     assert settings.requests <= 30
@@ -722,9 +722,9 @@ def test_waits_amid_explain_are_told_by_the_calls_that_they_overlap() -> None:
 def test_explain_is_measured_amid_streams_of_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def export(checkpoint: Path, out: Path, precision: str, *flags: str) -> dict[str, float]:
         # So long that no stream ends before the calls do, however quick its steps.
-        artefact = tiny_artifact("decoder-only", explain_graph="--explain-graph" in flags, context=8192)
+        artifact = tiny_artifact("decoder-only", explain_graph="--explain-graph" in flags, context=8192)
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.symlink_to(artefact, target_is_directory=True)
+        out.symlink_to(artifact, target_is_directory=True)
         return {"seconds": 1.0, "num_bytes": 1000}
 
     monkeypatch.setattr(scenario, "make_checkpoint", lambda *_: None)

@@ -58,10 +58,10 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @asynccontextmanager
-async def serving(folder: Path, artefacts: Mapping[str, Any], **changes: Any) -> AsyncIterator[Running]:
-    """A server over these artefacts, by name."""
-    for name, artefact in artefacts.items():
-        shutil.copytree(artefact(), folder / name)
+async def serving(folder: Path, artifacts: Mapping[str, Any], **changes: Any) -> AsyncIterator[Running]:
+    """A server over these artifacts, by name."""
+    for name, artifact in artifacts.items():
+        shutil.copytree(artifact(), folder / name)
     given = {"max_batch_size": 4, "threads": 1, "spin": False, "prefill_chunk": 16, "calibrate": False, **changes}
     config = ServeConfig(models=folder, port=0, metrics=False, **given)
     models, last_run, registry = load_models(folder), LastRun(), CollectorRegistry()
@@ -105,8 +105,8 @@ async def memory(server: Running, name: str) -> tuple[int, int]:
 async def test_each_model_answers_among_others_what_it_answers_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The law of company, over models: bit by bit, with scores, whatever runs between two steps."""
     alone = {}
-    for name, artefact in ALL.items():
-        async with serving(tmp_path_factory.mktemp(name), {name: artefact}) as server:
+    for name, artifact in ALL.items():
+        async with serving(tmp_path_factory.mktemp(name), {name: artifact}) as server:
             alone[name] = await answers(server, asked_of(name))
     async with serving(tmp_path_factory.mktemp("all"), ALL, time_shares=(("other", 3.0),)) as server:
         together = await asyncio.gather(*(answers(server, asked_of(name)) for name in ALL))

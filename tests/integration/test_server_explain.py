@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 
-from model.artifact import EXPLAIN, GraphSpec, explain_signature
+from model.artifact import EXPLAIN, FileEntry, GraphSpec, explain_signature
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
 from service import app
 from service.config import RequestLimits
+from service.engine import attention
 from service.errors import NotServing
 from service.explainer import MAX_WAITING
 from service.models import Parity, ServedModel
@@ -402,6 +403,26 @@ async def test_a_graph_that_cannot_be_trusted_answers_nobody_and_is_looked_at_ag
         graph.failure = None
         assert (await server.generation.Explain(request)).attentions
     assert graph.loads == ["fake"] * 3
+
+
+async def test_a_graph_whose_weights_have_no_room_twice_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident, needed = 10 << 30, 2 * (3 << 30)
+    model = explained_model()
+    files = {"decoder.onnx.data": 3 << 30, "prefill.onnx.data": 9 << 30}
+    graphs = {name: GraphSpec(f"{name}.onnx", (), ()) for name in ("decoder", "prefill")}
+    manifest = replace(
+        model.manifest,
+        graphs={**model.manifest.graphs, **graphs},
+        files={name: FileEntry("", num_bytes) for name, num_bytes in files.items()},
+    )
+    monkeypatch.setattr(attention, "resident_bytes", lambda: resident)
+    limits = iter((resident + needed - 1, resident + needed))
+    monkeypatch.setattr(attention, "memory_limit", lambda: next(limits))
+    async with running([replace(model, manifest=manifest)]) as server:
+        for refusal in (f"needs up to {needed} bytes", "has changed on the disk"):
+            error = await status_of(server.generation.Explain(pb.ExplainRequest(text="a", target_text="z")))
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert refusal in str(error.details())
 
 
 async def test_a_model_that_is_served_no_more_takes_its_graph_along(graph: FakeGraph) -> None:

@@ -25,14 +25,15 @@ import pytest
 from grpc_health.v1 import health_pb2
 from prometheus_client import CollectorRegistry
 
+from model.artifact import read_manifest
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1 import model_pb2
-from service import garbage, library, trial
+from service import garbage, library, loading, trial
 from service.app import App
 from service.config import Kernels, ServeConfig
 from service.engine.engine import LastRun
 from service.engine.types import Device, PrefillProvider
-from service.loading import build_engines, load_models
+from service.loading import build_engines, load_models, needs_of
 from service.models import ModelState
 from tests.artifacts import tiny_artifact
 from tests.fakes import FakeRunner, Gate
@@ -67,11 +68,12 @@ class Shelf:
 
     folder: Path
     server: Running
+    config: ServeConfig
 
-    def put(self, name: str, artefact: Path) -> None:
-        """A new artefact in the place of any other, moved in whole."""
+    def put(self, name: str, artifact: Path) -> None:
+        """A new artifact in the place of any other, moved in whole."""
         staged = self.folder / f".{name}"
-        shutil.copytree(artefact, staged)
+        shutil.copytree(artifact, staged)
         shutil.rmtree(self.folder / name, ignore_errors=True)
         staged.rename(self.folder / name)
 
@@ -101,9 +103,9 @@ class Shelf:
 
 
 @asynccontextmanager
-async def shelf(folder: Path, artefact: Callable[[], Path] = OLD, **changes: Any) -> AsyncIterator[Shelf]:
-    """A server over an artefact as "a", on real graphs."""
-    shutil.copytree(artefact(), folder / "a")
+async def shelf(folder: Path, artifact: Callable[[], Path] = OLD, **changes: Any) -> AsyncIterator[Shelf]:
+    """A server over an artifact as "a", on real graphs."""
+    shutil.copytree(artifact(), folder / "a")
     config = ServeConfig(
         models=folder,
         port=0,
@@ -119,7 +121,7 @@ async def shelf(folder: Path, artefact: Callable[[], Path] = OLD, **changes: Any
     app = App(config, models, build_engines(folder, models, config, last_run), registry, last_run)
     async with app.listening() as endpoint, connect(app, endpoint, registry) as server:
         await app.verify_all()
-        yield Shelf(folder, server)
+        yield Shelf(folder, server, config)
 
 
 async def test_a_model_is_loaded_beside_another_and_answers_as_if_it_had_always_been_there(tmp_path: Path) -> None:
@@ -226,6 +228,33 @@ async def test_an_unfit_model_is_refused_by_what_is_wrong_and_harms_nobody(tmp_p
         assert await shelved.names() == ["a"]
         assert await shelved.health("a") == SERVING
         assert await shelved.tokens("a") == before
+
+
+async def test_a_model_whose_weights_have_no_room_twice_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "TRIAL_BYTES", 0)
+    resident, left, tried = 10 << 30, 0, []
+    monkeypatch.setattr(library.Library, "_try_out", lambda *given: tried.append(given[1]))
+    async with shelf(tmp_path) as shelved:
+        shelved.put("b", NEW())
+        files = [*NEW().glob("decoder.onnx*")]
+        assert len(files) == 2
+        needs = needs_of(read_manifest(NEW()), shelved.config)
+        load = 2 * sum(file.stat().st_size for file in files) + needs.besides + needs.whole
+        monkeypatch.setattr(loading, "resident_bytes", lambda: resident)
+        monkeypatch.setattr(loading, "memory_limit", lambda: resident + left)
+        # A reload has the part of its K/V already.
+        for change, needed in ((shelved.load, load), (shelved.reload, load - needs.whole)):
+            left = needed - 1
+            error = await status_of(change("b"))
+            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert f"needs up to {needed} bytes of memory, of {resident + left} there are {left} left" in str(error)
+            assert tried == []
+            left = needed
+            await change("b")
+            assert tried == ["b"]
+            tried.clear()
 
 
 @pytest.mark.parametrize("is_fit", [True, False])

@@ -1,4 +1,4 @@
-"""The server as an operator runs it: a process of its own, real artefacts of both families, real exits."""
+"""The server as an operator runs it: a process of its own, real artifacts of both families, real exits."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def refused(models: Path, *flags: str) -> list[str]:
     return [line.removeprefix("onward: ") for line in ended.stderr.splitlines()]
 
 
-def test_every_problem_of_every_artefact_stops_the_start(tmp_path: Path) -> None:
+def test_every_problem_of_every_artifact_stops_the_start(tmp_path: Path) -> None:
     for name in ("flipped", "incomplete"):
         shutil.copytree(tiny_artifact("encoder-decoder"), tmp_path / name)
     (tmp_path / "healthy").symlink_to(tiny_artifact("decoder-only"), target_is_directory=True)
@@ -278,7 +278,7 @@ def test_every_problem_of_every_artefact_stops_the_start(tmp_path: Path) -> None
     expected = {
         "flipped: decoder.onnx.data does not match its sha256",
         "flipped: golden.npz has 5 bytes, the manifest says",
-        "foreign: manifest.json is missing: not an artefact",
+        "foreign: manifest.json is missing: not an artifact",
         "incomplete: encoder.onnx is missing",
         "incomplete: tokenizer.json is missing",
     }

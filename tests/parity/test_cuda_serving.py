@@ -269,7 +269,7 @@ def told(monkeypatch: pytest.MonkeyPatch, library: HostLibrary) -> Told:
 
 
 def on_cuda(family: str) -> tuple[Path, Manifest]:
-    """The stand-in's artefact, its manifest saying that it is for CUDA."""
+    """The stand-in's artifact, its manifest saying that it is for CUDA."""
     folder = paged_artifact(family)
     return folder, dataclasses.replace(artifact.load(folder), device=Device.CUDA)
 
@@ -478,7 +478,7 @@ def test_an_engine_that_is_let_go_of_gives_the_device_back_what_it_took_there_an
 async def test_models_are_loaded_and_unloaded_on_a_device_by_the_engine_thread_alone(
     told: Told, library: HostLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The stand-in computes in float32, which no artefact for CUDA does.
+    # The stand-in computes in float32, which no artifact for CUDA does.
     monkeypatch.setattr(artifact, "CUDA_PRECISIONS", (*artifact.CUDA_PRECISIONS, Precision.FP32))
     for name in ("a", "b"):
         shutil.copytree(paged_artifact(DECODER_ONLY), tmp_path / name)
@@ -506,7 +506,7 @@ async def test_models_are_loaded_and_unloaded_on_a_device_by_the_engine_thread_a
         shutil.move(tmp_path / ".b", tmp_path / "b")
         await server.models.LoadModel(model_pb2.LoadModelRequest(model="b"))
         await server.models.ReloadModel(model_pb2.ReloadModelRequest(model="a"))
-        # An artefact that fails its proof takes memory, and gives it back.
+        # An artifact that fails its proof takes memory, and gives it back.
         with monkeypatch.context() as patch:
             patch.setattr("service.library.tolerance_of", lambda *_: golden.Tolerance(absolute=0.0))
             with pytest.raises(grpc.aio.AioRpcError, match="golden cases failed"):
@@ -529,9 +529,9 @@ def test_factory_refuses_what_the_device_has_no_room_for(told: Told, library: Ho
     factory.build_engine(folder, manifest, lambda _: "", LIMITS, THREADS, LastRun())
 
 
-def test_factory_refuses_an_artefact_for_another_device() -> None:
+def test_factory_refuses_an_artifact_for_another_device() -> None:
     folder = tiny_artifact(DECODER_ONLY)
-    with pytest.raises(StartupError, match="device is cuda, the artefact is for cpu"):
+    with pytest.raises(StartupError, match="device is cuda, the artifact is for cpu"):
         factory.build_engine(
             folder, artifact.load(folder), lambda _: "", LIMITS, THREADS, LastRun(), device=Wanted.CUDA
         )
@@ -541,7 +541,7 @@ def test_factory_refuses_an_artefact_for_another_device() -> None:
 
 
 @pytest.mark.parametrize(("family", "precision"), [(DECODER_ONLY, Precision.BF16), (ENCODER_DECODER, Precision.FP16)])
-def test_a_cuda_artefact_is_written_checked_and_refused_where_there_is_no_device(
+def test_a_cuda_artifact_is_written_checked_and_refused_where_there_is_no_device(
     family: str, precision: Precision, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "checkpoint", tiny_config(family, num_layers=1))
@@ -583,7 +583,7 @@ def test_a_cuda_artefact_is_written_checked_and_refused_where_there_is_no_device
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
-def test_an_artefact_on_a_device_passes_its_proof_and_answers_the_same_twice(family: str, tmp_path: Path) -> None:
+def test_an_artifact_on_a_device_passes_its_proof_and_answers_the_same_twice(family: str, tmp_path: Path) -> None:
     if problem := session.find_cuda_problem():
         pytest.skip(problem)
     checkpoint = tiny_checkpoint(tmp_path / "checkpoint", tiny_config(family))

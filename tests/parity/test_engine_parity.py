@@ -136,7 +136,7 @@ class Recorder:
 
 
 class Served:
-    """An engine over an artefact, with its logits on record; the same K/V buffers serve every test that shares it."""
+    """An engine over an artifact, with its logits on record; the same K/V buffers serve every test that shares it."""
 
     def __init__(self, family: str, overrides: Mapping[str, Any], limits: EngineLimits) -> None:
         self.folder = tiny_artifact(family, **overrides)
@@ -163,7 +163,7 @@ class Served:
 
 
 def make_runner(folder: Path, manifest: Manifest, limits: EngineLimits) -> OrtRunner:
-    """What the server would build, with a prefill graph in use wherever the artefact has one."""
+    """What the server would build, with a prefill graph in use wherever the artifact has one."""
     runner = build_runner(folder, manifest, limits, THREADS)
     if PREFILL not in manifest.graphs:
         return runner
@@ -973,7 +973,7 @@ def test_engine_cancelling_half_frees_their_slots_in_one_step_and_changes_nobody
         assert tokens_of(outputs, request.request_id) == tokens_of(undisturbed, request.request_id)
 
 
-def test_engine_stop_strings_are_found_in_the_artefacts_own_text() -> None:
+def test_engine_stop_strings_are_found_in_the_artifacts_own_text() -> None:
     host = served("rotary")
     request = dataclasses.replace(make_request(host.config, 4, 20), stopping=StoppingParams(max_tokens=40))
     engine = host.engine()

@@ -206,7 +206,7 @@ SIZES: dict[str, dict[str, int]] = {"decoder-only": {}, "encoder-decoder": {"num
 
 
 def explained(family: str, precision: Precision = Precision.FP32) -> Path:
-    """An artefact with an explain graph."""
+    """An artifact with an explain graph."""
     return tiny_artifact(family, precision, explain_graph=True, **SIZES[family])
 
 
@@ -277,8 +277,8 @@ def test_explain_graph_is_refused_beside_rounded_keys(tmp_path: Path, capsys: An
 
 
 def other_models_graph(tmp_path: Path) -> Path:
-    """An artefact whose explain graph alone is of other weights, with checksums that say all is well."""
-    folder = tmp_path / "artefact"
+    """An artifact whose explain graph alone is of other weights, with checksums that say all is well."""
+    folder = tmp_path / "artifact"
     shutil.copytree(explained("decoder-only"), folder)
     emit(ExplainGraph(random_model(tiny_config("decoder-only"), seed=1)), folder / "explain.onnx")
     manifest = artifact.read_manifest(folder)
@@ -298,8 +298,8 @@ def test_another_models_graph_fails_its_proof_at_verify_and_in_the_server(tmp_pa
         load_attention_graph(folder, artifact.load(folder))
 
 
-def test_an_artefact_that_was_replaced_after_the_start_explains_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "artefact"
+def test_an_artifact_that_was_replaced_after_the_start_explains_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "artifact"
     shutil.copytree(explained("decoder-only"), folder)
     served = artifact.load(folder)
     load_attention_graph(folder, served)

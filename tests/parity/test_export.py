@@ -77,7 +77,7 @@ UNUSUAL = {
 
 
 def _artifact(row: str) -> Path:
-    """One layer will do: that layers are told apart is shown by the default artefacts, which have two."""
+    """One layer will do: that layers are told apart is shown by the default artifacts, which have two."""
     values: dict[str, Any] = dict(zip(COLUMNS.split(), row.split(), strict=True))
     family = values.pop("family")
     bias = values.pop("bias") == "1"
@@ -334,7 +334,7 @@ def test_manifest_says_what_the_files_are(family: str) -> None:
 
 
 @pytest.mark.parametrize("precision", artifact.CPU_PRECISIONS)
-def test_whoever_the_umask_lets_can_read_every_file_of_an_artefact(precision: Precision) -> None:
+def test_whoever_the_umask_lets_can_read_every_file_of_an_artifact(precision: Precision) -> None:
     folder = tiny_artifact("decoder-only", precision, explain_graph=precision is Precision.INT8)
     allowed = stat.S_IMODE(folder.stat().st_mode) & 0o666
     assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in folder.iterdir()} == {
@@ -342,7 +342,7 @@ def test_whoever_the_umask_lets_can_read_every_file_of_an_artefact(precision: Pr
     }
 
 
-def test_report_of_an_artefact_gives_every_case_its_figures() -> None:
+def test_report_of_an_artifact_gives_every_case_its_figures() -> None:
     folder = tiny_artifact("decoder-only")
     report = json.loads((folder / artifact.PARITY).read_text())
     assert report["verdict"] == "passed"
@@ -353,7 +353,7 @@ def test_report_of_an_artefact_gives_every_case_its_figures() -> None:
     assert all(case.keys() == keys for case in report["cases"])
 
 
-def test_export_command_ends_in_one_json_line_and_replaces_an_artefact(
+def test_export_command_ends_in_one_json_line_and_replaces_an_artifact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", tiny_config("decoder-only", num_layers=1))
@@ -377,7 +377,7 @@ def test_export_refuses_by_name_what_it_cannot_build(tmp_path: Path, capsys: pyt
     (taken / artifact.MANIFEST).write_text('{"name": "of something else"}')
     assert main([str(source), "--out", str(taken), "--device", "cuda", "--precision", "int8"]) == 2
     problems = "\n".join(_last_line(capsys)["problems"])
-    for reason in ("fp16 or bf16 on cuda, asked for is int8", "head_dim is 24", "neither empty nor an artefact"):
+    for reason in ("fp16 or bf16 on cuda, asked for is int8", "head_dim is 24", "neither empty nor an artifact"):
         assert reason in problems
     assert len(list(taken.iterdir())) == 2
 

@@ -117,10 +117,10 @@ def test_imported_checkpoint_is_proven_in_fewer_bits(
 ) -> None:
     make_folder(case_named(name), tmp_path / "theirs")
     write(plan(tmp_path / "theirs"), tmp_path / "ours")
-    loaded, artefact = checkpoint.load(tmp_path / "ours"), tmp_path / "artefact"
-    report = export(loaded, artefact, Device.CPU, precision, lambda _: None, KVFormat(kv_precision))
+    loaded, artifact = checkpoint.load(tmp_path / "ours"), tmp_path / "artifact"
+    report = export(loaded, artifact, Device.CPU, precision, lambda _: None, KVFormat(kv_precision))
     assert report.verdict is Verdict.PASSED
-    nodes = onnx.load(artefact / "decoder.onnx").graph.node
+    nodes = onnx.load(artifact / "decoder.onnx").graph.node
     kinds = [node.op_type.removeprefix(BIASED).removesuffix(GELU) for node in nodes]
     products = {kind for kind in kinds if kind in _PRODUCTS}
     # The feed-forward width is no multiple of 32: blocks of 16 are the operator's of ONNX Runtime's own.
@@ -218,15 +218,15 @@ def test_import_command_says_what_it_did_and_its_checkpoint_exports(
     assert said["has_chat_template"]
     assert said["num_parameters"] == sum(tensor.size for tensor in llama_tensors().values())
     assert "temperature 0.6" in err
-    artefact = tmp_path / "models" / "imported"
-    assert export_main([str(tmp_path / "ours"), "--out", str(artefact)]) == 0
-    manifest = json.loads((artefact / "manifest.json").read_text())
+    artifact = tmp_path / "models" / "imported"
+    assert export_main([str(tmp_path / "ours"), "--out", str(artifact)]) == 0
+    manifest = json.loads((artifact / "manifest.json").read_text())
     assert manifest["eos_ids"] == [2, 7]
     (served,) = load_models(tmp_path / "models")
     text = served.prompt_tokenizer.encode_plain("user: <bos>\n")
     assert served.encode_prompt(Conversation((Message("user", "<bos>"),))) == (1, *text)
-    (artefact / "chat.json").write_text('{"template": "{% for %}", "variables": {}}')
-    rehash(artefact)
+    (artifact / "chat.json").write_text('{"template": "{% for %}", "variables": {}}')
+    rehash(artifact)
     with pytest.raises(StartupError, match=r"chat\.json: cannot be compiled"):
         load_models(tmp_path / "models")
 

@@ -165,7 +165,7 @@ def test_a_graph_that_standard_operators_compute_is_refused_with_their_names(mon
     (problem,) = refusals(tiny_artifact("decoder-only", **ADDITIVE["decoder-only"]))
     assert problem.startswith("the decoder has standard operators for ")
     assert "MatMul" in problem
-    # The very artefact that our kernels compute, where they are said to be there and are not.
+    # The very artifact that our kernels compute, where they are said to be there and are not.
     monkeypatch.setattr(kernels, "library", lambda: None)
     monkeypatch.setattr(kernels, "why_not", lambda: None)
     (problem,) = refusals(tiny_artifact("decoder-only"))

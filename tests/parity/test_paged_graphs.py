@@ -624,7 +624,7 @@ def test_export_over_blocks_refuses_additive_scores(tmp_path: Path) -> None:
         (KVFormat(layout=KVLayout.PAGED, block_size=32), "decoder inputs lacks key_cache_0 float32[num_blocks, 32"),
     ],
 )
-def test_an_artefact_over_blocks_that_does_not_fit_together_is_refused(
+def test_an_artifact_over_blocks_that_does_not_fit_together_is_refused(
     kv: KVFormat, problem: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "copy"

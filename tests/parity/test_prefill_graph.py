@@ -91,7 +91,7 @@ def test_prefill_graph_beside_rounded_weights_keeps_its_own_and_float32s_toleran
 
 
 def test_verify_fails_when_the_prefill_graph_alone_is_another_models(tmp_path: Path) -> None:
-    folder = tmp_path / "artefact"
+    folder = tmp_path / "artifact"
     shutil.copytree(tiny_artifact("decoder-only", prefill_graph=True), folder)
     emit(PrefillGraph(random_model(tiny_config("decoder-only"), seed=1)), folder / "prefill.onnx", PREFILL_OPSET)
     with pytest.raises(EmitError, match=r"is not the same in decoder\.onnx"):
@@ -202,7 +202,7 @@ def test_openvino_by_name_stops_the_start_and_says_all_that_is_missing(
     with pytest.raises(StartupError) as refusal:
         choose_prefill_provider(OPENVINO, bare, with_amx)
     assert refusal.value.problems == (
-        "prefill_provider is openvino: the artefact has no prefill graph, export it with --prefill-graph",
+        "prefill_provider is openvino: the artifact has no prefill graph, export it with --prefill-graph",
         "prefill_provider is openvino: keys and values are int8, a prefill graph writes fp32",
         "prefill_provider is openvino: the package onnxruntime-ep-openvino is not installed, the extra `openvino` "
         "brings it",
@@ -226,12 +226,12 @@ def test_auto_says_what_keeps_prompts_from_openvino(
     assert "onnxruntime_ep_openvino: no such library" in caplog.text
 
 
-def test_a_start_names_the_artefact_that_openvino_cannot_serve(tmp_path: Path) -> None:
+def test_a_start_names_the_artifact_that_openvino_cannot_serve(tmp_path: Path) -> None:
     shutil.copytree(tiny_artifact("decoder-only"), tmp_path / "plain")
     assert [model.prefill_provider for model in load_models(tmp_path)] == [CPU]
     with pytest.raises(StartupError) as refusal:
         load_models(tmp_path, OPENVINO)
-    missing = "the artefact has no prefill graph, export it with --prefill-graph"
+    missing = "the artifact has no prefill graph, export it with --prefill-graph"
     assert refusal.value.problems[0] == f"{tmp_path / 'plain'}: prefill_provider is openvino: {missing}"
 
 
@@ -240,7 +240,7 @@ def test_a_start_names_the_artefact_that_openvino_cannot_serve(tmp_path: Path) -
 def test_golden_cases_are_replayed_through_the_provider_in_use(
     precision: Precision, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "artefact"
+    folder = tmp_path / "artifact"
     shutil.copytree(tiny_artifact("decoder-only", precision, prefill_graph=True), folder)
 
     def verdicts(provider: PrefillProvider) -> dict[str, bool]:

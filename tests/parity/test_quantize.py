@@ -476,7 +476,7 @@ def test_export_refuses_int8_kv_where_there_is_none_by_name(
     assert not (tmp_path / "out").exists()
 
 
-def test_quality_of_a_float32_artefact_is_the_checkpoints() -> None:
+def test_quality_of_a_float32_artifact_is_the_checkpoints() -> None:
     folder = tiny_artifact("decoder-only")
     source = checkpoint.load(folder.parent / "checkpoint")
     texts = ["def f(x):\n    return x\n" * 9, "import this\n"]

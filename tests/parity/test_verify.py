@@ -1,4 +1,4 @@
-"""Verification: what a proof must notice, and what of a damaged artefact it must list."""
+"""Verification: what a proof must notice, and what of a damaged artifact it must list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`model.artifact`: an artefact is exactly what its manifest says, or it is refused with everything that is wrong."""
+"""`model.artifact`: an artifact is exactly what its manifest says, or it is refused with everything that is wrong."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def make_manifest(config: ModelConfig, files: dict[str, FileEntry]) -> Manifest:
     )
 
 
-def make_artefact(folder: Path, config: ModelConfig) -> Path:
-    """An artefact in form alone: every file is there and listed, none holds a graph."""
+def make_artifact(folder: Path, config: ModelConfig) -> Path:
+    """An artifact in form alone: every file is there and listed, none holds a graph."""
     names = ["decoder.onnx", "decoder.onnx.data", artifact.TOKENIZER, artifact.GOLDEN, artifact.PARITY]
     names += ["encoder.onnx", "encoder.onnx.data"] if config.is_encoder_decoder else []
     folder.mkdir()
@@ -78,12 +78,12 @@ def make_artefact(folder: Path, config: ModelConfig) -> Path:
 
 @pytest.fixture(params=CONFIGS)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return make_artefact(tmp_path / "artefact", CONFIGS[request.param])
+    return make_artifact(tmp_path / "artifact", CONFIGS[request.param])
 
 
 @pytest.fixture
 def decoder_folder(tmp_path: Path) -> Path:
-    return make_artefact(tmp_path / "artefact", CONFIGS["decoder-only"])
+    return make_artifact(tmp_path / "artifact", CONFIGS["decoder-only"])
 
 
 def rewrite(folder: Path, change: Change) -> None:
@@ -102,7 +102,7 @@ def problems_of(folder: Path) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def test_a_whole_artefact_loads_as_written(folder: Path) -> None:
+def test_a_whole_artifact_loads_as_written(folder: Path) -> None:
     manifest = artifact.load(folder)
     assert manifest == make_manifest(manifest.config, dict(manifest.files))
     assert manifest.config in CONFIGS.values()
@@ -188,9 +188,9 @@ def test_every_bad_file_is_listed_at_once(decoder_folder: Path) -> None:
         "tokenizer.json is missing",
         "decoder.onnx.data does not match its sha256 in the manifest",
         "golden.npz has 26 bytes, the manifest says 22",
-        "'../outside' leaves the artefact's folder",
-        f"{str(outside)!r} leaves the artefact's folder",
-        "'link' leaves the artefact's folder",
+        "'../outside' leaves the artifact's folder",
+        f"{str(outside)!r} leaves the artifact's folder",
+        "'link' leaves the artifact's folder",
         "deep is a directory, must be a regular file",
         "foreign.bin is not in the manifest",
         "deep/foreign.bin is not in the manifest",
@@ -231,7 +231,7 @@ def test_a_link_that_stays_inside_is_a_file_like_any_other(decoder_folder: Path)
     artifact.load(decoder_folder)
 
 
-def test_files_that_an_artefact_needs_must_be_listed(decoder_folder: Path) -> None:
+def test_files_that_an_artifact_needs_must_be_listed(decoder_folder: Path) -> None:
     rewrite(decoder_folder, lambda manifest: dataclasses.replace(manifest, files={}))
     problems = problems_of(decoder_folder)
     for name in ("decoder.onnx", artifact.TOKENIZER, artifact.GOLDEN, artifact.PARITY):
@@ -261,12 +261,12 @@ def test_a_graph_with_another_signature_is_refused_tensor_by_tensor(decoder_fold
 
 
 def test_an_encoder_decoder_needs_both_graphs(tmp_path: Path) -> None:
-    folder = make_artefact(tmp_path / "artefact", CONFIGS["encoder-decoder"])
+    folder = make_artifact(tmp_path / "artifact", CONFIGS["encoder-decoder"])
     rewrite(folder, lambda manifest: dataclasses.replace(manifest, graphs={}))
     assert {"graphs lacks 'decoder'", "graphs lacks 'encoder'"} <= set(problems_of(folder))
 
 
-def test_an_artefact_for_another_device_is_refused(decoder_folder: Path) -> None:
+def test_an_artifact_for_another_device_is_refused(decoder_folder: Path) -> None:
     rewrite(decoder_folder, lambda manifest: dataclasses.replace(manifest, device=Device.CUDA))
     problems = problems_of(decoder_folder)
     assert problems[:3] == (
@@ -276,7 +276,7 @@ def test_an_artefact_for_another_device_is_refused(decoder_folder: Path) -> None
     )
 
 
-def test_an_artefact_that_this_version_cannot_run_is_refused(decoder_folder: Path) -> None:
+def test_an_artifact_that_this_version_cannot_run_is_refused(decoder_folder: Path) -> None:
     rewrite(
         decoder_folder,
         lambda manifest: dataclasses.replace(manifest, precision=Precision.BF16, opset=7, eos_ids=()),
@@ -305,7 +305,7 @@ def test_a_manifest_outside_the_folder_is_refused(decoder_folder: Path) -> None:
     path = decoder_folder / artifact.MANIFEST
     path.rename(decoder_folder.parent / "elsewhere.json")
     path.symlink_to("../elsewhere.json")
-    assert "'manifest.json' leaves the artefact's folder" in problems_of(decoder_folder)
+    assert "'manifest.json' leaves the artifact's folder" in problems_of(decoder_folder)
     path.unlink()
     path.symlink_to(path.name)
     assert problems_of(decoder_folder)
@@ -323,9 +323,9 @@ def test_special_tokens_outside_the_vocabulary_are_refused(decoder_folder: Path)
     )
 
 
-def test_a_folder_without_manifest_is_no_artefact(tmp_path: Path) -> None:
-    assert problems_of(tmp_path) == ("manifest.json is missing: not an artefact",)
-    assert problems_of(tmp_path / "nowhere") == ("manifest.json is missing: not an artefact",)
+def test_a_folder_without_manifest_is_no_artifact(tmp_path: Path) -> None:
+    assert problems_of(tmp_path) == ("manifest.json is missing: not an artifact",)
+    assert problems_of(tmp_path / "nowhere") == ("manifest.json is missing: not an artifact",)
 
 
 @pytest.mark.parametrize(

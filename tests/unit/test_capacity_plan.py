@@ -108,7 +108,7 @@ def test_bytes_of_a_request_are_the_contracts(plan: Plan) -> None:
 def test_rolling_update_takes_as_long_as_its_batches_one_after_the_other(
     plan: Plan, replicas: int, batches: int, together: int
 ) -> None:
-    # An artefact of a gigabit by ten gigabits a second.
+    # An artifact of a gigabit by ten gigabits a second.
     assert plan.surge(replicas) == together
     assert plan.update_seconds(replicas) == pytest.approx(batches * (10 + 0.1 * together + 5))
 

@@ -14,7 +14,7 @@ from model.artifact import Device as BuiltFor
 from model.config import Architecture, ModelConfig, Positions
 from service import loading
 from service.config import ServeConfig
-from service.devices import artefact_folder, choose_device
+from service.devices import artifact_folder, choose_device
 from service.engine.kv_memory import weight_bytes
 from service.engine.types import Device
 from service.errors import StartupError
@@ -85,11 +85,11 @@ def both(tmp_path: Path) -> Path:
 def test_auto_is_cuda_where_all_models_have_it_and_it_works(both: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert choose(both, Device.AUTO) is Device.CUDA
     assert not caplog.messages, "nothing is amiss"
-    assert artefact_folder(both / "a", Device.CUDA) == both / "a" / "cuda"
-    assert artefact_folder(both / "a", Device.CPU) == both / "a" / "cpu"
+    assert artifact_folder(both / "a", Device.CUDA) == both / "a" / "cuda"
+    assert artifact_folder(both / "a", Device.CPU) == both / "a" / "cpu"
 
 
-def test_auto_tries_cuda_with_an_artefact_that_is_for_it(both: Path) -> None:
+def test_auto_tries_cuda_with_an_artifact_that_is_for_it(both: Path) -> None:
     tried: list[Path] = []
     choose(both, Device.AUTO, tried.append)  # type: ignore[arg-type]
     assert tried == [both / "a" / "cuda"]
@@ -116,7 +116,7 @@ def test_the_processor_that_is_wanted_is_taken_whatever_else_works(both: Path) -
 def test_models_of_one_device_settle_which_it_is(tmp_path: Path) -> None:
     put(tmp_path / "a", BuiltFor.CUDA)
     assert choose(tmp_path, Device.AUTO) is Device.CUDA
-    assert artefact_folder(tmp_path / "a", Device.CUDA) == tmp_path / "a"
+    assert artifact_folder(tmp_path / "a", Device.CUDA) == tmp_path / "a"
     assert problems(tmp_path, Device.AUTO, fails) == (f"device is auto: a is exported for cuda alone, and {MISSING}",)
     wanted = "device is cpu: a is not exported for it, export it with --device cpu"
     assert problems(tmp_path, Device.CPU) == (wanted,)

@@ -300,7 +300,7 @@ class ModelCapabilities(_message.Message):
     scoring: _builtins.bool
     """`Score` and `response.prompt_logprobs`."""
     explain: _builtins.bool
-    """`Explain`: the artefact has the graph that it needs."""
+    """`Explain`: the artifact has the graph that it needs."""
     min_tokens: _builtins.bool
     """`stopping.min_tokens`."""
     def __init__(
@@ -618,7 +618,7 @@ Global___VerifyParityResponse: _TypeAlias = VerifyParityResponse  # noqa: Y015
 
 @_typing.final
 class LoadModelRequest(_message.Message):
-    """Asks to serve an artefact."""
+    """Asks to serve an artifact."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

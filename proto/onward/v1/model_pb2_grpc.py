@@ -95,7 +95,7 @@ class ModelServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadModel(self, request, context):
-        """Starts serving an artefact of the models folder.
+        """Starts serving an artifact of the models folder.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,7 +47,7 @@ class ModelServiceStub:
     that come together share one replay.
     """
     LoadModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.LoadModelRequest, _model_pb2.LoadModelResponse]
-    """Starts serving an artefact of the models folder."""
+    """Starts serving an artifact of the models folder."""
     UnloadModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.UnloadModelRequest, _model_pb2.UnloadModelResponse]
     """Stops serving a model, once its requests in flight have ended."""
     ReloadModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.ReloadModelRequest, _model_pb2.ReloadModelResponse]
@@ -68,7 +68,7 @@ class ModelServiceAsyncStub(ModelServiceStub):
     that come together share one replay.
     """
     LoadModel: _aio.UnaryUnaryMultiCallable[_model_pb2.LoadModelRequest, _model_pb2.LoadModelResponse]  # type: ignore[assignment]
-    """Starts serving an artefact of the models folder."""
+    """Starts serving an artifact of the models folder."""
     UnloadModel: _aio.UnaryUnaryMultiCallable[_model_pb2.UnloadModelRequest, _model_pb2.UnloadModelResponse]  # type: ignore[assignment]
     """Stops serving a model, once its requests in flight have ended."""
     ReloadModel: _aio.UnaryUnaryMultiCallable[_model_pb2.ReloadModelRequest, _model_pb2.ReloadModelResponse]  # type: ignore[assignment]
@@ -110,7 +110,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.LoadModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_pb2.LoadModelResponse, _abc.Awaitable[_model_pb2.LoadModelResponse]]:
-        """Starts serving an artefact of the models folder."""
+        """Starts serving an artifact of the models folder."""
 
     @_abc_1.abstractmethod
     def UnloadModel(
