@@ -1,10 +1,10 @@
-"""An artefact's explain graph, loaded when it is first wanted: whole sequences in, attention weights out.
+"""An artifact's explain graph, loaded when it is first wanted: whole sequences in, attention weights out.
 
 Its session has one thread and its own copy of the weights, as they are in the file, and is no business of the engine's:
 nothing here is shared with the graphs that generate. Before it answers it has to be the served artifact's,
 which may have been replaced on the disk by then, and to pass its golden cases.
 
-Knows graphs and artefacts; nothing of requests, threads or the event loop.
+Knows graphs and artifacts; nothing of requests, threads or the event loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AttentionGraph:
     """A loaded explain graph.
 
     Args:
-        folder: the artefact.
+        folder: the artifact.
         manifest: what it says of the graph.
         own_kernels: as in `SessionOptions`.
 
@@ -72,10 +72,10 @@ class AttentionGraph:
 
 
 def load_attention_graph(folder: Path, manifest: Manifest, *, own_kernels: bool = True) -> AttentionGraph:
-    """Loads an artefact's explain graph and proves it.
+    """Loads an artifact's explain graph and proves it.
 
     Args:
-        folder: the artefact, as it is now.
+        folder: the artifact, as it is now.
         manifest: as it was when its model was loaded.
         own_kernels: as in `SessionOptions`.
 

@@ -18,7 +18,7 @@ Float32 = npt.NDArray[np.float32]
 
 
 class SlotDecoder:
-    """The decoder of an artefact (`model.artifact.decoder_signature`) and what it reads besides tokens.
+    """The decoder of an artifact (`model.artifact.decoder_signature`) and what it reads besides tokens.
 
     Args:
         config: the model's sizes.

@@ -1,4 +1,4 @@
-"""An engine from an artefact folder: the one place where the parts of `service.engine` are put together."""
+"""An engine from an artifact folder: the one place where the parts of `service.engine` are put together."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def build_engine(
     prefill: PrefillProvider = PrefillProvider.CPU,
     device: Device = Device.AUTO,
 ) -> Engine:
-    """Loads an artefact's graphs and reserves its K/V.
+    """Loads an artifact's graphs and reserves its K/V.
 
     Loading takes seconds: do it before serving, or on a thread of its own.
 
     Args:
-        folder: the artefact.
+        folder: the artifact.
         manifest: its manifest, already checked against the files (`model.artifact.load`).
         decode: output ids to text, special tokens skipped; for requests with stop strings.
         limits: slots and step sizes.
         options: threads.
         last_run: shared by the engines that one thread will step.
         prefill: what computes prompts, as `choose_prefill_provider` says.
-        device: where all is to be computed; `AUTO` is the one that the artefact was exported for.
+        device: where all is to be computed; `AUTO` is the one that the artifact was exported for.
 
     Raises:
         StartupError: when the artifact is for another device, or that is not to be had; when a graph cannot be loaded
@@ -100,7 +100,7 @@ def build_runner(
     options: SessionOptions,
     prefill: PrefillProvider = PrefillProvider.CPU,
 ) -> OrtRunner:
-    """An artefact's graphs over slots and the K/V they work on.
+    """An artifact's graphs over slots and the K/V they work on.
 
     Raises:
         StartupError: when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
@@ -139,10 +139,10 @@ def build_runner(
 def build_paged_runner(
     folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions, top: TopLogits | None = None
 ) -> PagedRunner:
-    """An artefact's graphs over blocks and the blocks they work on.
+    """An artifact's graphs over blocks and the blocks they work on.
 
     Args:
-        folder: the artefact.
+        folder: the artifact.
         manifest: its manifest.
         limits: as for `build_engine`.
         options: as for `build_engine`.
@@ -205,7 +205,7 @@ def _load_on_device(
 
 
 def _refuse_guesses(folder: Path, limits: EngineLimits, problems: Sequence[str]) -> None:
-    """Raises where there are problems, which other options or another artefact would solve.
+    """Raises where there are problems, which other options or another artifact would solve.
 
     Whoever asks for guesses is not to be served without them unawares: what only the proof finds (`prove_look_up`) is
     told by the log and by `Engine.max_draft_tokens`.
@@ -215,7 +215,7 @@ def _refuse_guesses(folder: Path, limits: EngineLimits, problems: Sequence[str])
 
 
 def _check_device(folder: Path, manifest: Manifest, device: Device) -> None:
-    """Refuses an artefact that is not for the device on which it is to be computed."""
+    """Refuses an artifact that is not for the device on which it is to be computed."""
     if device not in (Device.AUTO, Device(manifest.device)):
         raise StartupError([f"{folder}: device is {device}, the artifact is for {manifest.device}"])
 
@@ -236,7 +236,7 @@ def _load_prefill_graph(folder: Path, manifest: Manifest, options: SessionOption
 
 
 def model_shape(manifest: Manifest) -> ModelShape:
-    """What scheduling must know of an artefact's model."""
+    """What scheduling must know of an artifact's model."""
     config = manifest.config
     return ModelShape(
         context=config.context,

@@ -46,10 +46,10 @@ class MemoryNeeds:
 
 
 def memory_needs(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> MemoryNeeds:
-    """What an artefact's engine wants.
+    """What an artifact's engine wants.
 
     Args:
-        manifest: the artefact's.
+        manifest: the artifact's.
         num_slots: rows, each with its logits.
         max_prefill_tokens: rows of logits that may be wanted besides, where prompts are computed in chunks.
     """
@@ -81,7 +81,7 @@ def ready_bytes(manifest: Manifest, budget: KVBudget, num_slots: int) -> int:
 
 
 def weight_bytes(manifest: Manifest) -> int:
-    """What the weights of an artefact's graphs take, wherever they are loaded."""
+    """What the weights of an artifact's graphs take, wherever they are loaded."""
     return sum(entry.num_bytes for name, entry in manifest.files.items() if name.endswith((".onnx", ".onnx.data")))
 
 
@@ -106,7 +106,7 @@ def step_bytes(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> i
     logits; half as much again for what lies waste between pieces of memory that have each been asked for as they came.
 
     Args:
-        manifest: the artefact's.
+        manifest: the artifact's.
         num_slots: rows that decode beside prompts.
         max_prefill_tokens: tokens of prompts in a step.
     """
@@ -137,7 +137,7 @@ def device_overhead_bytes(manifest: Manifest, num_slots: int, max_prefill_tokens
 
 
 def plan_kv_memory(manifest: Manifest, num_slots: int, kv_memory_bytes: int | None) -> KVBudget:
-    """The budget of an artefact's K/V: `kv_memory_bytes`, or what all slots at full length take if that is None."""
+    """The budget of an artifact's K/V: `kv_memory_bytes`, or what all slots at full length take if that is None."""
     budget = _paged_budget(manifest) if manifest.kv_cache.layout is KVLayout.PAGED else _slot_budget(manifest)
     whole = num_slots * _row(manifest, budget)
     return dataclasses.replace(budget, num_bytes=whole if kv_memory_bytes is None else kv_memory_bytes)
@@ -147,7 +147,7 @@ def check_memory(manifest: Manifest, budget: KVBudget, num_slots: int, max_prefi
     """Refuses limits that this machine cannot keep: the kernel would not, and end the process once memory is touched.
 
     Args:
-        manifest: the artefact's.
+        manifest: the artifact's.
         budget: what `plan_kv_memory` made of the operator's wish.
         num_slots: rows, each with its logits.
         max_prefill_tokens: rows of logits that may be wanted besides.
@@ -179,7 +179,7 @@ def check_device_memory(
     """Refuses limits that a device cannot keep.
 
     Args:
-        manifest: the artefact's.
+        manifest: the artifact's.
         budget: as for `check_memory`.
         num_slots: rows, each with its logits.
         max_prefill_tokens: tokens of prompts in a step.
@@ -203,7 +203,7 @@ def check_host_memory(manifest: Manifest, num_slots: int, max_prefill_tokens: in
     Those of slots are there once more, in memory that the device reaches without a detour.
 
     Args:
-        manifest: the artefact's.
+        manifest: the artifact's.
         num_slots: rows, each with its logits.
         max_prefill_tokens: rows of logits that may be wanted besides.
 

@@ -1,4 +1,4 @@
-"""A scheduled batch in, logits out: the graphs over blocks of an artefact.
+"""A scheduled batch in, logits out: the graphs over blocks of an artifact.
 
 A `Runner` beside `OrtRunner`, for graphs that take packed tokens (`model.artifact.paged_decoder_signature`). One run
 computes chunks of prompts, their beginnings and single tokens of any rows beside each other, and nothing for rows that
@@ -54,7 +54,7 @@ class _Piece:
 
 
 class PagedRunner:
-    """Runs the graphs over blocks of one artefact.
+    """Runs the graphs over blocks of one artifact.
 
     Args:
         config: the model's sizes.

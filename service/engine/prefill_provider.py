@@ -1,7 +1,7 @@
-"""Which provider computes a model's prompts: the operator's wish, held against the artefact and the machine.
+"""Which provider computes a model's prompts: the operator's wish, held against the artifact and the machine.
 
 OpenVINO is worth its memory where its products run on AMX, the matrix unit of recent Intel processors, which ONNX
-Runtime's own do not use: in bfloat16, that is, and so for artefacts that are rounded anyway. One in float32 keeps
+Runtime's own do not use: in bfloat16, that is, and so for artifacts that are rounded anyway. One in float32 keeps
 float32, as its tolerance asks, which AMX has not got: 512 tokens of `llama-110m` then took 0.96 of the decoder graph's
 time, which is not worth having the weights in memory twice.
 
@@ -28,7 +28,7 @@ def choose_prefill_provider(wanted: PrefillProvider, manifest: Manifest, root: P
 
     Args:
         wanted: `AUTO` is OpenVINO where it is possible and computes on AMX.
-        manifest: the artefact's.
+        manifest: the artifact's.
         root: where `proc` is found.
 
     Raises:

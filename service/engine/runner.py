@@ -1,4 +1,4 @@
-"""A scheduled batch in, logits out: the graphs of an artefact, run over slots.
+"""A scheduled batch in, logits out: the graphs of an artifact, run over slots.
 
 `Runner` is all that the engine asks for; `OrtRunner` does it with ONNX Runtime on the CPU. Every tensor is allocated
 once: inputs are written through NumPy views, K/V is read and written in place, logits land in the row of their slot.
@@ -47,7 +47,7 @@ class Runner(Protocol):
 
 
 class OrtRunner:
-    """Runs the CPU graphs of one artefact.
+    """Runs the CPU graphs of one artifact.
 
     Args:
         config: the model's sizes.

@@ -130,7 +130,7 @@ class GraphSession:
     """One loaded graph, on the CPU provider unless another one is given.
 
     Args:
-        folder: the artefact.
+        folder: the artifact.
         spec: the graph's file in it, and the signature it must have.
         options: threads.
         openvino: given, computes the graph.

@@ -23,7 +23,7 @@ class FinishReason(StrEnum):
 
 
 class Device(StrEnum):
-    """What computes: the processor, the first CUDA device, or whichever of them artefacts and machine allow."""
+    """What computes: the processor, the first CUDA device, or whichever of them artifacts and machine allow."""
 
     AUTO = "auto"
     CPU = "cpu"

@@ -153,7 +153,7 @@ def _limits(model: ServedModel, config: ServeConfig, kv_bytes: int) -> pb.ModelL
 
 
 def describe_capabilities(*, is_encoder_decoder: bool, has_chat: bool, explains: bool) -> pb.ModelCapabilities:
-    """What `transport.codec` lets through, as far as family and artefact have it; a test keeps the two together."""
+    """What `transport.codec` lets through, as far as family and artifact have it; a test keeps the two together."""
     return pb.ModelCapabilities(
         streaming=True,
         sampling=True,
