@@ -81,7 +81,7 @@ class Receiver:
         self, max_message_bytes: int, max_stall_seconds: float, guard: FloodGuard, max_bytes: int = MAX_BYTES
     ) -> None:
         self.max_stall_seconds = max_stall_seconds
-        self._guard = guard
+        self.guard = guard
         self._num_places = max(_MIN_PLACES, max_bytes // max_message_bytes)
         self._num_streams = max(_MIN_PLACES, _MAX_STREAM_BYTES // max_message_bytes)
         self._held = Counter[Hashable]()
@@ -164,7 +164,7 @@ class Receiver:
 
     def took(self, stream: OpenStream, num_bytes: int) -> None:
         """A message of a stream is complete."""
-        self._guard.took(stream.reading, num_bytes)
+        self.guard.took(stream.reading, num_bytes)
         self._is_active(stream)
 
     @contextmanager
@@ -222,7 +222,7 @@ class Receiver:
                     self._reads.pop(reading, None)
                 if message is grpc.aio.EOF:
                     return None
-                self._guard.took(reading, len(message))
+                self.guard.took(reading, len(message), is_last=True)
             await in_steps(check(message))
             return message  # type: ignore[no-any-return]
         finally:
@@ -234,11 +234,11 @@ class Receiver:
         reading = asyncio.timeout(max_seconds)
         try:
             async with reading:
-                self._guard.begin(context.peer(), reading)
+                self.guard.begin(context.peer(), reading)
                 try:
                     yield reading
                 finally:
-                    self._guard.end(reading)
+                    self.guard.end(reading)
         except TimeoutError as error:
             if not reading.expired():
                 raise
@@ -363,6 +363,7 @@ def bounded(handler: Any, receiver: Receiver) -> Any:
         except ClientStalled as error:
             await abort_stalled(context, to_status(error))
         except RequestError as error:
+            receiver.guard.over(peer)
             await abort(context, to_status(error), refusal_seconds(receiver.max_stall_seconds))
 
     return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
