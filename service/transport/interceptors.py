@@ -164,10 +164,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                         async def parsed() -> AsyncIterator[Any]:
                             async for data in messages:
                                 self._receiver.took(stream, len(data))
-                                await in_steps(codec.check(data))
-                                request = [codec.parse(data)]
-                                del data
-                                yield request.pop()
+                                with self._receiver.working(stream):
+                                    await in_steps(codec.check(data))
+                                    request = [codec.parse(data)]
+                                    del data
+                                    yield request.pop()
+                                    # What has it in a task of its own begins now, and holds the stream then.
+                                    await asyncio.sleep(0)
 
                         async with aclosing(handler(parsed(), context)) as responses:
                             async for response in responses:
