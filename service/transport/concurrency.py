@@ -70,7 +70,7 @@ class Place:
         """Gives the place back, at most once."""
         if self._places is not None:
             self._places.num_open -= 1
-            self._places.held -= Counter((self._caller,))
+            uncount(self._places.held, self._caller)
             self._places = None
 
 
@@ -86,6 +86,14 @@ def claim(caller: Hashable) -> None:
     """
     if (place := _PLACE.get(None)) is not None:
         place.claim(caller)
+
+
+def uncount(counts: Counter[Hashable], key: Hashable) -> None:
+    """One less of a key: without a look at the others, as `-=` would take, and without a zero that stays."""
+    if counts[key] > 1:
+        counts[key] -= 1
+    else:
+        counts.pop(key, None)
 
 
 def refusal_seconds(max_stall_seconds: float) -> float:

@@ -22,7 +22,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from service.errors import ClientStalled, InvalidRequest, RateLimited, RequestError
-from service.transport.concurrency import claim, refusal_seconds
+from service.transport.concurrency import claim, refusal_seconds, uncount
 from service.transport.flooding import FloodGuard
 from service.transport.sending import abort, abort_stalled, send
 from service.transport.status import to_status
@@ -84,6 +84,7 @@ class Receiver:
         self.guard = guard
         self._num_places = max(_MIN_PLACES, max_bytes // max_message_bytes)
         self._num_streams = max(_MIN_PLACES, _MAX_STREAM_BYTES // max_message_bytes)
+        self._num_held = 0
         self._held = Counter[Hashable]()
         # The same by address, for connections.
         self._shares = Counter[Hashable]()
@@ -207,7 +208,7 @@ class Receiver:
         try:
             yield
         finally:
-            self._calls -= Counter((caller,))
+            uncount(self._calls, caller)
 
     async def _read(
         self, context: Context, caller: Hashable, check: Callable[[bytes], Iterator[None]], max_seconds: float
@@ -267,16 +268,18 @@ class Receiver:
             raise
 
     def _has_place(self, caller: Hashable) -> bool:
-        return self._held.total() < self._num_places and self._shares[_share(caller)] < self._num_places // 2
+        return self._num_held < self._num_places and self._shares[_share(caller)] < self._num_places // 2
 
     def _hold(self, caller: Hashable) -> None:
+        self._num_held += 1
         self._held[caller] += 1
         self._shares[_share(caller)] += 1
 
     def _release(self, caller: Hashable) -> None:
         """Gives the place to the waiting caller that holds fewest."""
-        self._held -= Counter((caller,))
-        self._shares -= Counter((_share(caller),))
+        self._num_held -= 1
+        uncount(self._held, caller)
+        uncount(self._shares, _share(caller))
         waiting = [each for each in self._waiting if self._has_place(each)]
         if waiting:
             following = min(waiting, key=lambda each: (self._shares[_share(each)], self._held[each]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, cast
@@ -310,3 +311,20 @@ async def test_a_stream_is_silent_since_it_last_worked(four_streams: Receiver) -
                 async with bound.stream(call, "b"), bound.stream(call, "c"):
                     await asyncio.Event().wait()
         assert not first.is_ended
+
+
+async def test_a_place_that_is_given_back_is_counted_without_a_look_at_all_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> Any:
+        raise AssertionError("every caller's count is looked at")
+
+    bound = receiver(4)
+    held, waiting = begin(bound, *"aabb"), begin(bound, *"cdef")
+    await settle()
+    monkeypatch.setattr(Counter, "__isub__", fail)
+    monkeypatch.setattr(Counter, "total", fail)
+    with bound.call("a"):
+        pass
+    assert await end(held) + await end(waiting) == [b"x"] * 8
+    assert (bound._num_held, bound._held, bound._shares, bound._calls) == (0, {}, {}, {})
