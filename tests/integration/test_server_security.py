@@ -637,6 +637,35 @@ async def test_an_open_door_is_warned_about(
     assert ("without TLS and API keys" in caplog.text) is is_warned
 
 
+@pytest.mark.parametrize("path", ["onward.v1.GenerationService/Generate", "grpc.health.v1.Health/Check"])
+async def test_silent_calls_of_a_connection_make_way_for_the_others_of_it(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving, "_OWN_PART", 0.0)
+    monkeypatch.setattr(receiving, "_MAX_OPEN_SECONDS", 600.0)
+    async with running(max_stall_seconds=600.0) as server:
+        calls = server.app._calls
+        is_ours = path.startswith("onward")
+        # All places that one connection may have.
+        num_places = 8 if is_ours else 2
+        begin = server.channel.stream_unary(f"/{path}")
+        silent = [begin(nothing()) for _ in range(num_places)]
+        await eventually(
+            lambda: (
+                (receiver := calls._receiver if is_ours else calls._open_receivers.get(path)) is not None
+                and receiver._num_held == num_places
+            )
+        )
+        call = (
+            short(server, timeout=60) if is_ours else server.health.Check(health_pb2.HealthCheckRequest(), timeout=60)
+        )
+        await call
+        await eventually(lambda: any(each.done() for each in silent))
+        assert {await each.code() for each in silent if each.done()} == {grpc.StatusCode.ABORTED}
+        for each in silent:
+            each.cancel()
+
+
 async def test_what_a_connection_brought_for_calls_that_end_unread_is_not_a_flood_of_its_streams(
     tmp_path: Path,
 ) -> None:
