@@ -8,52 +8,48 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
+
+
+def open_descriptors() -> list[int]:
+    """All of the process, of whatever kind."""
+    with suppress(OSError):
+        return [int(each.name) for each in Path("/proc/self/fd").iterdir()]
+    return []
+
+
+def found(peers: Collection[str], descriptors: Iterable[int]) -> Iterator[tuple[str, int, socket.socket]]:
+    """Which descriptors are connections of these peers: the peer, the descriptor, and a socket of it until the next."""
+    ports = {peer.rpartition(":")[2] for peer in peers}
+    for descriptor in descriptors:
+        # gRPC may close it meanwhile, and most are no connections, or none of these.
+        with suppress(OSError, ValueError):
+            # Its family is stated, or Python would ask the system what kind of socket it is.
+            connection = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, descriptor)
+            try:
+                host, port = connection.getpeername()[:2]
+                if str(port) in ports and (peer := _peer(host, port)) in peers:
+                    yield peer, descriptor, connection
+            finally:
+                connection.detach()
 
 
 def shut(peers: Collection[str]) -> None:
     """Closes connections, with all calls of theirs; those that are found."""
-    for descriptor in descriptors():
-        # gRPC may close it at any time: what is shut is a duplicate that was looked at.
-        with suppress(OSError), borrowed(descriptor) as connection:
-            if peer_of(connection) not in peers:
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as own:
-                if peer_of(own) in peers:
-                    own.shutdown(socket.SHUT_RDWR)
+    for _, descriptor, _ in found(peers, open_descriptors()):
+        # Its number may be another's by now: what is shut is a duplicate, which is looked at once more.
+        with suppress(OSError):
+            own = os.dup(descriptor)
+            try:
+                for _, _, connection in found(peers, [own]):
+                    connection.shutdown(socket.SHUT_RDWR)
+            finally:
+                os.close(own)
 
 
-def descriptors() -> list[int]:
-    """All of the process, of whatever kind."""
-    try:
-        return [int(each.name) for each in Path("/proc/self/fd").iterdir()]
-    except OSError:
-        return []
-
-
-@contextmanager
-def borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """A descriptor as a socket, though it may be none; it is not closed."""
-    # Its family is stated, or Python would ask the system what kind of socket it is.
-    connection = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, descriptor)
-    try:
-        yield connection
-    finally:
-        connection.detach()
-
-
-def peer_of(connection: socket.socket) -> str:
-    """The other end, as in "ipv4:127.0.0.1:1234" or "ipv6:%5B::1%5D:1234"; empty where it has no address.
-
-    Raises:
-        OSError: for what is not a connection.
-    """
-    name = connection.getpeername()
-    if not isinstance(name, tuple):
-        return ""  # a socket of the file system
-    host, port = name[:2]
+def _peer(host: str, port: int) -> str:
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is None:

@@ -77,12 +77,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._max_message_bytes = max_message_bytes
         self._max_stall_seconds = max_stall_seconds
         # Of all receivers: what a connection has brought may be for any of them.
-        guard = FloodGuard(max_message_bytes)
-        self._receiver = Receiver(max_message_bytes, max_stall_seconds, guard)
+        self._guard = FloodGuard(max_message_bytes)
+        self._receiver = Receiver(max_message_bytes, max_stall_seconds, self._guard)
         # Callers without a key may call the others' methods, whose requests are small. Each has places of its own: a
         # probe must not wait for watchers, nor for a tool that reads the contract.
         self._open_receivers: dict[str, Receiver] = {}
-        self._open_receiver = partial(Receiver, max_message_bytes, max_stall_seconds, guard, max_bytes=0)
+        self._open_receiver = partial(Receiver, max_message_bytes, max_stall_seconds, self._guard, max_bytes=0)
         self._tracer = tracer or NoTracer()
         self._check = check
         self._num_open = 0
@@ -168,10 +168,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                         async def parsed() -> AsyncIterator[Any]:
                             async for data in messages:
                                 self._receiver.took(stream, len(data))
-                                await in_steps(codec.check(data))
-                                request = [codec.parse(data)]
-                                del data
-                                yield request.pop()
+                                with self._receiver.working(stream):
+                                    await in_steps(codec.check(data))
+                                    request = [codec.parse(data)]
+                                    del data
+                                    yield request.pop()
+                                    # What has it in a task of its own begins now, and holds the stream then.
+                                    await asyncio.sleep(0)
 
                         async with aclosing(handler(parsed(), context)) as responses:
                             async for response in responses:
@@ -224,6 +227,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if not is_stalled and status.code is not grpc.StatusCode.OK:
                 await abort(context, status, refusal_seconds(self._max_stall_seconds))
         finally:
+            self._guard.over(context.peer())
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()

@@ -31,6 +31,14 @@ _NUM_COPIES = 2
 _RETRY_SECONDS = 1.0
 
 
+def uncount(counts: Counter[Hashable], key: Hashable, num: int = 1) -> None:
+    """So many less of a key: without a look at the others, as `-=` would take, and without a zero that stays."""
+    if counts[key] > num:
+        counts[key] -= num
+    else:
+        counts.pop(key, None)
+
+
 class _Shares:
     """So many of something, of which a caller may hold as many as are free.
 
@@ -56,9 +64,7 @@ class _Shares:
 
     def give_back(self, caller: Hashable, num: int) -> None:
         self.num_taken -= num
-        self.held[caller] -= num
-        if not self.held[caller]:
-            del self.held[caller]
+        uncount(self.held, caller, num)
 
 
 class Places:

@@ -1,9 +1,9 @@
 """Bounds what clients can make the server buffer: few messages at a time are read, the others stay with their senders.
 
 gRPC buffers a message in full once its read has begun, and little before: HTTP/2's flow control holds the rest back. So
-each read waits for a place. A read that takes too long is ended, earlier where another caller waits for its place, or
-where the connection brings more than its messages may have. Python's gRPC has no resource quota, which would bound
-bytes instead. Knows nothing of what a message says.
+each read waits for a place. A read that takes too long is ended, earlier where others wait for its place, or where the
+connection brings more than its messages may have. Python's gRPC has no resource quota, which would bound bytes instead.
+Knows nothing of what a message says.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -23,7 +24,7 @@ from google.protobuf.message import DecodeError
 
 from service.errors import ClientStalled, InvalidRequest, RateLimited, RequestError
 from service.transport.flooding import FloodGuard
-from service.transport.places import claim, refusal_seconds
+from service.transport.places import claim, refusal_seconds, uncount
 from service.transport.sending import abort, abort_stalled, send
 from service.transport.status import to_status
 from service.transport.wire_limits import malformed
@@ -38,6 +39,10 @@ _MIN_PLACES = 4
 _PATIENCE_SECONDS = 0.5
 # What a caller's only read has in any case: an honest one need not be longer, and a slow one must not be cut at once.
 _MIN_READ_SECONDS = 1.0
+# The part of its time that a read has while others of its own caller wait, who may be many clients behind a proxy.
+_OWN_PART = 1 / 6
+# What reads have brought is compared after so long, and not more often.
+_MEASURE_SECONDS = 0.25
 # For gRPC to report that a call whose message did not come was cancelled.
 _CANCELLATION_SECONDS = 0.1
 # Of one connection, to health and reflection: a balancer watches dozens of names.
@@ -55,6 +60,20 @@ class Connection(NamedTuple):
 
     address: str
     peer: str
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """A message that is on its way."""
+
+    caller: Hashable
+    peer: str
+    begun: float
+    max_seconds: float
+    # When it was first compared with others, and what its connection had brought by then.
+    first: tuple[float, int] | None = None
+    # Bytes a second since, of the connection's for each of its reads; None until that is known.
+    rate: float | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -81,18 +100,22 @@ class Receiver:
         self, max_message_bytes: int, max_stall_seconds: float, guard: FloodGuard, max_bytes: int = MAX_BYTES
     ) -> None:
         self.max_stall_seconds = max_stall_seconds
-        self._guard = guard
+        self.guard = guard
         self._num_places = max(_MIN_PLACES, max_bytes // max_message_bytes)
         self._num_streams = max(_MIN_PLACES, _MAX_STREAM_BYTES // max_message_bytes)
+        self._num_held = 0
         self._held = Counter[Hashable]()
         # The same by address, for connections.
         self._shares = Counter[Hashable]()
         self._calls = Counter[Hashable]()
         # In the order in which they were last active.
         self._streams: dict[OpenStream, None] = {}
-        # Both in the order in which they began; a read with the time when it did.
-        self._reads: dict[asyncio.Timeout, tuple[Hashable, float]] = {}
+        # Both in the order in which they began.
+        self._reads: dict[asyncio.Timeout, _Read] = {}
         self._waiting: dict[Hashable, dict[asyncio.Future[None], None]] = {}
+        # A message that brings as much comes in time. Small ones, where there is no bound, come with their calls.
+        self._timely_rate = max_message_bytes / max_stall_seconds if max_bytes else inf
+        self._measured_at = -inf
 
     async def message(
         self,
@@ -164,7 +187,7 @@ class Receiver:
 
     def took(self, stream: OpenStream, num_bytes: int) -> None:
         """A message of a stream is complete."""
-        self._guard.took(stream.reading, num_bytes)
+        self.guard.took(stream.reading, num_bytes)
         self._is_active(stream)
 
     @contextmanager
@@ -207,7 +230,7 @@ class Receiver:
         try:
             yield
         finally:
-            self._calls -= Counter((caller,))
+            uncount(self._calls, caller)
 
     async def _read(
         self, context: Context, caller: Hashable, check: Callable[[bytes], Iterator[None]], max_seconds: float
@@ -215,14 +238,15 @@ class Receiver:
         await self._take_place(caller)
         try:
             async with self._reading(context, max_seconds) as reading:
-                self._reads[reading] = caller, asyncio.get_running_loop().time()
+                begun = asyncio.get_running_loop().time()
+                self._reads[reading] = _Read(caller, context.peer(), begun, max_seconds)
                 try:
                     message: Any = await context.read()
                 finally:
                     self._reads.pop(reading, None)
                 if message is grpc.aio.EOF:
                     return None
-                self._guard.took(reading, len(message))
+                self.guard.took(reading, len(message), is_last=True)
             await in_steps(check(message))
             return message  # type: ignore[no-any-return]
         finally:
@@ -234,11 +258,11 @@ class Receiver:
         reading = asyncio.timeout(max_seconds)
         try:
             async with reading:
-                self._guard.begin(context.peer(), reading)
+                self.guard.begin(context.peer(), reading)
                 try:
                     yield reading
                 finally:
-                    self._guard.end(reading)
+                    self.guard.end(reading)
         except TimeoutError as error:
             if not reading.expired():
                 raise
@@ -267,16 +291,18 @@ class Receiver:
             raise
 
     def _has_place(self, caller: Hashable) -> bool:
-        return self._held.total() < self._num_places and self._shares[_share(caller)] < self._num_places // 2
+        return self._num_held < self._num_places and self._shares[_share(caller)] < self._num_places // 2
 
     def _hold(self, caller: Hashable) -> None:
+        self._num_held += 1
         self._held[caller] += 1
         self._shares[_share(caller)] += 1
 
     def _release(self, caller: Hashable) -> None:
         """Gives the place to the waiting caller that holds fewest."""
-        self._held -= Counter((caller,))
-        self._shares -= Counter((_share(caller),))
+        self._num_held -= 1
+        uncount(self._held, caller)
+        uncount(self._shares, _share(caller))
         waiting = [each for each in self._waiting if self._has_place(each)]
         if waiting:
             following = min(waiting, key=lambda each: (self._shares[_share(each)], self._held[each]))
@@ -298,32 +324,68 @@ class Receiver:
                 self._waiting[caller] = self._waiting.pop(caller)
 
     def _end_longest_read(self, caller: Hashable) -> None:
-        """Takes a place from the caller who holds most, if that makes the places more even.
+        """Takes a place from the caller who holds most, if that makes the places more even; else from this caller.
 
-        A caller's only read is left alone while it is young: where many wait, a slow upload would never be done.
+        A caller's only read is left alone while it is young: where many wait, a slow upload would never be done. For
+        the same reason the half of such reads that bring most stay, and a caller's own reads that come in time.
         """
+        now = asyncio.get_running_loop().time()
+        self._measure(now)
         own, most = _share(caller), max(self._shares.values(), default=0)
         # Where no other has more: only between the connections of its address.
         is_own = self._shares[own] > 0 and most <= self._shares[own] + 1
-        found = [
-            (reading, holder, begun)
-            for reading, (holder, begun) in self._reads.items()
-            if (_share(holder) == own if is_own else self._shares[_share(holder)] == most)
-        ]
-        num_most = max((self._held[holder] for _, holder, _ in found), default=0)
-        if is_own:
-            if self._held[caller] and num_most <= self._held[caller] + 1:
-                return
-            most = num_most
-        latest = asyncio.get_running_loop().time() - (_MIN_READ_SECONDS if most <= 1 else 0.0)
-        for reading, holder, begun in found:
-            if self._held[holder] == num_most and begun <= latest and not reading.expired():
+        found = {
+            reading: read
+            for reading, read in self._reads.items()
+            if (_share(read.caller) == own if is_own else self._shares[_share(read.caller)] == most)
+        }
+        num_most = max((self._held[read.caller] for read in found.values()), default=0)
+        found = {reading: read for reading, read in found.items() if self._held[read.caller] == num_most}
+        if is_own and self._held[caller] and num_most <= self._held[caller] + 1:
+            found = {
+                reading: read
+                for reading, read in self._reads.items()
+                if read.caller == caller
+                and read.begun <= now - read.max_seconds * _OWN_PART
+                and read.rate is not None
+                and read.rate < self._timely_rate
+            }
+        elif (num_most if is_own else most) <= 1:
+            rates = sorted((read.rate or 0.0 for read in found.values()), reverse=True)
+            kept = rates[: (self._shares[own] if is_own else self._num_held) // 2] or [inf]
+            found = {
+                reading: read
+                for reading, read in found.items()
+                if read.begun <= now - _MIN_READ_SECONDS
+                and read.rate is not None
+                and (not read.rate or read.rate < kept[-1])
+            }
+        # Of those that bring as much the oldest, as they are in that order.
+        for reading, read in sorted(found.items(), key=lambda each: each[1].rate or 0.0):
+            if not reading.expired():
                 del self._reads[reading]
                 reading.reschedule(0.0)
                 # Or it may have the very place again.
-                self._wait_last([each for each in self._waiting if _share(each) == _share(holder) != own])
-                self._wait_last([holder])
+                self._wait_last([each for each in self._waiting if _share(each) == _share(read.caller) != own])
+                self._wait_last([read.caller])
                 return
+
+    def _measure(self, now: float) -> None:
+        """Looks at what the connections of reads bring, which where the system does not say is taken for nothing."""
+        if now < self._measured_at + _MEASURE_SECONDS:
+            return
+        self._measured_at = now
+        num_reads = Counter(read.peer for read in self._reads.values())
+        brought = {} if self._timely_rate == inf else self.guard.brought(num_reads)
+        for read in self._reads.values():
+            if read.peer not in brought:
+                read.rate = 0.0
+            elif read.first is None:
+                read.first = now, brought[read.peer]
+            else:
+                begun, num_bytes = read.first
+                rate = (brought[read.peer] - num_bytes) / (now - begun) / num_reads[read.peer]
+                read.rate = max(0.0, rate)
 
 
 def bounded(handler: Any, receiver: Receiver) -> Any:
@@ -363,6 +425,7 @@ def bounded(handler: Any, receiver: Receiver) -> Any:
         except ClientStalled as error:
             await abort_stalled(context, to_status(error))
         except RequestError as error:
+            receiver.guard.over(peer)
             await abort(context, to_status(error), refusal_seconds(receiver.max_stall_seconds))
 
     return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from proto.inference import open_inference_pb2 as oip
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.faults.http2 import Connection, message_header, status, varint
+from tests.faults.http2 import Connection, frame, message_header, status, varint
 from tests.faults.process import DECODER, ServerProcess, greedy, serving, until
 from tests.identities import key_table
 
@@ -217,3 +217,27 @@ def test_connections_above_the_limit_are_closed_and_the_others_served(server: Se
         for each in connections:
             each.close()
     until(lambda: server.num_descriptors() <= before, "connections are still open")
+
+
+def test_a_message_above_the_limit_gains_little_from_calls_of_its_connection_that_are_cancelled(
+    server: ServerProcess,
+) -> None:
+    before = server.forget_peak()
+    connection = Connection(server.port)
+    begun: list[int] = []
+
+    def cancels() -> bool:
+        if len(begun) < connection.sent[stream] >> 20:
+            begun.append(connection.call(GENERATE, bearer("alice"), head=message_header(MESSAGE), num_zeros=100))
+            connection.pump(lambda: connection.sent[begun[-1]] > 100)
+            connection.send(frame(3, 0, begun[-1], bytes(4)))
+        return stream in connection.ended
+
+    try:
+        stream = connection.call(STREAM, bearer("alice"), head=message_header(1 << 30), num_zeros=(1 << 30) - 1)
+        assert connection.pump(cancels), connection.sent[stream]
+        assert _ABORTED in connection.ended[stream]
+        assert growth(server, before) <= 256
+    finally:
+        connection.close()
+    server.settle()

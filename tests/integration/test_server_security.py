@@ -635,3 +635,55 @@ async def test_an_open_door_is_warned_about(
     with caplog.at_level(logging.WARNING), pytest.raises(StartupError):
         serve(ServeConfig(models=tmp_path, host=host), lambda _: None)
     assert ("without TLS and API keys" in caplog.text) is is_warned
+
+
+@pytest.mark.parametrize("path", ["onward.v1.GenerationService/Generate", "grpc.health.v1.Health/Check"])
+async def test_silent_calls_of_a_connection_make_way_for_the_others_of_it(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving, "_OWN_PART", 0.0)
+    monkeypatch.setattr(receiving, "_MAX_OPEN_SECONDS", 600.0)
+    async with running(max_stall_seconds=600.0) as server:
+        calls = server.app._calls
+        is_ours = path.startswith("onward")
+        # All places that one connection may have.
+        num_places = 8 if is_ours else 2
+        begin = server.channel.stream_unary(f"/{path}")
+        silent = [begin(nothing()) for _ in range(num_places)]
+        await eventually(
+            lambda: (
+                (receiver := calls._receiver if is_ours else calls._open_receivers.get(path)) is not None
+                and receiver._num_held == num_places
+            )
+        )
+        call = (
+            short(server, timeout=60) if is_ours else server.health.Check(health_pb2.HealthCheckRequest(), timeout=60)
+        )
+        await call
+        await eventually(lambda: any(each.done() for each in silent))
+        assert {await each.code() for each in silent if each.done()} == {grpc.StatusCode.ABORTED}
+        for each in silent:
+            each.cancel()
+
+
+async def test_what_a_connection_brought_for_calls_that_end_unread_is_not_a_flood_of_its_streams(
+    tmp_path: Path,
+) -> None:
+    async with running(api_keys=keys_file(tmp_path)) as server:
+        stream = server.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        begun = stream(nothing(), metadata=bearer())
+        # The only connection.
+        connections = server.app._calls._guard._connections
+        await eventually(lambda: len(connections) == 1)
+        (connection,) = connections.values()
+        assert await outcome(short(server, metadata=bearer("wrong"))) is grpc.StatusCode.UNAUTHENTICATED
+        refused = 80 << 10
+        await eventually(lambda: connection.unread == refused)
+        name = health_pb2.HealthCheckRequest(service="x" * 5000)
+        assert await outcome(server.health.Check(name)) is grpc.StatusCode.INVALID_ARGUMENT
+        await eventually(lambda: connection.unread == 2 * refused)
+        silent = server.channel.stream_unary("/onward.v1.GenerationService/Generate")(nothing(), metadata=bearer())
+        await eventually(lambda: server.app._calls._receiver._num_held == 1)
+        silent.cancel()
+        await eventually(lambda: connection.unread == 3 * refused + (4 << 20))
+        begun.cancel()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,8 @@ from service.transport import flooding
 from service.transport.flooding import FloodGuard
 
 MESSAGE = 4 << 20
-GROWTH = 33 << 20
+# More than reads bring here between two looks.
+GROWTH = 150 << 20
 
 
 class System:
@@ -28,17 +30,22 @@ class System:
         monkeypatch.setattr(flooding, "_LOOK_SECONDS", 0.001)
         monkeypatch.setattr(flooding, "resident_bytes", self._look)
         monkeypatch.setattr(flooding, "monotonic", lambda: self.now)
-        monkeypatch.setattr(flooding, "_received_bytes", self._scan)
+        monkeypatch.setattr(flooding, "open_descriptors", self._scan)
+        monkeypatch.setattr(flooding, "_received_bytes", self._received)
 
     def _look(self) -> int:
         self.num_looks += 1
         self._looked.set()
         return self.resident
 
-    def _scan(self, peers: Collection[str]) -> dict[str, int]:
+    def _scan(self) -> list[str]:
+        # Each connection's name is its descriptor.
         self.num_scans += 1
         self.now += self.scan_seconds
-        return {peer: num_bytes for peer, num_bytes in self.received.items() if peer in peers}
+        return list(self.received)
+
+    def _received(self, peers: Collection[str], descriptors: Iterable[Any]) -> dict[str, tuple[str, int]]:
+        return {peer: (peer, self.received[peer]) for peer in descriptors if peer in peers and peer in self.received}
 
     async def looks(self) -> None:
         """Waits until the guard has looked again, and what it ended has heard of it."""
@@ -47,9 +54,9 @@ class System:
             async with asyncio.timeout(60):
                 await self._looked.wait()
 
-    async def grows(self) -> None:
+    async def grows(self, num_bytes: int = GROWTH) -> None:
         """Memory grows, and the guard has looked."""
-        self.resident += GROWTH
+        self.resident += num_bytes
         await self.looks()
 
 
@@ -165,7 +172,8 @@ async def test_nothing_ends_where_the_system_does_not_say_what_came(system: Syst
 
 
 async def test_connections_are_looked_for_a_small_part_of_the_time(system: System) -> None:
-    reads = Reads(system, "stream", "other")
+    reads = Reads(system, "stream", "gone")
+    del system.received["gone"]
     system.scan_seconds = 1.0
     await system.looks()
     for _ in range(5):
@@ -174,6 +182,60 @@ async def test_connections_are_looked_for_a_small_part_of_the_time(system: Syste
     system.now += 10.0
     await system.looks()
     assert system.num_scans == 2, "the growth is not forgotten"
+    await reads.close()
+
+
+async def test_connections_that_were_found_are_not_looked_for_again(system: System) -> None:
+    reads = Reads(system, "stream", "other")
+    await system.looks()
+    for _ in range(5):
+        await system.grows()
+        system.now += 10.0
+    assert system.num_scans == 1
+    system.received["stream"] += 30 * MESSAGE
+    await system.grows()
+    assert (system.num_scans, reads.ended) == (1, {"stream"})
+    await reads.close()
+
+
+def cancelled(reads: Reads, name: str, num_reads: int) -> None:
+    """Begins reads of a connection and ends each before its message is complete."""
+    for reading in [asyncio.timeout(None) for _ in range(num_reads)]:
+        reads.guard.begin(name, reading)
+        reads.guard.end(reading)
+
+
+async def test_messages_that_are_not_taken_end_no_stream_of_their_connection(system: System) -> None:
+    reads = Reads(system, "proxy", "other")
+    await system.looks()
+    await system.grows(33 << 20)
+    # Memory grows by some of it, or by something else.
+    cancelled(reads, "proxy", 200)
+    system.received["proxy"] += 200 * MESSAGE
+    await system.grows(60 << 20)
+    assert not reads.ended
+    system.now += 58.0
+    # Bodies of calls that are refused.
+    for _ in range(2000):
+        reads.guard.over("proxy")
+    system.received["proxy"] += 2000 << 16
+    await system.grows(60 << 20)
+    assert not reads.ended
+    system.received["proxy"] += 30 * MESSAGE
+    await system.grows()
+    assert reads.ended == {"proxy"}
+    await reads.close()
+
+
+async def test_a_flood_gains_little_from_cancelled_messages(system: System) -> None:
+    reads = Reads(system, "flood", "other")
+    await system.looks()
+    await system.grows(33 << 20)
+    for _ in range(3):
+        cancelled(reads, "flood", 1000)
+        system.received["flood"] += 12 * MESSAGE
+        await system.grows(12 * MESSAGE)
+    assert reads.ended == {"flood"}
     await reads.close()
 
 
@@ -213,6 +275,9 @@ def test_what_a_connection_has_brought_is_found_under_the_name_that_grpc_gives_i
             while connection.recv(1 << 16):
                 pass
             name = peer.format(client.getsockname()[1])
-            assert 5000 <= flooding._received_bytes([name])[name] <= 5001, "its bytes, and the end"
-            assert flooding._received_bytes(["ipv4:127.0.0.1:1"]) == {}
+            everywhere = flooding.open_descriptors()
+            descriptor, num_bytes = flooding._received_bytes([name], everywhere)[name]
+            assert 5000 <= num_bytes <= 5001, "its bytes, and the end"
+            assert descriptor == connection.fileno()
+            assert flooding._received_bytes(["ipv4:127.0.0.1:1"], everywhere) == {}
             connection.send(b"it is still open")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from service.access import OpenAccess
 from service.errors import InvalidRequest, UnknownModel
 from service.metrics import Metrics
-from service.transport.interceptors import CallInterceptor
+from service.transport.interceptors import CallInterceptor, each_request
 
 METHOD = "/onward.v1.GenerationService/GenerateStream"
 
@@ -242,3 +242,32 @@ async def test_a_stream_that_is_sent_an_answer_is_not_silent() -> None:
     interceptor, call = await wrapped(handler, CollectorRegistry(), has_many=True)
     await call(b"", Reading())
     assert in_flight == [1]
+
+
+async def test_a_stream_is_not_silent_from_the_request_that_comes_until_it_is_worked_on() -> None:
+    num_in_flight = []
+
+    def look() -> None:
+        num_in_flight.extend(stream.num_in_flight for stream in interceptor._receiver._streams)
+
+    def parse(data: bytes) -> bytes:
+        look()
+        return data
+
+    async def one_message() -> AsyncIterator[bytes]:
+        yield b"a"
+
+    async def work() -> None:
+        look()
+        with each_request():
+            look()
+
+    async def handler(requests: Any, _: Any) -> AsyncGenerator[bytes, None]:
+        async with asyncio.TaskGroup() as group:
+            async for _ in requests:
+                group.create_task(work())
+        yield b"a"
+
+    interceptor, call = await wrapped(handler, CollectorRegistry(), parse, has_many=True)
+    await call(one_message(), Sending())
+    assert num_in_flight == [1, 1, 2]

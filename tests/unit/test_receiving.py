@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, cast
@@ -21,12 +22,10 @@ MESSAGE = 100
 class Call:
     """A call whose message comes when `message` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str = "ipv4:127.0.0.1:1") -> None:
         self.is_read = asyncio.Event()
         self.sent: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def peer(self) -> str:
-        return "ipv4:127.0.0.1:1"
+        self.peer = lambda: peer
 
     async def read(self) -> Any:
         self.is_read.set()
@@ -41,7 +40,7 @@ def begin(bound: Receiver, *callers: Hashable) -> list[tuple[Call, asyncio.Task[
     def message(call: Any, caller: Hashable) -> Any:
         return bound.message(call, caller, lambda _: iter(()))
 
-    calls = [(Call(), caller) for caller in callers]
+    calls = [(Call(str(caller)), caller) for caller in callers]
     return [(call, asyncio.create_task(message(call, caller))) for call, caller in calls]
 
 
@@ -310,3 +309,109 @@ async def test_a_stream_is_silent_since_it_last_worked(four_streams: Receiver) -
                 async with bound.stream(call, "b"), bound.stream(call, "c"):
                     await asyncio.Event().wait()
         assert not first.is_ended
+
+
+class System:
+    """The time, and what each caller's connection has brought besides whole messages."""
+
+    def __init__(self, bound: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.brought: dict[str, int] = {}
+        monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 600.0)
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: self.now)
+        monkeypatch.setattr(bound.guard, "brought", lambda _: dict(self.brought))
+
+
+async def test_the_calls_of_one_caller_do_not_wait_for_its_own_silent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = receiver(8)
+    system = System(bound, monkeypatch)
+    silent = begin(bound, *"aaaa")
+    await settle()
+    waiting = begin(bound, *"aa")
+    await settle()
+    # A sixth of 600 seconds.
+    for now, num_ended in ((1099.0, 0), (1101.0, 1), (1102.0, 2)):
+        system.now = now
+        bound._end_longest_read("a")
+        await settle()
+        assert [task.done() for _, task in silent] == [True] * num_ended + [False] * (4 - num_ended)
+        assert reads(waiting) == [True] * num_ended + [False] * (2 - num_ended)
+    assert isinstance(silent[0][1].exception(), ClientStalled)
+    await end(silent + waiting)
+
+
+async def test_an_upload_that_comes_in_time_is_not_ended_for_its_own_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = receiver(8, max_stall_seconds=60.0)
+    system = System(bound, monkeypatch)
+    held = begin(bound, *"aaaa")
+    await settle()
+    waiting = begin(bound, "a")
+    await settle()
+    for now, num_bytes in ((1020.0, 0), (1030.0, 2 * MESSAGE)):
+        system.now, system.brought = now, {"a": num_bytes}
+        bound._end_longest_read("a")
+        await settle()
+        assert not any(task.done() for _, task in held)
+    # On average too little.
+    system.now = 1055.0
+    bound._end_longest_read("a")
+    await settle()
+    assert [task.done() for _, task in held] == [True, False, False, False]
+    await end(held + waiting)
+
+
+async def test_a_health_check_does_not_wait_long_for_silent_ones_of_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound = Receiver(MESSAGE, 30.0, FloodGuard(MESSAGE), 0)
+    system = System(bound, monkeypatch)
+    caller = Connection("here", "1")
+    calls = [Call() for _ in range(3)]
+    tasks = [asyncio.create_task(bound.message(cast("Any", call), caller, lambda _: iter(()), 5.0)) for call in calls]
+    await settle()
+    # What the connection brings is for other calls.
+    system.now, system.brought = 1001.0, {"ipv4:127.0.0.1:1": 0}
+    bound._end_longest_read(caller)
+    system.now, system.brought = 1002.0, {"ipv4:127.0.0.1:1": 1 << 30}
+    bound._end_longest_read(caller)
+    await settle()
+    assert [call.is_read.is_set() for call in calls] == [True] * 3
+    await end(list(zip(calls, tasks, strict=True)))
+
+
+async def test_where_each_has_one_read_those_that_bring_least_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = receiver(4)
+    system = System(bound, monkeypatch)
+    # The oldest is an honest upload.
+    held = begin(bound, *"abcd")
+    await settle()
+    waiting = begin(bound, *"efgh")
+    await settle()
+    system.now, system.brought = 1010.0, {"a": 50, "b": 0, "c": 0, "d": 0}
+    for _ in waiting:
+        bound._end_longest_read("e")
+    await settle()
+    assert not any(task.done() for _, task in held), "what they bring is not known"
+    system.now, system.brought = 1020.0, {"a": 5000, "b": 0, "c": 10, "d": 5}
+    for name in "efgh":
+        bound._end_longest_read(name)
+    await settle()
+    assert [task.done() for _, task in held] == [False, True, False, True]
+    await end(held + waiting)
+
+
+async def test_a_place_that_is_given_back_is_counted_without_a_look_at_all_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> Any:
+        raise AssertionError("every caller's count is looked at")
+
+    bound = receiver(4)
+    held, waiting = begin(bound, *"aabb"), begin(bound, *"cdef")
+    await settle()
+    monkeypatch.setattr(Counter, "__isub__", fail)
+    monkeypatch.setattr(Counter, "total", fail)
+    with bound.call("a"):
+        pass
+    assert await end(held) + await end(waiting) == [b"x"] * 8
+    assert (bound._num_held, bound._held, bound._shares, bound._calls) == (0, {}, {}, {})
