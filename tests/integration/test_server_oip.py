@@ -319,7 +319,9 @@ async def test_requests_of_a_stream_are_read_while_those_unanswered_hold_less_th
 
         with gate.closed():
             asking = asyncio.create_task(ask())
-            await eventually(lambda: server.app._engine.num_streams == 2 and waiting)
+            await eventually(lambda: bool(waiting) or asking.done())
+            assert waiting
+            await eventually(lambda: server.app._engine.num_streams == 2)
         num_answers = len([answer async for answer in call])
         await asking
     assert num_answers >= 8
