@@ -159,14 +159,14 @@ def inside(folder: Path, threads: int, streams: int) -> dict[str, dict[str, floa
     return found
 
 
-def _watched(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
+def _watched(work: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> tuple[dict[str, float], Any]:
     """Runs it on a thread; its seconds, the longest silences beside it, and what it gave."""
     silences = {"loop": 0.0, "thread": 0.0}
-    last = dict.fromkeys(silences, time.perf_counter())
+    last = dict.fromkeys(silences, clock())
     is_over = threading.Event()
 
     def look(who: str) -> None:
-        now = time.perf_counter()
+        now = clock()
         silences[who], last[who] = max(silences[who], now - last[who]), now
 
     def tick() -> None:
@@ -192,11 +192,11 @@ def _watched(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
 
     ticking = threading.Thread(target=tick)
     ticking.start()
-    began = time.perf_counter()
+    began = clock()
     try:
         given = asyncio.run(watch())
     finally:
-        seconds = time.perf_counter() - began
+        seconds = clock() - began
         is_over.set()
         ticking.join()
     look("thread")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import trustme
 
@@ -22,6 +24,18 @@ def key_table(name: str, key: str | None = None, permissions: str = '["generate"
     """
     digest = hashlib.sha256((key or name).encode()).hexdigest()
     return f'[keys.{name}]\nsha256 = "{digest}"\npermissions = {permissions}\n{rest}\n'
+
+
+def keys_file(folder: Path, **rests: str) -> Path:
+    """A key for each name, which is the key as well."""
+    path = folder / "keys.toml"
+    path.write_text("".join(key_table(name, rest=rest) for name, rest in rests.items()))
+    return path
+
+
+def by(name: str) -> Mapping[str, Any]:
+    """A call's arguments that show a key."""
+    return {"metadata": (("authorization", f"Bearer {name}"),)}
 
 
 @dataclass(frozen=True, slots=True)

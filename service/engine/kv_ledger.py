@@ -265,16 +265,20 @@ class KVLedger:
 
     def preempt(self, group: SequenceGroup) -> None:
         """Saves the rows of a running request and takes them away."""
-        self._save(group, self._saved_bytes(group))
-        handles = []
-        for sequence in group.rows:
-            handles.append(handle := next(self._handles))
-            slot = self._slots.slot_of(sequence)
+        row_bytes = self._budget.row_bytes(group.num_computed_tokens, len(group.source_token_ids))
+        handles: dict[Sequence, int] = {}
+        # Row by row, so that no more than one lies in memory twice.
+        freed = self._noted(self._slots.slot_of(sequence) for sequence in group.rows)
+        while freed:
+            slot = self._next_freed(freed)
+            sequence = self._slots[slot]
+            handles[sequence] = handle = next(self._handles)
             self._operations.append(KVSave(slot, handle, sequence.num_computed_tokens, len(group.source_token_ids)))
-        group.handles = tuple(handles)
-        self._free([self._slots.slot_of(sequence) for sequence in group.rows])
-        self._reserve(group, 0)
-        self._make_room(0)
+            self._remove(slot)
+            self._save(group, self._num_saved.get(group, 0) + row_bytes)
+            self._reserve(group, len(freed))
+            self._make_room(0)
+        group.handles = tuple(handles[sequence] for sequence in group.rows)
 
     def forget(self, group: SequenceGroup) -> None:
         """Drops what is saved of a request that will not come back."""
@@ -387,15 +391,27 @@ class KVLedger:
         return slot
 
     def _free(self, slots: Iterable[int]) -> None:
+        freed = self._noted(slots)
+        while freed:
+            self._remove(self._next_freed(freed))
+
+    def _noted(self, slots: Iterable[int]) -> deque[int]:
+        """The slots in their order, each with a note of what it holds."""
         freed = deque(sorted(slots))
         for slot in freed:
             self._note_touched(slot)
-        while freed:
-            last = len(self._slots) - 1
-            self._note_touched(last)
-            if move := self._slots.remove(freed.pop() if freed[-1] == last else freed.popleft()):
-                self._trim(move.target)
-                self._copy(move.source, move.target, self._slots[move.target])
+        return freed
+
+    def _next_freed(self, freed: deque[int]) -> int:
+        """Takes out which is to be freed next, so that no row is moved to a place that is freed later."""
+        return freed.pop() if freed[-1] == len(self._slots) - 1 else freed.popleft()
+
+    def _remove(self, slot: int) -> None:
+        """Frees a row and moves the last one to its place."""
+        self._note_touched(len(self._slots) - 1)
+        if move := self._slots.remove(slot):
+            self._trim(move.target)
+            self._copy(move.source, move.target, self._slots[move.target])
 
     def _note_touched(self, slot: int) -> None:
         """Takes note of what a row's owner has written: also where a padding row wrote, behind its last token."""

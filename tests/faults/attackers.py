@@ -35,10 +35,20 @@ from proto.inference import open_inference_pb2 as oip
 from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.faults.bounds import LOOK_SECONDS, SLICE_BYTES
 from tests.faults.http2 import Connection, code, frame, headers, literal, message_header, varint
 
 MAX_CONNECTIONS = 96
 """Of the server: more than this process and sixteen honest clients have open, but for one attack."""
+UNFINISHED_CALLS = 128
+"""Of each attack by messages that never end: two by messages of megabytes, two by small ones."""
+_HELD_CALLS, _RESET_CALLS = 16, 200
+# Of all other attacks: rows, texts, checks, requests with ids of others.
+_FEW_CALLS = 64
+MAX_CALLS = 4 * UNFINISHED_CALLS + 3 * _HELD_CALLS + _RESET_CALLS + _FEW_CALLS
+"""Calls of all attacks at once."""
+MAX_TEXTS = 3
+"""Long texts of all attacks at once."""
 HELD_SECONDS = 5.0
 # After so long a client of rows cancels its calls.
 PATIENCE_SECONDS = 10.0
@@ -63,15 +73,17 @@ Ends = Iterable[str]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Whom to attack: addresses as "host:port", keys that may generate, and a model's name.
+    """What is attacked: addresses as "host:port", keys that may generate, and a model's name.
 
-    Uploads have a key of their own, or they would take the places of the other attacks' messages.
+    Unfinished messages have a key of their own, or they would take the places of the other attacks' messages; and so
+    has the message that announces a gibibyte, or it might never get one of theirs.
     """
 
     target: str
     metrics: str
     key: str
     upload_key: str
+    flood_key: str
     model: str
 
 
@@ -111,7 +123,7 @@ def problems(ends: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 class Attacker:
-    """One hostile caller, with two keys of its own and with none."""
+    """One hostile caller, with three keys of its own and with none."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -122,8 +134,9 @@ class Attacker:
         self._generation = GenerationServiceStub(self._channel)
         self._inference = GRPCInferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channels[1])
-        self._key, self._upload_key = (
-            (b"authorization", f"Bearer {key}".encode()) for key in (settings.key, settings.upload_key)
+        self._key, self._upload_key, self._flood_key = (
+            (b"authorization", f"Bearer {key}".encode())
+            for key in (settings.key, settings.upload_key, settings.flood_key)
         )
         self._threads = ThreadPoolExecutor(64)
         self._source = random.Random(1)
@@ -182,14 +195,14 @@ class Attacker:
         def attack(connection: Connection) -> Ends:
             streams = [
                 connection.call(path, *metadata, head=message_header(len(data)) + data, is_complete=True)
-                for _ in range(16)
+                for _ in range(_HELD_CALLS)
             ]
             return _held(connection, streams)
 
         return await self._raw(attack, window=0)
 
     async def long_ids_without_window(self) -> Ends:
-        """Sixteen requests that ask for 3 MiB to be sent back, of which no byte is taken."""
+        """Sixteen requests of one stream, whose ids have 3 MiB. No byte of an answer is taken."""
         rest = self._infer("a").SerializeToString()
         rest += varint(oip.ModelInferRequest.ID_FIELD_NUMBER << 3 | 2) + varint(_LONG_ID_BYTES)
         size = len(rest) + _LONG_ID_BYTES
@@ -218,23 +231,27 @@ class Attacker:
         """128 messages of which all comes that the windows let through, but for the last byte; until all are ended."""
 
         def attack(connection: Connection) -> Ends:
-            for _ in range(128):
+            for _ in range(UNFINISHED_CALLS):
                 connection.call(path, *metadata, head=message_header(num_bytes), num_zeros=num_bytes - 1)
-            return _ended(connection, 128)
+            return _ended(connection)
 
         return await self._raw(attack)
 
     async def announced(self) -> Ends:
-        """A message that announces a gibibyte, and brings of it what the windows let through."""
+        """A message that announces a gibibyte, and brings of it a slice between two looks of the server."""
 
         def attack(connection: Connection) -> Ends:
-            connection.call(_GENERATE, self._upload_key, head=message_header(1 << 30), num_zeros=(1 << 30) - 1)
-            return _ended(connection, 1)
+            head, num_zeros = message_header(1 << 30), (1 << 30) - 1
+            stream = connection.call(_GENERATE, self._flood_key, head=head, num_zeros=num_zeros)
+            connection.flood(stream, SLICE_BYTES, LOOK_SECONDS)
+            return [code(connection.ended[stream]) if stream in connection.ended else _left(connection)]
 
         return await self._raw(attack)
 
     async def rapid_resets(self) -> Ends:
-        stream = b"".join(headers(_GENERATE, stream=each) + frame(3, 0, each, bytes(4)) for each in range(1, 401, 2))
+        stream = b"".join(
+            headers(_GENERATE, stream=each) + frame(3, 0, each, bytes(4)) for each in range(1, 2 * _RESET_CALLS, 2)
+        )
         return await self._raw(lambda connection: _answered(connection, stream))
 
     async def endless_headers(self) -> Ends:
@@ -442,16 +459,21 @@ def _held(connection: Connection, streams: list[int]) -> Ends:
     over = time.monotonic() + HELD_SECONDS
     connection.pump(lambda: time.monotonic() >= over)
     if connection.is_closed or not streams:
-        return ["closed" if connection.is_closed else "held"]
+        return [_left(connection)]
     waiting = {each: "held" if each in connection.begun else "unanswered" for each in streams}
     return [code(connection.ended[each]) if each in connection.ended else waiting[each] for each in streams]
 
 
-def _ended(connection: Connection, num_streams: int) -> Ends:
-    """How all streams were ended by the server, and whether it hung up."""
-    connection.pump(lambda: len(connection.ended) == num_streams, ATTEMPT_SECONDS)
-    left = ["closed" if connection.is_closed else "held"] * (num_streams - len(connection.ended))
+def _ended(connection: Connection) -> Ends:
+    """How all unfinished calls were ended by the server, and whether it hung up."""
+    connection.pump(lambda: len(connection.ended) == UNFINISHED_CALLS, ATTEMPT_SECONDS)
+    left = [_left(connection)] * (UNFINISHED_CALLS - len(connection.ended))
     return [*map(code, connection.ended.values()), *left]
+
+
+def _left(connection: Connection) -> str:
+    """What became of a connection whose calls are not ended."""
+    return "closed" if connection.is_closed else "held"
 
 
 def _answered(connection: Connection, data: bytes) -> Ends:
@@ -459,14 +481,14 @@ def _answered(connection: Connection, data: bytes) -> Ends:
     connection.send(data)
     connection.ping()
     connection.pump(lambda: connection.num_pongs > 0, ATTEMPT_SECONDS)
-    return ["answered" if connection.num_pongs else "closed" if connection.is_closed else "held"]
+    return ["answered" if connection.num_pongs else _left(connection)]
 
 
 def _closed(connection: Connection, data: bytes) -> Ends:
     """Whether the server hangs up."""
     connection.send(data)
     connection.pump(lambda: connection.is_closed, ATTEMPT_SECONDS)
-    return ["closed" if connection.is_closed else "held"]
+    return [_left(connection)]
 
 
 def _field(name: str, data: bytes) -> bytes:
@@ -522,7 +544,7 @@ ATTACKS: Mapping[str, Attack] = {
     "64 requests in one stream": _attack(Attacker.crowded_stream, "OK", _FULL),
     "ids of others": _attack(Attacker.ids_of_others, _RAN, _FULL),
     "200 health checks a second": _attack(Attacker.checks, "OK", _FULL),
-    "scrapers that send a byte at a time": _attack(Attacker.slow_scrapers, "held, closed"),
+    "scrapers that send a byte at a time": _attack(Attacker.slow_scrapers, "closed", "held"),
     "endless headers of a scrape": _attack(Attacker.header_flood, "closed"),
 }
 
@@ -533,7 +555,7 @@ async def _main(settings: Settings) -> None:
     is_over = asyncio.Event()
     attacker = Attacker(settings)
 
-    def obey() -> None:
+    def answer_ends() -> None:
         # This process's parent closes stdin, or is gone.
         if not os.read(sys.stdin.fileno(), 100):
             is_over.set()
@@ -541,7 +563,7 @@ async def _main(settings: Settings) -> None:
         sys.stdout.write(json.dumps(attacker.ends) + "\n")
         sys.stdout.flush()
 
-    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), obey)
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), answer_ends)
     await attacker.attack(is_over)
 
 

@@ -24,6 +24,7 @@ _TABLE_SETTING, _WINDOW_SETTING = 1, 4
 _ACK = _END_STREAM = 1
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
 _WAIT_SECONDS = 60.0
+_CHECK = b"/grpc.health.v1.Health/Check"
 _STATUS = re.compile(rb"grpc-status[\x01\x02](\d+)")
 _CODES = {each.value[0]: each.name for each in grpc.StatusCode}
 
@@ -54,11 +55,6 @@ def message_header(size: int) -> bytes:
 def varint(value: int) -> bytes:
     """A number as protobuf spells it."""
     return bytes((value & 0x7F | 0x80,)) + varint(value >> 7) if value > 0x7F else bytes((value,))
-
-
-def status(code: int) -> bytes:
-    """How a header block says it, as gRPC compresses it."""
-    return b"\x0bgrpc-status" + bytes((len(str(code)),)) + str(code).encode()
 
 
 def code(block: bytes) -> str:
@@ -92,6 +88,8 @@ class Connection:
         # Heads, and how many zeros follow each.
         self._unsent: dict[int, deque[tuple[bytes, int]]] = {}
         self._complete: set[int] = set()
+        # Bytes that a stream may send for now, where that is not all of them.
+        self._allowed: dict[int, int] = {}
         # A frame is sent whole, by whichever thread.
         self._sending = threading.Lock()
         # Without a table every header block says its status in full.
@@ -137,12 +135,29 @@ class Connection:
                 break
         return until()
 
-    def push(self, seconds: float = 0.5) -> bool:
-        """Sends what the server takes, until it takes nothing for so long; whether it took anything."""
-        first = last = sum(self.sent.values())
-        while self.pump(lambda last=last: sum(self.sent.values()) > last, seconds):
-            last = sum(self.sent.values())
-        return last > first
+    def has_used_windows(self) -> bool:
+        """Whether the server takes no more of any stream that has more to send."""
+        return all(self._windows[stream] <= 0 for stream in list(self._unsent))
+
+    def is_healthy(self) -> bool:
+        """Checks the server's health, which it answers when it has seen all that was sent, and its event loop has run.
+
+        Pings would do for the former, but a server takes few of them.
+        """
+        check = self.call(_CHECK, head=message_header(0), is_complete=True)
+        self.grant(check, _INITIAL_WINDOW)
+        return self.pump(lambda: check in self.ended) and code(self.ended[check]) == "OK"
+
+    def flood(self, stream: int, slice_bytes: int, look_seconds: float) -> None:
+        """Sends a stream's message until the server ends it: a slice, and the next one once the server has looked.
+
+        A look is due after `look_seconds`, and the event loop has made it by the time that it answers a health check.
+        """
+        while stream not in self.ended and not self.is_closed:
+            self._allowed[stream] = slice_bytes
+            if self.pump(lambda: self._allowed[stream] == 0 or stream in self.ended):
+                time.sleep(look_seconds)
+                self.is_healthy()
 
     @contextmanager
     def pumped(self) -> Iterator[None]:
@@ -171,7 +186,7 @@ class Connection:
     def _send_data(self) -> bool:
         before = self._windows[0]
         for stream, parts in list(self._unsent.items()):
-            room = min(self._windows[0], self._windows[stream], _DATA_BYTES)
+            room = min(self._windows[0], self._windows[stream], self._allowed.get(stream, _DATA_BYTES), _DATA_BYTES)
             if room <= 0:
                 continue
             head, num_zeros = parts.popleft()
@@ -180,6 +195,8 @@ class Connection:
             for each in (0, stream):
                 self._windows[each] -= len(data)
             self.sent[stream] += len(data)
+            if stream in self._allowed:
+                self._allowed[stream] -= len(data)
             if any(rest):
                 parts.appendleft(rest)
             is_last = not parts

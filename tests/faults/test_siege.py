@@ -21,17 +21,25 @@ from proto.onward.v1 import generation_pb2 as pb
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.app import _CLOSING_SECONDS, _ENGINE_SECONDS
 from tests.artifacts import tiny_artifact
-from tests.faults.attackers import ATTACKS, MAX_CONNECTIONS, Attacker, Settings, problems
+from tests.faults import bounds
+from tests.faults.attackers import (
+    ATTACKS,
+    MAX_CALLS,
+    MAX_CONNECTIONS,
+    MAX_TEXTS,
+    UNFINISHED_CALLS,
+    Attacker,
+    Settings,
+    problems,
+)
 from tests.faults.process import DECODER, ROOT, ServerProcess, serving
 from tests.identities import key_table
 
 MODEL = "besieged"
-ATTACKERS = ("attacker", "uploader")
+ATTACKERS = ("attacker", "uploader", "flooder")
 NUM_STREAMS, NUM_KEYS, NUM_PROMPTS, MAX_BATCH_SIZE = 16, 4, 8, 32
 PROMPT_TOKENS, NEW_TOKENS = 96, 96
 GRACE_SECONDS = 5
-# What may be held of messages that are on their way, and of requests that run, wait or were refused, K/V apart.
-MAX_GROWTH_KIB = 256 << 10
 # For each attack to meet an end that it must: `problems` names those that have not.
 MAX_WAIT_SECONDS = 300.0
 # The grace, then what the app allows a step, gRPC and the last statuses.
@@ -46,8 +54,8 @@ Answer = tuple[tuple[int, ...], tuple[float, ...]]
 
 
 @dataclass(slots=True)
-class Heard:
-    """What the honest clients heard: answers by prompt, and seconds until a first token and between two messages."""
+class Observed:
+    """What the honest clients observed: answers by prompt, and seconds until a first token and between two messages."""
 
     answers: dict[int, set[Answer]] = field(default_factory=dict)
     first: list[float] = field(default_factory=list)
@@ -74,9 +82,9 @@ def request_of(prompt: int, request_id: str) -> pb.GenerateStreamRequest:
 
 async def ask(
     channels: Sequence[grpc.aio.Channel], seconds: float, is_ready: Callable[[], bool] = lambda: True
-) -> Heard:
+) -> Observed:
     """A stream on each channel that asks one prompt after the other, for so long and until something is ready."""
-    heard, until = Heard(), time.monotonic() + seconds
+    seen, until = Observed(), time.monotonic() + seconds
 
     async def stream(number: int, stub: GenerationServiceStub) -> None:
         metadata = [("authorization", f"Bearer honest{number % NUM_KEYS}")]
@@ -90,18 +98,18 @@ async def ask(
                 if not event.delta.token_ids:
                     continue
                 now = time.monotonic()
-                (heard.between if tokens else heard.first).append(now - last)
+                (seen.between if tokens else seen.first).append(now - last)
                 last = now
                 tokens += event.delta.token_ids
                 logprobs += [each.logprob for each in event.delta.logprobs]
             assert is_complete
-            heard.answers.setdefault(prompt, set()).add((tuple(tokens), tuple(logprobs)))
-            heard.num_answers += 1
+            seen.answers.setdefault(prompt, set()).add((tuple(tokens), tuple(logprobs)))
+            seen.num_answers += 1
 
     async with asyncio.TaskGroup() as group:
         for number, channel in enumerate(channels):
             group.create_task(stream(number, GenerationServiceStub(channel)))
-    return heard
+    return seen
 
 
 @contextmanager
@@ -112,6 +120,7 @@ def attacked(server: ServerProcess) -> Iterator[subprocess.Popen[str]]:
         "metrics": server.metrics_url.split("/")[2],
         "key": ATTACKERS[0],
         "upload_key": ATTACKERS[1],
+        "flood_key": ATTACKERS[2],
         "model": MODEL,
     }
     with subprocess.Popen(
@@ -139,13 +148,13 @@ def found_by(attackers: subprocess.Popen[str]) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Siege:
-    """What honest clients heard before and during it, each attack's ends, the server's growth, and how long it took to
-    stop while it was attacked."""
+    """What honest clients observed before and during it, each attack's ends, the server's growth in bytes, and how long
+    it took to stop while it was attacked."""
 
-    quiet: Heard
-    besieged: Heard
+    quiet: Observed
+    besieged: Observed
     ends: Mapping[str, Mapping[str, int]]
-    growth_kib: int
+    growth: int
     stop_seconds: float
 
 
@@ -162,7 +171,7 @@ async def besiege(server: ServerProcess, seconds: float) -> Siege:
         made.start()
         given_up = time.monotonic() + seconds + MAX_WAIT_SECONDS
         besieged = await ask(channels, seconds, lambda: not made.is_alive() or time.monotonic() > given_up)
-        growth = server.status("VmHWM") - before
+        growth = (server.status("VmHWM") - before) << 10
         ends = found_by(attackers)
         began = time.monotonic()
         assert server.stop() == 0
@@ -172,11 +181,21 @@ async def besiege(server: ServerProcess, seconds: float) -> Siege:
     return Siege(quiet, besieged, ends, growth, stop_seconds)
 
 
-def kv_kib(sizes: Mapping[str, int]) -> int:
-    """K/V of the rows that honest streams leave to others, as long as the context."""
-    head_dim = sizes["d_model"] // sizes["num_heads"]
-    row_bytes = sizes["num_layers"] * 2 * sizes["num_kv_heads"] * head_dim * 4 * sizes["context"]
-    return (MAX_BATCH_SIZE - NUM_STREAMS) * row_bytes >> 10
+def growth_terms(folder: Path) -> dict[str, int]:
+    """What all attacks together may have the server grow by, in bytes; nothing else attacks it."""
+    small_calls = bounds.calls(MAX_CALLS - 2 * UNFINISHED_CALLS, has_body=False)
+    return {
+        "messages that are read": bounds.messages(bounds.PLACES),
+        "the message that is parsed": bounds.messages(1),
+        "a message larger than the limit": bounds.flood(),
+        "a stream whose answers are not read": bounds.stream(),
+        "long texts": bounds.texts(MAX_TEXTS),
+        "calls": bounds.calls(2 * UNFINISHED_CALLS) + small_calls,
+        "connections": MAX_CONNECTIONS * bounds.CONNECTION_BYTES,
+        "scrapes": bounds.scrapes(),
+        **bounds.engine(folder, MAX_BATCH_SIZE),
+        "allocator": bounds.ALLOCATOR_BYTES,
+    }
 
 
 def test_every_attack_at_once_changes_no_bit_of_an_honest_answer_and_the_server_stops(
@@ -185,7 +204,8 @@ def test_every_attack_at_once_changes_no_bit_of_an_honest_answer_and_the_server_
     is_measured = siege_seconds >= MEASURED_SECONDS
     sizes = LARGE if is_measured else SMALL
     (tmp_path / "models").mkdir()
-    (tmp_path / "models" / MODEL).symlink_to(tiny_artifact(DECODER, **sizes), target_is_directory=True)
+    folder = tmp_path / "models" / MODEL
+    folder.symlink_to(tiny_artifact(DECODER, **sizes), target_is_directory=True)
     keys = tmp_path / "keys.toml"
     names = (*(f"honest{number}" for number in range(NUM_KEYS)), *ATTACKERS)
     keys.write_text("".join(map(key_table, names)))
@@ -194,10 +214,12 @@ def test_every_attack_at_once_changes_no_bit_of_an_honest_answer_and_the_server_
     with serving(tmp_path / "models", *flags) as server:
         siege = asyncio.run(besiege(server, siege_seconds))
     quiet, besieged = siege.quiet, siege.besieged
+    terms = growth_terms(folder)
     figures = {
         "seconds": siege_seconds,
         "answers": besieged.num_answers,
-        "growth_mib": siege.growth_kib / 1024,
+        "growth_mib": siege.growth / bounds.MIB,
+        "most_mib": {name: num_bytes / bounds.MIB for name, num_bytes in terms.items()},
         "stop_seconds": siege.stop_seconds,
         "quiet": {"p50": quiet.percentile(50), "p99": quiet.percentile(99)},
         "besieged": {"p50": besieged.percentile(50), "p99": besieged.percentile(99)},
@@ -207,7 +229,7 @@ def test_every_attack_at_once_changes_no_bit_of_an_honest_answer_and_the_server_
     assert {prompt: len(answers) for prompt, answers in quiet.answers.items()} == dict.fromkeys(range(NUM_PROMPTS), 1)
     assert besieged.answers == quiet.answers
     assert problems(siege.ends) == []
-    assert siege.growth_kib < MAX_GROWTH_KIB + kv_kib(sizes)
+    assert siege.growth <= sum(terms.values())
     if is_measured:
         assert besieged.percentile(99) <= 2 * quiet.percentile(99)
         assert siege.stop_seconds <= MAX_STOP_SECONDS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,41 @@ def test_waits_belong_to_the_changes_that_they_overlap() -> None:
     assert found["changes"]["reload"]["seconds"] == pytest.approx(0.55)
 
 
-def test_who_holds_the_interpreters_lock_is_found_and_who_does_not_is_not() -> None:
-    holding, _ = loading._watched(lambda: 3**3_000_000)
-    for who in ("loop", "thread"):
-        assert holding[who] > 0.7 * holding["seconds"], who
-        # A busy machine may keep any thread from running for a while, but not every time.
-        silences = (loading._watched(lambda: time.sleep(0.5) or "given") for _ in range(20))
-        assert any(found[who] < 0.5 * found["seconds"] and given == "given" for found, given in silences), who
+class Clock:
+    """A clock that the watched work alone sets; it knows which threads have looked at it since."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._looks = threading.Condition()
+        self._lookers: set[int] = set()
+
+    def __call__(self) -> float:
+        with self._looks:
+            self._lookers.add(threading.get_ident())
+            self._looks.notify_all()
+            return self._seconds
+
+    def pass_unseen(self) -> str:
+        """Five seconds in which nobody can look, as when the work holds the interpreter's lock."""
+        with self._looks:
+            self._seconds += 5.0
+        return "given"
+
+    def pass_watched(self) -> str:
+        """Five seconds, after each of which the event loop and the thread have looked."""
+        for _ in range(5):
+            with self._looks:
+                self._seconds += 1.0
+                self._lookers.clear()
+                assert self._looks.wait_for(lambda: len(self._lookers) == 2, timeout=60)
+        return "given"
+
+
+def test_a_silence_lasts_as_long_as_the_work_lets_neither_the_loop_nor_a_thread_look() -> None:
+    for silence in (5.0, 1.0):
+        clock = Clock()
+        work = clock.pass_unseen if silence == 5.0 else clock.pass_watched
+        assert loading._watched(work, clock) == ({"seconds": 5.0, "loop": silence, "thread": silence}, "given")
 
 
 def test_loading_is_measured_amid_streams_of_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

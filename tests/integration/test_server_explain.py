@@ -24,7 +24,7 @@ from service.errors import NotServing
 from service.explainer import MAX_WAITING
 from service.models import Parity, ServedModel
 from tests.fakes import BOS, CONTEXT, EOS, FakeRunner, Gate, expected_tokens, script, spell
-from tests.integration.test_server_tenants import by, keys_file
+from tests.identities import by, keys_file
 from tests.servers import (
     SLOTS,
     TRUSTED,

@@ -22,6 +22,7 @@ from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.config import RequestLimits
 from service.errors import InvalidRequest
+from service.transport.oip import _InFlight
 from service.transport.oip_codec import decode_infer
 from tests.fakes import FakeRunner, Gate
 from tests.faults.http2 import varint
@@ -287,13 +288,23 @@ async def test_more_requests_than_a_stream_may_have_in_flight_wait_and_are_answe
         assert server.ended() == {"length": 150}
 
 
-async def test_requests_of_a_stream_are_read_while_those_unanswered_hold_less_than_a_message_may() -> None:
-    gate, servers, num_running = Gate(), list[Running](), list[int]()
+async def test_requests_of_a_stream_are_read_while_those_unanswered_hold_less_than_a_message_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, servers, num_running, waiting = Gate(), list[Running](), list[int](), list[_InFlight]()
+    wait_for_room = _InFlight.wait_for_room
+
+    async def noted(in_flight: _InFlight) -> None:
+        # A wait that there is no need for is over before anybody else runs.
+        waiting.append(in_flight)
+        await wait_for_room(in_flight)
+        waiting.pop()
 
     def before_run(batch: Any) -> None:
         gate(batch)
         num_running.extend(each.app._engine.num_streams for each in servers)
 
+    monkeypatch.setattr(_InFlight, "wait_for_room", noted)
     async with running(runner=FakeRunner(SLOTS, before_run=before_run), max_queue_size=16) as server:
         request = infer_request(max_tokens=2, ignore_eos=True)
         servers.append(server)
@@ -308,9 +319,9 @@ async def test_requests_of_a_stream_are_read_while_those_unanswered_hold_less_th
 
         with gate.closed():
             asking = asyncio.create_task(ask())
-            await eventually(lambda: server.app._engine.num_streams >= 2)
-            # For those that must not be read yet.
-            await asyncio.wait((asking,), timeout=0.5)
+            await eventually(lambda: bool(waiting) or asking.done())
+            assert waiting
+            await eventually(lambda: server.app._engine.num_streams == 2)
         num_answers = len([answer async for answer in call])
         await asking
     assert num_answers >= 8

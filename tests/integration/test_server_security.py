@@ -452,7 +452,7 @@ async def test_unfinished_calls_of_one_key_leave_places_to_another(tmp_path: Pat
             call.cancel()
 
 
-async def test_a_silent_stream_makes_way_for_another_connections_and_one_at_work_does_not() -> None:
+async def test_a_silent_stream_loses_its_place_to_another_connections_and_one_at_work_does_not() -> None:
     gate = Gate()
     text = open_inference_pb2.ModelInferRequest(model_name=MODEL)
     tensor = text.inputs.add(name="text_input", datatype="BYTES", shape=[1])

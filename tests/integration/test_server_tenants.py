@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from proto.inference import open_inference_pb2 as oip
 from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from proto.onward.v1 import generation_pb2 as pb
 from tests.fakes import FakeRunner, Gate
-from tests.identities import key_table
+from tests.identities import by, keys_file
 from tests.servers import (
     CONFIG,
     SLOTS,
@@ -38,17 +37,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PLACES = SLOTS + CONFIG.max_queue_size
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-def keys_file(folder: Path, **rests: str) -> Path:
-    """A key for each name, which is the key as well."""
-    path = folder / "keys.toml"
-    path.write_text("".join(key_table(name, rest=rest) for name, rest in rests.items()))
-    return path
-
-
-def by(name: str) -> Mapping[str, Any]:
-    return {"metadata": (("authorization", f"Bearer {name}"),)}
 
 
 async def hold(server: Running, name: str, **fields: Any) -> Any:

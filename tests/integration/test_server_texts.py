@@ -25,7 +25,7 @@ from service import app
 from service.models import ServedModel
 from service.text_pool import LONG_BYTES
 from tests.fakes import BOS, CONTEXT, FakeRunner, spell
-from tests.integration.test_server_tenants import by, keys_file
+from tests.identities import by, keys_file
 from tests.servers import (
     MODEL,
     SLOTS,

@@ -213,3 +213,26 @@ def test_ledger_a_chunk_is_not_kept_without_those_before_it() -> None:
     leader.num_computed_tokens += CHUNK
     ledger.keep_chunk(0, CHUNK, CHUNK)
     assert ledger.num_kept_bytes == 0
+
+
+def test_ledger_no_more_than_one_row_of_a_preempted_request_lies_in_memory_twice() -> None:
+    ledger = make_ledger(num_bytes=4 * 40)
+    group = make_group([5] * 32, max_tokens=8, num_outputs=4)
+    ledger.admit(group)
+    compute(ledger, group)
+    group.is_forked = True
+    ledger.fork(group.sequences[0], group.sequences)
+    for sequence in group.sequences:
+        sequence.token_ids += [7] * 7
+        sequence.num_computed_tokens = 38
+    ledger.take_operations()
+    held, saved, most = dict.fromkeys(range(4), 39), 0, 0
+    ledger.preempt(group)
+    for operation in ledger.take_operations():
+        if isinstance(operation, KVSave):
+            saved += operation.num_tokens
+        elif isinstance(operation, KVFree):
+            held[operation.slot] = operation.num_tokens
+        most = max(most, saved + sum(held.values()))
+    assert most <= ledger.limit + 38
+    ledger.check_invariants()

@@ -18,11 +18,10 @@ from service.library import Library
 
 
 class Child:
-    """A process that ends when the test lets it, or killed; `begun` counts those that were waited for."""
+    """A process that ends when the test lets it, or killed. `begun` is released when it is waited for."""
 
-    begun = threading.Semaphore(0)
-
-    def __init__(self) -> None:
+    def __init__(self, begun: threading.Semaphore) -> None:
+        self._begun = begun
         self.ends = threading.Event()
         self.is_killed = False
         self.returncode = 0
@@ -34,7 +33,7 @@ class Child:
         pass
 
     def communicate(self, **_: object) -> tuple[str, str]:
-        self.begun.release()
+        self._begun.release()
         self.ends.wait()
         return json.dumps({"problems": [], "session_seconds": 0.0}), ""
 
@@ -43,12 +42,20 @@ class Child:
         self.ends.set()
 
 
+class Children(list[Child]):
+    """All that were started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Semaphore(0)
+
+
 @pytest.fixture
-def children() -> Iterator[list[Child]]:
-    made: list[Child] = []
+def children() -> Iterator[Children]:
+    made = Children()
 
     def make(*_: object, **__: object) -> Child:
-        made.append(Child())
+        made.append(Child(made.begun))
         return made[-1]
 
     fake = SimpleNamespace(Popen=make, PIPE=None, TimeoutExpired=TimeoutError)
@@ -59,7 +66,7 @@ def children() -> Iterator[list[Child]]:
 
 
 def test_a_check_whose_change_was_given_up_leaves_the_next_one_to_be_ended_with_the_server(
-    children: list[Child],
+    children: Children,
 ) -> None:
     nothing: Any = None
     changes = Library(ServeConfig(models=Path("models")), nothing, nothing, nothing, nothing, lambda: None)
@@ -67,7 +74,7 @@ def test_a_check_whose_change_was_given_up_leaves_the_next_one_to_be_ended_with_
     for number in range(2):
         threads.append(threading.Thread(target=changes._try_out, args=(f"model {number}", 1)))
         threads[-1].start()
-        Child.begun.acquire()
+        assert children.begun.acquire(timeout=60)
     # The first one's thread was left to itself, and comes to its end while the next is checked.
     children[0].ends.set()
     threads[0].join()
