@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from proto.inference import open_inference_pb2 as oip
@@ -45,7 +46,7 @@ UNFINISHED_CALLS = 128
 _HELD_CALLS, _RESET_CALLS = 16, 200
 # Of all other attacks: rows, texts, checks, requests with ids of others.
 _FEW_CALLS = 64
-MAX_CALLS = 4 * UNFINISHED_CALLS + 3 * _HELD_CALLS + _RESET_CALLS + _FEW_CALLS
+MAX_CALLS = 4 * UNFINISHED_CALLS + 4 * _HELD_CALLS + _RESET_CALLS + _FEW_CALLS
 """Calls of all attacks at once."""
 MAX_TEXTS = 3
 """Long texts of all attacks at once."""
@@ -62,11 +63,14 @@ _WATCH = b"/grpc.health.v1.Health/Watch"
 _REFLECTION = b"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 _GENERATE = b"/onward.v1.GenerationService/Generate"
 _STREAM = b"/onward.v1.GenerationService/GenerateStream"
+_DETOKENIZE = b"/onward.v1.GenerationService/Detokenize"
 _INFER = b"/inference.GRPCInferenceService/ModelStreamInfer"
 _NICENESS = 19
 # Just below the default of --max-message-bytes.
 _LARGE_BYTES = (4 << 20) - 1024
 _LONG_ID_BYTES = 3 << 20
+# A byte that is no UTF-8 by itself: its text has three. So many may be asked for.
+_TOKEN, _MOST_IDS = 200, 64 << 10
 
 Ends = Iterable[str]
 
@@ -189,8 +193,13 @@ class Attacker:
 
     async def _held_streams(self, path: bytes, *metadata: tuple[bytes, bytes]) -> Ends:
         """Sixteen calls of one connection that take no byte of their answers."""
-        request = pb.GenerateRequest(model=self._settings.model, text="a", stopping=pb.StoppingParams(max_tokens=64))
-        data = b"" if path is _WATCH else request.SerializeToString()
+        requests: dict[bytes, Message] = {
+            _WATCH: health_pb2.HealthCheckRequest(),
+            _DETOKENIZE: pb.DetokenizeRequest(model=self._settings.model, token_ids=[_TOKEN] * _MOST_IDS),
+        }
+        stopping = pb.StoppingParams(max_tokens=64)
+        request = requests.get(path, pb.GenerateRequest(model=self._settings.model, text="a", stopping=stopping))
+        data = request.SerializeToString()
 
         def attack(connection: Connection) -> Ends:
             streams = [
@@ -200,6 +209,9 @@ class Attacker:
             return _held(connection, streams)
 
         return await self._raw(attack, window=0)
+
+    async def large_answer_without_window(self) -> Ends:
+        return await self._held_streams(_DETOKENIZE, self._key)
 
     async def long_ids_without_window(self) -> Ends:
         """Sixteen requests of one stream, whose ids have 3 MiB. No byte of an answer is taken."""
@@ -518,6 +530,7 @@ ATTACKS: Mapping[str, Attack] = {
     "watchers without a window": _attack(Attacker.watch_without_window, "held", f"{_FULL}, {_RAW}"),
     "streams without a window": _attack(Attacker.stream_without_window, "held", _STALLED),
     "answers without a window": _attack(Attacker.answer_without_window, "held", _STALLED),
+    "large answers without a window": _attack(Attacker.large_answer_without_window, "held", _STALLED),
     "long ids without a window": _attack(Attacker.long_ids_without_window, "held, INVALID_ARGUMENT", _STALLED),
     "unfinished messages without a key": _attack(Attacker.unfinished_without_key, "UNAUTHENTICATED", _RAW),
     "unfinished messages with a key": _attack(Attacker.unfinished_with_key, "ABORTED", f"{_FULL}, {_RAW}"),

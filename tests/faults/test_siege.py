@@ -189,6 +189,7 @@ def growth_terms(folder: Path) -> dict[str, int]:
         "the message that is parsed": bounds.messages(1),
         "a message larger than the limit": bounds.flood(),
         "a stream whose answers are not read": bounds.stream(),
+        "answers that are not taken": bounds.answers(),
         "long texts": bounds.texts(MAX_TEXTS),
         "calls": bounds.calls(2 * UNFINISHED_CALLS) + small_calls,
         "connections": MAX_CONNECTIONS * bounds.CONNECTION_BYTES,
