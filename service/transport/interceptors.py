@@ -36,6 +36,9 @@ from service.transport.wire_limits import malformed
 
 _LOGGER = logging.getLogger(__name__)
 
+# How calls end that cost their caller nothing; so many of them in a second are logged one by one.
+_REFUSALS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+_MAX_LOGGED_REFUSALS = 100
 _AUTHORIZATION = "authorization"
 _BEARER = "bearer"
 # What the bidirectional call of the running task was let in with, and its part of the receiver that it came by.
@@ -85,6 +88,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._open_receiver = partial(Receiver, max_message_bytes, max_stall_seconds, self._guard, max_bytes=0)
         self._tracer = tracer or NoTracer()
         self._check = check
+        self._log = _CallLog()
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -223,7 +227,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 # Counted before the client hears of it, so that whoever has an answer finds it counted.
                 self._handled.labels(method, status.code.name).inc()
                 trace.ended(status.code.name, status.message)
-                _LOGGER.info("%s %s %.3f s", method, status.code.name, time.monotonic() - started)
+                self._log.ended(method, status.code, time.monotonic() - started)
             if not is_stalled and status.code is not grpc.StatusCode.OK:
                 await abort(context, status, refusal_seconds(self._max_stall_seconds))
         finally:
@@ -234,6 +238,29 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if is_stalled:
             # No handler runs any more, and the status waits for its client.
             await abort_stalled(context, status)
+
+
+class _CallLog:
+    """One line for each call, and of refused ones a count beyond so many a second: they fill no disk.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._second, self._num_refused = 0, 0
+
+    def ended(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
+        if code in _REFUSALS:
+            if (second := int(self._clock())) != self._second:
+                if (num_left_out := self._num_refused - _MAX_LOGGED_REFUSALS) > 0:
+                    _LOGGER.warning("%d more calls were refused within a second", num_left_out)
+                self._second, self._num_refused = second, 0
+            self._num_refused += 1
+            if self._num_refused > _MAX_LOGGED_REFUSALS:
+                return
+        _LOGGER.info("%s %s %.3f s", method, code.name, seconds)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import weakref
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from service.access import OpenAccess
 from service.errors import InvalidRequest, UnknownModel
 from service.metrics import Metrics
+from service.transport import interceptors
 from service.transport.interceptors import CallInterceptor, each_request
 
 METHOD = "/onward.v1.GenerationService/GenerateStream"
@@ -271,3 +273,20 @@ async def test_a_stream_is_not_silent_from_the_request_that_comes_until_it_is_wo
     interceptor, call = await wrapped(handler, CollectorRegistry(), parse, has_many=True)
     await call(one_message(), Sending())
     assert num_in_flight == [1, 1, 2]
+
+
+def test_refused_calls_are_counted_beyond_a_hundred_lines_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    now = [7.0]
+    log = interceptors._CallLog(lambda: now[0])
+    for seconds in (0.0, 1.0):
+        now[0] += seconds
+        for _ in range(250):
+            log.ended("Generate", grpc.StatusCode.UNAUTHENTICATED, 0.0)
+            log.ended("Generate", grpc.StatusCode.OK, 0.0)
+    lines = Counter(record.getMessage() for record in caplog.records)
+    assert lines == {
+        "Generate UNAUTHENTICATED 0.000 s": 200,
+        "Generate OK 0.000 s": 500,
+        "150 more calls were refused within a second": 1,
+    }
