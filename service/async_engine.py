@@ -518,14 +518,14 @@ class AsyncEngine:
             return 0
         try:
             async with asyncio.timeout(_MAX_LOOK_UP_SECONDS):
-                return await self._ask_cached_tokens(request)
+                return await self._ask_cached_tokens(request, is_urgent=True)
         except TimeoutError:  # a refusal that comes late is worth less than one that is too strict
             return 0
 
-    async def _ask_cached_tokens(self, request: GenerationRequest) -> int:
+    async def _ask_cached_tokens(self, request: GenerationRequest, *, is_urgent: bool = False) -> int:
         self._end()
         engine = self._lane(request.model).engine
-        question = self._thread.ask(engine, lambda engine: engine.num_cached_tokens(request))
+        question = self._thread.ask(engine, lambda engine: engine.num_cached_tokens(request), is_urgent=is_urgent)
         return await self._answer(question)
 
     def _answer_by(self, request: GenerationRequest, deadline: float) -> float:

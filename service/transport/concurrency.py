@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from service.transport.places import MAX_REFUSAL_SECONDS, Places
+from service.transport.places import REFUSAL_SECONDS, Places
 from service.transport.sending import abort
 from service.transport.status import Status
 
@@ -21,7 +21,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class CallLimit(grpc.aio.ServerInterceptor):
     """Refuses calls with RESOURCE_EXHAUSTED while there are as many as may be; goes before all other interceptors.
 
-    A call counts from its headers to its end, whether or not its request ever comes.
+    A call counts from its headers until gRPC lets go of it, whether or not its request ever comes; one that is refused
+    only until then.
 
     Args:
         max_calls: at once.
@@ -45,17 +46,13 @@ class CallLimit(grpc.aio.ServerInterceptor):
         place = self._places.take(handler_call_details.method.lstrip("/"))
         if place is None:
             return self._refusal
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            # gRPC would answer as much, and take any time for it.
-            place.release()
-            return self._unknown
-        return handler
+        # gRPC would answer as much where there is no handler, and take any time for it.
+        return await continuation(handler_call_details) or self._unknown
 
     async def _refuse(self, _: AsyncIterator[bytes], context: Context) -> None:
         limit = f"{self._max_calls} calls run, which is the most there may be at once"
-        await abort(context, Status(grpc.StatusCode.RESOURCE_EXHAUSTED, limit), MAX_REFUSAL_SECONDS)
+        await abort(context, Status(grpc.StatusCode.RESOURCE_EXHAUSTED, limit), REFUSAL_SECONDS)
 
 
 async def _refuse_unknown(_: AsyncIterator[bytes], context: Context) -> None:
-    await abort(context, Status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!"), MAX_REFUSAL_SECONDS)
+    await abort(context, Status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!"), REFUSAL_SECONDS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,14 +36,19 @@ def found(peers: Collection[str], descriptors: Iterable[int]) -> Iterator[tuple[
                 connection.detach()
 
 
-def shut(peers: Collection[str]) -> None:
-    """Closes connections, with all calls of theirs; those that are found."""
-    for _, descriptor, _ in found(peers, open_descriptors()):
+def find(peers: Collection[str]) -> dict[str, int]:
+    """The descriptors of those that are found."""
+    return {peer: descriptor for peer, descriptor, _ in found(peers, open_descriptors())}
+
+
+def shut(connections: Mapping[str, int]) -> None:
+    """Closes connections that were found, with all calls of theirs."""
+    for peer, descriptor in connections.items():
         # Its number may be another's by now: what is shut is a duplicate, which is looked at once more.
         with suppress(OSError):
             own = os.dup(descriptor)
             try:
-                for _, _, connection in found(peers, [own]):
+                for _, _, connection in found([peer], [own]):
                     connection.shutdown(socket.SHUT_RDWR)
             finally:
                 os.close(own)

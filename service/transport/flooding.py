@@ -4,7 +4,8 @@ gRPC below 1.84 looks at a message's size only once it has all of it, and opens 
 announces: up to 4 GiB, for one call. So while reads are under way the process's memory is looked at. Where it has
 grown, a connection that has brought more than its messages may have loses its reads. Growth of another cause ends none,
 and neither does what comes besides messages: frames' heads, bodies of calls that are refused before they are read, and
-messages whose reads end before they are complete. Those bytes are free again, so that memory has not grown by them.
+messages whose reads end before they are complete. Those bytes are free again, so that memory has not grown by them;
+where it has grown all the same, by more than `_UNREAD_BYTES`, a flood looks no different.
 Linux only: where the system does not say what a connection has brought, none is ended.
 """
 
@@ -151,8 +152,7 @@ class FloodGuard:
         if not resident:
             return  # the system does not say, for want of a descriptor perhaps
         if resident - self._resident > _GROWTH_BYTES:
-            if monotonic() >= self._rested_at or self._connections.keys() <= self._descriptors.keys():
-                self._end_floods(resident)
+            self._end_floods(resident)
         elif not self._connections or resident < self._resident:
             fallen = self._resident - resident
             self._held_bytes = max(0, self._held_bytes - fallen) if self._connections else 0
@@ -160,6 +160,8 @@ class FloodGuard:
 
     def _end_floods(self, resident: int) -> None:
         now = monotonic()
+        # Those that are found while the others are not looked for: a flood does not hide behind new connections.
+        is_whole = now >= self._rested_at or self._connections.keys() <= self._descriptors.keys()
         received = self._received()
         quiet_seconds = now - self._grown_at
         self._grown_at = now
@@ -181,10 +183,11 @@ class FloodGuard:
             if excess > 0:
                 excesses.append((excess, min(excess, connection.unread), num_bytes - allowed, connection))
             # Nor what was not brought by messages that did not come.
-            connection.unread = 0
+            connection.unread *= not is_whole
         # What is not in memory is not held, whatever came.
         growth = max(0, resident - self._resident - (held - self._held_bytes))
-        self._resident, self._held_bytes = resident, held
+        if is_whole:
+            self._resident, self._held_bytes = resident, held
         # A flood has more of it than what an honest client brings besides its messages.
         for excess, ended, accounted, connection in sorted(excesses, key=itemgetter(0)):
             spare = min(excess - ended, growth)

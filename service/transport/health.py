@@ -20,7 +20,6 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.errors import ClientStalled
-from service.transport.places import MAX_REFUSAL_SECONDS
 from service.transport.sending import Context, abort, abort_stalled, send
 from service.transport.status import Status, to_status
 
@@ -85,7 +84,7 @@ class HealthServicer:
         """The state of a name; NOT_FOUND for an unknown one."""
         state = self._states.get(request.service)
         if state is None:
-            await abort(context, Status(grpc.StatusCode.NOT_FOUND, ""), MAX_REFUSAL_SECONDS)
+            await abort(context, Status(grpc.StatusCode.NOT_FOUND, ""), self._max_stall_seconds)
         return _State(status=state)
 
     async def List(self, request: empty_pb2.Empty, context: Context) -> Message:  # noqa: ARG002, N802 (the protocol's)
@@ -100,7 +99,7 @@ class HealthServicer:
         if request.ByteSize() > _MAX_REQUEST_BYTES:
             # It is held for as long as the watcher stays, with all of its unknown fields.
             limit = f"request: must have at most {_MAX_REQUEST_BYTES} bytes"
-            await abort(context, Status(grpc.StatusCode.INVALID_ARGUMENT, limit), MAX_REFUSAL_SECONDS)
+            await abort(context, Status(grpc.StatusCode.INVALID_ARGUMENT, limit), self._max_stall_seconds)
         watcher = _Watcher(request.service)
         self._watchers.add(watcher)
         sent: int | None = None

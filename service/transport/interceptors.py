@@ -28,7 +28,7 @@ from service.allowance import shortfall
 from service.errors import AnswerTooLarge, ClientStalled, RateLimited
 from service.tracing import NoTracer, Tracer
 from service.transport.flooding import FloodGuard
-from service.transport.places import claim, current_place, refusal_seconds
+from service.transport.places import claim, current_place
 from service.transport.receiving import OpenStream, Receiver, bounded, in_steps
 from service.transport.sending import abort, abort_stalled, send
 from service.transport.status import Status, to_status
@@ -140,11 +140,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     answer = await handler(await self._request(codec, allowance, context), context)
                     answer = codec.serialize(answer)
                     if (place := current_place()) is not None:
-                        place.answer(len(answer))
+                        await place.answer(len(answer), self._max_stall_seconds)
             # gRPC sends it within the call's task, and waits for as long as the client takes no bytes.
             task = asyncio.current_task()
             assert task is not None  # noqa: S101 (this is a coroutine)
-            stalled = task.cancel if place is None else partial(place.stall, context.peer())
+            stalled = task.cancel if place is None else place.stall
             stall = asyncio.get_running_loop().call_later(self._max_stall_seconds, stalled)
             task.add_done_callback(lambda _: stall.cancel())
             return answer
@@ -196,7 +196,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """A context to run a call in that its key is good for, and that is within its caller's share of places."""
         with self._access.admitted(_method(path), _api_key(context)) as allowance:
             try:
-                claim(_caller(allowance, context))
+                claim(_caller(allowance, context), context.peer())
             except RateLimited:
                 allowance.give_back()
                 raise
@@ -229,7 +229,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 trace.ended(status.code.name, status.message)
                 self._log.ended(method, status.code, time.monotonic() - started)
             if not is_stalled and status.code is not grpc.StatusCode.OK:
-                await abort(context, status, refusal_seconds(self._max_stall_seconds))
+                await abort(context, status, self._max_stall_seconds)
         finally:
             self._guard.over(context.peer())
             self._num_open -= 1
@@ -241,7 +241,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _CallLog:
-    """One line for each call, and of refused ones a count beyond so many a second: they fill no disk.
+    """One line for each call. Of refused ones, beyond so many a second, the next one's line follows a count.
 
     Args:
         clock: seconds that never go back.

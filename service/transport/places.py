@@ -1,32 +1,36 @@
 """How many calls there may be at once, how many bytes of answers, and how much of both is one caller's.
 
     headers ──> place ──> claimed by its caller ──> answer on its way ──> taken ──> place given back
-                                                           └─ not taken for too long ──> stalled
+                  └─ refused ──> its status on its way ──┘    └─ not taken for too long ──> stalled
 
-A call that is stalled keeps its place: gRPC cannot cancel it, and holds its answer until the client takes it or goes
-away. So the connections with most stalled calls are closed once another call needs their places. Knows nothing of what
-a call asks, and nothing of gRPC.
+A call keeps its place for as long as gRPC holds it: that cannot cancel it, and keeps its answer until the client takes
+it or leaves. So stalled calls are evicted, by closing their connections, where others need what they hold. Knows
+nothing of what a call asks.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Collection, Hashable
 from contextvars import ContextVar
 
 from service.errors import RateLimited
-from service.transport.connections import shut
+from service.transport.connections import find, shut
 
-MAX_REFUSAL_SECONDS = 5.0
-"""For the status of a call that holds no place to be sent: nothing else bounds how many there are."""
 MAX_ANSWER_BYTES = 128 << 20
-"""Bound on what all answers take that are on their way, or room for 4 of the largest."""
+"""Bound on what all answers take that are on their way, or room for 4 of the largest. As many may wait for room."""
+REFUSAL_SECONDS = 1.0
+"""After so long a refused call is stalled whose status is not on its way."""
 _MIN_ANSWERS = 4
 # Of which there may be one for each call: they are not counted.
 _SMALL_ANSWER_BYTES = 4 << 10
 # gRPC copies an answer. Of a call that has one, Python's bytes live on beside the copy.
 _NUM_COPIES = 2
+# Part of what there is of something that a connection must hold by stalled calls to be closed, or half of its calls.
+_EVICTED_PART = 8
+# Between two looks at what could be evicted: there may be thousands of calls, and of refusals in a second.
+_REST_SECONDS = 0.05
 # Until a call of the caller may have ended, or an answer is taken: nothing predicts it.
 _RETRY_SECONDS = 1.0
 
@@ -71,16 +75,23 @@ class Places:
     """The places of all calls, and the bytes of their answers. Event loop only.
 
     Args:
-        max_calls: at once.
+        max_calls: at once; as many may be refused besides.
         max_message_bytes: largest answer.
         apart: full names of methods that have as many places of their own each.
     """
 
     def __init__(self, max_calls: int, max_message_bytes: int, apart: Collection[str] = ()) -> None:
-        self._calls = {kind: _Shares(max_calls) for kind in ("", *apart)}
-        self._answers = _Shares(max(MAX_ANSWER_BYTES, _MIN_ANSWERS * _NUM_COPIES * max_message_bytes))
+        num_bytes = max(MAX_ANSWER_BYTES, _MIN_ANSWERS * _NUM_COPIES * max_message_bytes)
+        self.answers, self.waiting_answers = _Shares(num_bytes), _Shares(num_bytes)
+        self.refusals = _Shares(max_calls)
+        self._apart = {method: _Shares(max_calls) for method in apart}
+        self._calls = _Shares(max_calls)
+        # Of each connection, how many calls of which callers, without those apart.
+        self._callers: dict[str, Counter[Hashable]] = {}
         self._stalled: dict[Place, None] = {}
-        self._closing: asyncio.Future[None] | None = None
+        self._eviction: asyncio.Future[None] | None = None
+        self._rested_at = 0.0
+        self._given_back = asyncio.Event()
 
     def take(self, method: str) -> Place | None:
         """The place of the call that the running task serves, until the task has ended; None where all are taken.
@@ -88,126 +99,202 @@ class Places:
         Args:
             method: its full name.
         """
-        calls = self._calls.get(method, self._calls[""])
-        if not calls.num_free:
-            self.make_room(lambda place: place.calls is calls)
-            return None
+        calls = self._apart.get(method, self._calls)
         # gRPC handles each call, the look-up of its handler included, in a task of its own. The handler's end would not
         # do: it is not even called for a client that goes away before its request is there.
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 (this is called by a coroutine)
-        place = Place(self, calls, self._answers, task)
+        place = Place(self, task)
         _PLACE.set(place)
         task.add_done_callback(lambda _: place.release())
+        if not calls.num_free:
+            self.evict(calls)
+            return None
+        place.hold(calls)
         return place
 
-    def add_stalled(self, place: Place) -> None:
-        """From now on the place may be taken from its call."""
+    def claimed(self, place: Place) -> None:
+        """A call's caller and connection are known."""
+        if place.shares is self._calls:
+            self._callers.setdefault(place.peer, Counter())[place.caller] += 1
+
+    def stalled(self, place: Place) -> None:
+        """A call may be evicted."""
         self._stalled[place] = None
 
-    def discard(self, place: Place) -> None:
-        """The place is given back."""
+    def released(self, place: Place) -> None:
+        """A call's place is given back."""
         self._stalled.pop(place, None)
+        if place.is_claimed and place.shares is self._calls:
+            callers = self._callers[place.peer]
+            uncount(callers, place.caller)
+            if not callers:
+                del self._callers[place.peer]
 
-    def make_room(self, is_wanted: Callable[[Place], bool]) -> None:
-        """Closes the connections whose stalled calls hold most, if there are any; their places come back soon."""
-        if self._closing is not None and not self._closing.done():
+    def answer_taken(self) -> None:
+        """There may be room for an answer."""
+        self._given_back.set()
+        self._given_back = asyncio.Event()
+
+    async def wait_taken(self) -> None:
+        """Waits until there may be room for an answer."""
+        await self._given_back.wait()
+
+    def evict(self, wanted: _Shares, caller: Hashable = None) -> None:
+        """Closes the connections whose stalled calls hold most of what is wanted; that comes back soon.
+
+        A connection on which most calls are well is left alone, unless a considerable part is held there.
+
+        Args:
+            wanted: what another call needs.
+            caller: whose connections, if they are no others' as well; None for all callers'.
+        """
+        now = asyncio.get_running_loop().time()
+        if now < self._rested_at or (self._eviction is not None and not self._eviction.done()):
             return
-        held = Counter[str]()
+        self._rested_at = now + _REST_SECONDS
+        held, counts = Counter[str](), Counter[str]()
         for place in self._stalled:
-            if is_wanted(place):
-                held[place.peer] += place.num_bytes + _SMALL_ANSWER_BYTES
+            counts[place.peer] += 1
+            held[place.peer] += place.held_of(wanted)
+        none = Counter[Hashable]()
+        held = Counter(
+            {
+                peer: num
+                for peer, num in held.items()
+                if (caller is None or self._callers.get(peer, none).keys() <= {caller})
+                and (_EVICTED_PART * num >= wanted.num_all or 2 * counts[peer] >= self._callers.get(peer, none).total())
+            }
+        )
         most = max(held.values(), default=0)
         # Those that hold less than half of it are rather slow than hostile.
-        peers = {peer for peer, num_bytes in held.items() if 2 * num_bytes > most}
-        if not peers:
-            return
-        for place in [each for each in self._stalled if each.peer in peers]:
-            self.discard(place)
-            # Or gRPC would log a traceback for each answer that cannot be sent.
+        if peers := {peer for peer, num in held.items() if 2 * num > most}:
+            self._eviction = asyncio.ensure_future(self._close(peers))
+
+    async def _close(self, peers: Collection[str]) -> None:
+        connections = await asyncio.to_thread(find, peers)
+        for place in [each for each in self._stalled if each.peer in connections]:
+            # Or gRPC would log a traceback for each answer that cannot be sent. Where the connection is not found, gRPC
+            # goes on holding the call, and the call its place.
             place.task.cancel()
-        self._closing = asyncio.ensure_future(asyncio.to_thread(shut, peers))
+        shut(connections)
 
 
 class Place:
-    """One call's place. The call has no caller until it is claimed, and holds nothing once it is refused."""
+    """What one call holds: a place of its kind, which it claims for its caller, or one of refused calls, or none."""
 
-    def __init__(self, places: Places, calls: _Shares, answers: _Shares, task: asyncio.Task[object]) -> None:
-        self.calls = calls
+    def __init__(self, places: Places, task: asyncio.Task[object]) -> None:
         self.task = task
+        self.shares: _Shares | None = None
+        self.caller: Hashable = None
         self.peer = ""
-        # Whether initial metadata are sent.
-        self.is_begun = False
-        self.num_bytes = 0
+        # Whether initial metadata were given to gRPC, and whether they are on their way.
+        self.has_begun = self.has_headers = False
+        self._num_bytes = 0
         self._places = places
-        self._answers = answers
-        self._caller: Hashable = None
-        self._is_held = True
-        calls.take(None, 1)
 
     @property
     def is_claimed(self) -> bool:
         """Whether the call counts against a caller's share."""
-        return self._caller is not None
+        return self.caller is not None
 
-    def claim(self, caller: Hashable) -> None:
+    def held_of(self, shares: _Shares) -> int:
+        """How much of something the call holds: bytes of answers, or a place."""
+        return self._num_bytes if shares is self._places.answers else int(self.shares is shares)
+
+    def hold(self, shares: _Shares) -> None:
+        """Takes a place."""
+        self.shares = shares
+        shares.take(self.caller, 1)
+
+    def claim(self, caller: Hashable, peer: str) -> None:
         """Counts the call as a caller's.
+
+        Args:
+            caller: whose share it is of.
+            peer: the connection that it came by, as gRPC names it.
 
         Raises:
             RateLimited: when the caller has its share; the place is given back.
         """
-        if not self._is_held:
+        if (calls := self.shares) is None:
             return
-        self.calls.give_back(None, 1)
-        if not self.calls.has_room(caller, 1):
-            self.calls.take(None, 1)
-            self.release()
-            self._places.make_room(lambda place: place.calls is self.calls and place.is_of(caller))
-            limited = f"{self.calls.held[caller]} calls of this caller are open, its share of {self.calls.num_all}"
+        self.release()
+        if not calls.has_room(caller, 1):
+            self._places.evict(calls, caller)
+            limited = f"{calls.held[caller]} calls of this caller are open, its share of {calls.num_all}"
             raise RateLimited(limited, _RETRY_SECONDS)
-        self._caller = caller
-        self.calls.take(caller, 1)
+        self.caller, self.peer = caller, peer
+        self.hold(calls)
+        self._places.claimed(self)
 
-    def is_of(self, caller: Hashable) -> bool:
-        """Whether it is a caller's."""
-        return self._caller == caller
+    def refuse(self, peer: str) -> bool:
+        """The call is over but for its status; whether it holds a place all the while: its caller's, or of refusals.
 
-    def answer(self, num_bytes: int) -> None:
-        """Counts an answer, or a part of one, that is given to gRPC.
+        Refusals over a connection that takes no bytes would fill the server, and count against no key.
+        """
+        if self.is_claimed:
+            return self.shares is not None
+        self.release()
+        self.peer = peer
+        refusals = self._places.refusals
+        if not refusals.num_free:
+            self._places.evict(refusals)
+            return False
+        self.hold(refusals)
+        return True
+
+    async def answer(self, num_bytes: int, max_seconds: float) -> None:
+        """Counts an answer, or a part of one, that is given to gRPC; waits for room for it.
+
+        Args:
+            num_bytes: of the answer.
+            max_seconds: how long there may be no room.
 
         Raises:
-            RateLimited: when the caller's other answers have its share of the bytes that there may be.
+            RateLimited: when there is none for so long, or too many wait for it.
         """
-        if num_bytes <= _SMALL_ANSWER_BYTES or not self._is_held:
+        if num_bytes <= _SMALL_ANSWER_BYTES or self.shares is None:
             return
         num_bytes *= _NUM_COPIES
-        if not self._answers.has_room(self._caller, num_bytes):
-            is_full = num_bytes > self._answers.num_free
-            self._places.make_room(lambda place: is_full or place.is_of(self._caller))
-            limited = "other answers to this caller are on their way, which it has to take before this one"
-            raise RateLimited(limited, _RETRY_SECONDS)
-        self._answers.take(self._caller, num_bytes)
-        self.num_bytes += num_bytes
+        answers, waiting = self._places.answers, self._places.waiting_answers
+        if not answers.has_room(self.caller, num_bytes):
+            limited = RateLimited("answers that clients did not take yet leave no room for this one", _RETRY_SECONDS)
+            is_full = num_bytes > answers.num_free
+            self._places.evict(answers, None if is_full else self.caller)
+            if not waiting.has_room(self.caller, num_bytes):
+                raise limited
+            waiting.take(self.caller, num_bytes)
+            try:
+                async with asyncio.timeout(max_seconds):
+                    while not answers.has_room(self.caller, num_bytes):
+                        await self._places.wait_taken()
+            except TimeoutError:
+                raise limited from None
+            finally:
+                waiting.give_back(self.caller, num_bytes)
+        answers.take(self.caller, num_bytes)
+        self._num_bytes += num_bytes
 
     def answered(self) -> None:
         """The client has taken all that it was answered."""
-        if self.num_bytes:
-            self._answers.give_back(self._caller, self.num_bytes)
-            self.num_bytes = 0
+        if self._num_bytes:
+            self._places.answers.give_back(self.caller, self._num_bytes)
+            self._num_bytes = 0
+            self._places.answer_taken()
 
-    def stall(self, peer: str) -> None:
-        """The client has not taken an answer for too long: its connection may be closed where others need the place."""
-        if self._is_held:
-            self.peer = peer
-            self._places.add_stalled(self)
+    def stall(self) -> None:
+        """The client has not taken an answer, or a status, for too long: the call may be evicted."""
+        if self.shares is not None:
+            self._places.stalled(self)
 
     def release(self) -> None:
-        """Gives the place back, at most once."""
-        if self._is_held:
-            self._is_held = False
+        """Gives back what the call holds, if anything."""
+        if self.shares is not None:
             self.answered()
-            self.calls.give_back(self._caller, 1)
-            self._places.discard(self)
+            self.shares.give_back(self.caller, 1)
+            self._places.released(self)
+            self.shares = None
 
 
 # Of the call that the running task serves.
@@ -219,24 +306,11 @@ def current_place() -> Place | None:
     return _PLACE.get()
 
 
-def claim(caller: Hashable) -> None:
+def claim(caller: Hashable, peer: str) -> None:
     """Counts the running task's call as a caller's; see `Place.claim`. Without `CallLimit` nothing is counted.
 
     Raises:
         RateLimited: when the caller has its share.
     """
     if (place := _PLACE.get()) is not None:
-        place.claim(caller)
-
-
-def refusal_seconds(max_stall_seconds: float) -> float:
-    """How long the running task's call may take to send an error.
-
-    A call that is no caller's share gives its place back now: refusals over a connection that takes no bytes would
-    fill the server, and count against no key.
-    """
-    place = _PLACE.get()
-    if place is None or place.is_claimed:
-        return max_stall_seconds
-    place.release()
-    return min(MAX_REFUSAL_SECONDS, max_stall_seconds)
+        place.claim(caller, peer)

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 
 from service.errors import ClientStalled, InvalidRequest, RateLimited, RequestError
 from service.transport.flooding import FloodGuard
-from service.transport.places import claim, refusal_seconds, uncount
+from service.transport.places import claim, uncount
 from service.transport.sending import abort, abort_stalled, send
 from service.transport.status import to_status
 from service.transport.wire_limits import malformed
@@ -35,7 +35,7 @@ MAX_BYTES = 64 << 20
 """Bound on all messages that are read at once."""
 _MAX_STREAM_BYTES = 512 << 20
 _MIN_PLACES = 4
-# How long a caller waits for a place before the longest read of one who holds more is ended.
+# How long a caller waits for a place before a read is ended for it.
 _PATIENCE_SECONDS = 0.5
 # What a caller's only read has in any case: an honest one need not be longer, and a slow one must not be cut at once.
 _MIN_READ_SECONDS = 1.0
@@ -282,7 +282,7 @@ class Receiver:
                 if not turn.done():
                     if loop.time() >= latest:
                         raise RateLimited("too many other requests are on their way", _RETRY_SECONDS)
-                    self._end_longest_read(caller)
+                    self._end_a_read(caller)
         except (asyncio.CancelledError, RateLimited):
             if turn.done():
                 self._release(caller)
@@ -323,52 +323,62 @@ class Receiver:
             if caller in self._waiting:
                 self._waiting[caller] = self._waiting.pop(caller)
 
-    def _end_longest_read(self, caller: Hashable) -> None:
-        """Takes a place from the caller who holds most, if that makes the places more even; else from this caller.
-
-        A caller's only read is left alone while it is young: where many wait, a slow upload would never be done. For
-        the same reason the half of such reads that bring most stay, and a caller's own reads that come in time.
-        """
+    def _end_a_read(self, caller: Hashable) -> None:
+        """Takes a place from the caller who holds most, if that makes the places more even; else from this caller."""
         now = asyncio.get_running_loop().time()
         self._measure(now)
-        own, most = _share(caller), max(self._shares.values(), default=0)
-        # Where no other has more: only between the connections of its address.
-        is_own = self._shares[own] > 0 and most <= self._shares[own] + 1
-        found = {
-            reading: read
-            for reading, read in self._reads.items()
-            if (_share(read.caller) == own if is_own else self._shares[_share(read.caller)] == most)
-        }
-        num_most = max((self._held[read.caller] for read in found.values()), default=0)
-        found = {reading: read for reading, read in found.items() if self._held[read.caller] == num_most}
-        if is_own and self._held[caller] and num_most <= self._held[caller] + 1:
-            found = {
-                reading: read
-                for reading, read in self._reads.items()
-                if read.caller == caller
-                and read.begun <= now - read.max_seconds * _OWN_PART
-                and read.rate is not None
-                and read.rate < self._timely_rate
-            }
-        elif (num_most if is_own else most) <= 1:
-            rates = sorted((read.rate or 0.0 for read in found.values()), reverse=True)
-            kept = rates[: (self._shares[own] if is_own else self._num_held) // 2] or [inf]
-            found = {
-                reading: read
-                for reading, read in found.items()
-                if read.begun <= now - _MIN_READ_SECONDS
-                and read.rate is not None
-                and (not read.rate or read.rate < kept[-1])
-            }
         # Of those that bring as much the oldest, as they are in that order.
-        for reading, read in sorted(found.items(), key=lambda each: each[1].rate or 0.0):
+        for reading, read in sorted(self._that_may_end(caller, now), key=lambda each: each[1].rate or 0.0):
             if not reading.expired():
                 del self._reads[reading]
                 reading.reschedule(0.0)
                 # Or it may have the very place again.
-                self._wait_last([each for each in self._waiting if _share(each) == _share(read.caller) != own])
+                share = _share(read.caller)
+                self._wait_last([each for each in self._waiting if _share(each) == share != _share(caller)])
                 self._wait_last([read.caller])
                 return
+
+    def _that_may_end(self, caller: Hashable, now: float) -> list[tuple[asyncio.Timeout, _Read]]:
+        own, most = _share(caller), max(self._shares.values(), default=0)
+        # Where no other has more: only between the connections of its address.
+        is_own = self._shares[own] > 0 and most <= self._shares[own] + 1
+        found = [
+            (reading, read)
+            for reading, read in self._reads.items()
+            if (_share(read.caller) == own if is_own else self._shares[_share(read.caller)] == most)
+        ]
+        num_most = max((self._held[read.caller] for _, read in found), default=0)
+        if is_own and self._held[caller] and num_most <= self._held[caller] + 1:
+            found = [each for each in self._reads.items() if each[1].caller == caller]
+            # The half that bring most, and of equal ones the older, are left to be done.
+            found.sort(key=lambda each: each[1].rate or 0.0, reverse=True)
+            num_kept = len(found) // 2
+            return [
+                each
+                for place, each in enumerate(found)
+                if self._is_too_slow(each[1], now) and (place >= num_kept or not each[1].rate)
+            ]
+        found = [(reading, read) for reading, read in found if self._held[read.caller] == num_most]
+        if (num_most if is_own else most) > 1:
+            return found
+        num_kept = (self._shares[own] if is_own else self._num_held) // 2
+        rates = sorted((read.rate or 0.0 for _, read in found), reverse=True)
+        kept = rates[:num_kept] or [inf]
+        return [(reading, read) for reading, read in found if self._is_beaten(read, kept[-1], now)]
+
+    def _is_too_slow(self, read: _Read, now: float) -> bool:
+        """Whether a read that has had its part of the time for it brings too little to come in time."""
+        has_had_its_part = read.begun <= now - read.max_seconds * _OWN_PART
+        return has_had_its_part and read.rate is not None and read.rate < self._timely_rate
+
+    def _is_beaten(self, read: _Read, kept: float, now: float) -> bool:
+        """Whether a caller's only read brings less than those that are kept, or nothing.
+
+        It is left alone while it is young: where many wait, a slow upload would never be done. For the same reason the
+        half of such reads that bring most is kept.
+        """
+        is_old = read.begun <= now - _MIN_READ_SECONDS
+        return is_old and read.rate is not None and (not read.rate or read.rate < kept)
 
     def _measure(self, now: float) -> None:
         """Looks at what the connections of reads bring, which where the system does not say is taken for nothing."""
@@ -410,7 +420,7 @@ def bounded(handler: Any, receiver: Receiver) -> Any:
         peer = context.peer()
         caller = Connection(address_of(peer), peer)
         try:
-            claim(caller.address)
+            claim(caller.address, peer)
             with receiver.call(caller):
                 if handler.request_streaming:
                     answers = answer(all_parsed(receiver.messages(context, caller, _check_open)), context)
@@ -426,7 +436,7 @@ def bounded(handler: Any, receiver: Receiver) -> Any:
             await abort_stalled(context, to_status(error))
         except RequestError as error:
             receiver.guard.over(peer)
-            await abort(context, to_status(error), refusal_seconds(receiver.max_stall_seconds))
+            await abort(context, to_status(error), receiver.max_stall_seconds)
 
     return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
 

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from service.errors import ClientStalled
-from service.transport.places import current_place
+from service.transport.places import REFUSAL_SECONDS, current_place
 from service.transport.status import Status
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -24,23 +24,25 @@ async def send(message: Any, context: Context, max_stall_seconds: float) -> None
 
     Raises:
         ClientStalled: when it takes none for so long.
-        RateLimited: when the caller has to take other answers first.
+        RateLimited: when other answers leave no room for it.
         asyncio.CancelledError: when the call has ended.
     """
     place = current_place()
     if place is not None:
-        place.answer(len(message) if isinstance(message, bytes) else message.ByteSize())
+        num_bytes = len(message) if isinstance(message, bytes) else message.ByteSize()
+        await place.answer(num_bytes, max_stall_seconds)
     stall = asyncio.timeout(max_stall_seconds)
     # An end of the call that the event loop has in hand comes first: gRPC never gives back what it took to send a
     # message that fails, some hundred bytes of every client that goes away amid a stream (grpc/grpc#43360).
     await asyncio.sleep(0)
     try:
         async with stall:
-            if place is not None and not place.is_begun:
+            if place is not None and not place.has_begun:
                 # By themselves they need no window. With a message that is not taken they would wait, and with them the
                 # status of the call.
+                place.has_begun = True
                 await context.send_initial_metadata(())
-                place.is_begun = True
+                place.has_headers = True
             await context.write(message)
     except TimeoutError as error:
         if not stall.expired():
@@ -53,13 +55,29 @@ async def send(message: Any, context: Context, max_stall_seconds: float) -> None
         place.answered()
 
 
-async def abort(context: Context, status: Status, max_seconds: float | None) -> None:
-    """Ends a call with a status, and gives up where the client takes no bytes.
+async def abort(context: Context, status: Status, max_stall_seconds: float) -> None:
+    """Ends a call with a status.
+
+    Where the client takes no bytes, the call stalls, and holds its place or one of refused calls. If it holds none it
+    gives up after `max_stall_seconds`.
 
     Raises:
         grpc.aio.AbortError: gRPC's, when the status is on its way.
         asyncio.CancelledError: when it is not, or the call has ended.
     """
+    place = current_place()
+    if place is None or not place.refuse(context.peer()):
+        await _abort(context, status, max_stall_seconds)
+        return
+    seconds = max_stall_seconds if place.is_claimed else min(max_stall_seconds, REFUSAL_SECONDS)
+    stall = asyncio.get_running_loop().call_later(seconds, place.stall)
+    try:
+        await _abort(context, status, None)
+    finally:
+        stall.cancel()
+
+
+async def _abort(context: Context, status: Status, max_seconds: float | None) -> None:
     try:
         async with asyncio.timeout(max_seconds):
             await context.abort(status.code, status.message, status.trailing_metadata)
@@ -74,7 +92,12 @@ async def abort_stalled(context: Context, status: Status) -> None:
     while gRPC holds the call, and the call its place, which may be taken from it.
     """
     place = current_place()
-    if place is not None:
-        place.stall(context.peer())
-    await abort(context, status, 0 if place is None else None)
+    if place is None:
+        await _abort(context, status, 0)
+    else:
+        place.stall()
+        if place.has_begun and not place.has_headers:
+            # gRPC would send them once more, and fail. It cancels this task when the call ends.
+            await asyncio.Event().wait()
+        await _abort(context, status, None)
     raise asyncio.CancelledError

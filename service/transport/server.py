@@ -44,7 +44,8 @@ class TransportLimits:
     its watchers keep it from answering a check.
     One caller may hold as many places as are free, which is half of all for the first: a key, or a connection where
     none is needed; of health and reflection an address.
-    A health watcher that has taken no bytes for `max_stall_seconds` is ended.
+    A call whose client has taken no bytes for `max_stall_seconds` is ended. gRPC holds it on, so it keeps its place
+    until another needs one; then its connection is closed. Answers under way are bounded (`places.MAX_ANSWER_BYTES`).
     Connections beyond `max_connections` are closed as they come.
     A client that has been quiet for `keepalive_seconds` is asked whether it is there, and gone if it does not answer.
     """

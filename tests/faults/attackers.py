@@ -43,10 +43,10 @@ MAX_CONNECTIONS = 96
 """Of the server: more than this process and sixteen honest clients have open, but for one attack."""
 UNFINISHED_CALLS = 128
 """Of each attack by messages that never end: two by messages of megabytes, two by small ones."""
-_HELD_CALLS, _RESET_CALLS = 16, 200
+HELD_CALLS, _RESET_CALLS = 16, 200
 # Of all other attacks: rows, texts, checks, requests with ids of others.
 _FEW_CALLS = 64
-MAX_CALLS = 4 * UNFINISHED_CALLS + 4 * _HELD_CALLS + _RESET_CALLS + _FEW_CALLS
+MAX_CALLS = 4 * UNFINISHED_CALLS + 4 * HELD_CALLS + _RESET_CALLS + _FEW_CALLS
 """Calls of all attacks at once."""
 MAX_TEXTS = 3
 """Long texts of all attacks at once."""
@@ -71,6 +71,8 @@ _LARGE_BYTES = (4 << 20) - 1024
 _LONG_ID_BYTES = 3 << 20
 # A byte that is no UTF-8 by itself: its text has three. So many may be asked for.
 _TOKEN, _MOST_IDS = 200, 64 << 10
+ANSWER_BYTES = 3 * _MOST_IDS
+"""Largest answer that is not taken, of `HELD_CALLS` calls at once."""
 
 Ends = Iterable[str]
 
@@ -204,7 +206,7 @@ class Attacker:
         def attack(connection: Connection) -> Ends:
             streams = [
                 connection.call(path, *metadata, head=message_header(len(data)) + data, is_complete=True)
-                for _ in range(_HELD_CALLS)
+                for _ in range(HELD_CALLS)
             ]
             return _held(connection, streams)
 
@@ -524,7 +526,7 @@ _READ = "RESOURCE_EXHAUSTED, ABORTED"
 # Beside the crowd there is no place for a connection.
 _RAW = "no place"
 # Until its client is found to have stalled; "reset" where the status would wait behind what the client does not take.
-_STALLED = f"{_FULL}, ABORTED, CANCELLED, reset, unanswered, {_RAW}"
+_STALLED = f"{_FULL}, closed, ABORTED, CANCELLED, reset, unanswered, {_RAW}"
 
 ATTACKS: Mapping[str, Attack] = {
     "watchers without a window": _attack(Attacker.watch_without_window, "held", f"{_FULL}, {_RAW}"),

@@ -1,7 +1,7 @@
 """How much the server's memory may grow by: terms in bytes, each from the limit of the server that bounds it.
 
-A test's bound is the sum of the terms that its attack reaches. Three are of gRPC or the C library, which the server
-gives no limit: `CALL_BYTES`, `CONNECTION_BYTES` and `ALLOCATOR_BYTES` say what they are.
+A test's bound is the sum of the terms that its attack reaches. gRPC, the C library and the tokenizer have no limit of
+the server's: `CALL_BYTES`, `CONNECTION_BYTES`, `ALLOCATOR_BYTES` and `_TOKENIZED_BYTES` say what they are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from service.config import ServeConfig
 from service.engine.kv_memory import _WORKSPACE_BYTES, memory_needs, step_bytes
 from service.engine.scheduler import EngineLimits
 from service.exposition import _MAX_CONNECTIONS, _MAX_ONE_WRITE_BYTES, _MAX_REQUEST_BYTES
-from service.transport.flooding import _GROWTH_BYTES, _LOOK_SECONDS, _SPARE_BYTES
-from service.transport.places import MAX_ANSWER_BYTES
+from service.transport.flooding import _GROWTH_BYTES, _LOOK_SECONDS, _SPARE_BYTES, _UNREAD_BYTES
+from service.transport.places import _NUM_COPIES, MAX_ANSWER_BYTES
 from service.transport.receiving import MAX_BYTES
 
 MIB = 1 << 20
@@ -51,14 +51,18 @@ def messages(count: int) -> int:
     return count * MESSAGE_BYTES
 
 
-def flood() -> int:
-    """A message that is larger than it may be: two growths, what is to spare, and four looks (`FloodGuard`)."""
-    return 2 * _GROWTH_BYTES + _SPARE_BYTES + 4 * SLICE_BYTES
+def flood(*, is_masked: bool = False) -> int:
+    """A message that is larger than it may be: two growths, what is to spare, and four looks (`FloodGuard`).
+
+    Args:
+        is_masked: by calls of the connection that are cancelled.
+    """
+    return 2 * _GROWTH_BYTES + _SPARE_BYTES + 4 * SLICE_BYTES + is_masked * _UNREAD_BYTES
 
 
-def answers() -> int:
-    """Answers that are on their way, or not taken."""
-    return MAX_ANSWER_BYTES
+def answers(count: int, num_bytes: int) -> int:
+    """Answers that are not taken, of so many bytes each."""
+    return min(count * _NUM_COPIES * num_bytes, MAX_ANSWER_BYTES)
 
 
 def stream() -> int:

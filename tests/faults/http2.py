@@ -148,16 +148,22 @@ class Connection:
         self.grant(check, _INITIAL_WINDOW)
         return self.pump(lambda: check in self.ended) and code(self.ended[check]) == "OK"
 
-    def flood(self, stream: int, slice_bytes: int, look_seconds: float) -> None:
+    def flood(
+        self, stream: int, slice_bytes: int, look_seconds: float, between: Callable[[], None] = lambda: None
+    ) -> bool:
         """Sends a stream's message until the server ends it: a slice, and the next one once the server has looked.
 
         A look is due after `look_seconds`, and the event loop has made it by the time that it answers a health check.
+        Does something else between slices. Returns whether the server ended it before it was sent in full, or hung up.
         """
         while stream not in self.ended and not self.is_closed:
             self._allowed[stream] = slice_bytes
-            if self.pump(lambda: self._allowed[stream] == 0 or stream in self.ended):
-                time.sleep(look_seconds)
-                self.is_healthy()
+            if not self.pump(lambda: self._allowed[stream] == 0 or stream in self.ended) or stream not in self._unsent:
+                break
+            between()
+            time.sleep(look_seconds)
+            self.is_healthy()
+        return stream in self.ended
 
     @contextmanager
     def pumped(self) -> Iterator[None]:

@@ -134,7 +134,8 @@ REFUSALS = {
     "ids to detokenize": ("INVALID_ARGUMENT", "token_ids"),
     "open inference: text": ("OUT_OF_RANGE", "text_input"),
     "open inference: ids as JSON": ("INVALID_ARGUMENT", "parameters.stop_token_ids"),
-    "open inference: many lists as JSON": ("INVALID_ARGUMENT", "parameters.stop"),
+    # Whichever protobuf has first.
+    "open inference: many lists as JSON": ("INVALID_ARGUMENT", "parameters"),
     "open inference: number": ("INVALID_ARGUMENT", "parameters.temperature"),
     "open inference: empty parameters": ("INVALID_ARGUMENT", "parameters"),
     "open inference: empty inputs": ("INVALID_ARGUMENT", "inputs"),

@@ -23,7 +23,9 @@ from service.app import _CLOSING_SECONDS, _ENGINE_SECONDS
 from tests.artifacts import tiny_artifact
 from tests.faults import bounds
 from tests.faults.attackers import (
+    ANSWER_BYTES,
     ATTACKS,
+    HELD_CALLS,
     MAX_CALLS,
     MAX_CONNECTIONS,
     MAX_TEXTS,
@@ -189,7 +191,7 @@ def growth_terms(folder: Path) -> dict[str, int]:
         "the message that is parsed": bounds.messages(1),
         "a message larger than the limit": bounds.flood(),
         "a stream whose answers are not read": bounds.stream(),
-        "answers that are not taken": bounds.answers(),
+        "answers that are not taken": bounds.answers(HELD_CALLS, ANSWER_BYTES),
         "long texts": bounds.texts(MAX_TEXTS),
         "calls": bounds.calls(2 * UNFINISHED_CALLS) + small_calls,
         "connections": MAX_CONNECTIONS * bounds.CONNECTION_BYTES,
@@ -210,7 +212,7 @@ def test_every_attack_at_once_changes_no_bit_of_an_honest_answer_and_the_server_
     keys = tmp_path / "keys.toml"
     names = (*(f"honest{number}" for number in range(NUM_KEYS)), *ATTACKERS)
     keys.write_text("".join(map(key_table, names)))
-    flags = ("--api-keys", str(keys), "--drain-grace-seconds", str(GRACE_SECONDS), "--max-stall-seconds", "5")
+    flags = ("--api-keys", str(keys), "--drain-grace-seconds", str(GRACE_SECONDS), "--max-stall-seconds", "3")
     flags += ("--max-batch-size", str(MAX_BATCH_SIZE), "--max-connections", str(MAX_CONNECTIONS))
     with serving(tmp_path / "models", *flags) as server:
         siege = asyncio.run(besiege(server, siege_seconds))

@@ -28,7 +28,7 @@ from service.client import ask
 from service.client import health as probe
 from service.config import AskConfig, HealthConfig, ServeConfig
 from service.errors import StartupError
-from service.transport import receiving
+from service.transport import flooding, receiving
 from service.transport.health import LIST
 from service.transport.permissions import PERMISSIONS
 from service.transport.server import SERVICES, GrpcServer
@@ -638,7 +638,7 @@ async def test_an_open_door_is_warned_about(
 
 
 @pytest.mark.parametrize("path", ["onward.v1.GenerationService/Generate", "grpc.health.v1.Health/Check"])
-async def test_silent_calls_of_a_connection_make_way_for_the_others_of_it(
+async def test_silent_calls_of_a_connection_end_for_the_others_of_it(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiving, "_OWN_PART", 0.0)
@@ -666,9 +666,11 @@ async def test_silent_calls_of_a_connection_make_way_for_the_others_of_it(
             each.cancel()
 
 
-async def test_what_a_connection_brought_for_calls_that_end_unread_is_not_a_flood_of_its_streams(
-    tmp_path: Path,
+async def test_what_a_connection_brought_for_calls_that_end_unread_is_counted_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Each judgement begins the count anew.
+    monkeypatch.setattr(flooding, "_GROWTH_BYTES", 1 << 40)
     async with running(api_keys=keys_file(tmp_path)) as server:
         stream = server.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         begun = stream(nothing(), metadata=bearer())

@@ -154,7 +154,7 @@ async def test_a_new_key_begins_while_another_holds_every_row(tmp_path: Path) ->
 
     def step(_: object) -> None:
         if is_held.is_set():
-            steps.acquire()
+            assert steps.acquire(timeout=60)
 
     async with running(api_keys=path, runner=FakeRunner(SLOTS, before_run=step)) as server:
         is_held.set()

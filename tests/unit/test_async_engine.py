@@ -802,9 +802,9 @@ def foretells_by_token(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, sec
         computed = len(one.prompt_token_ids) - cached_tokens
         return Forecast(queue_seconds=0.0, prefill_seconds=seconds * computed, decode_seconds=0.0)
 
-    def look(model: str, function: Callable[[StepEngine], int]) -> Any:
+    def look(model: str, function: Callable[[StepEngine], int], **how: Any) -> Any:
         asked.append(model)
-        return ask(model, function)
+        return ask(model, function, **how)
 
     forecaster = engine._lanes[MODEL].forecaster
     monkeypatch.setattr(forecaster, "forecast", forecast)

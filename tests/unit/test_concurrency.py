@@ -13,12 +13,13 @@ from prometheus_client import CollectorRegistry
 from service.access import OpenAccess
 from service.errors import RateLimited
 from service.metrics import Metrics
-from service.transport import concurrency, places
+from service.transport import places, sending
 from service.transport.concurrency import CallLimit
 from service.transport.flooding import FloodGuard
 from service.transport.interceptors import CallInterceptor
 from service.transport.places import claim
 from service.transport.receiving import Receiver, bounded
+from tests.servers import eventually
 
 HANDLER: Any = object()
 GENERATE: Any = SimpleNamespace(method="/onward.v1.GenerationService/Generate", invocation_metadata=())
@@ -32,7 +33,7 @@ async def nothing(_: Any) -> Any:
 async def hold(limit: CallLimit, caller: str) -> None:
     """One call, for as long as it is not cancelled."""
     assert await limit.intercept_service(nothing, GENERATE) is HANDLER, "there is no place at all"
-    claim(caller)
+    claim(caller, "ipv4:127.0.0.1:1")
     await asyncio.Event().wait()
 
 
@@ -124,24 +125,37 @@ async def unknown(_: Any) -> None:
 
 
 @pytest.mark.parametrize("why", ["no right", "full", "unknown"])
-async def test_a_refused_call_ends_though_its_status_is_never_sent(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (concurrency, places):
-        monkeypatch.setattr(module, "MAX_REFUSAL_SECONDS", 0.0)
-    limit, context = CallLimit(1, 100), Shut()
-    if why == "full":
-        _, running = await num_placed(limit, "a", 1)
-    if why == "no right":
-        call = refused(limit, context)
-    else:
-        call = (await limit.intercept_service(unknown, GENERATE)).stream_stream(None, context)
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert context.is_refused.is_set()
-    if why == "full":
-        running[0].cancel()
-    else:
-        # Though its task goes on.
-        assert (await num_placed(limit, "a", 1))[0] == 1
+async def test_a_refused_call_whose_status_is_never_sent_is_evicted_for_the_next(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(sending, "REFUSAL_SECONDS", 0.0)
+    monkeypatch.setattr(places, "_REST_SECONDS", 0.0)
+    monkeypatch.setattr(places, "find", lambda peers: dict.fromkeys(peers, 0))
+    monkeypatch.setattr(places, "shut", closed.extend)
+    limit = CallLimit(1, 100)
+    running = (await num_placed(limit, "a", 1))[1] if why == "full" else []
+
+    async def call(context: Shut) -> None:
+        if why == "no right":
+            await refused(limit, context)
+        else:
+            await (await limit.intercept_service(unknown, GENERATE)).stream_stream(None, context)
+
+    first, second = Shut(), Shut()
+    tasks = [asyncio.create_task(call(first))]
+    await eventually(lambda: len(limit._places._stalled) == 1)
+    assert not tasks[0].done()
+    if why != "full":
+        count, (placed,) = await num_placed(limit, "a", 1)
+        assert count == 1, "it has no other call's place"
+        placed.cancel()
+        await settle()
+    tasks.append(asyncio.create_task(call(second)))
+    await eventually(tasks[0].done)
+    assert closed == [first.peer()]
+    for task in (*running, *tasks):
+        task.cancel()
 
 
 class Silent:

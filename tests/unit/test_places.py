@@ -1,0 +1,119 @@
+"""Which connections of stalled calls are closed, for whom, and what that gives back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+
+import pytest
+
+from service.errors import RateLimited
+from service.transport import connections, places
+from service.transport.places import Place, Places
+
+
+class System:
+    """Connections that are found by their peers, and those that were closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.closed: list[str] = []
+        self.is_blind = False
+        monkeypatch.setattr(places, "find", lambda peers: {} if self.is_blind else dict.fromkeys(peers, 0))
+        monkeypatch.setattr(places, "shut", self._shut)
+        monkeypatch.setattr(places, "_REST_SECONDS", 0.0)
+
+    def _shut(self, found: Mapping[str, int]) -> None:
+        self.closed += sorted(found)
+
+
+@pytest.fixture
+def system(monkeypatch: pytest.MonkeyPatch) -> System:
+    return System(monkeypatch)
+
+
+async def stalled(all_places: Places, caller: str, peer: str, num_calls: int) -> list[asyncio.Task[None]]:
+    """Calls whose answers are not taken."""
+
+    async def call() -> None:
+        place = all_places.take("")
+        assert place is not None
+        place.claim(caller, peer)
+        place.stall()
+        await asyncio.Event().wait()
+
+    calls = [asyncio.create_task(call()) for _ in range(num_calls)]
+    await asyncio.sleep(0)
+    assert not any(each.done() for each in calls)
+    return calls
+
+
+async def taken(all_places: Places) -> Place | None:
+    """A place of this task, once what it may have caused is over."""
+    place = all_places.take("")
+    if all_places._eviction is not None:
+        await all_places._eviction
+    await asyncio.sleep(0)
+    return place
+
+
+async def test_where_no_place_is_left_those_who_stall_most_are_evicted(system: System) -> None:
+    all_places = Places(20, 100)
+    calls = {
+        peer: await stalled(all_places, peer, peer, num_calls)
+        for peer, num_calls in {"a": 10, "b": 5, "c": 2, "d": 1, "e": 1}.items()
+    }
+    assert await taken(all_places) is not None
+    assert system.closed == []
+    assert await taken(all_places) is None
+    assert system.closed == ["a"], "half as many are not most"
+    assert [each.done() for peer in "ab" for each in calls[peer]] == [True] * 10 + [False] * 5
+    assert [await taken(all_places) is None for _ in range(11)] == [False] * 10 + [True]
+    assert system.closed == ["a", "b"]
+    for each in calls["c"] + calls["d"] + calls["e"]:
+        each.cancel()
+
+
+@pytest.mark.parametrize("has_neighbor", [False, True])
+async def test_a_callers_own_share_closes_no_connection_that_others_use(system: System, has_neighbor: bool) -> None:
+    all_places = Places(8, 100)
+    calls = await stalled(all_places, "a", "proxy", 4)
+    if has_neighbor:
+        calls += await stalled(all_places, "b", "proxy", 1)
+    place = await taken(all_places)
+    assert place is not None
+    with pytest.raises(RateLimited, match="4 calls of this caller"):
+        place.claim("a", "another")
+    if all_places._eviction is not None:
+        await all_places._eviction
+    assert system.closed == ([] if has_neighbor else ["proxy"])
+    for each in calls:
+        each.cancel()
+
+
+async def test_a_call_whose_connection_is_not_found_keeps_its_place(system: System) -> None:
+    system.is_blind = True
+    all_places = Places(1, 100)
+    (call,) = await stalled(all_places, "a", "a", 1)
+    assert await taken(all_places) is None
+    assert not call.done()
+    assert await taken(all_places) is None
+    call.cancel()
+
+
+def test_a_connection_is_closed_and_no_other_that_has_its_descriptor_by_then() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(2)]
+        ends = [listener.accept()[0] for _ in clients]
+        first, second = (f"ipv4:127.0.0.1:{each.getsockname()[1]}" for each in clients)
+        found = connections.find([first, "ipv4:127.0.0.1:1"])
+        assert found == {first: ends[0].fileno()}
+        connections.shut({second: ends[0].fileno()})
+        clients[0].sendall(b"a")
+        assert ends[0].recv(1) == b"a", "another's descriptor"
+        connections.shut(found)
+        assert clients[0].recv(1) == b"", "it is closed"
+        os.fstat(ends[0].fileno())
+        for each in (*clients, *ends):
+            each.close()
