@@ -476,7 +476,9 @@ class EngineThread:
 
     def _run_look_ups(self, max_look_ups: int) -> None:
         while self._num_look_ups and max_look_ups:
-            call, engine = (self._urgent_look_ups or self._look_ups).popleft()
+            # One of a turn is for those that are not urgent.
+            is_others = not self._urgent_look_ups or (max_look_ups == 1 and self._look_ups)
+            call, engine = (self._look_ups if is_others else self._urgent_look_ups).popleft()
             if not call.future.cancelled():
                 _run(call, engine)
                 max_look_ups -= 1

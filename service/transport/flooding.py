@@ -184,6 +184,8 @@ class FloodGuard:
                 excesses.append((excess, min(excess, connection.unread), num_bytes - allowed, connection))
             # Nor what was not brought by messages that did not come.
             connection.unread *= not is_whole
+        unknown = self._connections.keys() - received
+        held += sum(len(self._connections[peer].reads) * self._max_message_bytes + _MARGIN_BYTES for peer in unknown)
         # What is not in memory is not held, whatever came.
         growth = max(0, resident - self._resident - (held - self._held_bytes))
         if is_whole:

@@ -28,7 +28,7 @@ from service.allowance import shortfall
 from service.errors import AnswerTooLarge, ClientStalled, RateLimited
 from service.tracing import NoTracer, Tracer
 from service.transport.flooding import FloodGuard
-from service.transport.places import claim, current_place
+from service.transport.places import claim, current_place, stall_after
 from service.transport.receiving import OpenStream, Receiver, bounded, in_steps
 from service.transport.sending import abort, abort_stalled, send
 from service.transport.status import Status, to_status
@@ -141,12 +141,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     answer = codec.serialize(answer)
                     if (place := current_place()) is not None:
                         await place.answer(len(answer), self._max_stall_seconds)
-            # gRPC sends it within the call's task, and waits for as long as the client takes no bytes.
-            task = asyncio.current_task()
-            assert task is not None  # noqa: S101 (this is a coroutine)
-            stalled = task.cancel if place is None else place.stall
-            stall = asyncio.get_running_loop().call_later(self._max_stall_seconds, stalled)
-            task.add_done_callback(lambda _: stall.cancel())
             return answer
 
         return call
@@ -228,16 +222,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 self._handled.labels(method, status.code.name).inc()
                 trace.ended(status.code.name, status.message)
                 self._log.ended(method, status.code, time.monotonic() - started)
-            if not is_stalled and status.code is not grpc.StatusCode.OK:
-                await abort(context, status, self._max_stall_seconds)
         finally:
             self._guard.over(context.peer())
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()
+        # No handler runs any more, and what is left waits for the client.
         if is_stalled:
-            # No handler runs any more, and the status waits for its client.
             await abort_stalled(context, status)
+        if status.code is not grpc.StatusCode.OK:
+            await abort(context, status, self._max_stall_seconds)
+        stall_after(self._max_stall_seconds)
 
 
 class _CallLog:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Hashable
+from contextlib import suppress
 from contextvars import ContextVar
 
 from service.errors import RateLimited
@@ -31,6 +32,8 @@ _NUM_COPIES = 2
 _EVICTED_PART = 8
 # Between two looks at what could be evicted: there may be thousands of calls, and of refusals in a second.
 _REST_SECONDS = 0.05
+# For an answer that waits for room: others' may have stalled meanwhile.
+_LOOK_SECONDS = 0.5
 # Until a call of the caller may have ended, or an answer is taken: nothing predicts it.
 _RETRY_SECONDS = 1.0
 
@@ -54,6 +57,10 @@ class _Shares:
         self.num_all = num_all
         self.num_taken = 0
         self.held = Counter[Hashable]()
+        # The same by connection.
+        self.at: dict[str, Counter[Hashable]] = {}
+        # When to look again at what could be evicted of one caller's, and of all.
+        self.rested_at = {True: 0.0, False: 0.0}
 
     @property
     def num_free(self) -> int:
@@ -62,13 +69,17 @@ class _Shares:
     def has_room(self, caller: Hashable, num: int) -> bool:
         return self.held[caller] + num <= self.num_free
 
-    def take(self, caller: Hashable, num: int) -> None:
+    def take(self, caller: Hashable, peer: str, num: int) -> None:
         self.num_taken += num
         self.held[caller] += num
+        self.at.setdefault(peer, Counter())[caller] += num
 
-    def give_back(self, caller: Hashable, num: int) -> None:
+    def give_back(self, caller: Hashable, peer: str, num: int) -> None:
         self.num_taken -= num
         uncount(self.held, caller, num)
+        uncount(self.at[peer], caller, num)
+        if not self.at[peer]:
+            del self.at[peer]
 
 
 class Places:
@@ -86,11 +97,8 @@ class Places:
         self.refusals = _Shares(max_calls)
         self._apart = {method: _Shares(max_calls) for method in apart}
         self._calls = _Shares(max_calls)
-        # Of each connection, how many calls of which callers, without those apart.
-        self._callers: dict[str, Counter[Hashable]] = {}
         self._stalled: dict[Place, None] = {}
         self._eviction: asyncio.Future[None] | None = None
-        self._rested_at = 0.0
         self._given_back = asyncio.Event()
 
     def take(self, method: str) -> Place | None:
@@ -113,11 +121,6 @@ class Places:
         place.hold(calls)
         return place
 
-    def claimed(self, place: Place) -> None:
-        """A call's caller and connection are known."""
-        if place.shares is self._calls:
-            self._callers.setdefault(place.peer, Counter())[place.caller] += 1
-
     def stalled(self, place: Place) -> None:
         """A call may be evicted."""
         self._stalled[place] = None
@@ -125,11 +128,6 @@ class Places:
     def released(self, place: Place) -> None:
         """A call's place is given back."""
         self._stalled.pop(place, None)
-        if place.is_claimed and place.shares is self._calls:
-            callers = self._callers[place.peer]
-            uncount(callers, place.caller)
-            if not callers:
-                del self._callers[place.peer]
 
     def answer_taken(self) -> None:
         """There may be room for an answer."""
@@ -137,8 +135,10 @@ class Places:
         self._given_back = asyncio.Event()
 
     async def wait_taken(self) -> None:
-        """Waits until there may be room for an answer."""
-        await self._given_back.wait()
+        """Waits until there may be room for an answer, or something more to evict."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS):
+                await self._given_back.wait()
 
     def evict(self, wanted: _Shares, caller: Hashable = None) -> None:
         """Closes the connections whose stalled calls hold most of what is wanted; that comes back soon.
@@ -149,27 +149,30 @@ class Places:
             wanted: what another call needs.
             caller: whose connections, if they are no others' as well; None for all callers'.
         """
-        now = asyncio.get_running_loop().time()
-        if now < self._rested_at or (self._eviction is not None and not self._eviction.done()):
+        now, is_own = asyncio.get_running_loop().time(), caller is not None
+        if now < wanted.rested_at[is_own] or (self._eviction is not None and not self._eviction.done()):
             return
-        self._rested_at = now + _REST_SECONDS
-        held, counts = Counter[str](), Counter[str]()
+        wanted.rested_at[is_own] = now + _REST_SECONDS
+        held = Counter[str]()
         for place in self._stalled:
-            counts[place.peer] += 1
             held[place.peer] += place.held_of(wanted)
-        none = Counter[Hashable]()
         held = Counter(
             {
                 peer: num
                 for peer, num in held.items()
-                if (caller is None or self._callers.get(peer, none).keys() <= {caller})
-                and (_EVICTED_PART * num >= wanted.num_all or 2 * counts[peer] >= self._callers.get(peer, none).total())
+                if num
+                and (_EVICTED_PART * num >= wanted.num_all or 2 * num >= wanted.at[peer].total())
+                and (not is_own or self._callers(wanted, peer) == {caller})
             }
         )
         most = max(held.values(), default=0)
         # Those that hold less than half of it are rather slow than hostile.
         if peers := {peer for peer, num in held.items() if 2 * num > most}:
             self._eviction = asyncio.ensure_future(self._close(peers))
+
+    def _callers(self, wanted: _Shares, peer: str) -> set[Hashable]:
+        """Who uses a connection: for this, or for calls of the usual kind."""
+        return {*wanted.at.get(peer, ()), *self._calls.at.get(peer, ())}
 
     async def _close(self, peers: Collection[str]) -> None:
         connections = await asyncio.to_thread(find, peers)
@@ -205,7 +208,7 @@ class Place:
     def hold(self, shares: _Shares) -> None:
         """Takes a place."""
         self.shares = shares
-        shares.take(self.caller, 1)
+        shares.take(self.caller, self.peer, 1)
 
     def claim(self, caller: Hashable, peer: str) -> None:
         """Counts the call as a caller's.
@@ -226,23 +229,20 @@ class Place:
             raise RateLimited(limited, _RETRY_SECONDS)
         self.caller, self.peer = caller, peer
         self.hold(calls)
-        self._places.claimed(self)
 
-    def refuse(self, peer: str) -> bool:
-        """The call is over but for its status; whether it holds a place all the while: its caller's, or of refusals.
+    def refuse(self, peer: str) -> None:
+        """The call is over but for its status, and holds a place all the while: its caller's, or one of refusals.
 
         Refusals over a connection that takes no bytes would fill the server, and count against no key.
         """
         if self.is_claimed:
-            return self.shares is not None
+            return
         self.release()
         self.peer = peer
-        refusals = self._places.refusals
-        if not refusals.num_free:
-            self._places.evict(refusals)
-            return False
-        self.hold(refusals)
-        return True
+        # Beyond their number, too: those that come before the first has stalled are evicted then.
+        self.hold(self._places.refusals)
+        if self._places.refusals.num_free <= 0:
+            self._places.evict(self._places.refusals)
 
     async def answer(self, num_bytes: int, max_seconds: float) -> None:
         """Counts an answer, or a part of one, that is given to gRPC; waits for room for it.
@@ -260,26 +260,26 @@ class Place:
         answers, waiting = self._places.answers, self._places.waiting_answers
         if not answers.has_room(self.caller, num_bytes):
             limited = RateLimited("answers that clients did not take yet leave no room for this one", _RETRY_SECONDS)
-            is_full = num_bytes > answers.num_free
-            self._places.evict(answers, None if is_full else self.caller)
             if not waiting.has_room(self.caller, num_bytes):
                 raise limited
-            waiting.take(self.caller, num_bytes)
+            waiting.take(self.caller, self.peer, num_bytes)
             try:
                 async with asyncio.timeout(max_seconds):
                     while not answers.has_room(self.caller, num_bytes):
+                        is_full = num_bytes > answers.num_free
+                        self._places.evict(answers, None if is_full else self.caller)
                         await self._places.wait_taken()
             except TimeoutError:
                 raise limited from None
             finally:
-                waiting.give_back(self.caller, num_bytes)
-        answers.take(self.caller, num_bytes)
+                waiting.give_back(self.caller, self.peer, num_bytes)
+        answers.take(self.caller, self.peer, num_bytes)
         self._num_bytes += num_bytes
 
     def answered(self) -> None:
         """The client has taken all that it was answered."""
         if self._num_bytes:
-            self._places.answers.give_back(self.caller, self._num_bytes)
+            self._places.answers.give_back(self.caller, self.peer, self._num_bytes)
             self._num_bytes = 0
             self._places.answer_taken()
 
@@ -292,7 +292,7 @@ class Place:
         """Gives back what the call holds, if anything."""
         if self.shares is not None:
             self.answered()
-            self.shares.give_back(self.caller, 1)
+            self.shares.give_back(self.caller, self.peer, 1)
             self._places.released(self)
             self.shares = None
 
@@ -304,6 +304,18 @@ _PLACE: ContextVar[Place | None] = ContextVar("onward_place", default=None)
 def current_place() -> Place | None:
     """The place of the call that the running task serves; None where calls are not counted."""
     return _PLACE.get()
+
+
+def stall_after(seconds: float) -> None:
+    """The handler of the running task's call is done: if what it leaves to gRPC is not taken by then, the call stalls.
+
+    gRPC sends it within the call's task. Where calls are not counted that is cancelled.
+    """
+    task = asyncio.current_task()
+    assert task is not None  # noqa: S101 (this is called by a coroutine)
+    place = _PLACE.get()
+    stall = asyncio.get_running_loop().call_later(seconds, task.cancel if place is None else place.stall)
+    task.add_done_callback(lambda _: stall.cancel())
 
 
 def claim(caller: Hashable, peer: str) -> None:

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 
 from service.errors import ClientStalled, InvalidRequest, RateLimited, RequestError
 from service.transport.flooding import FloodGuard
-from service.transport.places import claim, uncount
+from service.transport.places import claim, stall_after, uncount
 from service.transport.sending import abort, abort_stalled, send
 from service.transport.status import to_status
 from service.transport.wire_limits import malformed
@@ -432,6 +432,7 @@ def bounded(handler: Any, receiver: Receiver) -> Any:
                         await send(each, context, receiver.max_stall_seconds)
                 elif (message := await answers) is not None:
                     await send(message, context, receiver.max_stall_seconds)
+            stall_after(receiver.max_stall_seconds)
         except ClientStalled as error:
             await abort_stalled(context, to_status(error))
         except RequestError as error:

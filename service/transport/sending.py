@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from service.errors import ClientStalled
-from service.transport.places import REFUSAL_SECONDS, current_place
+from service.transport.places import REFUSAL_SECONDS, current_place, stall_after
 from service.transport.status import Status
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -58,30 +58,24 @@ async def send(message: Any, context: Context, max_stall_seconds: float) -> None
 async def abort(context: Context, status: Status, max_stall_seconds: float) -> None:
     """Ends a call with a status.
 
-    Where the client takes no bytes, the call stalls, and holds its place or one of refused calls. If it holds none it
-    gives up after `max_stall_seconds`.
+    Where the client takes no bytes, the call stalls, and holds its place or one of refused calls.
 
     Raises:
         grpc.aio.AbortError: gRPC's, when the status is on its way.
         asyncio.CancelledError: when it is not, or the call has ended.
     """
     place = current_place()
-    if place is None or not place.refuse(context.peer()):
-        await _abort(context, status, max_stall_seconds)
-        return
-    seconds = max_stall_seconds if place.is_claimed else min(max_stall_seconds, REFUSAL_SECONDS)
-    stall = asyncio.get_running_loop().call_later(seconds, place.stall)
-    try:
-        await _abort(context, status, None)
-    finally:
-        stall.cancel()
+    if place is not None:
+        place.refuse(context.peer())
+    is_refused = place is not None and not place.is_claimed
+    stall_after(min(max_stall_seconds, REFUSAL_SECONDS) if is_refused else max_stall_seconds)
+    await _abort(context, status)
 
 
-async def _abort(context: Context, status: Status, max_seconds: float | None) -> None:
+async def _abort(context: Context, status: Status) -> None:
     try:
-        async with asyncio.timeout(max_seconds):
-            await context.abort(status.code, status.message, status.trailing_metadata)
-    except (TimeoutError, grpc.aio.InternalError) as error:
+        await context.abort(status.code, status.message, status.trailing_metadata)
+    except grpc.aio.InternalError as error:
         raise asyncio.CancelledError from error
 
 
@@ -93,11 +87,11 @@ async def abort_stalled(context: Context, status: Status) -> None:
     """
     place = current_place()
     if place is None:
-        await _abort(context, status, 0)
+        stall_after(0)
     else:
         place.stall()
         if place.has_begun and not place.has_headers:
             # gRPC would send them once more, and fail. It cancels this task when the call ends.
             await asyncio.Event().wait()
-        await _abort(context, status, None)
+    await _abort(context, status)
     raise asyncio.CancelledError

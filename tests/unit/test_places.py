@@ -102,6 +102,59 @@ async def test_a_call_whose_connection_is_not_found_keeps_its_place(system: Syst
     call.cancel()
 
 
+async def test_a_connection_on_which_most_calls_are_well_is_left_alone(system: System) -> None:
+    all_places = Places(9, 100)
+    (stuck,) = await stalled(all_places, "a", "a", 1)
+    places_of_a = [await taken(all_places) for _ in range(3)]
+    for place in places_of_a:
+        assert place is not None
+        place.claim("a", "a")
+    calls = [stuck, *await stalled(all_places, "b", "b", 1)]
+    for _ in range(4):
+        assert await taken(all_places) is not None
+    assert await taken(all_places) is None
+    assert system.closed == ["b"], "one of one, not one of four"
+    for each in calls:
+        each.cancel()
+
+
+async def test_an_answer_that_waits_has_those_evicted_that_stall_meanwhile(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "MAX_ANSWER_BYTES", 0)
+    monkeypatch.setattr(places, "_LOOK_SECONDS", 0.001)
+    all_places, is_stuck, num_bytes = Places(4, 10_000), asyncio.Event(), 10_000
+
+    async def answer(caller: str) -> None:
+        place = all_places.take("")
+        assert place is not None
+        place.claim(caller, caller)
+        await place.answer(num_bytes, 60.0)
+        await is_stuck.wait()
+        place.stall()
+        await asyncio.Event().wait()
+
+    first = [asyncio.create_task(answer(caller)) for caller in ("a", "a")]
+    await asyncio.sleep(0)
+    assert all_places.answers.num_taken == 4 * num_bytes
+
+    async def wait() -> None:
+        for caller, size in (("b", 2 * num_bytes), ("c", num_bytes)):
+            place = all_places.take("")
+            assert place is not None
+            place.claim(caller, caller)
+            await place.answer(size, 60.0)
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    assert system.closed == []
+    is_stuck.set()
+    async with asyncio.timeout(60):
+        await asyncio.wait(first)
+        await waiting
+    assert system.closed == ["a"]
+
+
 def test_a_connection_is_closed_and_no_other_that_has_its_descriptor_by_then() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         clients = [socket.create_connection(listener.getsockname()) for _ in range(2)]
