@@ -7,7 +7,7 @@
 stand for, `plain` likewise without ONNX Runtime's flash attention. Each system takes its turn in every round, in an
 order drawn anew, so that what else the machine does falls on all alike; the figure is the median of the rounds in
 milliseconds. With one thread it is the thread's own CPU time, which a busy machine disturbs least, with more the time
-on the clock. Decoder-only artifacts; K/V is random. With `--profile` it is told, too, what operators take of it, by
+on the clock. Decoder-only artifacts; K/V is random. With `--profile` it also lists what operators take of it, by
 ONNX Runtime's own profiler in runs of their own, which it slows down a little. Progress goes to stderr; the last line
 of stdout is one JSON object.
 """

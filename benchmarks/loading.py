@@ -147,7 +147,7 @@ def render(results: Mapping[str, Any]) -> str:
 
 
 def inside(folder: Path, threads: int, streams: int) -> dict[str, dict[str, float]]:
-    """Loads an artifact in this process, and tells of each stage how long it took and silenced others."""
+    """Loads an artifact in this process, and reports how long each stage took and silenced others."""
     config = ServeConfig(models=folder.parent, threads=threads, max_batch_size=streams)
     found: dict[str, dict[str, float]] = {}
     found["nothing"], _ = _watched(lambda: time.sleep(_QUIET_SECONDS))

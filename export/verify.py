@@ -1,6 +1,6 @@
 """The proof: golden cases replayed on an artifact's graphs, judged, and drawn up for people and for machines.
 
-Knows the artifact alone, so that it runs where no checkpoint is at hand.
+Needs the artifact alone, so that it runs where no checkpoint is at hand.
 """
 
 from __future__ import annotations

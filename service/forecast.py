@@ -31,7 +31,7 @@ from service.lengths import AnswerLengths
 from service.sharing import Rival, stretched
 from service.step_times import ALONE, Company, Rates, StepTimes
 
-# Of the seconds that are foretold: what is not known yet may make so much of them, or nothing is predicted.
+# Of the seconds that are predicted: what is not known yet may make so much of them, or nothing is predicted.
 _MOST_UNKNOWN = 0.5
 # How fast the average of requests follows.
 _REQUEST_RATE = 0.05

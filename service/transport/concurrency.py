@@ -21,8 +21,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class CallLimit(grpc.aio.ServerInterceptor):
     """Refuses calls with RESOURCE_EXHAUSTED while there are as many as may be; goes before all other interceptors.
 
-    A call counts from its headers until gRPC lets go of it, whether or not its request ever comes; one that is refused
-    only until then.
+    A call counts from its headers until gRPC frees it, whether or not its request ever comes; a refused one counts
+    among refused calls, of which there may be as many.
 
     Args:
         max_calls: at once.

@@ -41,7 +41,7 @@ class Clock:
             return self._seconds
 
     def pass_unseen(self) -> str:
-        """Five seconds in which nobody can look, as when the work holds the interpreter's lock."""
+        """Five seconds without a look, as when the work holds the interpreter's lock."""
         with self._looks:
             self._seconds += 5.0
         return "given"

@@ -77,7 +77,7 @@ UNUSUAL = {
 
 
 def _artifact(row: str) -> Path:
-    """One layer will do: that layers are told apart is shown by the default artifacts, which have two."""
+    """One layer will do: that layers are not confused is shown by the default artifacts, which have two."""
     values: dict[str, Any] = dict(zip(COLUMNS.split(), row.split(), strict=True))
     family = values.pop("family")
     bias = values.pop("bias") == "1"

@@ -187,7 +187,7 @@ def test_a_flood_of_look_ups_holds_up_no_step_and_no_request() -> None:
     def asked(world: World) -> None:
         world.submit("a", writing("first", 100))
         for number in range(100):
-            # Callers that have gone take nobody's place.
+            # Callers that have gone take no other's place.
             assert witness.look_up("a", -1).cancel()
             witness.look_up("a", number)
         world.submit("a", writing("second", 100))
