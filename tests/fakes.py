@@ -84,7 +84,7 @@ def script(text: str, *, prompt_length: int = 1) -> NextToken:
 
 
 class Gate:
-    """A `before_run` that lets steps pass or holds them back; `entered` is set once a step has come to it."""
+    """A `before_run` that lets steps pass or holds them back; `entered` is set once it holds one since it closed."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -92,14 +92,16 @@ class Gate:
         self.entered = threading.Event()
 
     def __call__(self, batch: ScheduledBatch) -> None:
-        self.entered.set()
-        self.open.wait()
+        if not self.open.is_set():
+            self.entered.set()
+            self.open.wait()
 
     async def until_entered(self) -> None:
         await asyncio.to_thread(self.entered.wait)
 
     @contextmanager
     def closed(self) -> Iterator[None]:
+        self.entered.clear()
         self.open.clear()
         try:
             yield

@@ -208,7 +208,6 @@ def gated(phase: str) -> tuple[Gate, FakeRunner]:
 
 async def ask_at(gate: Gate, server: Running, phase: str, **fields: Any) -> tuple[Any, list[Any]]:
     """A stream that has come to a phase, at a closed gate; and those that take all slots before it, for a queue."""
-    gate.entered.clear()
     num_ahead = SLOTS if phase == "queue" else 0
     ahead = [await read_accepted(server.stream("cd", max_tokens=20, ignore_eos=True)) for _ in range(num_ahead)]
     call = await read_accepted(server.stream(LONG_PROMPT, max_tokens=20, ignore_eos=True, **fields))

@@ -448,7 +448,6 @@ async def test_a_model_that_is_replaced_meanwhile_is_asked_again(graph: FakeGrap
     gate = Gate()
     runner = FakeRunner(SLOTS, before_run=gate)
     async with running([explained_model()], runner=runner) as server:
-        gate.entered.clear()
         with gate.closed():
             call = server.generation.Explain(pb.ExplainRequest(text="ab", max_tokens=4))
             await gate.until_entered()
