@@ -518,7 +518,7 @@ def _attack(attempt: Callable[[Attacker], Awaitable[Ends]], must: str, may: str 
 
 
 _FULL = "RESOURCE_EXHAUSTED"
-# A call that is cancelled ran, or waited for its rows.
+# A call that is cancelled ran, or waited: for its rows, or until it was read.
 _RAN = "OK, cancelled"
 _REFUSED = "INVALID_ARGUMENT, OUT_OF_RANGE"
 # A read takes too long, or its caller has no place for it.
@@ -554,7 +554,7 @@ ATTACKS: Mapping[str, Attack] = {
     "one long text to tokenize": _attack(Attacker.long_tokenize, "OK", _READ),
     "all rows": _attack(Attacker.all_rows, _RAN, _FULL),
     "all rows by beams": _attack(Attacker.all_beams, _RAN, _FULL),
-    "priority": _attack(Attacker.priority, "INVALID_ARGUMENT", _FULL),
+    "priority": _attack(Attacker.priority, "INVALID_ARGUMENT", f"{_FULL}, cancelled"),
     "long prompts": _attack(Attacker.long_prompts, _RAN, _FULL),
     "64 requests in one stream": _attack(Attacker.crowded_stream, "OK", _FULL),
     "ids of others": _attack(Attacker.ids_of_others, _RAN, _FULL),
