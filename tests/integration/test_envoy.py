@@ -129,8 +129,12 @@ class Balanced:
 async def behind(
     folder: Path, *servers: Running, others: Sequence[str] = (), are_serving: bool = True, steps: Steps | None = None
 ) -> AsyncIterator[Balanced]:
-    """Servers of this very event loop, which must go on while Envoy starts: it asks after their health."""
-    held = balancing([*map(target_of, servers), *others], folder, are_serving=are_serving)
+    """Servers of this very event loop, which must go on while Envoy starts: it asks after their health.
+
+    A crowded machine may keep the loop from answering for longer than a server of its own process would take. Silence
+    is not what any of these tests is about (tests/faults/test_replicas.py is): Envoy waits for as long as that takes.
+    """
+    held = balancing([*map(target_of, servers), *others], folder, are_serving=are_serving, health_timeout_seconds=60.0)
     envoy = await asyncio.to_thread(held.__enter__)
     try:
         async with grpc.aio.insecure_channel(envoy.target) as channel:
