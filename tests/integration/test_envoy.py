@@ -131,8 +131,8 @@ async def behind(
 ) -> AsyncIterator[Balanced]:
     """Servers of this very event loop, which must go on while Envoy starts: it asks after their health.
 
-    A crowded machine may keep the loop from answering for longer than a server of its own process would take. Silence
-    is not what any of these tests is about (tests/faults/test_replicas.py is): Envoy waits for as long as that takes.
+    A crowded machine may keep the loop from answering for longer than a server of its own process would take. No test
+    here is about a silent server: Envoy waits. tests/faults/test_replicas.py kills servers, under shipped limits.
     """
     held = balancing([*map(target_of, servers), *others], folder, are_serving=are_serving, health_timeout_seconds=60.0)
     envoy = await asyncio.to_thread(held.__enter__)
