@@ -1,4 +1,4 @@
-"""Refuses calls beyond those that there may be at once, before they are read.
+"""Refuses calls beyond those that there may be at once, and those with too much metadata, before they are read.
 
 gRPC's own limit counts all services together, so that a server that is merely full could not say that it is well, and
 a balancer that asks after its health would take it for dead and send its work to the others.
@@ -17,9 +17,14 @@ from service.transport.status import Status
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+# What HTTP/2 counts for each header besides its name and its value (RFC 9113, 6.5.2).
+_HEADER_BYTES = 32
+
 
 class CallLimit(grpc.aio.ServerInterceptor):
-    """Refuses calls with RESOURCE_EXHAUSTED while there are as many as may be; goes before all other interceptors.
+    """Refuses calls with RESOURCE_EXHAUSTED: all while there are as many as may be, and those with too much metadata.
+
+    It goes before all other interceptors.
 
     A call counts from its headers until gRPC frees it, whether or not its request ever comes; a refused one counts
     among refused calls, of which there may be as many.
@@ -27,15 +32,21 @@ class CallLimit(grpc.aio.ServerInterceptor):
     Args:
         max_calls: at once.
         max_message_bytes: largest answer.
+        max_metadata_bytes: of a call. gRPC refuses more only once a client has acknowledged the server's settings, and
+            takes up to 16 MiB until then.
         apart: full names of methods that have as many places of their own each.
     """
 
-    def __init__(self, max_calls: int, max_message_bytes: int, *, apart: Collection[str] = ()) -> None:
+    def __init__(
+        self, max_calls: int, max_message_bytes: int, max_metadata_bytes: int, *, apart: Collection[str] = ()
+    ) -> None:
         self._max_calls = max_calls
+        self._max_metadata_bytes = max_metadata_bytes
         self._places = Places(max_calls, max_message_bytes, apart)
         # Of the kind that is not given its request: others would read all of it first.
         self._refusal: Any = grpc.stream_stream_rpc_method_handler(self._refuse)
         self._unknown: Any = grpc.stream_stream_rpc_method_handler(_refuse_unknown)
+        self._too_large: Any = grpc.stream_stream_rpc_method_handler(self._refuse_metadata)
 
     async def intercept_service(
         self,
@@ -46,12 +57,24 @@ class CallLimit(grpc.aio.ServerInterceptor):
         place = self._places.take(handler_call_details.method.lstrip("/"))
         if place is None:
             return self._refusal
+        if _num_bytes(handler_call_details.invocation_metadata) > self._max_metadata_bytes:
+            return self._too_large
         # gRPC would answer as much where there is no handler, and take any time for it.
         return await continuation(handler_call_details) or self._unknown
 
     async def _refuse(self, _: AsyncIterator[bytes], context: Context) -> None:
         limit = f"{self._max_calls} calls run, which is the most there may be at once"
         await abort(context, Status(grpc.StatusCode.RESOURCE_EXHAUSTED, limit), REFUSAL_SECONDS)
+
+    async def _refuse_metadata(self, _: AsyncIterator[bytes], context: Context) -> None:
+        num_bytes = _num_bytes(context.invocation_metadata())
+        limit = f"metadata: must have at most {self._max_metadata_bytes} bytes, got {num_bytes}"
+        await abort(context, Status(grpc.StatusCode.RESOURCE_EXHAUSTED, limit), REFUSAL_SECONDS)
+
+
+def _num_bytes(metadata: Any) -> int:
+    """What metadata takes as HTTP/2 counts it, without the headers that gRPC keeps to itself."""
+    return sum(len(name) + len(value) + _HEADER_BYTES for name, value in metadata or ())
 
 
 async def _refuse_unknown(_: AsyncIterator[bytes], context: Context) -> None:

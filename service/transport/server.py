@@ -129,10 +129,12 @@ class GrpcServer:
             ("grpc.max_concurrent_streams", (1 + len(apart)) * limits.max_concurrent_rpcs),
             # For a client that connects and says nothing.
             ("grpc.server_handshake_timeout_ms", _milliseconds(_MAX_ANSWER_SECONDS)),
+            # Until a client has acknowledged the limits of this connection, gRPC holds it to none of them.
+            ("grpc.http2.settings_timeout", _milliseconds(_MAX_ANSWER_SECONDS)),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
         ]
-        places = CallLimit(limits.max_concurrent_rpcs, limits.max_message_bytes, apart=apart)
+        places = CallLimit(limits.max_concurrent_rpcs, limits.max_message_bytes, limits.max_metadata_bytes, apart=apart)
         self._server = grpc.aio.server(interceptors=(places, *interceptors), options=options)
         add_GenerationServiceServicer_to_server(generation, self._server)
         add_ModelServiceServicer_to_server(models, self._server)

@@ -29,11 +29,13 @@ from service.client import health as probe
 from service.config import AskConfig, HealthConfig, ServeConfig
 from service.errors import StartupError
 from service.transport import flooding, receiving
+from service.transport import server as transport_server
 from service.transport.health import LIST
 from service.transport.permissions import PERMISSIONS
 from service.transport.server import SERVICES, GrpcServer
 from service.transport.tls import TlsFiles, server_credentials
 from tests.fakes import FakeRunner, Gate
+from tests.faults.http2 import BEGIN, Connection, code, message_header
 from tests.identities import key_table
 from tests.servers import (
     MODEL,
@@ -56,6 +58,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 HOST = "localhost"
 KEY = "an-api-key"
+GENERATE = b"/onward.v1.GenerationService/Generate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +416,26 @@ async def test_more_metadata_than_the_limit_is_refused_and_the_next_call_is_not(
         )
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await server.generation.Generate(generate_request("ab", max_tokens=1), metadata=(("x-padding", "x" * 1024),))
+
+
+async def test_metadata_is_limited_before_a_client_has_acknowledged_the_limit() -> None:
+    fields = [(b"x", b"y" * 100)] * 20
+    async with running(max_metadata_bytes=2048) as server:
+        # It acknowledges what it has read, and reads after it has sent.
+        connection = Connection(server.endpoint.port)
+        calls = [connection.call(GENERATE, *fields[:most], head=message_header(0)) for most in (10, 20)]
+        assert await asyncio.to_thread(connection.pump, lambda: set(calls) <= connection.ended.keys())
+        assert [code(connection.ended[call]) for call in calls] == ["INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"]
+        connection.close()
+
+
+async def test_a_connection_that_never_acknowledges_the_limits_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport_server, "_MAX_ANSWER_SECONDS", 1.0)
+    async with running() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.endpoint.port)
+        writer.write(BEGIN)
+        assert b"settings_timeout" in await reader.read()
+        writer.close()
 
 
 async def test_more_calls_than_the_limit_are_refused_and_hurt_nobody() -> None:

@@ -52,7 +52,7 @@ async def num_placed(limit: CallLimit, caller: str, num_calls: int) -> tuple[int
 
 
 async def test_a_caller_has_half_of_the_places_and_those_who_come_later_find_some() -> None:
-    limit = CallLimit(12, 100)
+    limit = CallLimit(12, 100, 100)
     running: dict[str, list[asyncio.Task[None]]] = {}
     counts = []
     for caller in "abc":
@@ -66,7 +66,7 @@ async def test_a_caller_has_half_of_the_places_and_those_who_come_later_find_som
 
 
 async def test_one_place_is_for_the_first_who_comes() -> None:
-    limit = CallLimit(1, 100)
+    limit = CallLimit(1, 100, 100)
     count, running = await num_placed(limit, "a", 1)
     assert count == 1
     assert (await limit.intercept_service(nothing, GENERATE)).stream_stream == limit._refuse
@@ -113,7 +113,7 @@ async def refused(limit: CallLimit, context: Shut) -> None:
 
 
 async def test_a_refused_call_holds_no_place_while_its_status_is_not_sent() -> None:
-    limit, context = CallLimit(1, 100), Shut()
+    limit, context = CallLimit(1, 100, 100), Shut()
     task = asyncio.create_task(refused(limit, context))
     await context.is_refused.wait()
     assert (await num_placed(limit, "a", 1))[0] == 1
@@ -133,7 +133,7 @@ async def test_a_refused_call_whose_status_is_never_sent_is_evicted_for_the_next
     monkeypatch.setattr(places, "_REST_SECONDS", 0.0)
     monkeypatch.setattr(places, "find", lambda peers: dict.fromkeys(peers, 0))
     monkeypatch.setattr(places, "shut", closed.extend)
-    limit = CallLimit(1, 100)
+    limit = CallLimit(1, 100, 100)
     running = (await num_placed(limit, "a", 1))[1] if why == "full" else []
 
     async def call(context: Shut) -> None:
@@ -172,7 +172,7 @@ class Silent:
 
 
 async def test_checks_of_all_connections_of_one_address_have_half_of_the_places() -> None:
-    limit = CallLimit(4, 100, apart=["grpc.health.v1.Health/Check"])
+    limit = CallLimit(4, 100, 100, apart=["grpc.health.v1.Health/Check"])
     path: Any = SimpleNamespace(method="/grpc.health.v1.Health/Check", invocation_metadata=())
     receiver = Receiver(100, 600.0, FloodGuard(100), 0)
 
