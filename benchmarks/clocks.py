@@ -268,9 +268,8 @@ def _curves(values: Sequence[float], histogram: Histogram) -> dict[str, list[tup
 
 
 def _settle(prometheus: Prometheus) -> float:
-    """Waits for a scrape that began from now on; a moment at which it is the newest one, and nothing is counted."""
-    prometheus.wait_scraped(time.time())
-    return time.time()
+    """Waits for a scrape that begins from now on, while nothing is counted; when that is."""
+    return prometheus.wait_scraped(time.time())
 
 
 def _scrapes(prometheus: Prometheus, since: float, until: float) -> dict[str, float]:

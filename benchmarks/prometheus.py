@@ -87,17 +87,20 @@ class Prometheus:
         """Every rule that it evaluates, as its API tells."""
         return [rule for group in self._get("/api/v1/rules", {})["groups"] for rule in group["rules"]]
 
-    def wait_scraped(self, since: float, job: str = "onward") -> None:
-        """Waits until every server of a job has been scraped at or after a time.
+    def wait_scraped(self, since: float, job: str = "onward") -> float:
+        """Waits until every server of a job has answered a scrape at or after a time; the time of the last of these.
+
+        At that time there is data of all of them. A scrape that fails or takes too long ends every series for a while.
 
         Raises:
             RuntimeError: when that takes too long.
         """
+        up = f'up{{job="{job}"}}'
         deadline = time.monotonic() + _READY_SECONDS
         while time.monotonic() < deadline:
-            found = self.query(f'timestamp(up{{job="{job}"}})')
-            if found and all(series.last >= since for series in found):
-                return
+            answered = self.query(f"timestamp({up}) and {up} == 1")
+            if len(answered) == len(self.query(up)) > 0 and all(series.last >= since for series in answered):
+                return max(series.last for series in answered)
             time.sleep(_POLL_SECONDS)
         raise RuntimeError(f"Prometheus did not scrape {job} within {_READY_SECONDS:g} s")
 

@@ -32,8 +32,8 @@ class CallLimit(grpc.aio.ServerInterceptor):
     Args:
         max_calls: at once.
         max_message_bytes: largest answer.
-        max_metadata_bytes: of a call. gRPC refuses more only once a client has acknowledged the server's settings, and
-            takes up to 16 MiB until then.
+        max_metadata_bytes: of a call. gRPC refuses more for certain only once a client has acknowledged the server's
+            settings, and takes up to 16 MiB until then.
         apart: full names of methods that have as many places of their own each.
     """
 
@@ -73,7 +73,7 @@ class CallLimit(grpc.aio.ServerInterceptor):
 
 
 def _num_bytes(metadata: Any) -> int:
-    """What metadata takes as HTTP/2 counts it, without the headers that gRPC keeps to itself."""
+    """At most what HTTP/2 counts: headers that gRPC keeps to itself are not there, and binary values are decoded."""
     return sum(len(name) + len(value) + _HEADER_BYTES for name, value in metadata or ())
 
 

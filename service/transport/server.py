@@ -129,7 +129,7 @@ class GrpcServer:
             ("grpc.max_concurrent_streams", (1 + len(apart)) * limits.max_concurrent_rpcs),
             # For a client that connects and says nothing.
             ("grpc.server_handshake_timeout_ms", _milliseconds(_MAX_ANSWER_SECONDS)),
-            # Until a client has acknowledged the limits of this connection, gRPC holds it to none of them.
+            # Until a client has acknowledged the limit of metadata below, gRPC does not hold it to that.
             ("grpc.http2.settings_timeout", _milliseconds(_MAX_ANSWER_SECONDS)),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),

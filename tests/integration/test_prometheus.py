@@ -6,9 +6,11 @@ import asyncio
 import json
 import math
 import random
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,39 @@ def test_slowest_scrape_is_what_counts(slowest: float, in_time: bool) -> None:
     assert clocks.judge(STREAMS, histograms(), {**SCRAPES, "max": slowest})["scrapes_in_time"] is in_time
 
 
+@pytest.mark.usefixtures("prometheus")
+def test_a_scrape_that_failed_is_not_waited_for(tmp_path: Path) -> None:
+    failures: list[None] = []
+
+    class Target(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if failures:
+                failures.pop()
+                self.send_error(503)
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(b"sheep 1\n")
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Target) as target:
+        serving = threading.Thread(target=target.serve_forever)
+        serving.start()
+        try:
+            with scraping([f"127.0.0.1:{target.server_port}"], tmp_path, interval_seconds=0.5) as prometheus:
+                prometheus.wait_scraped(time.time())
+                failures += [None] * 3
+                when = prometheus.wait_scraped(time.time())
+                assert not failures
+                assert prometheus.number("sheep", when) == 1
+        finally:
+            target.shutdown()
+            serving.join()
+
+
 @pytest.mark.usefixtures("options", "prometheus")
 def test_clocks_are_compared_on_a_real_server(tmp_path: Path) -> None:
     settings = clocks.Settings(
@@ -204,8 +239,7 @@ def test_dashboard_puts_two_servers_behind_envoy_together(options: Options, tmp_
         begin = time.time()
         config = load(artifact(options)).config
         asyncio.run(dashboard.press(envoy.target, settings, config))
-        prometheus.wait_scraped(time.time())
-        end = time.time()
+        end = prometheus.wait_scraped(time.time())
         prometheus.wait_scraped(end)
 
         def ask(query: str, instance: str) -> dict[tuple[tuple[str, str], ...], float]:

@@ -73,6 +73,17 @@ async def test_one_place_is_for_the_first_who_comes() -> None:
     running[0].cancel()
 
 
+@pytest.mark.parametrize("name", ["text", "some-bin"])
+async def test_metadata_is_refused_from_the_first_byte_beyond_its_limit(name: str) -> None:
+    value: Any = b"\xff" * 40 if name.endswith("-bin") else "x" * 40
+    metadata = ((name, value),)
+    size = len(name) + 40 + 32  # RFC 9113, 6.5.2
+    details: Any = SimpleNamespace(method=GENERATE.method, invocation_metadata=metadata)
+    assert await CallLimit(1, 100, size).intercept_service(nothing, details) is HANDLER
+    limit = CallLimit(1, 100, size - 1)
+    assert (await limit.intercept_service(nothing, details)).stream_stream == limit._refuse_metadata
+
+
 class Shut:
     """A call over a connection that takes no bytes: its status is never sent."""
 
