@@ -4,12 +4,11 @@ Each attack is a coroutine that makes one attempt and returns how its calls or c
 or what became of a connection. `ATTACKS` says of each attack which of these ends it must meet and which it may meet
 besides; `problems` finds the others.
 
-The pace: this process has a niceness of 19, and each attack pauses for a second after each of its attempts, whose calls
-it makes at once, so that what is measured beside them is the server's work, not this process's. Health is checked 200
-times a second.
+The pace: each attack pauses for a second after each of its attempts, whose calls it makes at once, so that what is
+measured beside them is the server's work, not this process's. Health is checked 200 times a second.
 
-stdout has a line once each attack has met an end that it must meet, or was attempted so often in vain. A line on stdin
-is answered with JSON: the ends of each attack, counted. SETTINGS has the fields of `Settings`.
+stdout has lines of JSON, the ends of each attack, counted: one once each attack has met an end that it must meet, or
+was attempted so often in vain, and one for each line on stdin. SETTINGS has the fields of `Settings`.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ _GENERATE = b"/onward.v1.GenerationService/Generate"
 _STREAM = b"/onward.v1.GenerationService/GenerateStream"
 _DETOKENIZE = b"/onward.v1.GenerationService/Detokenize"
 _INFER = b"/inference.GRPCInferenceService/ModelStreamInfer"
-_NICENESS = 19
 # Just below the default of --max-message-bytes.
 _LARGE_BYTES = (4 << 20) - 1024
 _LONG_ID_BYTES = 3 << 20
@@ -79,7 +77,7 @@ Ends = Iterable[str]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is attacked: addresses as "host:port", keys that may generate, and a model's name.
+    """What is attacked: addresses as "host:port", keys that may generate, and a model's name; how nice the process is.
 
     Unfinished messages have a key of their own, or they would take the places of the other attacks' messages; and so
     has the message that announces a gibibyte, or it might never get one of theirs.
@@ -91,6 +89,7 @@ class Settings:
     upload_key: str
     flood_key: str
     model: str
+    niceness: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +165,15 @@ class Attacker:
             if name not in self._settled and (attack.is_made(ends) or number >= MAX_ATTEMPTS):
                 self._settled.add(name)
                 if self._settled == ATTACKS.keys():
-                    sys.stdout.write("every attack was made, or given up\n")
-                    sys.stdout.flush()
+                    self.tell()
             with suppress(TimeoutError):
                 await asyncio.wait_for(is_over.wait(), PAUSE_SECONDS)
                 return
+
+    def tell(self) -> None:
+        """Writes the ends until now to stdout."""
+        sys.stdout.write(json.dumps(self.ends) + "\n")
+        sys.stdout.flush()
 
     async def attempt(self, attack: Attack) -> Ends:
         """Makes one attempt; its ends."""
@@ -568,8 +571,7 @@ ATTACKS: Mapping[str, Attack] = {
 
 
 async def _main(settings: Settings) -> None:
-    # The server's cores are its own.
-    os.nice(_NICENESS)
+    os.nice(settings.niceness)
     is_over = asyncio.Event()
     attacker = Attacker(settings)
 
@@ -578,8 +580,7 @@ async def _main(settings: Settings) -> None:
         if not os.read(sys.stdin.fileno(), 100):
             is_over.set()
             return
-        sys.stdout.write(json.dumps(attacker.ends) + "\n")
-        sys.stdout.flush()
+        attacker.tell()
 
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), answer_ends)
     await attacker.attack(is_over)
