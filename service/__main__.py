@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
@@ -80,16 +81,29 @@ def _serve(config: ServeConfig) -> int:
 
 
 def _end_on_signals() -> None:
-    """Until the server listens to signals itself, one just ends it, with nothing to be drained.
+    """Ends the process at SIGTERM and SIGINT until the server handles them itself; there is nothing to drain yet.
 
-    A container's first process does not die of signals that it has no handler for, and loading may take minutes.
+    A container's first process does not die of signals without handlers, and loading may take minutes.
     """
+    numbers = (signal.SIGTERM, signal.SIGINT)
 
     def end(number: int, frame: object) -> NoReturn:  # noqa: ARG001 (the signal module's)
         raise SystemExit(0)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in numbers:
         signal.signal(number, end)
+    # Python calls handlers between instructions of the main thread, so not while that waits for a disk or loads a
+    # graph. The interpreter writes each signal's number here at once.
+    received, sent = os.pipe()
+    os.set_blocking(sent, False)
+    signal.set_wakeup_fd(sent)
+
+    def wait() -> None:
+        while os.read(received, 1)[0] not in numbers:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="onward-signals", daemon=True).start()
 
 
 def _end(status: int) -> NoReturn:

@@ -184,7 +184,7 @@ def _spoil_attribute(rng: np.random.Generator, case: Case) -> None:
         case.attributes[name] = rng.choice(["", "1", "x" * 1000])
     elif isinstance(case.attributes[name], float) != (change < 0.15):
         case.attributes[name] = float(rng.choice(_FLOATS))
-    elif change < 0.4:
+    elif change < 0.4 and not isinstance(case.attributes[name], str):  # which it may have been spoiled to be
         case.attributes[name] += int(rng.choice([-1, 1, 16, 32]))
     else:
         case.attributes[name] = [*_INTS, *_WIDE_INTS][rng.integers(len(_INTS) + len(_WIDE_INTS))]

@@ -1,10 +1,12 @@
 """`python -m tests.faults.stuck_disk serve …`: the server, on a disk that stops answering in the middle of a file.
 
-Reading a manifest waits for as long as nobody writes to a pipe named `STUCK` beside it.
+Reading a manifest waits for as long as nobody writes to a pipe named `STUCK` beside it. As on a disk, no signal
+interrupts the wait.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +19,8 @@ STUCK = "stuck"
 
 def _read_slowly(path: Path, max_bytes: int) -> str:
     if (path.parent / STUCK).exists():
+        # A signal may also come just before the read begins, which then is not interrupted either.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         (path.parent / STUCK).read_bytes()
     return read_text(path, max_bytes)
 
