@@ -7,6 +7,7 @@ a balancer that asks after its health would take it for dead and send its work t
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from functools import partial
 from typing import Any
 
 import grpc
@@ -46,7 +47,6 @@ class CallLimit(grpc.aio.ServerInterceptor):
         # Of the kind that is not given its request: others would read all of it first.
         self._refusal: Any = grpc.stream_stream_rpc_method_handler(self._refuse)
         self._unknown: Any = grpc.stream_stream_rpc_method_handler(_refuse_unknown)
-        self._too_large: Any = grpc.stream_stream_rpc_method_handler(self._refuse_metadata)
 
     async def intercept_service(
         self,
@@ -57,8 +57,9 @@ class CallLimit(grpc.aio.ServerInterceptor):
         place = self._places.take(handler_call_details.method.lstrip("/"))
         if place is None:
             return self._refusal
-        if _num_bytes(handler_call_details.invocation_metadata) > self._max_metadata_bytes:
-            return self._too_large
+        # Counted once: a client that has not acknowledged the limit may send hundreds of thousands of headers.
+        if (num_bytes := _num_bytes(handler_call_details.invocation_metadata)) > self._max_metadata_bytes:
+            return grpc.stream_stream_rpc_method_handler(partial(self._refuse_metadata, num_bytes))
         # gRPC would answer as much where there is no handler, and take any time for it.
         return await continuation(handler_call_details) or self._unknown
 
@@ -66,14 +67,13 @@ class CallLimit(grpc.aio.ServerInterceptor):
         limit = f"{self._max_calls} calls run, which is the most there may be at once"
         await abort(context, Status(grpc.StatusCode.RESOURCE_EXHAUSTED, limit), REFUSAL_SECONDS)
 
-    async def _refuse_metadata(self, _: AsyncIterator[bytes], context: Context) -> None:
-        num_bytes = _num_bytes(context.invocation_metadata())
+    async def _refuse_metadata(self, num_bytes: int, _: AsyncIterator[bytes], context: Context) -> None:
         limit = f"metadata: must have at most {self._max_metadata_bytes} bytes, got {num_bytes}"
         await abort(context, Status(grpc.StatusCode.RESOURCE_EXHAUSTED, limit), REFUSAL_SECONDS)
 
 
 def _num_bytes(metadata: Any) -> int:
-    """At most what HTTP/2 counts: headers that gRPC keeps to itself are not there, and binary values are decoded."""
+    """At most what HTTP/2 counts: headers that gRPC keeps to itself are not there, values are decoded."""
     return sum(len(name) + len(value) + _HEADER_BYTES for name, value in metadata or ())
 
 

@@ -34,6 +34,7 @@ SERVICES = (GENERATION_SERVICE, MODEL_SERVICE, INFERENCE_SERVICE)
 _REFLECTION = f"{reflection.SERVICE_NAME}/ServerReflectionInfo"
 # For a client that is there to say so.
 _MAX_ANSWER_SECONDS = 10.0
+_MAX_ACKNOWLEDGE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ class GrpcServer:
             # For a client that connects and says nothing.
             ("grpc.server_handshake_timeout_ms", _milliseconds(_MAX_ANSWER_SECONDS)),
             # Until a client has acknowledged the limit of metadata below, gRPC does not hold it to that.
-            ("grpc.http2.settings_timeout", _milliseconds(_MAX_ANSWER_SECONDS)),
+            ("grpc.http2.settings_timeout", _milliseconds(_MAX_ACKNOWLEDGE_SECONDS)),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
         ]

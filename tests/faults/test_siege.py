@@ -127,14 +127,14 @@ class Attackers:
         threading.Thread(target=self._read, daemon=True).start()
 
     def has_told(self) -> bool:
-        """Whether each attack was made, or given up."""
+        """Whether each attack was made or given up, or the process has ended."""
         return not self._told.empty()
 
     def ends(self) -> dict[str, dict[str, int]]:
         """The ends of each attack until now."""
         assert self._process.stdin is not None
         while self.has_told():
-            self._told.get()
+            assert self._told.get(), "the attackers have ended"
         self._process.stdin.write("?\n")
         self._process.stdin.flush()
         ends: dict[str, dict[str, int]] = json.loads(self._told.get())
@@ -144,7 +144,7 @@ class Attackers:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._told.put(line)
-        self._told.put("")
+        self._told.put("")  # it has ended
 
 
 @contextmanager

@@ -81,7 +81,8 @@ async def test_metadata_is_refused_from_the_first_byte_beyond_its_limit(name: st
     details: Any = SimpleNamespace(method=GENERATE.method, invocation_metadata=metadata)
     assert await CallLimit(1, 100, size).intercept_service(nothing, details) is HANDLER
     limit = CallLimit(1, 100, size - 1)
-    assert (await limit.intercept_service(nothing, details)).stream_stream == limit._refuse_metadata
+    refusal = (await limit.intercept_service(nothing, details)).stream_stream
+    assert (refusal.func, refusal.args) == (limit._refuse_metadata, (size,))
 
 
 class Shut:
