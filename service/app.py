@@ -296,6 +296,8 @@ class App:
             for name in self._models.names:
                 await self._calibrate(name)
         for model in [self._models.resolve(name) for name in self._models.names]:
+            if not (self._models.is_served(model) and self._models.state(model.name) is ModelState.STARTING):
+                continue  # a client had it proven or replaced meanwhile; one that serves may be too busy for a replay
             try:
                 await self._verifier.verify(model.name)
             except RequestError as error:

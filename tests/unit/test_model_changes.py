@@ -274,6 +274,24 @@ def test_a_start_that_could_not_replay_a_model_says_nothing_of_another_of_its_na
 # Steps.
 
 
+def test_a_start_replays_no_model_that_was_proven_before_its_turn() -> None:
+    world = World({"a": Shelved(), "b": Shelved()}, "ab", calibrate=False)
+    try:
+        world.verify("b")
+        world.rest_loop()
+        for _ in "ab":
+            world.thread.turn()
+        world.rest_loop()
+        # Longer than a replay waits for a model that serves, while the engine thread does other things.
+        world.now += 11.0
+        world.rest_loop()
+        world.rest()
+        assert world.app.models.state("b") is ModelState.SERVING
+        world.check_rest()
+    finally:
+        world.close()
+
+
 def test_steps_of_a_replaced_engine_teach_the_new_ones_predictor_nothing(world: World) -> None:
     run(world)
     reload(world)
