@@ -271,9 +271,6 @@ def test_a_start_that_could_not_replay_a_model_says_nothing_of_another_of_its_na
         assert world.app.models.state("a") is ModelState.SERVING
 
 
-# Steps.
-
-
 def test_a_start_replays_no_model_that_was_proven_before_its_turn() -> None:
     world = World({"a": Shelved(), "b": Shelved()}, "ab", calibrate=False)
     try:
@@ -290,6 +287,9 @@ def test_a_start_replays_no_model_that_was_proven_before_its_turn() -> None:
         world.check_rest()
     finally:
         world.close()
+
+
+# Steps.
 
 
 def test_steps_of_a_replaced_engine_teach_the_new_ones_predictor_nothing(world: World) -> None:
