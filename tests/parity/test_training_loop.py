@@ -207,7 +207,7 @@ def test_auto_precision_asks_the_cpu() -> None:
 def test_amx_whose_first_instruction_ends_a_process_is_not_used(
     monkeypatch: pytest.MonkeyPatch, trial: str, isa: str
 ) -> None:
-    # Set before it is deleted: what the product sets by `putenv` is not in `os.environ`, which alone would leave it there,
+    # Set before it is deleted: what the product sets by `putenv` is not in `os.environ`. Deleted alone, it would stay,
     # now for this test and at its end for the next.
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
