@@ -8,8 +8,8 @@ from pathlib import Path
 import yaml
 from prometheus_client import CollectorRegistry
 
-from service.metrics import Metrics, Objectives
-from service.vllm_names import VllmNames
+from service.telemetry.metrics import Metrics, Objectives
+from service.telemetry.vllm_names import VllmNames
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "metrics.md"

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import grpc
 
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.faults.process import DECODER, greedy, streamed, until
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.envoy import Envoy, balancing
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.artifacts import tiny_artifact
 from tests.faults.callers import (
     DEADLINE_SECONDS,

@@ -18,8 +18,8 @@ from queue import SimpleQueue
 import grpc
 import numpy as np
 
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.app import _CLOSING_SECONDS, _ENGINE_SECONDS
 from tests.artifacts import tiny_artifact
 from tests.faults import bounds

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.soak import LIMIT_MB_PER_HOUR, Resident, Still, judge, problems, server_process, slope, soak, stop
-from service.engine.pages import Pages
+from service.engine.kv.pages import Pages
 from tests.artifacts import tiny_artifact
 from tests.faults.process import MODELS
 

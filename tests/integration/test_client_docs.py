@@ -17,8 +17,8 @@ from google.protobuf import descriptor_pool, json_format, message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
 from tests.environment import environment
 from tests.fakes import BOS, EOS, expected_tokens, spell
 from tests.identities import HOST, Identities

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from proto.onward.v1 import generation_pb2 as pb
+from onward.v1 import generation_pb2 as pb
 from service.errors import DeadlineUnreachable, NotServing, Overloaded, RequestError
 from tests.fakes import FakeRunner, Gate, expected_tokens, letters
 from tests.identities import HOST, Identities

@@ -17,9 +17,9 @@ import export.__main__ as exporter
 import model.__main__ as trainer
 from benchmarks.serving import serving
 from model.data import documents
-from model.presets import resolve
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from model.training.presets import resolve
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.config import parse
 from tests.environment import environment
 

@@ -24,19 +24,19 @@ from export.operators import BIASED, GELU, INT4_LINEAR, INT8_LINEAR, LINEAR
 from export.verify import Verdict
 from model import checkpoint
 from model.__main__ import main
-from model.artifact import Device, KVFormat, KVPrecision, Precision
-from model.chat import Message
 from model.checkpoint import CheckpointError
-from model.generation import GENERATION, GenerationRules
 from model.hf.folder import ImportRefused
 from model.hf.importer import plan, write
-from model.presets import resolve
-from model.tokenizer import Tokenizer
+from model.nn.transformer import build, num_parameters
+from model.spec.artifact import Device, KVFormat, KVPrecision, Precision
+from model.spec.chat import Message
+from model.spec.generation import GENERATION, GenerationRules
+from model.spec.tokenizer import Tokenizer
 from model.tokenizer_training import one_word_per_id
-from model.transformer import build, num_parameters
+from model.training.presets import resolve
 from service.errors import StartupError
-from service.loading import load_models
-from service.models import Conversation
+from service.repository.loading import load_models
+from service.repository.models import Conversation
 from tests.artifacts import rehash
 from tests.hf_folders import llama_tensors, write_folder
 from tests.import_cases import checking

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from model.config import Architecture
+from model.transformer import EncoderDecoder, build
 from torch import nn
 
-from model.config import Architecture
 from model.data.batches import IGNORED, Batch
 from model.training import precision
 from model.training.config import OptimizerName, TrainConfig, TrainDevice
@@ -21,7 +22,6 @@ from model.training.loop import Loop, StopRequested, TrainingError, batch_loss
 from model.training.optimizers import learning_rate_factor, make_optimizers
 from model.training.parallel import Parallel, SetupError
 from model.training.precision import resolve_precision
-from model.transformer import EncoderDecoder, build
 from tests.training_runs import FAMILIES, make_batches, make_model_config, make_recipe
 
 CPU = torch.device("cpu")
@@ -207,7 +207,7 @@ def test_auto_precision_asks_the_cpu() -> None:
 def test_amx_whose_first_instruction_ends_a_process_is_not_used(
     monkeypatch: pytest.MonkeyPatch, trial: str, isa: str
 ) -> None:
-    # Set before it is deleted: what the product sets by `putenv` is not in `os.environ`, which alone would leave it there,
+    # Set before it is deleted: what the product sets by `putenv` is not in `os.environ`. Deleted alone, it would stay,
     # now for this test and at its end for the next.
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")

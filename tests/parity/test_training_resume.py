@@ -18,7 +18,7 @@ import pytest
 
 from model import checkpoint
 from model.__main__ import main
-from model.config import Architecture
+from model.spec.config import Architecture
 from model.training import curves, resume
 from model.training.config import OptimizerName
 from model.training.resume import ResumeError

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from service.admission import Correction, DeadlineAdmission
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StoppingParams
 from service.errors import DeadlineUnreachable
-from service.forecast import Forecast
+from service.forecasting.admission import Correction, DeadlineAdmission
+from service.forecasting.prediction import Forecast
 from tests.fakes import request
 
 QUEUE, PREFILL, TOKEN = 1.0, 0.5, 0.01

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.amid_streams import running, table, timed, waits_overlapping, waits_within
-from proto.onward.v1 import generation_pb2 as pb
+from onward.v1 import generation_pb2 as pb
 
 GAPS = [(1.0, 2.0), (2.0, 3.0), (3.0, 5.0), (5.0, 9.0)]
 

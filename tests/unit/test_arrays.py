@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.arrays import MAX_MEMBERS, ArrayFile
-from model.reading import UnfitFile, open_regular, read_bytes
+from model.spec.arrays import MAX_MEMBERS, ArrayFile
+from model.spec.reading import UnfitFile, open_regular, read_bytes
 
 MOST = 1 << 20
 

@@ -1,4 +1,4 @@
-"""`model.artifact`: an artifact is exactly what its manifest says, or it is refused with everything that is wrong."""
+"""`model.spec.artifact`: an artifact is what its manifest says, or it is refused with everything that is wrong."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import artifact
-from model.artifact import (
+from model.spec import artifact
+from model.spec.artifact import (
     ArtifactError,
     Device,
     FileEntry,
@@ -24,7 +24,7 @@ from model.artifact import (
     Precision,
     TensorSpec,
 )
-from model.config import ModelConfig
+from model.spec.config import ModelConfig
 
 CONFIGS = {
     "decoder-only": ModelConfig(

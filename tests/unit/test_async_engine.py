@@ -14,9 +14,9 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from service.async_engine import AsyncEngine
 from service.engine.batch import ScheduledBatch
-from service.engine.session import DeviceLost
+from service.engine.sessions.session import DeviceLost
+from service.engine.step_engine import EngineHandle, StepEngine
 from service.engine.types import (
     FinishReason,
     GenerationRequest,
@@ -25,12 +25,13 @@ from service.engine.types import (
     StepOutput,
     TokenEvent,
 )
-from service.engine_thread import _GATHER_SECONDS, EngineHandle, EngineThread, StepEngine, _Outbox
 from service.errors import DeadlineUnreachable, EngineFailed, InvalidRequest, NotServing, Overloaded
-from service.forecast import Forecast
-from service.lane import LaneLimits
-from service.metrics import Metrics
-from service.stream import _EVENTS_GATHERED
+from service.forecasting.prediction import Forecast
+from service.runtime.async_engine import AsyncEngine
+from service.runtime.engine_thread import _GATHER_SECONDS, EngineThread, _Outbox
+from service.runtime.model_queue import LaneLimits
+from service.runtime.stream import _EVENTS_GATHERED
+from service.telemetry.metrics import Metrics
 from tests.fakes import Death, FakeRunner, Gate, expected_tokens, fake_costs, fake_engine, request
 from tests.scripted import ScriptedEngine, token
 
@@ -601,7 +602,7 @@ async def test_of_a_request_that_is_not_streamed_single_steps_are_not_told(
     monkeypatch: pytest.MonkeyPatch, *, is_streamed: bool
 ) -> None:
     # However slow this machine is, no moment is over before the request is.
-    monkeypatch.setattr("service.engine_thread._GATHER_SECONDS", FOREVER)
+    monkeypatch.setattr("service.runtime.engine_thread._GATHER_SECONDS", FOREVER)
     gate = Gate()
     fakes = {MODEL: fake_engine(FakeRunner(before_run=gate), context=ENDLESS + 1)}
     costs = {MODEL: fake_costs(fakes[MODEL].pieces)}
@@ -667,7 +668,7 @@ async def test_requests_that_are_not_streamed_are_forgotten_however_they_end(gat
 
 
 async def test_a_step_that_fails_or_takes_long_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.engine_thread._GATHER_SECONDS", 1.0)
+    monkeypatch.setattr("service.runtime.engine_thread._GATHER_SECONDS", 1.0)
     told: list[tuple[EngineHandle, StepOutput]] = []
 
     class Ear:
@@ -818,7 +819,7 @@ async def test_who_would_be_refused_is_let_in_if_enough_of_its_prompt_is_cached(
 ) -> None:
     prompt, other = tuple(range(3, 23)), tuple(range(4, 24))
     # A busy machine may not come to answer at once.
-    monkeypatch.setattr("service.async_engine._MAX_LOOK_UP_SECONDS", 60.0)
+    monkeypatch.setattr("service.runtime.async_engine._MAX_LOOK_UP_SECONDS", 60.0)
     async with started(admits_by_deadline=True) as engine:
         await run(engine, request("a", prompt))
         asked = foretells_by_token(monkeypatch, engine, 100.0)

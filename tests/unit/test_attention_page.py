@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from proto.onward.v1 import generation_pb2 as pb
-from service.attention_page import page, picture
+from onward.v1 import generation_pb2 as pb
+from service.explain.attention_page import page, picture
 
 ENCODER, DECODER, CROSS = pb.ATTENTION_KIND_ENCODER, pb.ATTENTION_KIND_DECODER, pb.ATTENTION_KIND_CROSS
 NASTY = ("<script>alert(1)</script>", "</svg><script>alert(2)</script>", "' onload='x()", "&lt;")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.data.batches import IGNORED, Batch, LengthBuckets, Pair, Windows, pack, pad
-from model.tokenizer import BOS_ID, EOS_ID, PAD_ID
+from model.spec.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 STREAM = np.arange(1000)
 PAIRS = [Pair([*range(10, 13 + index % 17), EOS_ID], [40 + index % 7] * (1 + index % 5)) for index in range(200)]

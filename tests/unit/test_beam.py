@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engine.batch import BeamRow
-from service.engine.beam import BeamSearch, Extension, Hypothesis
 from service.engine.logits import LogitsRules, make_beam_rules
-from service.engine.sampler import Expansion, Sampler, compute_logprobs
+from service.engine.sampling.beam import BeamSearch, Extension, Hypothesis
+from service.engine.sampling.sampler import Expansion, Sampler, compute_logprobs
 from service.engine.types import BeamSearchParams, FinishReason, StoppingParams
 
 Float32 = npt.NDArray[np.float32]

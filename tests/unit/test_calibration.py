@@ -7,9 +7,9 @@ import random
 import pytest
 
 from service.engine.batch import ScheduledBatch
-from service.engine.calibration import rounds
+from service.engine.chunks import ChunkRules
 from service.engine.engine import Engine, LastRun
-from service.engine.plan import Pieces
+from service.engine.proof.calibration import rounds
 from service.engine.types import StoppingParams
 from tests.fakes import FakeRunner, fake_engine, request
 from tests.unit.test_cost import encoder_decoder
@@ -103,7 +103,7 @@ def test_source_that_might_take_longer_than_what_is_left_is_left_out() -> None:
 def test_rounds_fit_every_model_and_reach_the_largest_batch(
     context: int, source_context: int, max_batch_size: int
 ) -> None:
-    pieces = Pieces(
+    pieces = ChunkRules(
         chunk=1 if source_context else 128,
         context=context,
         prompt_padding=4,

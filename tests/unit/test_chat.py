@@ -9,10 +9,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model import chat as chats
-from model import chat_sandbox
-from model.chat import Chat, ChatSettings, ChatTemplateError, ConversationError, Message
-from model.tokenizer import CONTROL_MARK, Tokenizer
+from model.spec import chat as chats
+from model.spec import chat_sandbox
+from model.spec.chat import Chat, ChatSettings, ChatTemplateError, ConversationError, Message
+from model.spec.tokenizer import CONTROL_MARK, Tokenizer
 
 SPECIAL = ("<bos>", "<|im_start|>", "<|im_end|>", "</s>")
 ORDINARY = ("<think>", "</think>", "<tool>")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from proto.onward.v1 import generation_pb2 as pb
-from service import client
+from onward.v1 import generation_pb2 as pb
+from service.commands import ask as client
 from service.config import AskConfig
 
 DELTA = pb.GenerateStreamResponse(delta=pb.GenerateStreamResponse.Delta(text="hello"))
@@ -58,7 +58,7 @@ def ask(
             requests.append(request)
             return Call()
 
-    monkeypatch.setattr("client.blocking.GenerationServiceStub", Stub)
+    monkeypatch.setattr("onward.blocking.GenerationServiceStub", Stub)
     out, err = io.StringIO(), io.StringIO()
     status = client.ask(AskConfig(model="m", text="a", stream=True, **options), out, err)
     return status, out.getvalue(), err.getvalue()

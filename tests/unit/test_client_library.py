@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from client import (
+from onward import (
     CallError,
     Cancelled,
     Chunk,
@@ -27,11 +27,11 @@ from client import (
     chat,
     requests,
 )
-from client.answers import StreamFacts, generation
-from client.errors import Details, call_error
-from client.requests import CallOptions, GenerateOptions
-from client.retries import Attempts
-from proto.onward.v1 import generation_pb2 as pb
+from onward.answers import StreamFacts, generation
+from onward.errors import Details, call_error
+from onward.requests import CallOptions, GenerateOptions
+from onward.retries import Attempts
+from onward.v1 import generation_pb2 as pb
 from service.errors import DeadlineUnreachable, InvalidRequest, NotServing, Overloaded, RequestError
 from service.transport.status import STATUS_CODES, Status, to_status
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from service.access import OpenAccess
 from service.errors import RateLimited
-from service.metrics import Metrics
+from service.telemetry.metrics import Metrics
 from service.transport import places, sending
 from service.transport.concurrency import CallLimit
 from service.transport.flooding import FloodGuard

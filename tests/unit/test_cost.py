@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from model import cost
-from model.config import ModelConfig
-from model.presets import PRESETS, resolve
+from model.spec import cost
+from model.spec.config import ModelConfig
+from model.training.presets import PRESETS, resolve
 
 
 def decoder_only(**overrides: Any) -> ModelConfig:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.engine import session
-from service.engine.cuda import CudaError, CudaRuntime, find_problem
-from service.engine.session import DevicePack, DeviceTensor, host_array
+from service.engine.sessions import session
+from service.engine.sessions.cuda import CudaError, CudaRuntime, find_problem
+from service.engine.sessions.session import DevicePack, DeviceTensor, host_array
 from service.errors import StartupError
 
 
@@ -234,7 +234,7 @@ def test_libraries_are_loaded_in_the_order_in_which_they_need_each_other_and_the
 
 
 def test_a_runtime_library_that_is_not_there_is_named() -> None:
-    from service.engine.cuda import cuda_runtime
+    from service.engine.sessions.cuda import cuda_runtime
 
     with pytest.raises(CudaError, match=r"libcudart\.so\.7 is missing: the extra `gpu` brings"):
         cuda_runtime("7.5")

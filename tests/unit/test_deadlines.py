@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engine.deadlines import Deadlines
+from service.engine.queueing.deadlines import Deadlines
 from service.engine.sequence import SequenceGroup
 from tests.fakes import request
 

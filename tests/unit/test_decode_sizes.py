@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.engine.decode_sizes import SHORTEST, decode_size, decode_sizes
+from service.engine.kv.decode_sizes import SHORTEST, decode_size, decode_sizes
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 5, 8, 33])

@@ -21,9 +21,9 @@ from packaging.utils import canonicalize_name
 from benchmarks import capacity_plan
 from benchmarks.envoy import CONFIG as ENVOY
 from benchmarks.envoy import configure
-from model.presets import PRESETS
-from proto.inference import open_inference_pb2
-from proto.onward.v1 import generation_pb2, model_pb2
+from model.training.presets import PRESETS
+from onward.inference import open_inference_pb2
+from onward.v1 import generation_pb2, model_pb2
 from service.access import KeyAccess, Permission
 from service.config import RequestLimits, ServeConfig, options, parse, variable
 from service.errors import Unauthenticated
@@ -84,7 +84,9 @@ def requirements_of(extra: str, project: dict[str, Any]) -> list[Requirement]:
 def test_image_installs_whatever_the_server_needs(extra: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = pins((CONTAINER / f"requirements-{extra}.txt").read_text())
-    needed = [Requirement(line) for line in project["dependencies"]]
+    client = tomllib.loads((ROOT / "onward" / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == [f"{client['name']}=={client['version']}"]
+    needed = [Requirement(line) for line in client["dependencies"]]
     needed += requirements_of(extra, project) + requirements_of("otel", project)
     assert "numpy" in {requirement.name for requirement in needed}
     for requirement in needed:

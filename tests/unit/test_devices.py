@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from model.artifact import MANIFEST, KVFormat, KVLayout, KVPrecision, Manifest, Precision
-from model.artifact import Device as BuiltFor
-from model.config import Architecture, ModelConfig, Positions
-from service import loading
+from model.spec.artifact import MANIFEST, KVFormat, KVLayout, KVPrecision, Manifest, Precision
+from model.spec.artifact import Device as BuiltFor
+from model.spec.config import Architecture, ModelConfig, Positions
 from service.config import ServeConfig
-from service.devices import artifact_folder, choose_device
-from service.engine.kv_memory import weight_bytes
+from service.engine.kv.budget import weight_bytes
 from service.engine.types import Device
 from service.errors import StartupError
-from service.models import ServedModel
+from service.repository import loading
+from service.repository.devices import artifact_folder, choose_device
+from service.repository.models import ServedModel
 
 CONFIG = ModelConfig(
     architecture=Architecture.DECODER_ONLY,
@@ -190,7 +190,7 @@ def test_models_on_a_device_share_what_it_has_left_beside_weights_and_steps(
 
 
 def test_weights_are_counted_by_their_files() -> None:
-    from model.artifact import FileEntry
+    from model.spec.artifact import FileEntry
 
     sizes = {"decoder.onnx": 3, "decoder.onnx.data": 500, "encoder.onnx.data": 70, "golden.npz": 9_000}
     files = {name: FileEntry("0" * 64, size) for name, size in sizes.items()}

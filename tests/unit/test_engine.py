@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.golden import Tolerance
+from model.spec.golden import Tolerance
 from service.engine.batch import PrefillChunk, ScheduledBatch
 from service.engine.engine import LastRun
 from service.engine.logits import LogitsRules, make_rules
+from service.engine.sampling.text import TextStream
 from service.engine.scheduler import EngineLimits
-from service.engine.text import TextStream
 from service.engine.types import FinishReason, SamplingParams, StepOutput, StepStats, StoppingParams
 from service.errors import EngineFailed, InvalidRequest, PromptTooLong
 from tests.fakes import (

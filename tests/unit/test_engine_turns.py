@@ -20,9 +20,10 @@ import pytest
 from service.engine.batch import ScheduledBatch
 from service.engine.engine import Engine, LastRun
 from service.engine.scheduler import EngineLimits
+from service.engine.step_engine import EngineHandle
 from service.engine.types import FinishReason, GenerationRequest, StepOutput, StoppingParams
-from service.engine_thread import _MAX_COMMANDS, _MAX_LOOK_UPS, EngineHandle, EngineThread
 from service.errors import EngineFailed, NotServing, RequestError
+from service.runtime.engine_thread import _MAX_COMMANDS, _MAX_LOOK_UPS, EngineThread
 from tests.fakes import FakeRunner, expected_tokens, fake_engine, request
 
 CHUNK_SECONDS, STEP_SECONDS = 0.4, 0.01

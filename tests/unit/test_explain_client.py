@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from proto.onward.v1 import generation_pb2 as pb
-from service import explain_client
+from onward.v1 import generation_pb2 as pb
+from service.commands import explain as explain_client
 from service.config import ExplainConfig
 
 requests: list[pb.ExplainRequest] = []
@@ -28,7 +28,7 @@ def explain(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[int, str, 
             requests.append(request)
             return answer
 
-    monkeypatch.setattr("client.blocking.GenerationServiceStub", Stub)
+    monkeypatch.setattr("onward.blocking.GenerationServiceStub", Stub)
     out, err = io.StringIO(), io.StringIO()
     code = explain_client.explain(ExplainConfig(model="m", text="hello", **options), out, err)
     return code, out.getvalue(), err.getvalue()

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.artifact import AttentionKind
-from service import explaining
+from model.spec.artifact import AttentionKind
 from service.errors import InvalidRequest, PromptTooLong
-from service.explaining import ExplainCall, ExplainTask, Selection
-from service.models import ServedModel
+from service.explain import explaining
+from service.explain.explaining import ExplainCall, ExplainTask, Selection
+from service.repository.models import ServedModel
 from service.transport import codec
 from tests.fakes import BOS, CONTEXT, EOS, spell
 from tests.servers import served_model

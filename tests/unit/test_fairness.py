@@ -13,11 +13,11 @@ from hypothesis import event as note
 from hypothesis import settings
 
 from service.engine.batch import KVRestore, KVSave, ScheduledBatch
-from service.engine.kv_ledger import KVBudget, KVLedger
+from service.engine.kv.ledger import KVBudget, KVLedger
 from service.engine.plan import StepPlan
+from service.engine.queueing.tenants import SLICE_STEPS
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.sequence import SequenceGroup
-from service.engine.tenants import SLICE_STEPS
 from service.engine.types import BeamSearchParams, GenerationRequest, SamplingParams
 from tests.fakes import CONTEXT, FakeRunner, fake_engine, fake_model, letters, request
 from tests.paged import PagedFakeRunner

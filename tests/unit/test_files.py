@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from model.files import StagedFiles, remove_leftovers, write_atomically
+from model.spec.files import StagedFiles, remove_leftovers, write_atomically
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_over(tmp_path: Path) -> None:

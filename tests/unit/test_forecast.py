@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from model.config import ModelConfig
-from service.costing import Cost, CostModel
+from model.spec.config import ModelConfig
 from service.engine.batch import ScheduledBatch
 from service.engine.scheduler import EngineLimits
 from service.engine.types import (
@@ -23,9 +22,10 @@ from service.engine.types import (
     StoppingParams,
     TokenEvent,
 )
-from service.forecast import Forecaster, Quote
-from service.sharing import Rival
-from service.step_times import Company
+from service.forecasting.costing import Cost, CostModel
+from service.forecasting.prediction import Forecaster, Quote
+from service.forecasting.sharing import Rival
+from service.forecasting.step_times import Company
 from tests.fakes import FakeRunner, fake_engine, request
 from tests.unit.test_cost import decoder_only, encoder_decoder
 

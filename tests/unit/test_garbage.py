@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from service import __main__, app, garbage
+from service import __main__, app
 from service.app import Endpoint, Ready
 from service.config import ServeConfig
+from service.process import garbage
 
 
 class Cycle:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proto.onward.v1 import generation_pb2 as pb
+from onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
 from service.transport import codec
 from service.transport.generation import GenerationServicer

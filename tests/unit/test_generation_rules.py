@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from model.generation import NO_WISHES, GenerationError, GenerationRules, GenerationSettings
+from model.spec.generation import NO_WISHES, GenerationError, GenerationRules, GenerationSettings
 from service.engine.batch import BeamRow
 from service.engine.logits import make_beam_rules, make_rules, make_wishes
-from service.engine.sampler import Sampler
+from service.engine.sampling.sampler import Sampler
 from service.engine.types import BeamSearchParams, FinishReason, SamplingParams, StoppingParams
 from service.errors import InvalidRequest
 from service.scoring import make_task

@@ -1,4 +1,4 @@
-"""`model.golden`: cases survive the disk, comparison cannot be fooled, schedules are ones a runner may meet."""
+"""`model.spec.golden`: cases survive the disk, comparison cannot be fooled, schedules are ones a runner may meet."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import golden
-from model.artifact import CPU_PRECISIONS, CUDA_PRECISIONS, KVPrecision, Precision
-from model.config import ModelConfig
-from model.golden import KV_TOLERANCES, TOLERANCES, Feed, GoldenCase, Tolerance, tolerance_of
+from model.spec import golden
+from model.spec.artifact import CPU_PRECISIONS, CUDA_PRECISIONS, KVPrecision, Precision
+from model.spec.config import ModelConfig
+from model.spec.golden import KV_TOLERANCES, TOLERANCES, Feed, GoldenCase, Tolerance, tolerance_of
 
 RNG = np.random.default_rng(0)
 FP32 = TOLERANCES[Precision.FP32]

@@ -1,4 +1,4 @@
-"""`model.golden_attention`: cases survive the disk, and only weights that are attention, and the golden, pass."""
+"""`model.spec.golden_attention`: cases survive the disk, and only weights that are attention, and the golden, pass."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model import golden_attention
-from model.artifact import CPU_PRECISIONS, Precision
-from model.config import ModelConfig
-from model.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionTolerance, compare
+from model.spec import golden_attention
+from model.spec.artifact import CPU_PRECISIONS, Precision
+from model.spec.config import ModelConfig
+from model.spec.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionTolerance, compare
 
 Weights = Mapping[str, np.ndarray]
 FP32 = ATTENTION_TOLERANCES[Precision.FP32]

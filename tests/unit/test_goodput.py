@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from service.admission import DeadlineAdmission, Prediction
 from service.engine.types import FinishReason, GenerationRequest, StoppingParams
 from service.errors import DeadlineUnreachable
+from service.forecasting.admission import DeadlineAdmission, Prediction
 from tests.fakes import request
 from tests.unit.test_cost import decoder_only
 from tests.unit.test_forecast import CONTEXT, LIMITS, Machine

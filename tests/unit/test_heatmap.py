@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from service.heatmap import Heatmap, draw, visible
+from service.explain.heatmap import Heatmap, draw, visible
 
 SVG = "{http://www.w3.org/2000/svg}"
 NASTY = ("<script>alert(1)</script>", '"><svg onload="x()">', "a&b", "]]>", "\x00\x1b\u202e", "'", "")

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from model.config import ModelConfig, RopeScaling
-from model.generation import GENERATION as GENERATION_FILE
-from model.generation import GenerationSettings
 from model.hf.folder import ImportRefused
 from model.hf.importer import Plan, plan
-from model.tokenizer import Tokenizer
+from model.spec.config import ModelConfig, RopeScaling
+from model.spec.generation import GENERATION as GENERATION_FILE
+from model.spec.generation import GenerationSettings
+from model.spec.tokenizer import Tokenizer
 from tests.hf_folders import CONFIG, GENERATION, SHARDS, llama_tensors, write_folder, write_json
 
 Break = Callable[[Path], object]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.huge_pages import environment_for_huge_pages
+from service.process.huge_pages import environment_for_huge_pages
 
 _GLIBC = "glibc 2.36"
 _ON_REQUEST = "always [madvise] never"

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from service.access import OpenAccess
 from service.errors import InvalidRequest, UnknownModel
-from service.metrics import Metrics
+from service.telemetry.metrics import Metrics
 from service.transport import interceptors
 from service.transport.interceptors import CallInterceptor, each_request
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from model import kernels
-from service import app, loading
+from service import app
 from service.app import tell_kernels
 from service.config import Kernels, ServeConfig
-from service.engine.session import SessionOptions
+from service.engine.sessions.session import SessionOptions
 from service.errors import StartupError
+from service.repository import loading
 
 
 @pytest.fixture

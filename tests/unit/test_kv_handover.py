@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engine.engine import Engine, LastRun
-from service.engine.kv_ledger import KVBudget
+from service.engine.kv.ledger import KVBudget
 from service.engine.scheduler import EngineLimits
+from service.engine.step_engine import EngineHandle
 from service.engine.types import GenerationRequest, StepOutput, StoppingParams
-from service.engine_thread import EngineHandle, EngineThread
 from service.errors import EngineFailed, RequestError
+from service.runtime.engine_thread import EngineThread
 from tests.fakes import CONTEXT, FakeRunner, drain, expected_tokens, fake_engine, request, tokens_of
 
 LIMITS = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=16)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from service.engine.batch import KVCopy, KVDrop, KVFree, KVOperation, KVRestore, KVRetain, KVSave
-from service.engine.beam import BeamSearch
-from service.engine.kv_ledger import KVBudget, KVLedger
-from service.engine.plan import Pieces
+from service.engine.chunks import ChunkRules
+from service.engine.kv.ledger import KVBudget, KVLedger
+from service.engine.sampling.beam import BeamSearch
 from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.types import BeamSearchParams, SamplingParams
 from tests.fakes import request
@@ -17,7 +17,7 @@ CHUNK = 4
 
 def make_ledger(num_bytes: int = 1000, num_slots: int = 4) -> KVLedger:
     """A byte holds a token."""
-    pieces = Pieces(chunk=CHUNK, context=64, prompt_padding=4, short_prompt=0, source_padding=4, source_context=64)
+    pieces = ChunkRules(chunk=CHUNK, context=64, prompt_padding=4, short_prompt=0, source_padding=4, source_context=64)
     ledger = KVLedger(num_slots, KVBudget(num_bytes=num_bytes), pieces)
     assert ledger.take_operations() == (KVRetain(frozenset()),)
     return ledger

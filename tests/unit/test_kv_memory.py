@@ -7,7 +7,7 @@ import mmap
 
 import pytest
 
-from model.artifact import (
+from model.spec.artifact import (
     DECODER,
     MOVE,
     Device,
@@ -19,9 +19,9 @@ from model.artifact import (
     Manifest,
     Precision,
 )
-from model.config import Architecture, ModelConfig
-from service.engine import kv_memory
-from service.engine.kv_memory import (
+from model.spec.config import Architecture, ModelConfig
+from service.engine.kv import budget as kv_memory
+from service.engine.kv.budget import (
     check_device_memory,
     check_host_memory,
     check_memory,

@@ -16,9 +16,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from service.engine.kv_memory import MemoryNeeds
+from service.engine.kv.budget import MemoryNeeds
 from service.errors import StartupError
-from service.kv_pool import KVPool, Part
+from service.repository.kv_pool import KVPool, Part
 
 
 def needs(whole: int, least: int = 1, besides: int = 0) -> MemoryNeeds:

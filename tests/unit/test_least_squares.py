@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.least_squares import RecursiveFit
+from service.forecasting.least_squares import RecursiveFit
 
 LAW = np.array((0.01, 2e-4, 3e-7))
 SCALES = (1.0, 0.1, 1e-3)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.lengths import AnswerLengths
+from service.forecasting.lengths import AnswerLengths
 
 
 def seen(*answers: tuple[int, bool], at: float = 0.0) -> AnswerLengths:

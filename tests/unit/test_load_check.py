@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 
-from service import library
 from service.config import ServeConfig
-from service.library import Library
+from service.repository import library
+from service.repository.library import Library
 
 
 class Child:

@@ -23,9 +23,9 @@ from loadtest.wire import (
     status_in,
 )
 from loadtest.workload import Prompt
-from proto.inference import open_inference_pb2 as oip
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2 as models
+from onward.inference import open_inference_pb2 as oip
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2 as models
 
 PROMPT = Prompt((4, 5, 4 + len(WORDS)), 7)
 
@@ -231,7 +231,7 @@ def test_an_error_in_a_stream_has_its_own_code_where_it_names_one(error: str, co
 
 
 def test_the_protocol_s_names_are_the_protocol_s() -> None:
-    stub = importlib.import_module("proto.inference.open_inference_pb2")
+    stub = importlib.import_module("onward.inference.open_inference_pb2")
     service = stub.DESCRIPTOR.services_by_name["GRPCInferenceService"]
     assert service.full_name == "inference.GRPCInferenceService"
     assert [method.name for method in service.methods] == [

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from service.engine.batch import SampleRow
 from service.engine.logits import LogitsRules, NgramIndex, TokenHistory, make_beam_rules, make_rules
-from service.engine.sampler import SampledToken, Sampler, compute_logprobs
+from service.engine.sampling.sampler import SampledToken, Sampler, compute_logprobs
 from service.engine.types import BeamSearchParams, SamplingParams, StoppingParams
 
 Float32 = npt.NDArray[np.float32]

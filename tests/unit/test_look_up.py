@@ -14,17 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.generation import GenerationRules
-from model.golden import Feed, GoldenCase, Tolerance
-from service import loading
+from model.spec.generation import GenerationRules
+from model.spec.golden import Feed, GoldenCase, Tolerance
 from service.config import ServeConfig
 from service.engine.batch import PrefillChunk, SampleRow, ScheduledBatch
 from service.engine.engine import Engine
-from service.engine.kv_ledger import KVBudget
-from service.engine.look_up import LookUp
-from service.engine.look_up_proof import describe_foreign, find_difference
-from service.engine.sampler import Sampler
+from service.engine.kv.ledger import KVBudget
+from service.engine.proof.chunk_proof import describe_foreign, find_difference
+from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits
+from service.engine.speculation.prompt_lookup import LookUp
 from service.engine.types import (
     BeamSearchParams,
     FinishReason,
@@ -36,7 +35,8 @@ from service.engine.types import (
     StoppingParams,
 )
 from service.errors import StartupError
-from service.step_times import StepTimes
+from service.forecasting.step_times import StepTimes
+from service.repository import loading
 from tests.fakes import (
     CONTEXT,
     EOS,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.engine.memory import memory_limit, resident_bytes
+from service.engine.kv.process_memory import memory_limit, resident_bytes
 
 MACHINE = {"proc/meminfo": "MemTotal:        2048 kB\nMemFree: 5 kB\n"}
 GROUP = {"proc/self/cgroup": "1:cpu:/other\n0::/a/b\n"}

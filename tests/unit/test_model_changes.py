@@ -16,7 +16,7 @@ import pytest
 
 from service.engine.types import Device, GenerationRequest
 from service.errors import NotServing
-from service.models import ModelState
+from service.repository.models import ModelState
 from tests.by_hand import Shelved
 from tests.fakes import BOS, request
 from tests.model_world import MOST_MOVES, Asked, World

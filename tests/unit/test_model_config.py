@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.config import (
+from model.spec.config import (
     MAX_ADDITIVE_CONTEXT,
     Activation,
     Architecture,

@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from model.onnx_weights import external_tensors
-from service.engine.own_weights import OwnWeights
+from service.engine.sessions.own_weights import OwnWeights
 from service.errors import StartupError
 
 PAGE = mmap.PAGESIZE
@@ -95,7 +95,7 @@ def test_a_file_that_changed_before_it_was_copied_is_refused(tmp_path: Path, dat
 
 _READ_AFTER_TRUNCATION = """
 import os, pathlib, sys
-from service.engine.own_weights import OwnWeights
+from service.engine.sessions.own_weights import OwnWeights
 from service.errors import StartupError
 path = pathlib.Path(sys.argv[1])
 kept = path.with_name("w.data").read_bytes()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.engine.pace import Pace
+from service.engine.queueing.step_timing import Pace
 
 
 def step(pace: Pace, began: float, ended: float, *, has_prompts: bool = False) -> None:

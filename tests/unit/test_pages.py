@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 import pytest
 
-from service.engine.pages import Pages
+from service.engine.kv.pages import Pages
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])

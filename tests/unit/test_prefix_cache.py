@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engine.prefix_cache import KeptPiece, PrefixCache
+from service.engine.chunks import CachedChunk
+from service.engine.kv.prefix_cache import PrefixCache
 
 
-def piece(handle: int, token_ids: tuple[int, ...], parent: KeptPiece | None = None) -> KeptPiece:
-    return KeptPiece(handle, token_ids, len(token_ids), parent)
+def piece(handle: int, token_ids: tuple[int, ...], parent: CachedChunk | None = None) -> CachedChunk:
+    return CachedChunk(handle, token_ids, len(token_ids), parent)
 
 
 def test_prefix_cache_finds_pieces_only_below_what_precedes_them() -> None:

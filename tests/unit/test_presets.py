@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from model.config import Activation, Norm, NormPlacement, Positions
 from model.data.config import DataConfig, DataSource, TokenizerKind
-from model.presets import PRESETS, RecipeError, resolve
+from model.spec.config import Activation, Norm, NormPlacement, Positions
 from model.training.config import OptimizerName, Schedule
+from model.training.presets import PRESETS, RecipeError, resolve
 
 
 def problems(source: str, *overrides: str) -> tuple[str, ...]:

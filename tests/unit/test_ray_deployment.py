@@ -17,8 +17,8 @@ from deploy.ray.__main__ import main
 from deploy.ray.demand import demands, needed, replicas
 from deploy.ray.ingress import environment
 from deploy.ray.targets import announced
-from service.metrics import Metrics
 from service.routing import ROUTING_KEY
+from service.telemetry.metrics import Metrics
 
 # Demand.
 

@@ -9,19 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model import artifact
+from model.spec import artifact
 from service.engine import factory
 from service.engine.batch import KVDrop, KVRestore, KVRetain, KVSave
 from service.engine.engine import Engine, LastRun
-from service.engine.kv_cache import SlotKV
-from service.engine.kv_memory import memory_needs, plan_kv_memory, ready_bytes
-from service.engine.ready_memory import ReadyMemory
-from service.engine.sampler import Sampler
+from service.engine.kv.budget import memory_needs, plan_kv_memory, ready_bytes
+from service.engine.kv.prefaulted_memory import ReadyMemory
+from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
-from service.engine.session import SessionOptions
+from service.engine.sessions.session import SessionOptions
+from service.engine.slots_backend.kv_cache import SlotKV
+from service.engine.step_engine import EngineHandle
 from service.engine.types import StepOutput
-from service.engine_thread import EngineHandle, EngineThread
 from service.errors import EngineFailed, RequestError
+from service.runtime.engine_thread import EngineThread
 from tests.artifacts import paged_artifact, tiny_artifact, tiny_config
 from tests.fakes import FakeRunner, fake_model, request
 from tests.scripted import ScriptedEngine, token

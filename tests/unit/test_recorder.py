@@ -14,12 +14,12 @@ from wsgiref.util import setup_testing_defaults
 
 import pytest
 
-from service.debug import encode, from_loop, with_debug
 from service.engine.types import RequestTimings, StepOutput, StepStats
-from service.lifecycle import Phase, phases
-from service.metrics import RequestRecord
-from service.recorder import REQUEST_COLUMNS, STEP_COLUMNS, FlightLog, FlightRecorder, RecordedRequest
-from service.ring import Ring
+from service.telemetry.debug import encode, from_loop, with_debug
+from service.telemetry.lifecycle import Phase, phases
+from service.telemetry.metrics import RequestRecord
+from service.telemetry.recorder import REQUEST_COLUMNS, STEP_COLUMNS, FlightLog, FlightRecorder, RecordedRequest
+from service.telemetry.ring import Ring
 
 MODELS = ("one", "two")
 
@@ -280,7 +280,7 @@ async def test_log_is_taken_on_the_event_loop() -> None:
 
 
 def test_event_loop_that_is_held_up_or_over_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.debug._LOOP_SECONDS", 0.01)
+    monkeypatch.setattr("service.telemetry.debug._LOOP_SECONDS", 0.01)
     loop = asyncio.new_event_loop()
     take = from_loop(loop, lambda: recorder_of((), 1).take([]))
     for _ in range(2):

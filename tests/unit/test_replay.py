@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from model.golden import Feed, GoldenCase, Step, Tolerance, staggered
-from service.engine.plan import Pieces
-from service.engine.replay import replay, replay_all
+from model.spec.golden import Feed, GoldenCase, Step, Tolerance, staggered
+from service.engine.chunks import ChunkRules
+from service.engine.proof.replay import replay, replay_all
 from tests.fakes import VOCAB_SIZE, FakeRunner, fake_engine, noise
 
-PIECES = Pieces(chunk=8, context=64, prompt_padding=4, short_prompt=6, source_padding=16, source_context=64)
+PIECES = ChunkRules(chunk=8, context=64, prompt_padding=4, short_prompt=6, source_padding=16, source_context=64)
 LENGTHS = (3, 9, 1, 6, 4)
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from model import cost
-from model.config import ModelConfig
-from model.cost import PhaseWork, RequestShape
-from service.costing import CostModel
+from model.spec import cost
+from model.spec.config import ModelConfig
+from model.spec.cost import PhaseWork, RequestShape
 from service.engine.scheduler import EngineLimits
 from service.engine.types import (
     BeamSearchParams,
@@ -23,6 +22,7 @@ from service.engine.types import (
     StepStats,
     StoppingParams,
 )
+from service.forecasting.costing import CostModel
 from tests.fakes import FakeRunner, drain, fake_engine, request
 from tests.unit.test_cost import decoder_only, encoder_decoder
 

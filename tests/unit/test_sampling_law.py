@@ -20,7 +20,7 @@ import pytest
 
 from service.engine.batch import SampleRow
 from service.engine.logits import make_rules
-from service.engine.sampler import Sampler
+from service.engine.sampling.sampler import Sampler
 from service.engine.types import SamplingParams, StoppingParams
 
 Float32 = npt.NDArray[np.float32]

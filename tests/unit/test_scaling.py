@@ -23,8 +23,8 @@ from loadtest.fit import Curve
 from loadtest.pictures import Evidence
 from loadtest.scaling import judge, synthetic
 from loadtest.study import Found, Settings
-from model import cost
-from model.presets import resolve
+from model.spec import cost
+from model.training.presets import resolve
 
 LAW = resolve("law").model
 SETTINGS = Settings(threads=2, num_lengths=12)

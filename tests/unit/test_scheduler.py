@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from service.engine.batch import BeamRow, KVCopy, KVDrop, KVFree, KVRestore, KVSave, SampleRow, ScheduledBatch
-from service.engine.beam import BeamSearch
 from service.engine.engine import Engine, LastRun
-from service.engine.kv_ledger import KVBudget
-from service.engine.sampler import SampledToken, Sampler, compute_logprobs
+from service.engine.kv.ledger import KVBudget
+from service.engine.sampling.beam import BeamSearch
+from service.engine.sampling.sampler import SampledToken, Sampler, compute_logprobs
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.types import (
     BeamSearchParams,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engine.sampler import compute_logprobs
+from service.engine.sampling.sampler import compute_logprobs
 from service.engine.types import FinishReason, PromptScoring, StepOutput, StoppingParams, TokenLogprobs
 from service.errors import EngineFailed, InvalidRequest, PromptTooLong
 from service.scoring import Score, Text, make_task

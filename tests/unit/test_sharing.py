@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.sharing import CoreSharing, Rival, stretched
-from service.turns import Turns
+from service.forecasting.sharing import CoreSharing, Rival, stretched
+from service.runtime.turns import Turns
 
 STEP = 0.002
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engine.slots import Move, SlotTable
+from service.engine.kv.slots import Move, SlotTable
 
 
 def test_slots_are_given_out_in_order() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from service.errors import Overloaded
-from service.text_pool import LONG_BYTES, MAX_LONG, FairQueue, TextPool
+from service.process.text_pool import LONG_BYTES, MAX_LONG, FairQueue, TextPool
 
 LONG = LONG_BYTES + 1
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from service.engine.text import Decode, TextStream
+from service.engine.sampling.text import Decode, TextStream
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.config import Architecture
-from model.tokenizer import BOS_ID, EOS_ID, LOSSY_TOKEN_BYTES, PAD_ID, Tokenizer, TokenizerError
+from model.spec.config import Architecture
+from model.spec.tokenizer import BOS_ID, EOS_ID, LOSSY_TOKEN_BYTES, PAD_ID, Tokenizer, TokenizerError
 from model.tokenizer_training import (
     BOS,
     EOS,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from service.engine.batch import BeamRow, SampleRow, ScheduledBatch
 from service.engine.logits import make_rules
-from service.engine.sampler import Sampler
-from service.engine.top_logits import TopLogits, are_decided, needs_by_slot, num_needed
+from service.engine.sampling.sampler import Sampler
+from service.engine.sampling.top_logits import TopLogits, are_decided, needs_by_slot, num_needed
 from service.engine.types import SamplingParams, StoppingParams
 
 Float32 = npt.NDArray[np.float32]

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from service.debug import encode
+from service.commands.trace import trace_events
 from service.engine.batch import ScheduledBatch
 from service.engine.engine import LastRun
 from service.engine.scheduler import EngineLimits
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent
-from service.metrics import RequestRecord
-from service.recorder import FlightLog, FlightRecorder, ModelLog, RecordedRequest
-from service.trace_file import trace_events
+from service.telemetry.debug import encode
+from service.telemetry.metrics import RequestRecord
+from service.telemetry.recorder import FlightLog, FlightRecorder, ModelLog, RecordedRequest
 from tests.fakes import FakeRunner, fake_engine, request
 from tests.trace_format import check_trace, counter, slices, spans
 

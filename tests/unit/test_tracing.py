@@ -18,9 +18,10 @@ from opentelemetry.trace import NoOpTracerProvider
 from service.config import Telemetry
 from service.engine.types import FinishReason, RequestTimings
 from service.errors import StartupError
-from service.metrics import RequestRecord
-from service.otel import OtelTracer
-from service.tracing import NoTracer, open_tracer
+from service.telemetry.exporting import open_tracer
+from service.telemetry.metrics import RequestRecord
+from service.telemetry.otel import OtelTracer
+from service.telemetry.tracing import NoTracer
 from tests.fakes import request
 
 
@@ -32,7 +33,7 @@ def test_telemetry_that_is_off_is_no_tracer_and_loads_nothing() -> None:
 
 
 def test_telemetry_without_its_extra_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "service.otel", raising=False)
+    monkeypatch.delitem(sys.modules, "service.telemetry.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     monkeypatch.delitem(sys.modules, "opentelemetry.sdk.trace", raising=False)
     with pytest.raises(StartupError, match="--otel needs the extra `otel`, which is not installed"):
@@ -60,7 +61,9 @@ def test_engines_times_are_put_on_the_wall_clock_by_the_offset_of_the_calls_begi
     # The wall clock is set back by an hour while the call runs: the spans of the call stay together.
     walls = iter([5_000_000_000_000, 1_400_000_000_000])
     ticks = iter([2_000_000_000, 2_000_000_500, 9_000_000_000])
-    monkeypatch.setattr("service.otel.time", SimpleNamespace(time_ns=walls.__next__, monotonic_ns=ticks.__next__))
+    monkeypatch.setattr(
+        "service.telemetry.otel.time", SimpleNamespace(time_ns=walls.__next__, monotonic_ns=ticks.__next__)
+    )
     timings = RequestTimings(arrival_time=2.25, scheduled_time=2.5, first_token_time=3.0, finished_time=8.0)
     record = RequestRecord(
         outcome="length",

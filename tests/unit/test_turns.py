@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.turns import Turns
+from service.runtime.turns import Turns
 
 LONG, SHORT = 0.4, 0.01
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
-from service.models import Parity
-from service.verifier import Verifier
+from service.repository.models import Parity
+from service.repository.verifier import Verifier
 
 
 class _Replays:

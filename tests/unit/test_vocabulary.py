@@ -12,12 +12,12 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.artifact import TARGET_TOKENIZER, TOKENIZER
-from model.config import Architecture, ModelConfig
 from model.data import vocabulary
 from model.data.config import DataConfig
 from model.data.files import DataError
-from model.tokenizer import Tokenizer
+from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER
+from model.spec.config import Architecture, ModelConfig
+from model.spec.tokenizer import Tokenizer
 from model.tokenizer_training import CODE_PATTERN, byte_level_bpe, characters, one_word_per_id, single_bytes
 
 ENGLISH = [f"the cat number {index} sat on the mat" for index in range(50)]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.engine.queueing.waiting import WaitingQueue, due_time
 from service.engine.sequence import SequenceGroup
-from service.engine.waiting import WaitingQueue, due_time
 from tests.fakes import request
 
 PATIENCE = 10.0
