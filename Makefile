@@ -69,7 +69,7 @@ scaling: $(STAMP) .kernels ## measure the quadratic law of attention, fit it, re
 
 faults: $(STAMP) .kernels ## all faults in their long form, some forty minutes: fuzzing, killed clients, hostile kernel models, a siege
 	$(BIN)/python -m pytest tests/faults -p no:randomly -rP --fuzz 100000 --kills 200 --victims 300 --large-rounds 5 --kernel-fuzz-seconds 600 --siege-seconds 600 --timeout 3600
-	$(BIN)/python -m pytest tests/unit/test_model_life.py -p no:randomly --hypothesis-profile long --hypothesis-show-statistics --timeout 3600
+	$(BIN)/python -m pytest tests/unit/service/repository/test_model_life.py -p no:randomly --hypothesis-profile long --hypothesis-show-statistics --timeout 3600
 
 soak: $(STAMP) .kernels ## ten minutes of load with cancels, then the same with a leak that must be found
 	$(BIN)/python -m benchmarks.soak $(SOAK)

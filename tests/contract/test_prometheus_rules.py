@@ -20,8 +20,8 @@ from benchmarks.dashboard import DASHBOARD, read_panels
 from deploy.grafana import dashboard
 from service.config import ServeConfig
 from service.telemetry.metrics import Metrics, Objectives
+from tests.environment import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 RULES = sorted((PROMETHEUS / "rules").glob("*.yml"))
 TESTS = sorted((PROMETHEUS / "tests").glob("*.yml"))

@@ -30,7 +30,6 @@ from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.artifacts import tiny_artifact
 
-ROOT = Path(__file__).parents[2]
 DECODER, TRANSLATOR = "decoder-only", "encoder-decoder"
 MODELS = (DECODER, TRANSLATOR)
 LONG = "long"

@@ -51,7 +51,6 @@ from tests.servers import (
 # gRPC's poller holds on to every event loop it has met: one for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-ROOT = Path(__file__).parents[2]
 Code = grpc.StatusCode
 
 BEYOND_LIMITS: Mapping[str, tuple[dict[str, Any], str]] = {

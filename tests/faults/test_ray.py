@@ -39,7 +39,8 @@ from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from onward.v1.model_pb2_grpc import ModelServiceStub
 from service.routing import ROUTING_KEY, routing_key
 from tests.artifacts import tiny_artifact
-from tests.faults.callers import LONG, NUM_CALLERS, ROOT, SECONDS, SHORT, TRITON_CLIENT, Load, last_json, run
+from tests.environment import ROOT
+from tests.faults.callers import LONG, NUM_CALLERS, SECONDS, SHORT, TRITON_CLIENT, Load, last_json, run
 from tests.faults.process import DECODER, MODELS, SLOTS, TRANSLATOR, ServerProcess, greedy, serving, streamed, until
 from tests.identities import key_table
 

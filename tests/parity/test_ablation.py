@@ -19,8 +19,9 @@ from model.nn.transformer import build, num_parameters
 from model.training.config import OptimizerName, Schedule, TrainConfig, TrainPrecision
 from model.training.loop import Loop
 from model.training.presets import resolve
+from tests.environment import ROOT
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = ROOT / "docs"
 CONFIG = RecurrentConfig(vocab_size=16, d_model=12, hidden=10)
 TINY = ("d_model=16", "d_ff=32", "max_examples=40", "batch_tokens=150")
 

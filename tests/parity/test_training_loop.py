@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from model.config import Architecture
-from model.transformer import EncoderDecoder, build
+from model.spec.config import Architecture
+from model.nn.transformer import EncoderDecoder, build
 from torch import nn
 
 from model.data.batches import IGNORED, Batch

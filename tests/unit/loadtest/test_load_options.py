@@ -6,7 +6,6 @@ import argparse
 import math
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from loadtest.locust_options import add_run_options, option_names, read_run_opti
 from loadtest.options import add_options, read_options
 from loadtest.stages import Stage
 from loadtest.workload import Fixed, Geometric
+from tests.environment import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LOCUSTS_OWN = {"--host", "--headless", "--processes", "--master", "--worker", "--master-host", "--expect-workers"}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import itertools
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +22,9 @@ from service.engine.types import (
     StoppingParams,
 )
 from service.forecasting.costing import CostModel
+from tests.environment import ROOT
 from tests.fakes import FakeRunner, drain, fake_engine, request
-from tests.unit.test_cost import decoder_only, encoder_decoder
+from tests.unit.model.spec.test_cost import decoder_only, encoder_decoder
 
 COUNTED = [field.name for field in fields(PhaseWork)]
 
@@ -291,6 +291,6 @@ def test_outputs_are_taken_to_be_as_long_as_they_may() -> None:
 
 
 def test_the_example_in_the_documents_is_what_it_says() -> None:
-    results = doctest.testfile(str(Path(__file__).parents[2] / "docs/cost.md"), module_relative=False)
+    results = doctest.testfile(str(ROOT / "docs/cost.md"), module_relative=False)
     assert results.attempted > 10
     assert results.failed == 0

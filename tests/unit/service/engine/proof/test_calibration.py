@@ -12,8 +12,8 @@ from service.engine.engine import Engine, LastRun
 from service.engine.proof.calibration import rounds
 from service.engine.types import StoppingParams
 from tests.fakes import FakeRunner, fake_engine, request
-from tests.unit.test_cost import encoder_decoder
-from tests.unit.test_forecast import FAMILIES, LIMITS, Law, Machine, draw, machine
+from tests.unit.model.spec.test_cost import encoder_decoder
+from tests.unit.service.forecasting.test_prediction import FAMILIES, LIMITS, Law, Machine, draw, machine
 
 
 @FAMILIES

@@ -29,8 +29,8 @@ from service.config import RequestLimits, ServeConfig, options, parse, variable
 from service.errors import Unauthenticated
 from service.routing import ROUTING_KEY
 from service.transport.permissions import PERMISSIONS
+from tests.environment import ROOT
 
-ROOT = Path(__file__).parents[2]
 CONTAINER = ROOT / "deploy" / "container"
 REQUIREMENTS = sorted(CONTAINER.glob("requirements-*.txt"))
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))

@@ -19,6 +19,7 @@ from deploy.ray.ingress import environment
 from deploy.ray.targets import announced
 from service.routing import ROUTING_KEY
 from service.telemetry.metrics import Metrics
+from tests.environment import ROOT
 
 # Demand.
 
@@ -91,7 +92,7 @@ def test_who_was_killed_is_forgotten_by_who_comes_next(tmp_path: Path) -> None:
         "from deploy.ray.targets import announced\n"
         "with announced(pathlib.Path(sys.argv[1]), '127.0.0.1:1'): os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, cwd=ROOT)
     (left,) = tmp_path.glob("*.json")
     elsewhere = tmp_path / "another-machine-1.json"
     elsewhere.write_text("[]")

@@ -27,7 +27,7 @@ from service.forecasting.prediction import Forecaster, Quote
 from service.forecasting.sharing import Rival
 from service.forecasting.step_times import Company
 from tests.fakes import FakeRunner, fake_engine, request
-from tests.unit.test_cost import decoder_only, encoder_decoder
+from tests.unit.model.spec.test_cost import decoder_only, encoder_decoder
 
 LIMITS = EngineLimits(max_batch_size=8, prefill_chunk=16, max_prefill_tokens=16)
 CONTEXT = 256

@@ -11,8 +11,8 @@ from service.engine.types import FinishReason, GenerationRequest, StoppingParams
 from service.errors import DeadlineUnreachable
 from service.forecasting.admission import DeadlineAdmission, Prediction
 from tests.fakes import request
-from tests.unit.test_cost import decoder_only
-from tests.unit.test_forecast import CONTEXT, LIMITS, Machine
+from tests.unit.model.spec.test_cost import decoder_only
+from tests.unit.service.forecasting.test_prediction import CONTEXT, LIMITS, Machine
 
 TIMEOUT = 2.0
 SECONDS = 16.0

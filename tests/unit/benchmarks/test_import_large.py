@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import import_large, marks
 from benchmarks.import_large import Step, main, promises, run_step, table
+from tests.environment import ROOT
 
-ROOT = Path(__file__).parents[2]
 KEPT = (
     Step("import", "", 10.0, 10**9),
     Step("export", "fp32", 30.0, 3 * 10**9),

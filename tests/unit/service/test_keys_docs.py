@@ -14,6 +14,7 @@ from service.access import ApiKey, KeyAccess, Permission, current_caller, read_k
 from service.errors import RequestError, StartupError
 from service.transport.permissions import PERMISSIONS
 from service.transport.status import to_status
+from tests.environment import ROOT
 
 DIGEST = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 # How the page says a range; the least value in it, and one below or beside it.
@@ -36,7 +37,7 @@ BEYOND: dict[str, tuple[str, str]] = {
     "max_sequences": ("1", "requests"),
     "max_tokens_in_flight": ("1", "requests"),
 }
-PAGE = (Path(__file__).parents[2] / "docs" / "keys.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
 
 
 def rows(heading: str) -> Iterator[list[str]]:

@@ -21,8 +21,8 @@ from service.engine.sequence import SequenceGroup
 from service.engine.types import BeamSearchParams, GenerationRequest, SamplingParams
 from tests.fakes import CONTEXT, FakeRunner, fake_engine, fake_model, letters, request
 from tests.paged import PagedFakeRunner
-from tests.unit.test_scheduler import BUDGET, PAGED_BUDGET, Life, chunks_of, commit, step
-from tests.unit.test_scheduler import LIMITS as LIFE_LIMITS
+from tests.unit.service.engine.test_scheduler import BUDGET, PAGED_BUDGET, Life, chunks_of, commit, step
+from tests.unit.service.engine.test_scheduler import LIMITS as LIFE_LIMITS
 
 ROWS = 8
 LIMITS = EngineLimits(max_batch_size=ROWS, prefill_chunk=8, max_prefill_tokens=8)

@@ -37,6 +37,7 @@ from service.engine.types import (
 from service.errors import StartupError
 from service.forecasting.step_times import StepTimes
 from service.repository import loading
+from tests.environment import ROOT
 from tests.fakes import (
     CONTEXT,
     EOS,
@@ -53,10 +54,9 @@ from tests.fakes import (
     spell,
     tokens_of,
 )
-from tests.unit.test_cost import decoder_only
-from tests.unit.test_replay import make_case
+from tests.unit.model.spec.test_cost import decoder_only
+from tests.unit.service.engine.proof.test_replay import make_case
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMITS = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=16, look_up=4)
 PROMPT = (5, 6, 7, 8, 5, 6, 7, 8, 5, 6)
 
