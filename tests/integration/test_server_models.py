@@ -306,9 +306,9 @@ async def test_a_load_check_has_no_more_address_space_than_its_model_needs(tmp_p
     """Which ends with the model's refusal, not with the machine's memory."""
     (tmp_path / "a").symlink_to(OLD(), target_is_directory=True)
     greedy = (
-        "import sys, numpy; from service import trial;"
-        "trial.load_model = lambda *given: numpy.zeros(12 << 30, numpy.uint8);"
-        "sys.exit(trial.main(sys.argv[1:]))"
+        "import sys, numpy; from service.repository import load_check;"
+        "load_check.load_model = lambda *given: numpy.zeros(12 << 30, numpy.uint8);"
+        "sys.exit(load_check.main(sys.argv[1:]))"
     )
     settings = json.dumps(library.trial_settings(ServeConfig(models=tmp_path, device=Device.CPU), "a"))
     process = await asyncio.create_subprocess_exec(

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from model.spec.config import Architecture
-from model.nn.transformer import EncoderDecoder, build
 from torch import nn
 
 from model.data.batches import IGNORED, Batch
+from model.nn.transformer import EncoderDecoder, build
+from model.spec.config import Architecture
 from model.training import precision
 from model.training.config import OptimizerName, TrainConfig, TrainDevice
 from model.training.loop import Loop, StopRequested, TrainingError, batch_loss
