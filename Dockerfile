@@ -22,16 +22,15 @@ RUN python3 -m venv /build && python3 -m venv --without-pip /opt/onward \
  && /build/bin/pip --python /opt/onward/bin/python install --quiet --no-deps --only-binary=:all: --require-hashes \
       --requirement "deploy/container/requirements-${EXTRA}.txt"
 COPY pyproject.toml README.md LICENSE ./
-COPY proto proto
-COPY client client
+COPY onward onward
 COPY model model
 COPY service service
 # The root is read-only where the image runs: kernels and bytecode are made here. -I: of what is installed, not of /src.
-RUN /build/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels . \
+RUN /build/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels ./onward . \
  && /build/bin/pip --python /opt/onward/bin/python install --quiet --no-deps --no-index /wheels/*.whl \
  && find /opt/onward -type d -name tests -prune -exec rm -rf {} + \
  && /opt/onward/bin/python -I -m model.kernels \
- && /opt/onward/bin/python -I -c "import service.app, service.otel" \
+ && /opt/onward/bin/python -I -c "import service.app, service.telemetry.otel" \
  && /opt/onward/bin/python -m compileall -q -j 0 /opt/onward/lib
 
 FROM ${BASE_IMAGE}
@@ -47,7 +46,7 @@ LABEL org.opencontainers.image.title="onward" \
 RUN groupadd --gid 10001 onward && useradd --uid 10001 --gid onward --no-create-home --shell /usr/sbin/nologin onward \
  && mkdir /models
 COPY --from=build /opt/onward /opt/onward
-# Huge pages are asked for here, so that the server need not start itself anew; see service/huge_pages.py.
+# Huge pages are asked for here, so that the server need not start itself anew; see service/process/huge_pages.py.
 ENV PATH=/opt/onward/bin:${PATH} PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 \
     ONWARD_MODELS=/models ONWARD_HOST=0.0.0.0

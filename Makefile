@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Named after what it installed, so that a checkout of other dependencies installs and a mere touch does not.
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml onward/pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 SERVING := build/serving-venv
 CLIENT := build/client-venv
 RAY := build/ray-venv
@@ -11,7 +11,7 @@ RAY := build/ray-venv
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress-test check kernels .kernels serve bench scenarios scaling faults soak ray gpu-check image proto format serving-check client-check node-client clean
+.PHONY: help demo test stress-test check kernels .kernels serve bench scenarios scaling faults soak ray gpu-check image wheels proto format serving-check client-check node-client clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -21,7 +21,7 @@ $(STAMP):
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, $(VENV) has $$($(BIN)/python --version)"; exit 1; }
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(BIN)/python $(PIP_INSTALL) torch==2.13.0 numpy
-	$(BIN)/python $(PIP_INSTALL) --editable '.[cpu,otel,train,dev]'
+	$(BIN)/python $(PIP_INSTALL) --editable onward --editable '.[cpu,otel,train,dev]'
 	@rm -f $(VENV)/.installed-* && touch $@
 
 # No stamp: the library's own name says what it was built of, and asking takes a moment.
@@ -69,7 +69,7 @@ scaling: $(STAMP) .kernels ## measure the quadratic law of attention, fit it, re
 
 faults: $(STAMP) .kernels ## all faults in their long form, some forty minutes: fuzzing, killed clients, hostile kernel models, a siege
 	$(BIN)/python -m pytest tests/faults -p no:randomly -rP --fuzz 100000 --kills 200 --victims 300 --large-rounds 5 --kernel-fuzz-seconds 600 --siege-seconds 600 --timeout 3600
-	$(BIN)/python -m pytest tests/unit/test_model_life.py -p no:randomly --hypothesis-profile long --hypothesis-show-statistics --timeout 3600
+	$(BIN)/python -m pytest tests/unit/service/repository/test_model_life.py -p no:randomly --hypothesis-profile long --hypothesis-show-statistics --timeout 3600
 
 soak: $(STAMP) .kernels ## ten minutes of load with cancels, then the same with a leak that must be found
 	$(BIN)/python -m benchmarks.soak $(SOAK)
@@ -78,7 +78,7 @@ soak: $(STAMP) .kernels ## ten minutes of load with cancels, then the same with 
 # In the file's order: its last tests replace the replicas that the others share.
 ray: $(STAMP) .kernels ## install Ray Serve into an environment of its own (half a gigabyte) and try the server on it
 	@test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/python $(PIP_INSTALL) --editable '.[cpu,ray]'
+	$(RAY)/bin/python $(PIP_INSTALL) --editable onward --editable '.[cpu,ray]'
 	$(BIN)/python -m pytest -p no:randomly tests/faults/test_ray.py
 
 gpu-check: ## check and measure all that needs CUDA, in the present interpreter (GPU="--only parity", GPU="--device cpu")
@@ -87,6 +87,9 @@ gpu-check: ## check and measure all that needs CUDA, in the present interpreter 
 
 image: ## build the container image (EXTRA=gpu for CUDA)
 	docker build --build-arg EXTRA=$(or $(EXTRA),cpu) --build-arg REVISION=$$(git rev-parse --short HEAD) --tag onward:$(or $(EXTRA),cpu) .
+
+wheels: $(STAMP) ## build the distributions `onward` and `onward-server` into dist/
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./onward .
 
 proto: $(STAMP) ## regenerate the wire stubs
 	$(BIN)/python -m proto.generate
@@ -97,12 +100,12 @@ format: $(STAMP) ## let ruff fix and format
 
 serving-check: ## install the serving dependencies alone and import every service module without torch
 	@test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
-	$(SERVING)/bin/python $(PIP_INSTALL) '.[cpu]'
+	$(SERVING)/bin/python $(PIP_INSTALL) ./onward '.[cpu]'
 	cd $(SERVING) && bin/python $(CURDIR)/tests/serving_install.py
 
 client-check: ## install the client's dependencies alone, import it, and call nobody
 	@test -x $(CLIENT)/bin/python || $(PYTHON) -m venv $(CLIENT)
-	$(CLIENT)/bin/python $(PIP_INSTALL) .
+	$(CLIENT)/bin/python $(PIP_INSTALL) ./onward
 	cd $(CLIENT) && bin/python $(CURDIR)/tests/client_install.py
 
 node-client: ## install what docs/clients/node needs, and schemas that no other registry has, as their lock files say

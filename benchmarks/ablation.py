@@ -39,14 +39,14 @@ from benchmarks import ablation_report
 from benchmarks.ablation_report import RESULTS
 from benchmarks.gru import RecurrentEncoderDecoder, build_recurrent, equal_size
 from model import evaluate
-from model.artifact import TOKENIZER
-from model.config import ModelConfig
 from model.data import dates
 from model.data.batches import Pair
-from model.presets import Recipe, RecipeError, resolve
+from model.nn.transformer import EncoderDecoder, build, num_parameters
+from model.spec.artifact import TOKENIZER
+from model.spec.config import ModelConfig
 from model.training.loop import Loop
+from model.training.presets import Recipe, RecipeError, resolve
 from model.training.tasks import fit_vocabulary, make_task
-from model.transformer import EncoderDecoder, build, num_parameters
 
 NUM_SEEDS = 3
 NUM_TEST_DATES = 500

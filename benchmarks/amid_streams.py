@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from benchmarks.scenario import Answer, follow, milliseconds, percentile
 
 if TYPE_CHECKING:
-    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+    from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 Span: TypeAlias = tuple[float, float]
 

@@ -39,8 +39,8 @@ from benchmarks import bench_report, hf_folder
 from benchmarks.bench_child import Child, SystemFailed, running
 from benchmarks.bench_systems import OURS, SYSTEMS, InstallError, SystemSpec, python_of
 from benchmarks.scenario import command_line, digest, machine, make_checkpoint
-from model.config import ModelConfig
-from model.presets import resolve
+from model.spec.config import ModelConfig
+from model.training.presets import resolve
 
 BUILD = Path("build/bench")
 DOCS = Path("docs")
@@ -471,7 +471,7 @@ def make_weights(source: str, build: Path, *, is_fresh: bool) -> Weights:
         is_fresh: whether to throw away what systems made of the weights before.
 
     Raises:
-        model.presets.RecipeError: for a name that is neither a preset nor a recipe file.
+        model.training.presets.RecipeError: for a name that is neither a preset nor a recipe file.
         benchmarks.hf_folder.UnknownFamily: for a model that peers do not know.
         RuntimeError: when the weights cannot be made.
     """
@@ -492,7 +492,8 @@ def reference_agreement(weights: Mapping[str, Weights]) -> Agreement:
     """Judges by the cache-less PyTorch reference in float32, each answer fed back once."""
 
     def agreement(model: str, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> float:
-        from model import checkpoint, reference
+        from model import checkpoint
+        from model.nn import reference
 
         loaded = checkpoint.load(weights[model].checkpoint)
         agreeing = positions = 0

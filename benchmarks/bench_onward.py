@@ -25,8 +25,8 @@ import grpc
 
 from benchmarks.peers.protocol import Options, main
 from benchmarks.serving import serving
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 MODEL = "model"
 KV_BITS = "-kv"

@@ -12,12 +12,12 @@ from itertools import count
 
 from benchmarks.bench_onward import artifact, export, version
 from benchmarks.peers.protocol import Options, main
-from model.artifact import TOKENIZER, load
-from model.tokenizer import Tokenizer
+from model.spec.artifact import TOKENIZER, load
+from model.spec.tokenizer import Tokenizer
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.scheduler import EngineLimits
-from service.engine.session import SessionOptions
+from service.engine.sessions.session import SessionOptions
 from service.engine.types import GenerationRequest, SamplingParams, StoppingParams, TokenEvent
 
 

@@ -24,8 +24,8 @@ from matplotlib.patches import Patch
 
 from benchmarks.bench_onward import KV_BITS
 from benchmarks.picture import drawing
-from model import cost
-from model.config import ModelConfig, Positions
+from model.spec import cost
+from model.spec.config import ModelConfig, Positions
 
 RESULTS = "bench.json"
 DOCUMENT = "bench.md"

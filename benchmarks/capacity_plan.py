@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from proto.onward.v1 import generation_pb2 as pb
+from onward.v1 import generation_pb2 as pb
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -44,13 +44,13 @@ from benchmarks.prometheus import Prometheus, scraping
 from benchmarks.scenario import draw, milliseconds, percentile
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import served
-from model.artifact import load
-from model.config import ModelConfig
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from model.spec.artifact import load
+from model.spec.config import ModelConfig
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 if TYPE_CHECKING:
-    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+    from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NAME = "clocks"
 SHARES = (0.5, 0.9, 0.99)

@@ -41,13 +41,13 @@ from benchmarks.bench_onward import artifact, version
 from benchmarks.prometheus import Prometheus, Series, scraping
 from benchmarks.scenario import draw
 from benchmarks.serving import served
-from model.artifact import load
-from model.config import ModelConfig
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from model.spec.artifact import load
+from model.spec.config import ModelConfig
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 if TYPE_CHECKING:
-    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+    from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NAME = "dashboard"
 DOCS = Path("docs")

@@ -24,8 +24,8 @@ import grpc.aio
 
 from benchmarks.serving import serving
 from model.data import dates
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import generation_pb2_grpc
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import generation_pb2_grpc
 
 MODELS = ("dates", "stdlib")
 HELD_OUT_DATES = 500

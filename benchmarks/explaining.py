@@ -40,10 +40,10 @@ from benchmarks.scenario import Answer, draw, milliseconds
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import serving
 from loadtest.child import run_module
-from model.artifact import load
-from model.config import ModelConfig
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from model.spec.artifact import load
+from model.spec.config import ModelConfig
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 NAME = "explaining"
 

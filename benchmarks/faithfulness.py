@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from model import checkpoint as checkpoints
-from model import reference
-from model.config import ModelConfig
-from proto.onward.v1 import generation_pb2, generation_pb2_grpc
+from model.nn import reference
+from model.spec.config import ModelConfig
+from onward.v1 import generation_pb2, generation_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True)

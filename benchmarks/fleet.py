@@ -41,11 +41,11 @@ from benchmarks.envoy import CLUSTER, CLUSTER_BY_KEY, Envoy, balancing
 from benchmarks.prometheus import Prometheus, scraping
 from benchmarks.scaling_out import cpu_seconds, proportional_bytes
 from benchmarks.serving import served, wait_ready
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 if TYPE_CHECKING:
-    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+    from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NAME = "fleet"
 DOCS = Path("docs")

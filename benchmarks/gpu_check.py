@@ -50,7 +50,7 @@ from benchmarks.gpu.places import CORPUS, SAMPLE
 from benchmarks.gpu.plan import make_plan
 from benchmarks.gpu.results import REST, RESULTS, Journal, Scribe, by_part, is_whole, passed
 from benchmarks.gpu.stages import PARTS, TRANSLATION, Stage, brought_models, make_stages, select
-from model.artifact import Device
+from model.spec.artifact import Device
 
 if TYPE_CHECKING:
     from benchmarks.gpu.plan import Plan

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Attend
-from model.config import ModelConfig
-from model.transformer import build, num_parameters
+from model.nn.attention import Attend
+from model.nn.transformer import build, num_parameters
+from model.spec.config import ModelConfig
 
 _MAX_HIDDEN = 8192
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config import Activation, ModelConfig, Norm, NormPlacement, Positions, RopeScaling
-from model.files import write_atomically
+from model.spec.config import Activation, ModelConfig, Norm, NormPlacement, Positions, RopeScaling
+from model.spec.files import write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor

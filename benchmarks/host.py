@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from model.artifact import TOKENIZER, Manifest, load
-from model.tokenizer import Tokenizer
+from model.spec.artifact import TOKENIZER, Manifest, load
+from model.spec.tokenizer import Tokenizer
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.scheduler import EngineLimits
-from service.engine.session import SessionOptions
+from service.engine.sessions.session import SessionOptions
 from service.engine.types import GenerationRequest, SamplingParams, StoppingParams
 
 

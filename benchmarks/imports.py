@@ -34,17 +34,19 @@ import torch
 from benchmarks import marks
 from export.exporter import export
 from export.replay import Replayer
-from model import artifact, checkpoint, golden, reference
-from model.artifact import PREFILL, TOKENIZER, Device, Precision
-from model.config import Architecture
-from model.golden import Float32, GoldenCase
+from model import checkpoint
 from model.hf.importer import FAMILIES, plan, write
-from model.tokenizer import Tokenizer
+from model.nn import reference
+from model.spec import artifact, golden
+from model.spec.artifact import PREFILL, TOKENIZER, Device, Precision
+from model.spec.config import Architecture
+from model.spec.golden import Float32, GoldenCase
+from model.spec.tokenizer import Tokenizer
 from model.tokenizer_training import one_word_per_id
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.scheduler import EngineLimits
-from service.engine.session import SessionOptions
+from service.engine.sessions.session import SessionOptions
 from service.engine.types import BeamSearchParams, GenerationRequest, SamplingParams, StoppingParams
 
 TOLERANCE = 1e-4

@@ -36,9 +36,9 @@ from benchmarks.picture import drawing
 from benchmarks.scenario import Answer, draw, milliseconds, percentile
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import serving
-from model.artifact import load
-from model.config import ModelConfig
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from model.spec.artifact import load
+from model.spec.config import ModelConfig
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 NAME = "interference"
 

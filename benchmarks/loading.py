@@ -46,14 +46,14 @@ from benchmarks.scenario import Answer, draw, milliseconds
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import serving
 from loadtest.child import run_module
-from model.artifact import load
-from proto.onward.v1 import model_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from model.spec.artifact import load
+from onward.v1 import model_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.model_pb2_grpc import ModelServiceStub
 from service.config import ServeConfig
 from service.engine.types import PrefillProvider
-from service.library import prove, trial_settings
-from service.loading import build_engines, load_model
+from service.repository.library import prove, trial_settings
+from service.repository.loading import build_engines, load_model
 
 NAME = "loading"
 SECOND = "second"
@@ -217,7 +217,7 @@ def _stages(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict
 def _time_trial(folder: Path, settings: Settings) -> float:
     config = ServeConfig(models=folder.parent, threads=settings.threads, max_batch_size=settings.streams)
     began = time.perf_counter()
-    answer = _ask_child("service.trial", json.dumps(trial_settings(config, folder.name)))
+    answer = _ask_child("service.repository.load_check", json.dumps(trial_settings(config, folder.name)))
     if answer["problems"]:
         raise RuntimeError(f"the trial found {answer['problems']}")
     return time.perf_counter() - began

@@ -42,13 +42,13 @@ from benchmarks.peers.protocol import Options
 from benchmarks.quality import held_out_text
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import served
-from model.artifact import TOKENIZER, load
-from model.tokenizer import BOS_ID, Tokenizer
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from model.spec.artifact import TOKENIZER, load
+from model.spec.tokenizer import BOS_ID, Tokenizer
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 if TYPE_CHECKING:
-    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+    from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NAME = "look-up"
 _MODULE = "look_up"

@@ -21,12 +21,12 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 
-from service.debug import encode
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, StepStats
-from service.metrics import RequestRecord
-from service.otel import OtelTracer
-from service.recorder import FlightRecorder
-from service.tracing import NoTracer, Tracer
+from service.telemetry.debug import encode
+from service.telemetry.metrics import RequestRecord
+from service.telemetry.otel import OtelTracer
+from service.telemetry.recorder import FlightRecorder
+from service.telemetry.tracing import NoTracer, Tracer
 
 _MODEL = "watched"
 _REQUEST = GenerationRequest(request_id="0" * 32, model=_MODEL, prompt_token_ids=(1, 2, 3))

@@ -44,13 +44,13 @@ from benchmarks.picture import drawing
 from benchmarks.scenario import draw, milliseconds, percentile
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import serving
-from model.artifact import MANIFEST, load
-from model.config import ModelConfig
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from model.spec.artifact import MANIFEST, load
+from model.spec.config import ModelConfig
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 if TYPE_CHECKING:
-    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+    from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NAME = "prediction"
 MODELS = Path("build/models")

@@ -35,11 +35,11 @@ from benchmarks.bench_onward import artifact
 from benchmarks.scenario import Answer, draw, milliseconds, percentile
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
 from benchmarks.serving import serving
-from model.artifact import load
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from model.spec.artifact import load
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 if TYPE_CHECKING:
-    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+    from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NAME = "prefix"
 WAYS = ("sequential", "concurrent", "unshared")

@@ -22,20 +22,21 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from model import artifact, checkpoint, evaluate
-from model.artifact import DECODER, TARGET_TOKENIZER, TOKENIZER, Manifest
+from model import checkpoint, evaluate
 from model.checkpoint import Checkpoint
-from model.config import Positions
 from model.data import dates, stdlib
 from model.data.batches import Pair
 from model.data.config import DataSource
 from model.data.vocabulary import encode_documents
-from model.tokenizer import BOS_ID, Tokenizer
-from model.transformer import DecoderOnly, EncoderDecoder
+from model.nn.transformer import DecoderOnly, EncoderDecoder
+from model.spec import artifact
+from model.spec.artifact import DECODER, TARGET_TOKENIZER, TOKENIZER, Manifest
+from model.spec.config import Positions
+from model.spec.tokenizer import BOS_ID, Tokenizer
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.scheduler import EngineLimits
-from service.engine.session import GraphSession, SessionOptions
+from service.engine.sessions.session import GraphSession, SessionOptions
 from service.engine.types import GenerationRequest, SamplingParams, StoppingParams, TokenEvent
 
 TEXT_BYTES = 96 * 1024

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.clock_server import ClockServicer
 from deploy.ray import ingress
-from proto.onward.v1 import generation_pb2 as pb
+from onward.v1 import generation_pb2 as pb
 
 _HOST = "127.0.0.1"
 _MAX_MESSAGE_BYTES = 4 << 20

@@ -31,8 +31,8 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from model import cost
-from model.config import ModelConfig
+from model.spec import cost
+from model.spec.config import ModelConfig
 
 _OPSET = 22
 _IR_VERSION = 10

@@ -45,13 +45,13 @@ from benchmarks.envoy import balancing
 from benchmarks.ray_serve import on_ray
 from benchmarks.scenario import draw, milliseconds, percentile
 from benchmarks.serving import serving, wait_ready
-from model.artifact import load
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from model.spec.artifact import load
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.routing import ROUTING_KEY, routing_key
 
 if TYPE_CHECKING:
-    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+    from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NAME = "scaling-out-cost"
 DOCS = Path("docs")

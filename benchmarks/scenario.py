@@ -25,14 +25,14 @@ from benchmarks.bench_onward import export, version
 from benchmarks.peers.protocol import Options
 from loadtest.child import run_module
 from loadtest.machine import describe
-from model.config import ModelConfig
-from proto.onward.v1 import generation_pb2 as pb
+from model.spec.config import ModelConfig
+from onward.v1 import generation_pb2 as pb
 from service.config import ServeConfig
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+    from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 BUILD = Path("build/bench")
 NUM_SPECIAL = 4

@@ -44,10 +44,10 @@ from scipy import stats
 from benchmarks.picture import drawing
 from benchmarks.soaked_server import TASKS, VARIABLE
 from loadtest.serving import Server, wait_served
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.model_pb2_grpc import ModelServiceStub
 
 LIMIT_MB_PER_HOUR = 10.0
 _SAMPLE_SECONDS = 1.0
@@ -139,7 +139,7 @@ class Resident:
     def of(cls, smaps: str) -> Resident:
         """Sums up what Linux tells in `/proc/PID/smaps`.
 
-        K/V are known by being what must not come in huge pages (`service.engine.pages`). Nor must stacks, which are
+        K/V are known by being what must not come in huge pages (`service.engine.kv.pages`). Nor must stacks, which are
         counted with them: there are no more of them than threads.
         """
         totals, size = {True: 0, False: 0}, 0

@@ -39,7 +39,7 @@ from benchmarks.bench_onward import KV_BITS
 from benchmarks.bench_systems import SYSTEMS, InstallError, python_of
 from benchmarks.peers.ctranslate2_translator import Batching
 from benchmarks.scenario import draw
-from model.config import ModelConfig
+from model.spec.config import ModelConfig
 
 NAME = "translation"
 DOCS = Path("docs")
@@ -319,7 +319,7 @@ def _best(rows: Sequence[Mapping[str, Any]], system: str, precision: str) -> flo
 def reference_agreement(checkpoint: Path, sources: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> float:
     """Share of tokens that PyTorch, fed the same ones in float32, would have chosen too."""
     from model import checkpoint as checkpoints
-    from model import reference
+    from model.nn import reference
 
     loaded = checkpoints.load(checkpoint)
     agreeing = 0

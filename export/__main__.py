@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from export.verify import ParityReport, Verdict, draw, finite, verify
-from model.artifact import ArtifactError, Device, KVFormat, KVLayout, KVPrecision, Precision
+from model.spec.artifact import ArtifactError, Device, KVFormat, KVLayout, KVPrecision, Precision
 
 EXIT_PROVEN = 0
 EXIT_FAILED = 1

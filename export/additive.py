@@ -18,9 +18,17 @@ from torch import Tensor
 from torch.onnx.ops import symbolic
 
 from export.backend import AttentionBackend, Buffers, Feeds
-from model.attention import AdditiveScore, CrossAttention, SelfAttention, attend, join_heads, padding_mask, split_heads
-from model.config import ModelConfig
-from model.transformer import Decoder, EncoderDecoder
+from model.nn.attention import (
+    AdditiveScore,
+    CrossAttention,
+    SelfAttention,
+    attend,
+    join_heads,
+    padding_mask,
+    split_heads,
+)
+from model.nn.transformer import Decoder, EncoderDecoder
+from model.spec.config import ModelConfig
 
 # The paper's base model, 512 wide, over the longest context that additive scores are allowed.
 _MAX_SCORE_BYTES = 2**29

@@ -13,15 +13,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from model.attention import CrossAttention, SelfAttention
-from model.config import ModelConfig
-from model.transformer import Decoder, EncoderDecoder
+from model.nn.attention import CrossAttention, SelfAttention
+from model.nn.transformer import Decoder, EncoderDecoder
+from model.spec.config import ModelConfig
 
 Buffers = tuple[Tensor, Tensor]
 """A layer's keys and values, `[B, Hkv, capacity, D]` each."""
 
 Feeds = Mapping[str, Tensor]
-"""A graph's inputs by name, as its signature in `model.artifact` lists them."""
+"""A graph's inputs by name, as its signature in `model.spec.artifact` lists them."""
 
 
 class DecoderAttention(Protocol):

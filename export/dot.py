@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.onnx.ops import symbolic_multi_out
 
 from export.backend import AttentionBackend, Buffers, Feeds
-from model.attention import CrossAttention, SelfAttention
-from model.config import ModelConfig, Positions
-from model.positions import RotaryPositions
-from model.transformer import Decoder, EncoderDecoder
+from model.nn.attention import CrossAttention, SelfAttention
+from model.nn.positions import RotaryPositions
+from model.nn.transformer import Decoder, EncoderDecoder
+from model.spec.config import ModelConfig, Positions
 
 _HEAD_DIM_MULTIPLE = 8
 _ROTARY_HEAD_DIM_MULTIPLE = 16

@@ -24,7 +24,7 @@ from export.explain import ExplainGraph
 from export.graphs import OPSET, DecoderGraph, EncoderGraph
 from export.paged import MoveGraph, PagedDecoderGraph, PagedEncoderGraph
 from export.prefill import PrefillGraph
-from model.artifact import GraphSpec, TensorSpec
+from model.spec.artifact import GraphSpec, TensorSpec
 
 _DTYPES = {
     "int64": torch.int64,

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from export.additive import additive_scores
-from model.artifact import AttentionKind, KVPrecision, attention_output, explain_signature
-from model.attention import (
+from model.nn.attention import (
     AdditiveScore,
     CrossAttention,
     SelfAttention,
@@ -30,8 +29,9 @@ from model.attention import (
     split_heads,
     window_mask,
 )
-from model.positions import RotaryPositions, rotate
-from model.transformer import Decoder, Encoder, EncoderDecoder
+from model.nn.positions import RotaryPositions, rotate
+from model.nn.transformer import Decoder, Encoder, EncoderDecoder
+from model.spec.artifact import AttentionKind, KVPrecision, attention_output, explain_signature
 
 
 def unsupported(kv_precision: KVPrecision) -> list[str]:

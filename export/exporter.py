@@ -36,8 +36,10 @@ from export.graphs import OPSET, DecoderGraph, EncoderGraph, unsupported
 from export.paged import CONTRIB, STAND_IN, MoveGraph, PagedDecoderGraph, PagedEncoderGraph
 from export.prefill import PREFILL_OPSET, PrefillGraph
 from export.verify import ParityReport, Verdict, replay, runtime_versions
-from model import artifact, golden, golden_attention
-from model.artifact import (
+from model.checkpoint import Checkpoint
+from model.nn.transformer import EncoderDecoder
+from model.spec import artifact, golden, golden_attention
+from model.spec.artifact import (
     BLOCK_SIZE,
     CPU_PRECISIONS,
     CUDA_PRECISIONS,
@@ -55,12 +57,10 @@ from model.artifact import (
     Manifest,
     Precision,
 )
-from model.checkpoint import Checkpoint
-from model.golden import GoldenCase
-from model.golden_attention import AttentionCase
-from model.reading import read_text
-from model.tokenizer import Tokenizer, TokenizerError
-from model.transformer import EncoderDecoder
+from model.spec.golden import GoldenCase
+from model.spec.golden_attention import AttentionCase
+from model.spec.reading import read_text
+from model.spec.tokenizer import Tokenizer, TokenizerError
 
 _NEW = "new"
 _OLD = "old"

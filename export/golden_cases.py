@@ -19,12 +19,12 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from model import reference
-from model.artifact import attention_layers, attention_output
-from model.config import AttentionScore, ModelConfig
-from model.golden import Feed, Float32, GoldenCase, Int64, Step, staggered
-from model.golden_attention import AttentionCase
-from model.transformer import Transformer, num_parameters
+from model.nn import reference
+from model.nn.transformer import Transformer, num_parameters
+from model.spec.artifact import attention_layers, attention_output
+from model.spec.config import AttentionScore, ModelConfig
+from model.spec.golden import Feed, Float32, GoldenCase, Int64, Step, staggered
+from model.spec.golden_attention import AttentionCase
 
 CHUNK = 128
 """The prefill chunk that the cases straddle: the server's default."""
@@ -53,7 +53,7 @@ class _Plan:
 
 
 def make_cases(model: Transformer) -> tuple[GoldenCase, ...]:
-    """Plans the cases that fit a model and answers them with `model.reference`.
+    """Plans the cases that fit a model and answers them with `model.nn.reference`.
 
     Raises:
         GoldenCaseError: when a logit is not finite.
@@ -65,7 +65,7 @@ def make_cases(model: Transformer) -> tuple[GoldenCase, ...]:
 
 
 def make_attention_cases(model: Transformer) -> tuple[AttentionCase, ...]:
-    """Attention weights by `model.reference`: one token, a few, and as many as half a megabyte of weights allows.
+    """Attention weights by `model.nn.reference`: one token, a few, and as many as half a megabyte of weights allows.
 
     Raises:
         GoldenCaseError: when a weight is not finite.

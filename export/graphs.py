@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from export.additive import ADDITIVE
 from export.backend import AttentionBackend, Buffers, DecoderAttention, Feeds
 from export.dot import DOT
-from model.artifact import TensorSpec, decoder_signature, encoder_signature
-from model.attention import CrossAttention, SelfAttention
-from model.config import AttentionScore, ModelConfig
-from model.transformer import Decoder, EncoderDecoder
+from model.nn.attention import CrossAttention, SelfAttention
+from model.nn.transformer import Decoder, EncoderDecoder
+from model.spec.artifact import TensorSpec, decoder_signature, encoder_signature
+from model.spec.config import AttentionScore, ModelConfig
 
 OPSET = 24
 

@@ -15,7 +15,7 @@ buffer's. What it asks for: FlashAttention, as no other of the operator's kernel
 than the source has tokens, as the operator counts them into the length of what they attend to.
 
 Behind the last layer's attention the graph goes on with the tokens whose logits are wanted. At its end it singles out
-what sampling needs (`model.artifact.paged_decoder_signature`).
+what sampling needs (`model.spec.artifact.paged_decoder_signature`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from torch.onnx.ops import symbolic, symbolic_multi_out
 from export import dot
 from export.backend import Buffers, Feeds
 from export.dot import rotary_embedding
-from model.artifact import (
+from model.nn.attention import CrossAttention, SelfAttention
+from model.nn.positions import rotate
+from model.nn.transformer import Decoder, EncoderDecoder
+from model.spec.artifact import (
     CUDA_PRECISIONS,
     Device,
     KVPrecision,
@@ -43,10 +46,7 @@ from model.artifact import (
     paged_encoder_signature,
     paged_move_signature,
 )
-from model.attention import CrossAttention, SelfAttention
-from model.config import AttentionScore, ModelConfig
-from model.positions import rotate
-from model.transformer import Decoder, EncoderDecoder
+from model.spec.config import AttentionScore, ModelConfig
 
 _DTYPES = {KVPrecision.FP32: torch.float32, KVPrecision.FP16: torch.float16, KVPrecision.BF16: torch.bfloat16}
 

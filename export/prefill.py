@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.artifact import KVPrecision, prefill_signature
-from model.attention import SelfAttention
-from model.config import Architecture, AttentionScore, ModelConfig
-from model.positions import rotate
-from model.transformer import Decoder
+from model.nn.attention import SelfAttention
+from model.nn.positions import rotate
+from model.nn.transformer import Decoder
+from model.spec.artifact import KVPrecision, prefill_signature
+from model.spec.config import Architecture, AttentionScore, ModelConfig
 
 PREFILL_OPSET = 18
 """The oldest that PyTorch's exporter writes: norms come out as plain arithmetic, which every provider knows."""

@@ -48,8 +48,8 @@ from export.operators import (
     pack_int4_scales,
     pack_panels,
 )
-from model.artifact import Precision
-from model.config import ModelConfig
+from model.spec.artifact import Precision
+from model.spec.config import ModelConfig
 
 Float32 = npt.NDArray[np.float32]
 Int8 = npt.NDArray[np.int8]

@@ -27,7 +27,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from export.operators import CONTRIB
-from model.config import AttentionScore, ModelConfig, Positions
+from model.spec.config import AttentionScore, ModelConfig, Positions
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]

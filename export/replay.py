@@ -18,10 +18,10 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from model import kernels
-from model.artifact import DECODER, ENCODER, EXPLAIN, PREFILL, ArtifactError, GraphSpec, Manifest, TensorSpec
-from model.config import Positions
-from model.golden import Feed, Float32, GoldenCase, Step
-from model.golden_attention import AttentionCase
+from model.spec.artifact import DECODER, ENCODER, EXPLAIN, PREFILL, ArtifactError, GraphSpec, Manifest, TensorSpec
+from model.spec.config import Positions
+from model.spec.golden import Feed, Float32, GoldenCase, Step
+from model.spec.golden_attention import AttentionCase
 
 PROVIDER = "CPUExecutionProvider"
 

@@ -22,10 +22,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from export.replay import PROVIDER, AttentionReplayer, PagedReplayer, Replayer, ReplayError
-from model import artifact, golden, golden_attention, kernels
-from model.artifact import EXPLAIN, PREFILL, ArtifactError, Device, KVLayout, KVPrecision, Manifest, Precision
-from model.golden import CaseResult, GoldenCase, Tolerance, tolerance_of
-from model.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionResult
+from model import kernels
+from model.spec import artifact, golden, golden_attention
+from model.spec.artifact import EXPLAIN, PREFILL, ArtifactError, Device, KVLayout, KVPrecision, Manifest, Precision
+from model.spec.golden import CaseResult, GoldenCase, Tolerance, tolerance_of
+from model.spec.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionResult
 
 
 class Verdict(StrEnum):
@@ -40,8 +41,8 @@ class Verdict(StrEnum):
 class ParityReport:
     """How an artifact's graphs compared with PyTorch in float32: parity.json.
 
-    What they are held to is their precision's (`model.golden.tolerance_of`); each case says what that came to. Where
-    there is a prefill graph, cases with several tokens in a step are there twice, the second time by that graph.
+    What they are held to is their precision's (`model.spec.golden.tolerance_of`); each case says what that came to.
+    Where there is a prefill graph, cases with several tokens in a step are there twice, the second time by that graph.
     `attention` is how an explain graph's weights compared, and empty where there is none. The other cases reach
     `proven_context` of the decoder's `context` positions and `proven_source_context` of the encoder's `source_context`,
     which are both 0 for a decoder-only model.

@@ -21,16 +21,16 @@ from loadtest.access import Access
 from loadtest.records import Piece
 from loadtest.wire import Facts, Sampling, TextModel
 from loadtest.workload import Prompt
-from proto.inference import open_inference_pb2 as oip
-from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2 as models
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from onward.inference import open_inference_pb2 as oip
+from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2 as models
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.model_pb2_grpc import ModelServiceStub
 
 if TYPE_CHECKING:
-    from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceAsyncStub
-    from proto.onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+    from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceAsyncStub
+    from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 Answer = TypeVar("Answer")
 _FACTS_TIMEOUT_SECONDS = 10.0

@@ -35,8 +35,8 @@ from loadtest.session import Flight, Ledger, Session, Share
 from loadtest.stages import Stage
 from loadtest.wire import Facts
 from loadtest.workload import Prompt
-from proto.onward.v1 import model_pb2 as models
-from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from onward.v1 import model_pb2 as models
+from onward.v1.model_pb2_grpc import ModelServiceStub
 
 BEGIN, STAGE, DRAIN, TOLD = "onward-begin", "onward-stage", "onward-drain", "onward-told"
 """Messages between the leading process and its workers."""

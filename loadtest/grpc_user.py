@@ -24,7 +24,7 @@ from loadtest import wire
 from loadtest.conductor import conductor_of, target_of
 from loadtest.session import Session
 from loadtest.workload import Prompt
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 _CONNECT_SECONDS = 10.0
 

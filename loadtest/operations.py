@@ -1,15 +1,15 @@
-"""The operations behind what the study times, by `model.cost`: so that time can be seen beside arithmetic.
+"""The operations behind what the study times, by `model.spec.cost`: so that time can be seen beside arithmetic.
 
-`model.cost` counts logits at every position, as training has them; a server computes them, and whatever follows the
-last layer's attention, at the last one alone. Of the square a kernel may skip what the causal mask forbids, which is
-half of it for long texts; in chunks that half is never there, as a token attends to its chunk's end and no further.
+`model.spec.cost` counts logits at every position, as training has them; a server computes them, and whatever follows
+the last layer's attention, at the last one alone. Of the square a kernel may skip what the causal mask forbids, which
+is half of it for long texts; in chunks that half is never there, as a token attends to its chunk's end and no further.
 """
 
 from __future__ import annotations
 
-from model import cost
-from model.config import ModelConfig
-from model.cost import Flops
+from model.spec import cost
+from model.spec.config import ModelConfig
+from model.spec.cost import Flops
 
 
 def prefill(config: ModelConfig, length: int, chunk: int) -> Flops:

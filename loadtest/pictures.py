@@ -15,8 +15,8 @@ from loadtest import fit, operations, style
 from loadtest.claims import BASELINES, CLAIMS, WITNESSES
 from loadtest.fit import Array, Examination
 from loadtest.style import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, logarithmic_axis, new_figure
-from model import cost
-from model.config import ModelConfig
+from model.spec import cost
+from model.spec.config import ModelConfig
 
 Results = Mapping[str, Any]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 _TIMEOUT_SECONDS = 600.0
 

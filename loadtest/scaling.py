@@ -42,7 +42,7 @@ from loadtest import fit, machine, operations, report, study
 from loadtest.claims import CLAIMS, WITNESSES
 from loadtest.fit import Curve, Examination, Interval, Samples
 from loadtest.study import Found, Settings
-from model.config import ModelConfig
+from model.spec.config import ModelConfig
 
 BUILD = report.BUILD
 DOCS = report.DOCS

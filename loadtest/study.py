@@ -40,7 +40,7 @@ from typing import Any
 from loadtest.child import run_module
 from loadtest.probe import Answer, Probe, probing
 from loadtest.serving import Server, serving
-from model.config import Architecture, ModelConfig
+from model.spec.config import Architecture, ModelConfig
 
 NUM_SPECIAL = 4
 """Ids below are control tokens: prompts have none."""

@@ -16,9 +16,9 @@ import grpc
 
 from loadtest.records import IN_STREAM, Piece
 from loadtest.workload import Prompt
-from proto.inference import open_inference_pb2 as oip
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2 as models
+from onward.inference import open_inference_pb2 as oip
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2 as models
 
 TEXT_INPUT = "text_input"
 TEXT_OUTPUT = "text_output"

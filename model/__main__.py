@@ -18,8 +18,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from model.artifact import CHAT
-from model.presets import PRESETS, Recipe, RecipeError, resolve
+from model.spec.artifact import CHAT
+from model.training.presets import PRESETS, Recipe, RecipeError, resolve
 
 if TYPE_CHECKING:
     from model.training.parallel import Parallel
@@ -167,11 +167,11 @@ def _evaluate(recipe: Recipe, options: argparse.Namespace) -> int:
 
 def _init(recipe: Recipe, options: argparse.Namespace) -> int:
     from model import checkpoint
-    from model.artifact import TOKENIZER
+    from model.nn.transformer import build, num_parameters
+    from model.spec.artifact import TOKENIZER
     from model.tokenizer_training import one_word_per_id
     from model.training.task import TaskError
     from model.training.tasks import fit_vocabulary, make_task
-    from model.transformer import build, num_parameters
 
     try:
         if recipe.data is None or recipe.data.lacks_files:

@@ -3,11 +3,11 @@
     config.json         the `ModelConfig`
     model.safetensors   every trained tensor once, shared ones under their first name
     tokenizer.json      (+ target_tokenizer.json where source and target differ)
-    generation.json     where others trained it: what it wants of outputs (`model.generation`)
-    chat.json           where it has a template for conversations (`model.chat`)
+    generation.json     where others trained it: what it wants of outputs (`model.spec.generation`)
+    chat.json           where it has a template for conversations (`model.spec.chat`)
     run.json            how it came about: data hash, versions, settings, scores; and the sha256 of the files above
 
-All files are written beside their places and then renamed into them (`model.files`), run.json last: a folder whose
+All files are written beside their places and then renamed into them (`model.spec.files`), run.json last: a folder whose
 writer was killed between two renames holds a run.json that does not name what lies beside it, and is refused.
 Knows nothing of optimisers or data: what a trainer needs to resume, the trainer keeps.
 """
@@ -27,11 +27,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.artifact import CHAT, TARGET_TOKENIZER, TOKENIZER, hash_file
-from model.config import ConfigError, ModelConfig
-from model.files import StagedFiles, write_atomically
-from model.generation import GENERATION, GenerationError, GenerationSettings
-from model.transformer import Transformer, build_empty
+from model.nn.transformer import Transformer, build_empty
+from model.spec.artifact import CHAT, TARGET_TOKENIZER, TOKENIZER, hash_file
+from model.spec.config import ConfigError, ModelConfig
+from model.spec.files import StagedFiles, write_atomically
+from model.spec.generation import GENERATION, GenerationError, GenerationSettings
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

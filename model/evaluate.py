@@ -24,11 +24,11 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from torch import Tensor, nn
 
-from model.attention import Attend, attend_fused
 from model.data.batches import IGNORED, Pair, pad
 from model.data.vocabulary import encode_documents
-from model.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
-from model.transformer import DecoderOnly, EncoderDecoder
+from model.nn.attention import Attend, attend_fused
+from model.nn.transformer import DecoderOnly, EncoderDecoder
+from model.spec.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 
 _BATCH_TOKENS = 4096
 """Decoder positions of a batch whose logits are all wanted: 512 MiB of float32 for a vocabulary of 32,000."""

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from model.config import Architecture
-from model.tokenizer import BOS_ID, EOS_ID, Tokenizer
+from model.spec.config import Architecture
+from model.spec.tokenizer import BOS_ID, EOS_ID, Tokenizer
 
 PAD = "<pad>"
 BOS = "<bos>"

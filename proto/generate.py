@@ -3,9 +3,9 @@
     python -m proto.generate            write the stubs beside their .proto files
     python -m proto.generate --check    write nothing, exit 1 and name every stub that differs
 
-protoc runs with the repository's root as its only import path, so that the stubs import each other as `proto.…` and
-need no rewriting. buf needs the module's root at proto/, where `package onward.v1` lies in onward/v1. Both hold
-because no .proto file imports another of ours; `tests/unit/test_proto.py` keeps it so. Needs the `dev` extra.
+The stubs land in the package `onward`: those of `package onward.v1` as `onward.v1`, the Open Inference Protocol's as
+`onward.inference`. protoc sees each contract at the path of its stubs, so that what it generates needs no rewriting;
+buf sees proto/ as the module's root. Needs the `dev` extra.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = ("python", "grpc_python", "mypy", "mypy_grpc")
+# The folder of stubs, and the folder of its contracts.
+FOLDERS = {"onward/v1": "proto/onward/v1", "onward/inference": "proto/inference"}
 STUBS = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
-def contracts() -> list[str]:
-    """The .proto files, relative to the repository's root."""
-    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "proto").rglob("*.proto"))
+def contracts() -> dict[str, Path]:
+    """The .proto files, each under the path at which protoc sees it."""
+    found = ((mine, path) for mine, theirs in FOLDERS.items() for path in (ROOT / theirs).glob("*.proto"))
+    return {f"{mine}/{path.name}": path for mine, path in sorted(found)}
 
 
 def generate(target: Path) -> None:
@@ -36,7 +39,8 @@ def generate(target: Path) -> None:
     # The mypy plugins are programs beside this interpreter, whose environment need not be activated.
     programs = {name: Path(sys.executable).parent / f"protoc-gen-{name}" for name in ("mypy", "mypy_grpc")}
     plugins = [f"--plugin=protoc-gen-{name}={program}" for name, program in programs.items()]
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", ".", *plugins, *outputs, *contracts()]
+    roots = [f"--proto_path={mine}={theirs}" for mine, theirs in FOLDERS.items()]
+    command = [sys.executable, "-m", "grpc_tools.protoc", *roots, *plugins, *outputs, *contracts()]
     subprocess.run(command, cwd=ROOT, check=True)  # noqa: S603 — the arguments are all ours
 
 
@@ -51,7 +55,7 @@ def drift() -> list[str]:
         fresh = Path(folder)
         generate(fresh)
         wanted = {name: (fresh / name).read_bytes() for name in stubs()}
-    committed = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "proto").rglob("*_pb2*.py*")}
+    committed = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "onward").rglob("*_pb2*.py*")}
     committed = {name: path for name, path in committed.items() if path.suffix in {".py", ".pyi"}}
     problems = [f"{name} has no contract" for name in committed.keys() - wanted.keys()]
     for name, content in wanted.items():

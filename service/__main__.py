@@ -24,7 +24,7 @@ from service.config import (
     parse_command_line,
 )
 from service.errors import StartupError
-from service.huge_pages import restart_with_huge_pages
+from service.process.huge_pages import restart_with_huge_pages
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _EXIT_REFUSED = 2
@@ -64,7 +64,7 @@ def main(argv: Sequence[str], *, is_own_process: bool = False) -> int:
 def _serve(config: ServeConfig) -> int:
     # Late, as in `_ask`: asking a server must not load a serving stack, nor serving a client.
     from service.app import Ready, serve
-    from service.garbage import set_aside
+    from service.process.garbage import set_aside
 
     def announce(ready: Ready) -> None:
         at = ready.endpoint
@@ -119,25 +119,25 @@ def _end(status: int) -> NoReturn:
 
 
 def _ask(config: AskConfig) -> int:
-    from service.client import ask
+    from service.commands.ask import ask
 
     return ask(config)
 
 
 def _explain(config: ExplainConfig) -> int:
-    from service.explain_client import explain
+    from service.commands.explain import explain
 
     return explain(config)
 
 
 def _health(config: HealthConfig) -> int:
-    from service.client import health
+    from service.commands.ask import health
 
     return health(config)
 
 
 def _trace(config: TraceConfig) -> int:
-    from service.trace_file import trace
+    from service.commands.trace import trace
 
     return trace(config, sys.stdout, sys.stderr)
 

@@ -23,30 +23,32 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from model import kernels
 from service.access import Access, KeyAccess, OpenAccess
-from service.async_engine import AsyncEngine
 from service.config import Admission, Kernels, MetricsCompat, ServeConfig, keep_tokenizers_on_their_threads
-from service.costing import CostModel
-from service.debug import from_loop, with_debug
-from service.devices import artifact_folder
-from service.engine import calibration
-from service.engine.attention import load_attention_graph
 from service.engine.engine import LastRun
-from service.engine.session import share_threads
+from service.engine.proof import calibration
+from service.engine.sessions.attention import load_attention_graph
+from service.engine.sessions.session import share_threads
+from service.engine.step_engine import StepEngine
 from service.engine.types import Device, PrefillProvider
-from service.engine_thread import StepEngine
 from service.errors import NotServing, OnwardError, RequestError, StartupError
-from service.explainer import Explainer
-from service.exposition import exposing, metrics_app
+from service.explain.explainer import Explainer
 from service.generator import Generator
-from service.kv_pool import KVPool
-from service.lane import LaneLimits
-from service.library import Library
-from service.loading import build_engines, load_models, settle_device, share_memory
-from service.metrics import Metrics, Objectives
-from service.models import Models, ModelState, Parity, ServedModel
-from service.recorder import FlightLog, FlightRecorder
-from service.text_pool import TextPool
-from service.tracing import NoTracer, Tracer, open_tracer
+from service.process.text_pool import TextPool
+from service.repository.devices import artifact_folder
+from service.repository.kv_pool import KVPool
+from service.repository.library import Library
+from service.repository.loading import build_engines, load_models, settle_device, share_memory
+from service.repository.models import Models, ModelState, Parity, ServedModel
+from service.repository.verifier import Verifier
+from service.runtime.async_engine import AsyncEngine
+from service.runtime.model_queue import LaneLimits
+from service.telemetry.debug import from_loop, with_debug
+from service.telemetry.exporting import open_tracer
+from service.telemetry.exposition import exposing, metrics_app
+from service.telemetry.metrics import Metrics, Objectives
+from service.telemetry.recorder import FlightLog, FlightRecorder
+from service.telemetry.tracing import NoTracer, Tracer
+from service.telemetry.vllm_names import VllmNames
 from service.transport.generation import GenerationServicer
 from service.transport.health import EVERYTHING, LIST
 from service.transport.interceptors import CallInterceptor
@@ -64,8 +66,6 @@ from service.transport.server import (
 )
 from service.transport.tls import TlsFiles, server_credentials
 from service.transport.wire_limits import request_limits
-from service.verifier import Verifier
-from service.vllm_names import VllmNames
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class App:
         self._engine = AsyncEngine(
             engines,
             self._metrics,
-            {model.name: CostModel.of(model, engines[model.name]) for model in models},
+            {model.name: model.cost_model(engines[model.name]) for model in models},
             LaneLimits(
                 max_batch_size=config.max_batch_size,
                 max_queue_size=config.max_queue_size,

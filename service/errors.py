@@ -26,7 +26,9 @@ Knows nothing of gRPC: `transport.status` maps each leaf to a status code, and a
 
 from __future__ import annotations
 
+import logging
 import reprlib
+import secrets
 from collections.abc import Sequence, Sized
 from typing import ClassVar
 
@@ -36,6 +38,8 @@ _MAX_PROBLEMS = 4000
 """Characters of all problems of a model in an error's text: clients take 8 KiB of a status."""
 _MAX_PATH = 200
 """Characters of a field's path, which may end with a name that the client chose."""
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class OnwardError(Exception):
@@ -288,3 +292,10 @@ def _shorten(value: object) -> str:
     """Bounded rendering of a client's value: an error never echoes a megabyte, nor costs what one does."""
     text = _RENDERER.repr(value)
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
+
+
+def report_failure(what: str, cause: BaseException | None = None) -> EngineFailed:
+    """Logs `what` and `cause`'s traceback under a fresh id; the error to end the request with carries only the id."""
+    error_id = secrets.token_hex(8)
+    _LOGGER.error("%s: %s", error_id, what, exc_info=cause)
+    return EngineFailed(error_id)

@@ -14,10 +14,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from service.access import current_caller
-from service.async_engine import AsyncEngine
-from service.costing import Cost
 from service.engine.logits import make_sampling_arrays
-from service.engine.text import Decode, TextStream
+from service.engine.sampling.text import Decode, TextStream
 from service.engine.types import (
     BeamSearchParams,
     FinishReason,
@@ -31,10 +29,12 @@ from service.engine.types import (
     TokenLogprobs,
 )
 from service.errors import DeadlineExceeded, NotServing, RequestCancelled, RequestError, UnknownModel
-from service.forecast import Estimate
-from service.models import Models, Prompt, ServedModel, text_size
+from service.forecasting.costing import Cost
+from service.forecasting.prediction import Estimate
+from service.process.text_pool import TextPool
+from service.repository.models import Models, Prompt, ServedModel, text_size
+from service.runtime.async_engine import AsyncEngine
 from service.scoring import Score, ScoreCall, ScoreTask, make_task
-from service.text_pool import TextPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from service.errors import InvalidRequest, PromptTooLong
-from service.models import ServedModel, check_ids, prompt_field, require_room, text_size
+from service.repository.models import ServedModel, check_ids, prompt_field, require_room, text_size
 
 Text = str | tuple[int, ...]
 

@@ -19,13 +19,13 @@ from unittest.mock import patch
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from model import artifact
-from model.artifact import TOKENIZER, Device, GraphSpec, KVFormat, KVLayout, KVPrecision, Precision
-from model.config import Architecture, ModelConfig
+from model.spec import artifact
+from model.spec.artifact import TOKENIZER, Device, GraphSpec, KVFormat, KVLayout, KVPrecision, Precision
+from model.spec.config import Architecture, ModelConfig
 
 if TYPE_CHECKING:
     from export.emit import Graph
-    from model.transformer import Transformer
+    from model.nn.transformer import Transformer
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 SPECIALS = (PAD, BOS, EOS)
@@ -132,7 +132,7 @@ def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
     """A model whose biases and norms are random too: one that a graph forgot would otherwise go unnoticed."""
     import torch
 
-    from model.transformer import build
+    from model.nn.transformer import build
 
     model = build(config, seed=seed)
     generator = torch.Generator().manual_seed(seed)

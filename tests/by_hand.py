@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from model.golden import CaseResult, GoldenCase, Tolerance
-from service import library
+from model.spec.golden import CaseResult, GoldenCase, Tolerance
 from service.engine.batch import ScheduledBatch
 from service.engine.engine import Engine, LastRun
-from service.engine.kv_ledger import KVBudget
-from service.engine.kv_memory import MemoryNeeds
-from service.engine.sampler import Sampler
+from service.engine.kv.budget import MemoryNeeds
+from service.engine.kv.ledger import KVBudget
+from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.types import GenerationRequest, StepOutput, StepStats
-from service.engine_thread import EngineThread
 from service.errors import ModelUnfit, UnknownModel
-from service.kv_pool import KVPool, Part
-from service.models import ServedModel
+from service.repository import library
+from service.repository.kv_pool import KVPool, Part
+from service.repository.models import ServedModel
+from service.runtime.engine_thread import EngineThread
 from tests.fakes import BOS, NUM_SPECIAL, FakeRunner, fake_model, letters
 
 SLOTS, QUEUE = 2, 6

@@ -10,7 +10,7 @@ import pkgutil
 import sys
 from importlib import metadata
 
-import client
+import onward
 
 NEEDED = {"googleapis-common-protos", "grpcio", "grpcio-status", "onward", "protobuf", "typing-extensions"}
 # What every environment begins with.
@@ -19,16 +19,21 @@ TOOLS = {"pip", "setuptools"}
 installed = {distribution.metadata["Name"].lower().replace("_", "-") for distribution in metadata.distributions()}
 surplus = installed - NEEDED - TOOLS
 assert not surplus, f"the client brought {sorted(surplus)}"
-names = [module.name for module in pkgutil.walk_packages(client.__path__, "client.")]
+# A folder of its own in whatever environment a user has: nothing beside `onward`, and no `proto`.
+files = metadata.files("onward") or []
+assert {file.parts[0].partition("-")[0] for file in files} == {"onward"}, "the wheel has folders of other names"
+importlib.import_module("onward.v1.generation_pb2_grpc")
+assert "onward.client" not in sys.modules, "the stubs loaded the client"
+names = [module.name for module in pkgutil.walk_packages(onward.__path__, "onward.")]
 for name in names:
     importlib.import_module(name)
 assert len(names) > 5, f"only {names} were found: is the package whole?"
 others = sorted({name.partition(".")[0] for name in sys.modules} & {"service", "model", "export", "loadtest"})
 assert not others, f"importing the client loaded {others}"
-with client.Client("127.0.0.1:1", retries=client.NO_RETRIES, timeout_seconds=5) as nobody:
+with onward.Client("127.0.0.1:1", retries=onward.NO_RETRIES, timeout_seconds=5) as nobody:
     try:
         nobody.generate("a")
-    except client.Unavailable:
-        print(f"imported {len(names)} client modules from {client.__path__[0]}, with {', '.join(sorted(installed))}")
+    except onward.Unavailable:
+        print(f"imported {len(names)} client modules from {onward.__path__[0]}, with {', '.join(sorted(installed))}")
     else:
         sys.exit("somebody answered on port 1")

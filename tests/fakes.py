@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from model.config import Architecture, ModelConfig
-from model.generation import NO_WISHES, GenerationRules
-from service.costing import CostModel
+from model.spec.config import Architecture, ModelConfig
+from model.spec.generation import NO_WISHES, GenerationRules
 from service.engine.batch import (
     KVCopy,
     KVDrop,
@@ -32,13 +31,13 @@ from service.engine.batch import (
     KVSave,
     ScheduledBatch,
 )
+from service.engine.chunks import ChunkRules
 from service.engine.engine import Engine, LastRun
 from service.engine.intake import ModelShape
-from service.engine.kv_ledger import KVBudget
-from service.engine.plan import Pieces
-from service.engine.sampler import Sampler
+from service.engine.kv.ledger import KVBudget
+from service.engine.sampling.sampler import Sampler
+from service.engine.sampling.text import Decode
 from service.engine.scheduler import EngineLimits, Scheduler
-from service.engine.text import Decode
 from service.engine.types import (
     BeamSearchParams,
     GenerationRequest,
@@ -48,6 +47,7 @@ from service.engine.types import (
     StoppingParams,
     TokenEvent,
 )
+from service.forecasting.costing import CostModel
 
 Float32 = npt.NDArray[np.float32]
 NextToken = Callable[[Sequence[int], Sequence[int]], int]
@@ -271,7 +271,7 @@ def fake_engine(
     )
 
 
-def fake_costs(pieces: Pieces, *, encoder_decoder: bool = False) -> CostModel:
+def fake_costs(pieces: ChunkRules, *, encoder_decoder: bool = False) -> CostModel:
     """What counts the requests of an engine that cuts so, over a small model."""
     encoder = {"num_encoder_layers": 1, "source_context": pieces.source_context} if encoder_decoder else {}
     config = ModelConfig(

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from model.config import Architecture
+from model.spec.config import Architecture
 from model.tokenizer_training import byte_level_bpe
 
 Tensors = dict[str, npt.NDArray[Any]]

@@ -25,16 +25,16 @@ from unittest import mock
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from model.golden import Feed, GoldenCase
+from model.spec.golden import Feed, GoldenCase
 from service.app import App
-from service.async_engine import AsyncEngine
 from service.config import ServeConfig
 from service.engine.engine import LastRun
 from service.engine.types import Device, StepStats, StoppingParams
 from service.errors import RequestError
-from service.forecast import StepTimes
+from service.forecasting.prediction import StepTimes
 from service.generator import GenerateCall, Piece
-from service.models import ModelState, ServedModel
+from service.repository.models import ModelState, ServedModel
+from service.runtime.async_engine import AsyncEngine
 from tests.by_hand import (
     QUEUE,
     SLOTS,
@@ -309,14 +309,14 @@ class World:
         return {
             "time.monotonic": lambda: world.now,
             "service.app.AsyncEngine": partial(AsyncEngine, clock=lambda: world.now),
-            "service.async_engine.EngineThread": HandThread,
+            "service.runtime.async_engine.EngineThread": HandThread,
             "service.app.Library": partial(HandLibrary, world),
-            "service.text_pool.ThreadPoolExecutor": lambda *_, **__: world.jobs,
-            "service.explainer.ThreadPoolExecutor": lambda *_, **__: world.jobs,
-            "service.library._in_daemon": world.jobs.submit,
-            "service.library.build_engines": build,
-            "service.library.garbage": SimpleNamespace(collect=lambda: 0),
-            "service.forecast.StepTimes": HandTimes,
+            "service.process.text_pool.ThreadPoolExecutor": lambda *_, **__: world.jobs,
+            "service.explain.explainer.ThreadPoolExecutor": lambda *_, **__: world.jobs,
+            "service.repository.library._in_daemon": world.jobs.submit,
+            "service.repository.library.build_engines": build,
+            "service.repository.library.garbage": SimpleNamespace(collect=lambda: 0),
+            "service.forecasting.prediction.StepTimes": HandTimes,
         }
 
     async def _live(self) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from model.config import Architecture, ModelConfig, Positions
+from model.spec.config import Architecture, ModelConfig, Positions
 from service.engine.batch import KVOperation, ScheduledBatch
-from service.engine.kv_ledger import KVBudget
-from service.engine.paged_kv import HostBlocks, PagedKV
+from service.engine.kv.ledger import KVBudget
+from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
 from tests.fakes import FakeRunner, Float32
 
 # Each place holds the one number that says which token is there.

@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
-from proto.onward.v1.model_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
+from onward.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+from onward.v1.model_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
 from service.errors import RequestError
 from service.transport.status import to_status
 

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from model.golden import CaseResult, GoldenCase, Tolerance
-from service.engine.plan import Pieces
+from model.spec.golden import CaseResult, GoldenCase, Tolerance
+from service.engine.chunks import ChunkRules
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, StepStats, TokenEvent
 
-PIECES = Pieces(chunk=128, context=1024, prompt_padding=4, short_prompt=32, source_padding=16, source_context=0)
+PIECES = ChunkRules(chunk=128, context=1024, prompt_padding=4, short_prompt=32, source_padding=16, source_context=0)
 Steps = Sequence[Sequence[TokenEvent]]
 
 
@@ -58,7 +58,7 @@ class ScriptedEngine:
         self._ended: dict[str, set[int]] = {}
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> ChunkRules:
         """As a real engine cuts by default."""
         return PIECES
 

@@ -17,22 +17,22 @@ from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from model.artifact import Device, Manifest, Precision
-from model.chat import Chat, ChatSettings
-from model.config import Architecture, ModelConfig
-from model.generation import NO_WISHES, GenerationRules
-from model.golden import CaseResult, Feed, GoldenCase
-from model.tokenizer import Tokenizer
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from model.spec.artifact import Device, Manifest, Precision
+from model.spec.chat import Chat, ChatSettings
+from model.spec.config import Architecture, ModelConfig
+from model.spec.generation import NO_WISHES, GenerationRules
+from model.spec.golden import CaseResult, Feed, GoldenCase
+from model.spec.tokenizer import Tokenizer
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.model_pb2_grpc import ModelServiceStub
 from service.app import App, Endpoint
 from service.config import ServeConfig
 from service.engine.engine import Engine
 from service.engine.scheduler import EngineLimits
-from service.engine_thread import StepEngine
-from service.models import Parity, ServedModel
-from service.tracing import Tracer
+from service.engine.step_engine import StepEngine
+from service.repository.models import Parity, ServedModel
+from service.telemetry.tracing import Tracer
 from tests.fakes import BOS, CONTEXT, EOS, NUM_SPECIAL, PAD, VOCAB_SIZE, FakeRunner, fake_engine, noise, spell
 
 MODEL = "fake"

@@ -15,8 +15,9 @@ from model import kernels
 UNWANTED = ("torch", "onnx", "onnxscript", "babel", "matplotlib", "safetensors", "rich", "grpc_tools", "pytest")
 UNWANTED += ("opentelemetry", "sentencepiece", "transformers")
 # Imported only where their extra is wanted.
-OF_EXTRAS = ("service.otel",)
+OF_EXTRAS = ("service.telemetry.otel",)
 
+assert not any(map(importlib.util.find_spec, ("proto", "client"))), "names that are others' in a user's environment"
 present = [name for name in UNWANTED if importlib.util.find_spec(name)]
 assert not present, f"the serving install brought {present}"
 found = [module.name for module in pkgutil.walk_packages(service.__path__, "service.")]

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from model import checkpoint
-from model.artifact import TOKENIZER
-from model.config import Architecture, ModelConfig
 from model.data.batches import Batch, LengthBuckets, Pair, Windows
 from model.data.config import DataConfig
-from model.presets import Recipe
+from model.nn.transformer import Transformer
+from model.spec.artifact import TOKENIZER
+from model.spec.config import Architecture, ModelConfig
 from model.tokenizer_training import one_word_per_id
 from model.training import curves
 from model.training.config import TrainConfig
 from model.training.loop import batch_loss
+from model.training.presets import Recipe
 from model.training.progress import Progress
 from model.training.task import Criterion, Scores
 from model.training.trainer import TrainResult, train
-from model.transformer import Transformer
 
 FAMILIES = tuple(Architecture)
 VOCABULARY = 24

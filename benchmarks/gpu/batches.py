@@ -24,8 +24,8 @@ from benchmarks.gpu.oracle import Oracle
 from benchmarks.gpu.parity import limits
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.results import Scribe
-from model.config import ModelConfig
-from model.golden import Tolerance, tolerance_of
+from model.spec.config import ModelConfig
+from model.spec.golden import Tolerance, tolerance_of
 from service.engine.engine import Engine
 from service.engine.types import GenerationRequest
 

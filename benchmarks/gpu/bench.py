@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.results import Journal
 from benchmarks.gpu.stages import Stage
-from model.config import ModelConfig
+from model.spec.config import ModelConfig
 
 if TYPE_CHECKING:
     from benchmarks.gpu.workshop import Workshop

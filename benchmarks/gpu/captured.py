@@ -1,8 +1,8 @@
 """Whether captured decoding steps are the steps that they were captured from: the same bits in all that they put out.
 
-One script is played twice by the runner that serves (`service.engine.paged_runner`), with its sizes of runs
-(`service.engine.decode_buckets`): by a graph that runs as any other, and by one whose runs are captured and repeated.
-Each step reads what the steps before it wrote. In the script
+One script is played twice by the runner that serves (`service.engine.paged_backend.paged_runner`), with its sizes of
+runs (`service.engine.paged_backend.decode_buckets`): by a graph that runs as any other, and by one whose runs are
+captured and repeated. Each step reads what the steps before it wrote. In the script
 
 * some of the rows decode, so that rows of nobody fill up the run; now and then all, or one alone;
 * the longest row passes the length from which on the operator divides a row's keys, half-way through;
@@ -27,8 +27,8 @@ from benchmarks.gpu.engines import EagerSession, load_session
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.results import Scribe
 from benchmarks.gpu.workshop import Graphs
-from model.artifact import DECODER, ENCODER, MOVE, Precision
-from model.config import ModelConfig
+from model.spec.artifact import DECODER, ENCODER, MOVE, Precision
+from model.spec.config import ModelConfig
 from service.engine.batch import (
     DecodeRow,
     EncodeGroup,
@@ -38,11 +38,11 @@ from service.engine.batch import (
     SampleRow,
     ScheduledBatch,
 )
-from service.engine.device_blocks import DeviceBlocks
-from service.engine.paged_kv import PagedKV
-from service.engine.paged_runner import PagedRunner
-from service.engine.session import Array, GraphSession
-from service.engine.top_logits import TopLogits
+from service.engine.paged_backend.device_blocks import DeviceBlocks
+from service.engine.paged_backend.paged_kv import PagedKV
+from service.engine.paged_backend.paged_runner import PagedRunner
+from service.engine.sampling.top_logits import TopLogits
+from service.engine.sessions.session import Array, GraphSession
 from service.engine.types import SamplingParams
 
 NAME = "captured"

@@ -16,7 +16,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.clock import best_seconds
 from benchmarks.gpu.results import Scribe
 from benchmarks.gpu.roofline import Ceilings
-from model.artifact import Precision
+from model.spec.artifact import Precision
 
 NAME = "ceilings"
 DTYPES = {Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.gpu.workshop import Graphs
-from model.artifact import Device, GraphSpec
-from model.golden import Tolerance
+from model.spec.artifact import Device, GraphSpec
+from model.spec.golden import Tolerance
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.scheduler import EngineLimits
-from service.engine.session import Bindable, Binding, Cuda, GraphSession, SessionOptions
+from service.engine.sessions.session import Bindable, Binding, Cuda, GraphSession, SessionOptions
 from service.engine.types import GenerationRequest, SamplingParams, StepStats, StoppingParams, TokenEvent
 
 OPTIONS = SessionOptions(intra_op_threads=1, allow_spinning=False)

@@ -1,7 +1,7 @@
 """Decoding steps of a graph by itself, at addresses that never change: what a device can capture, nothing around it.
 
 A few rows with blocks of their own, each fed one token a step. Knows the inputs of a decoder over blocks by name
-(`model.artifact.paged_decoder_signature`), and no engine.
+(`model.spec.artifact.paged_decoder_signature`), and no engine.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from benchmarks.gpu.engines import load_session
 from benchmarks.gpu.workshop import Graphs
-from model.artifact import DECODER, ENCODER
-from service.engine.session import Array, Binding, DeviceTensor
+from model.spec.artifact import DECODER, ENCODER
+from service.engine.sessions.session import Array, Binding, DeviceTensor
 
 Int64 = npt.NDArray[np.int64]
 

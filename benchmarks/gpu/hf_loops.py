@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import hf_folder
-from model.config import ModelConfig
-from model.transformer import Transformer
+from model.nn.transformer import Transformer
+from model.spec.config import ModelConfig
 
 
 class TransformersDecode:

@@ -23,7 +23,7 @@ from typing import IO, Protocol
 from benchmarks.gpu.needs import Surroundings
 from benchmarks.gpu.places import ROOT
 from benchmarks.gpu.stages import Stage
-from model.artifact import Device
+from model.spec.artifact import Device
 
 _LOOK_SECONDS = 120.0
 _STOP_SECONDS = 5.0

@@ -2,7 +2,7 @@
 
 Two choices that differ are no error where the oracle itself hardly prefers one: rounding decides there. So a difference
 is told with its gap, how much higher the oracle's own logit of its choice is than that of the other, and is a tie while
-that is at most twice what a logit may be off by (`model.golden`), since both may be off in opposite directions.
+that is at most twice what a logit may be off by (`model.spec.golden`), since both may be off in opposite directions.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from model import reference
-from model.golden import Float32, Tolerance
-from model.transformer import EncoderDecoder, Transformer
+from model.nn import reference
+from model.nn.transformer import EncoderDecoder, Transformer
+from model.spec.golden import Float32, Tolerance
 
 
 @dataclass(frozen=True, slots=True)

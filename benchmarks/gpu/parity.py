@@ -6,7 +6,7 @@ chosen token is held to float32's choice after the same tokens (`benchmarks.gpu.
 hard on agreement: what was trained prefers its choice by more, which models that were brought along can show.
 
 What is promised is promised of ten bits of fraction, fp16's: logits within 2e-2 of their spread, 99 % of greedy choices
-float32's own. bfloat16 has seven, and is held to eight times as much of the spread (`model.golden`) and, for its
+float32's own. bfloat16 has seven, and is held to eight times as much of the spread (`model.spec.golden`) and, for its
 choices, to PyTorch: beside each answer stands what PyTorch itself chooses in the same precision after the same tokens,
 and of ours no more may be other than float32's than of its own, to half a percent.
 """
@@ -27,9 +27,9 @@ from benchmarks.gpu.oracle import Choices, Oracle
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.results import Scribe
 from export.golden_cases import make_cases
-from model.artifact import Precision
-from model.config import ModelConfig
-from model.golden import CaseResult, Tolerance, tolerance_of
+from model.spec.artifact import Precision
+from model.spec.config import ModelConfig
+from model.spec.golden import CaseResult, Tolerance, tolerance_of
 from service.engine.engine import Engine
 from service.engine.scheduler import EngineLimits
 

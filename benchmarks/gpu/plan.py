@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.gpu.places import RECIPE
-from model.artifact import BLOCK_SIZE, CUDA_PRECISIONS, MIN_BLOCK_SIZE, Device, Precision
-from model.config import Activation, Architecture, ModelConfig, Norm, Positions
-from model.presets import resolve
+from model.spec.artifact import BLOCK_SIZE, CUDA_PRECISIONS, MIN_BLOCK_SIZE, Device, Precision
+from model.spec.config import Activation, Architecture, ModelConfig, Norm, Positions
+from model.training.presets import resolve
 
 LARGE = "llama-1.1b"
 """The model that the promises of speed are about."""

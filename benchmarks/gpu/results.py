@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from model.files import write_atomically
+from model.spec.files import write_atomically
 
 RESULTS = "gpu-check.json"
 REST = "the rest"

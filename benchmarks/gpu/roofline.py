@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from model import cost
-from model.config import ModelConfig, Positions
+from model.spec import cost
+from model.spec.config import ModelConfig, Positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,11 @@ from benchmarks.gpu.roofline import Ceilings, Work, decode_work, prefill_work
 from benchmarks.gpu.stages import GRAPH, OURS, TORCH, TRANSFORMERS
 from benchmarks.gpu.torch_loops import TorchDecode
 from benchmarks.gpu.workshop import Graphs
-from model.artifact import Device
-from model.config import ModelConfig
-from model.transformer import DecoderOnly
+from model.nn.transformer import DecoderOnly
+from model.spec.artifact import Device
+from model.spec.config import ModelConfig
 from service.engine.engine import Engine
-from service.engine.kv_memory import plan_kv_memory
+from service.engine.kv.budget import plan_kv_memory
 from service.engine.scheduler import EngineLimits
 from service.engine.types import StepStats
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import SelfAttention, join_heads, split_heads
-from model.positions import rotate
-from model.transformer import Decoder
+from model.nn.attention import SelfAttention, join_heads, split_heads
+from model.nn.positions import rotate
+from model.nn.transformer import Decoder
 
 
 class TorchDecode:

@@ -32,14 +32,14 @@ from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.results import Scribe
 from benchmarks.gpu.workshop import Graphs
 from model import checkpoint, evaluate
-from model.artifact import TARGET_TOKENIZER, TOKENIZER
 from model.checkpoint import Checkpoint
 from model.data import pairs
 from model.data.config import DataConfig
-from model.golden import tolerance_of
-from model.presets import resolve
-from model.tokenizer import EOS_ID, Tokenizer
-from model.transformer import EncoderDecoder, num_parameters
+from model.nn.transformer import EncoderDecoder, num_parameters
+from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER
+from model.spec.golden import tolerance_of
+from model.spec.tokenizer import EOS_ID, Tokenizer
+from model.training.presets import resolve
 from service.engine.scheduler import EngineLimits
 from service.engine.types import GenerationRequest
 

@@ -33,8 +33,10 @@ from benchmarks.gpu.stages import CHECKPOINT
 from export.emit import emit
 from export.graphs import OPSET
 from export.paged import CONTRIB, STAND_IN, MoveGraph, PagedDecoderGraph, PagedEncoderGraph, in_precision
-from model import artifact, checkpoint
-from model.artifact import (
+from model import checkpoint
+from model.nn.transformer import EncoderDecoder, Transformer, build
+from model.spec import artifact
+from model.spec.artifact import (
     CUDA_PRECISIONS,
     DECODER,
     ENCODER,
@@ -49,8 +51,7 @@ from model.artifact import (
     Manifest,
     Precision,
 )
-from model.config import ModelConfig
-from model.transformer import EncoderDecoder, Transformer, build
+from model.spec.config import ModelConfig
 
 _SEED = 0
 _STIR = 0.2

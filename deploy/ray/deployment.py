@@ -20,8 +20,8 @@ from deploy.ray.targets import announced
 from service.app import App
 from service.config import ServeConfig, parse_command_line
 from service.engine.engine import LastRun
-from service.loading import build_engines, load_models, settle_device, share_memory
-from service.tracing import open_tracer
+from service.repository.loading import build_engines, load_models, settle_device, share_memory
+from service.telemetry.exporting import open_tracer
 
 _ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 (what an operator may have asked for)
 

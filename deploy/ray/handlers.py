@@ -19,11 +19,11 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from proto.inference import open_inference_pb2
-from proto.inference.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
-from proto.onward.v1 import generation_pb2, model_pb2
-from proto.onward.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
-from proto.onward.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
+from onward.inference import open_inference_pb2
+from onward.inference.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from onward.v1 import generation_pb2, model_pb2
+from onward.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from onward.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 from service.transport.health import EVERYTHING, HealthServicer
 from service.transport.permissions import MANAGING
 from service.transport.server import SERVICES, TransportLimits

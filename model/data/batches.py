@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from model.tokenizer import BOS_ID, EOS_ID, PAD_ID
+from model.spec.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 Int64 = npt.NDArray[np.int64]
 IGNORED = -100

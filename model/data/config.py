@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from model.config import Architecture
-from model.fields import coerce_enums, from_json_values, to_json_values
+from model.spec.config import Architecture
+from model.spec.fields import coerce_enums, from_json_values, to_json_values
 
 
 class DataConfigError(ValueError):

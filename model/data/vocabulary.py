@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from model.artifact import TARGET_TOKENIZER, TOKENIZER
-from model.config import Architecture, ModelConfig
 from model.data.config import DataConfig, TokenizerKind
 from model.data.corpus import share_of
 from model.data.files import DataError
-from model.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer, TokenizerError
+from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER
+from model.spec.config import Architecture, ModelConfig
+from model.spec.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer, TokenizerError
 from model.tokenizer_training import byte_level_bpe, characters, single_bytes
 
 MAX_UNKNOWN_SHARE = 0.01

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from model.config import Activation
 from model.hf.values import Values
+from model.spec.config import Activation
 
 ACTIVATIONS = {
     "relu": Activation.RELU,

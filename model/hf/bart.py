@@ -12,11 +12,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from model.config import Architecture, ModelConfig, Norm, NormPlacement, Positions
 from model.hf.activations import read_activation
 from model.hf.folder import CONFIG, Stored
 from model.hf.layout import MAX_LAYERS, Described, Layout, Part
 from model.hf.values import Values
+from model.spec.config import Architecture, ModelConfig, Norm, NormPlacement, Positions
 
 _POSITION_OFFSET = 2
 _UNSUPPORTED = ("normalize_before", "add_final_layer_norm")

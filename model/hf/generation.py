@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.config import ModelConfig
-from model.generation import MAX_PATIENCE, GenerationRules, GenerationSettings
 from model.hf.folder import CONFIG, GENERATION, HfFolder
 from model.hf.values import Values, shorten
+from model.spec.config import ModelConfig
+from model.spec.generation import MAX_PATIENCE, GenerationRules, GenerationSettings
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2},

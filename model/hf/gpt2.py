@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from model.config import Architecture, ModelConfig, Norm, NormPlacement, Positions
 from model.hf.activations import read_activation
 from model.hf.folder import CONFIG, Stored
 from model.hf.layout import MAX_LAYERS, Described, Layout, Part
 from model.hf.values import Values
+from model.spec.config import Architecture, ModelConfig, Norm, NormPlacement, Positions
 
 _MATRICES = {
     "self_attention.qkv": "attn.c_attn",

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.artifact import TOKENIZER
-from model.config import Architecture, ConfigError, ModelConfig
-from model.generation import GENERATION
 from model.hf import bart, gpt2, llama
 from model.hf.folder import CONFIG, HfFolder, ImportRefused, Stored, read_folder
 from model.hf.generation import check_tokens, read_tokens
 from model.hf.layout import Described, Layout, Part
 from model.hf.texts import read_chat, read_tokenizers
 from model.hf.values import Values, shorten
+from model.spec.artifact import TOKENIZER
+from model.spec.config import Architecture, ConfigError, ModelConfig
+from model.spec.generation import GENERATION
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from model.transformer import Transformer
+    from model.nn.transformer import Transformer
 
 _SINUSOID_TOLERANCE = 2e-3
 """Sinusoids are at most 1, and half precision rounds them to 5e-4."""
@@ -142,7 +142,7 @@ def write(plan: Plan, out: Path) -> int:
         ValueError: when `out` is a folder of others'.
     """
     from model import checkpoint
-    from model.files import StagedFiles
+    from model.spec.files import StagedFiles
 
     if (out / checkpoint.CONFIG).exists() and not (out / checkpoint.RUN).exists():
         raise ValueError(f"{out} holds a {checkpoint.CONFIG} that is no checkpoint's: it is not overwritten")
@@ -201,7 +201,7 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of a model, none of which is made."""
     import torch
 
-    from model.transformer import build
+    from model.nn.transformer import build
 
     with torch.device("meta"):
         model: Transformer = build(config)
@@ -232,7 +232,7 @@ class _Weights:
         """Tensors that are there twice and not the same, and sinusoids that are none."""
         import torch
 
-        from model.positions import sinusoidal_table
+        from model.nn.positions import sinusoidal_table
 
         problems = [
             f"{self.stored[name].file}: {name} is not what {part.name} is, though they are tied"

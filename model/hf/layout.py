@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from model.config import ModelConfig
 from model.hf.folder import DTYPES, Stored
+from model.spec.config import ModelConfig
 
 Shape = tuple[int, ...]
 

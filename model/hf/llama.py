@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from model.config import Activation, Architecture, LayerType, ModelConfig, Norm, NormPlacement, Positions
 from model.hf.folder import CONFIG, Stored
 from model.hf.layout import MAX_LAYERS, Described, Layout, Part
 from model.hf.rope import read_rope
 from model.hf.values import Values, shorten
+from model.spec.config import Activation, Architecture, LayerType, ModelConfig, Norm, NormPlacement, Positions
 
 _LAYER_TYPES = {"full_attention": LayerType.FULL, "sliding_attention": LayerType.SLIDING}
 _KEY_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}

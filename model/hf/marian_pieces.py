@@ -25,9 +25,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from tokenizers import decoders, models, normalizers, processors
 
-from model.artifact import TARGET_TOKENIZER, TOKENIZER
 from model.hf.folder import TOKENIZER_CONFIG, HfFolder
-from model.tokenizer import CONTROL_MARK
+from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER
+from model.spec.tokenizer import CONTROL_MARK
 
 SOURCE_MODEL, TARGET_MODEL = "source.spm", "target.spm"
 VOCABULARY, TARGET_VOCABULARY = "vocab.json", "target_vocab.json"

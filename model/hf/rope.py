@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from model.config import RopeScaling
 from model.hf.folder import CONFIG
 from model.hf.values import Values, shorten
+from model.spec.config import RopeScaling
 
 TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _DEFAULT_THETA = 10000.0

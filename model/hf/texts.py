@@ -12,12 +12,12 @@ from typing import Any
 
 import tokenizers
 
-from model.artifact import CHAT, TARGET_TOKENIZER, TOKENIZER
-from model.chat import VARIABLES, Chat, ChatSettings, ChatTemplateError, ConversationError, Message
-from model.config import ModelConfig
 from model.hf.folder import TOKENIZER_CONFIG, HfFolder
 from model.hf.values import shorten
-from model.tokenizer import Tokenizer, TokenizerError
+from model.spec.artifact import CHAT, TARGET_TOKENIZER, TOKENIZER
+from model.spec.chat import VARIABLES, Chat, ChatSettings, ChatTemplateError, ConversationError, Message
+from model.spec.config import ModelConfig
+from model.spec.tokenizer import Tokenizer, TokenizerError
 
 CHAT_TEMPLATE = "chat_template.jinja"
 SPECIAL_TOKENS = "special_tokens_map.json"

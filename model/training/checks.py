@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from model.data.batches import Batch
-from model.presets import Recipe
+from model.nn.transformer import num_parameters
 from model.training.config import Schedule, TrainConfig
 from model.training.loop import Loop
 from model.training.parallel import Parallel, alone
+from model.training.presets import Recipe
 from model.training.progress import Progress, Reporter
 from model.training.task import Task
 from model.training.tasks import make_task
 from model.training.trainer import prepare, recipe_config
-from model.transformer import num_parameters
 
 _OVERFIT_STEPS = 300
 _OVERFIT_SHARE = 0.05

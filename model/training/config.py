@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from model.fields import coerce_enums, from_json_values, to_json_values
+from model.spec.fields import coerce_enums, from_json_values, to_json_values
 
 
 class TrainConfigError(ValueError):

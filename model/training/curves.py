@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from model.files import write_atomically
+from model.spec.files import write_atomically
 
 CURVES = "curves.jsonl"
 PICTURE = "curves.png"

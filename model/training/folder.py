@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from model import checkpoint
-from model.config import ModelConfig
-from model.files import StagedFiles, remove_leftovers, write_atomically
+from model.spec.config import ModelConfig
+from model.spec.files import StagedFiles, remove_leftovers, write_atomically
 from model.training import curves, resume
 from model.training.curves import Point
 from model.training.loop import TrainingError

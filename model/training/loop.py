@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Attend, attend, attend_fused
 from model.data.batches import Batch
+from model.nn.attention import Attend, attend, attend_fused
 from model.training.config import TrainConfig, TrainPrecision
 from model.training.optimizers import learning_rate_factor, make_optimizers, set_learning_rates
 from model.training.parallel import Parallel, SetupError, alone

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from model.nn.transformer import Decoder
 from model.training.config import OptimizerName, Schedule, TrainConfig
-from model.transformer import Decoder
 
 
 def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model.checkpoint import write_tensors
-from model.files import StagedFiles
+from model.spec.files import StagedFiles
 from model.training.loop import Loop
 from model.training.parallel import Parallel
 from model.training.task import Scores

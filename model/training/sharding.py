@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from model.layers import DecoderLayer, EncoderLayer
-from model.transformer import EncoderDecoder
+from model.nn.layers import DecoderLayer, EncoderLayer
+from model.nn.transformer import EncoderDecoder
 
 
 def shard(model: nn.Module, device_type: str, num_pieces: int) -> None:

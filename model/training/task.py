@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from model.data.batches import Batch
-from model.tokenizer import Tokenizer
-from model.transformer import Transformer
+from model.nn.transformer import Transformer
+from model.spec.tokenizer import Tokenizer
 
 Scores = Mapping[str, float | str]
 """Figures by name; a text is how a figure of nearly the same name was computed, such as sacrebleu's signature."""

@@ -15,20 +15,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from model import evaluate
-from model.artifact import TARGET_TOKENIZER, TOKENIZER
-from model.config import Architecture, ModelConfig
 from model.data import dates, documents, pairs, stdlib, vocabulary
 from model.data.batches import Batch, LengthBuckets, Pair, Windows, pack
 from model.data.config import DataConfig, DataSource
 from model.data.corpus import Corpus, Document, Side, TextPair, in_hash_order, sample, side_facts
 from model.data.files import DataError
 from model.data.vocabulary import Tokenizers
-from model.presets import Recipe
-from model.tokenizer import Tokenizer
+from model.nn.transformer import DecoderOnly, EncoderDecoder, Transformer
+from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER
+from model.spec.config import Architecture, ModelConfig
+from model.spec.tokenizer import Tokenizer
 from model.tokenizer_training import CODE_PATTERN
 from model.training.config import TrainConfig
+from model.training.presets import Recipe
 from model.training.task import Criterion, Scores, Task, TaskError
-from model.transformer import DecoderOnly, EncoderDecoder, Transformer
 
 MAX_VALIDATION_PAIRS = 500
 """A run under way is scored on at most so many pairs, the same ones each time."""

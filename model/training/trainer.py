@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from model import cost
-from model.presets import Recipe
+from model.nn.transformer import Transformer, build, num_parameters
+from model.spec import cost
 from model.training import curves, resume
 from model.training.config import TrainConfig
 from model.training.curves import CurveLog, Point
@@ -37,11 +37,11 @@ from model.training.interruption import Interrupted, Interruption
 from model.training.loop import Loop, StopRequested, TrainingError, Update
 from model.training.meter import Meter
 from model.training.parallel import Parallel, ParallelError, alone
+from model.training.presets import Recipe
 from model.training.progress import Progress, Reporter
 from model.training.resume import Best, RunState
 from model.training.task import Scores, Task, TaskError
 from model.training.tasks import fit_vocabulary, make_task
-from model.transformer import Transformer, build, num_parameters
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "babel")
 # What the weights after a step do not depend on, or only to rounding: that much of a recipe may change on resuming.

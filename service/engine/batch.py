@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from model.cost import causal_pairs
+from model.spec.cost import causal_pairs
 from service.engine.logits import LogitsRules
 from service.engine.types import SamplingParams
 

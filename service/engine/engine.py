@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.cost import causal_pairs
-from model.golden import CaseResult, GoldenCase, Tolerance, compare
+from model.spec.cost import causal_pairs
+from model.spec.golden import CaseResult, GoldenCase, Tolerance, compare
 from service.engine.batch import KVFree, KVRetain, ScheduledBatch
-from service.engine.calibration import calibrate, rounds
-from service.engine.failure import report_failure
-from service.engine.look_up_proof import find_difference
-from service.engine.plan import Pieces
-from service.engine.replay import replay_all
-from service.engine.runner import Runner
-from service.engine.sampler import Sampler
+from service.engine.chunks import ChunkRules
+from service.engine.proof.calibration import calibrate, rounds
+from service.engine.proof.chunk_proof import find_difference
+from service.engine.proof.replay import replay_all
+from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import Scheduler
+from service.engine.slots_backend.runner import Runner
 from service.engine.types import GenerationRequest, StepOutput, StepStats
+from service.errors import report_failure
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Engine:
         return self._scheduler.num_waiting
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> ChunkRules:
         """How it cuts and pads what it computes: for life."""
         return self._scheduler.pieces
 
@@ -186,7 +186,7 @@ class Engine:
 
         Args:
             cases: what PyTorch answered.
-            tolerance: how far a logit may be off; `model.golden.TOLERANCES` has one for each precision.
+            tolerance: how far a logit may be off; `model.spec.golden.TOLERANCES` has one for each precision.
 
         Raises:
             RuntimeError: when requests live here, whose K/V the replay would overwrite.
@@ -214,7 +214,7 @@ class Engine:
         do: it is for whoever builds it, once. Nothing that was kept for later requests outlives it.
 
         Args:
-            cases: golden cases, of which one sequence is computed (`service.engine.look_up_proof`).
+            cases: golden cases, of which one sequence is computed (`service.engine.proof.chunk_proof`).
 
         Raises:
             RuntimeError: when requests live here, whose K/V it would overwrite.
@@ -232,7 +232,7 @@ class Engine:
             _LOGGER.warning("%s: no tokens are guessed by look-up: %s", self._name, problem)
 
     def calibrate(self, max_seconds: float, goes_on: Callable[[], bool] = lambda: True) -> tuple[StepStats, ...]:
-        """Runs steps of a few sizes for so long at most (`service.engine.calibration`), to learn how long they take.
+        """Runs steps of a few sizes, to learn how long they take (`service.engine.proof.calibration`).
 
         Nothing that was kept for later requests outlives it, and other engines of the thread hear nothing of it. Tokens
         are computed one by one.

@@ -8,13 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from model.artifact import DECODER, ENCODER, MOVE, PREFILL, KVLayout, Manifest
-from model.artifact import Device as BuiltFor
-from service.engine.device_blocks import DeviceBlocks
+from model.spec.artifact import DECODER, ENCODER, MOVE, PREFILL, KVLayout, Manifest
+from model.spec.artifact import Device as BuiltFor
 from service.engine.engine import Engine, LastRun
 from service.engine.intake import ModelShape
-from service.engine.kv_cache import SlotKV
-from service.engine.kv_memory import (
+from service.engine.kv.budget import (
     check_device_memory,
     check_host_memory,
     check_memory,
@@ -22,17 +20,19 @@ from service.engine.kv_memory import (
     plan_kv_memory,
     ready_bytes,
 )
-from service.engine.look_up_proof import describe_foreign, find_obstacles
-from service.engine.memory import resident_bytes
-from service.engine.paged_kv import HostBlocks, PagedKV
-from service.engine.paged_runner import PagedRunner
-from service.engine.prefill_provider import openvino_for
-from service.engine.runner import OrtRunner, Runner
-from service.engine.sampler import Sampler
+from service.engine.kv.process_memory import resident_bytes
+from service.engine.paged_backend.device_blocks import DeviceBlocks
+from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
+from service.engine.paged_backend.paged_runner import PagedRunner
+from service.engine.proof.chunk_proof import describe_foreign, find_obstacles
+from service.engine.sampling.sampler import Sampler
+from service.engine.sampling.text import Decode
+from service.engine.sampling.top_logits import TopLogits
 from service.engine.scheduler import EngineLimits, Scheduler
-from service.engine.session import Cuda, GraphSession, SessionOptions, cuda_free_bytes
-from service.engine.text import Decode
-from service.engine.top_logits import TopLogits
+from service.engine.sessions.prefill_provider import openvino_for
+from service.engine.sessions.session import Cuda, GraphSession, SessionOptions, cuda_free_bytes
+from service.engine.slots_backend.kv_cache import SlotKV
+from service.engine.slots_backend.runner import OrtRunner, Runner
 from service.engine.types import Device, PrefillProvider
 from service.errors import StartupError
 
@@ -57,7 +57,7 @@ def build_engine(
 
     Args:
         folder: the artifact.
-        manifest: its manifest, already checked against the files (`model.artifact.load`).
+        manifest: its manifest, already checked against the files (`model.spec.artifact.load`).
         decode: output ids to text, special tokens skipped; for requests with stop strings.
         limits: slots and step sizes.
         options: threads.

@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from model.generation import NO_WISHES, GenerationRules
-from service.engine.beam import BeamSearch
+from model.spec.generation import NO_WISHES, GenerationRules
 from service.engine.logits import LogitsRules, make_beam_rules, make_rules, make_wishes
+from service.engine.queueing.waiting import due_time
+from service.engine.sampling.beam import BeamSearch
+from service.engine.sampling.text import Decode, TextStream
 from service.engine.sequence import Sequence, SequenceGroup
-from service.engine.text import Decode, TextStream
 from service.engine.types import GenerationRequest
-from service.engine.waiting import due_time
 from service.errors import InvalidRequest, PromptTooLong
 
 
@@ -39,7 +39,7 @@ class ModelShape:
 
     @property
     def why_unguessed(self) -> str | None:
-        """Why none of its tokens can be guessed ahead (`service.engine.look_up`); None where some can."""
+        """Why none of its tokens can be drafted (`service.engine.speculation.prompt_lookup`); None where some can."""
         if self.is_encoder_decoder:
             return "its decoder computes token by token"
         if names := list(dict.fromkeys(name for name, _ in self.generation.named_ids)):
@@ -54,7 +54,7 @@ class Intake:
         model: what the model dictates.
         decode: ids to text, for requests with stop strings.
         draw_seed: a fresh uint64 for each request that brings no seed.
-        patience: how long a request may be overtaken by its equals, in seconds; see `service.engine.waiting`.
+        patience: how long a request may be overtaken by its equals, in seconds; see `service.engine.queueing.waiting`.
     """
 
     def __init__(

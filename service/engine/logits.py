@@ -6,7 +6,7 @@ repetition, frequency and presence penalty, all of it before temperature. Masks 
 finite numbers only; what is masked stays masked, so the outcome is the same as with vLLM's, which come first. That no
 n-gram may occur twice is Hugging Face's rule (after Paulus et al., 2017), which vLLM does not have.
 
-What the model itself wants (`model.generation`) comes after what the request asks for, and what it forces last.
+What the model itself wants (`model.spec.generation`) comes after what the request asks for, and what it forces last.
 
 A rule reads the request and the request's own tokens and nothing else. Knows no slots, no sampling and no text.
 """
@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from model.generation import GenerationRules
+from model.spec.generation import GenerationRules
 from service.engine.types import BeamSearchParams, SamplingArrays, SamplingParams, StoppingParams
 
 Float32 = npt.NDArray[np.float32]

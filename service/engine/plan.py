@@ -1,7 +1,7 @@
 """One step under construction: sequences in, a `ScheduledBatch` out.
 
-Holds the two rules that the scheduler's promises rest on: how a sequence is cut into pieces (`Pieces`, a function of
-the sequence alone) and how much prefill fits into a step (`StepPlan`). Changes no sequence and takes no slot.
+Holds how much prefill fits into a step; how a sequence is cut into chunks is `service.engine.chunks`'. Changes no
+sequence and takes no slot.
 """
 
 from __future__ import annotations
@@ -13,66 +13,17 @@ from dataclasses import dataclass
 from service.engine.batch import (
     BeamRow,
     DecodeRow,
-    EncodeGroup,
     EncodeRow,
     KVOperation,
     PrefillChunk,
-    PrefillGroup,
     PrefillRow,
     SampleRow,
     ScheduledBatch,
     ScoreRow,
 )
+from service.engine.chunks import ChunkRules
+from service.engine.kv.slots import SlotTable
 from service.engine.sequence import Sequence, SequenceGroup
-from service.engine.slots import SlotTable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
-    """How work is cut and padded, in tokens.
-
-    Prompts are cut at multiples of `chunk`, and what begins one is padded to a multiple of `prompt_padding` if it has
-    at most `short_prompt` tokens, so that such beginnings can be computed together. Sources are padded to multiples of
-    `source_padding`. Nothing is padded beyond a chunk or a context.
-    """
-
-    chunk: int
-    context: int
-    prompt_padding: int
-    short_prompt: int
-    source_padding: int
-    source_context: int
-
-    def next_length(self, sequence: Sequence, num_computed: int) -> int:
-        """Tokens of the piece that follows the first `num_computed`; 0 when nothing is left."""
-        boundary = (num_computed // self.chunk + 1) * self.chunk
-        return min(boundary, sequence.num_tokens) - num_computed
-
-    def is_short(self, start: int, length: int) -> bool:
-        """Whether the piece `[start, start + length)` of a prompt is a beginning to be padded."""
-        return start == 0 and 1 < length <= min(self.short_prompt, self.chunk)
-
-    def padded_prompt_length(self, length: int) -> int:
-        """Length in which a short beginning of `length` tokens is computed."""
-        return min(_round_up(length, self.prompt_padding), self.chunk, self.context)
-
-    def group_prompts(self, rows: Iterable[PrefillRow]) -> tuple[PrefillGroup, ...]:
-        """Short beginnings by padded length, so that each is computed in the shape that it would have alone."""
-        groups: dict[int, list[PrefillRow]] = {}
-        for row in rows:
-            groups.setdefault(self.padded_prompt_length(len(row.token_ids)), []).append(row)
-        return tuple(PrefillGroup(length, tuple(members)) for length, members in groups.items())
-
-    def padded_source_length(self, length: int) -> int:
-        """Length that the encoder sees for a source of `length` tokens; 0 where there is no source."""
-        return min(_round_up(length, self.source_padding), self.source_context)
-
-    def group_sources(self, rows: Iterable[EncodeRow]) -> tuple[EncodeGroup, ...]:
-        """Sources by padded length, so that each is encoded in the shape that it would have alone."""
-        groups: dict[int, list[EncodeRow]] = {}
-        for row in rows:
-            groups.setdefault(self.padded_source_length(len(row.token_ids)), []).append(row)
-        return tuple(EncodeGroup(length, tuple(members)) for length, members in groups.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +42,7 @@ class StepPlan:
     more, so that none overtakes.
     """
 
-    def __init__(self, pieces: Pieces, max_prefill_tokens: int, num_slots: int) -> None:
+    def __init__(self, pieces: ChunkRules, max_prefill_tokens: int, num_slots: int) -> None:
         self._pieces = pieces
         self._max_prefill_tokens = max_prefill_tokens
         self._next_logits = num_slots
@@ -132,7 +83,7 @@ class StepPlan:
     def feed(self, slot: int, sequence: Sequence) -> None:
         """Takes the next piece of the sequence in `slot`, and while they are chunks and fit, the pieces after it."""
         computed = sequence.num_computed_tokens
-        length = self._pieces.next_length(sequence, computed)
+        length = self._pieces.next_length(sequence.num_tokens, computed)
         if length == 1:
             self._decode_slots.append(slot)
             # The only piece of its row in this step, so that its logits stay where they are.
@@ -148,7 +99,7 @@ class StepPlan:
                 is_end = computed + length == sequence.num_tokens
                 self._prefills.append(PrefillChunk(slot, computed, token_ids, num_scored, wants_logits=is_end))
             computed += length
-            length = self._pieces.next_length(sequence, computed)
+            length = self._pieces.next_length(sequence.num_tokens, computed)
         if computed == sequence.num_tokens and sequence.group.generates:
             self._choose(slot, sequence)
 
@@ -226,7 +177,7 @@ class StepPlan:
             is_there = group.has_source or num_at_hand or source in self._sources
             return 0 if is_there else self._pieces.padded_source_length(len(source))
         start = leader.num_computed_tokens + num_at_hand
-        length = self._pieces.next_length(leader, start)
+        length = self._pieces.next_length(leader.num_tokens, start)
         return self._cost(group, start, length) if length > 1 else 0
 
     def _is_padded(self, group: SequenceGroup, start: int, length: int) -> bool:
@@ -249,10 +200,6 @@ class StepPlan:
         if not self._is_full:
             self._num_prefill_tokens += num_tokens
         return not self._is_full
-
-
-def _round_up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
 
 
 def _decode_row(sequence: Sequence, *, is_padding: bool) -> DecodeRow:

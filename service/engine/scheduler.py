@@ -6,9 +6,9 @@ token joins the batched run, a longer one is a prefill chunk of its own, but for
 those of one padded length run together. So the shapes that a request meets are a function of that request alone; only
 how many rows share a run depends on the company.
 
-Requests get rows by priority. Among equals each tenant has its share (`service.engine.tenants`), and a tenant's own
-go by when they are due, which is first come, first served unless `patience_seconds` lets earlier deadlines overtake.
-What is promised, and checked by the tests, with one tenant:
+Requests get rows by priority. Among equals each tenant has its share (`service.engine.queueing.tenants`), and a
+tenant's own go by when they are due, which is first come, first served unless `patience_seconds` lets earlier deadlines
+overtake. What is promised, and checked by the tests, with one tenant:
 
 * Every sequence in a slot advances by a piece or more in every step.
 * Chunks are computed in the order of arrival, and one that does not fit into a step comes first in the next: while
@@ -16,8 +16,8 @@ What is promised, and checked by the tests, with one tenant:
 * Running rows wait, per step, for `max_prefill_tokens` of prompts at most, or for one source that is longer than that.
 * A new request starts in the first step that finds it at the head of the queue with its rows, the K/V memory of its
   worst case and prefill budget free. No request of the queue starts before its head: among equals, each comes to its
-  turn, as only those that arrive within its patience can still be put ahead of it (`service.engine.waiting`). Only
-  where what is saved of preempted requests leaves no room for it, these go on first.
+  turn, as only those that arrive within its patience can still be put ahead of it (`service.engine.queueing.waiting`).
+  Only where what is saved of preempted requests leaves no room for it, these go on first.
 * If what the head waits for is held by less urgent requests that run, it starts at once: the least urgent of them go,
   or the one that is being prefilled; their K/V are saved, and they go on later as if nothing had happened.
 
@@ -35,7 +35,8 @@ And with any number of them:
   cannot be over in time any more (`start_by`) never gets one.
 * A request that wants what there is (`end_by`) ends with a step, as soon as another one that takes as long as the
   longest of the recent ones would end too late for it.
-* A row that computes alone may be guessed ahead (`service.engine.look_up`), and gets the tokens that it would get one
+* A row that computes alone may be guessed ahead (`service.engine.speculation.prompt_lookup`), and gets the tokens that
+it would get one
   by one; never past its end, so that it writes no further than it has reserved.
 * Every output of a request has one last event, and every request that `add` accepted exactly one terminal event.
 
@@ -52,21 +53,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from service.engine.batch import ScheduledBatch
-from service.engine.beam import Hypothesis
-from service.engine.contention import Preemption, StepOrder
-from service.engine.deadlines import Deadlines
-from service.engine.failure import report_failure
+from service.engine.chunks import ChunkRules
 from service.engine.intake import Intake, ModelShape
-from service.engine.kv_ledger import KVBudget, KVLedger
-from service.engine.look_up import LookUp
-from service.engine.pace import Pace
-from service.engine.plan import Pieces, Planned, StepPlan
-from service.engine.sampler import Expansion, SampledToken
+from service.engine.kv.ledger import KVBudget, KVLedger
+from service.engine.plan import Planned, StepPlan
+from service.engine.queueing.contention import Preemption, StepOrder
+from service.engine.queueing.deadlines import Deadlines
+from service.engine.queueing.step_timing import Pace
+from service.engine.queueing.tenants import Tenants
+from service.engine.sampling.beam import Hypothesis
+from service.engine.sampling.sampler import Expansion, SampledToken
+from service.engine.sampling.text import Decode
 from service.engine.sequence import Sequence, SequenceGroup
-from service.engine.tenants import Tenants
-from service.engine.text import Decode
+from service.engine.speculation.prompt_lookup import LookUp
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
-from service.errors import EngineFailed, InvalidRequest, RequestTooLarge, StartupError
+from service.errors import EngineFailed, InvalidRequest, RequestTooLarge, StartupError, report_failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ class Scheduler:
         self._context, self._source_context = model.context, model.source_context or 0
         self._limits = limits
         self._intake = Intake(model, decode, draw_seed, limits.patience_seconds)
-        self.pieces = Pieces(
+        self.pieces = ChunkRules(
             chunk=1 if model.is_encoder_decoder else limits.prefill_chunk,
             context=model.context,
             prompt_padding=limits.prompt_padding,
@@ -433,7 +434,8 @@ class Scheduler:
         plan = StepPlan(self.pieces, self._limits.max_prefill_tokens, self._limits.max_batch_size)
         prompts = {}
         for slot, sequence in enumerate(self._ledger.slots):
-            if self._tenants.are_several and self.pieces.next_length(sequence, sequence.num_computed_tokens) > 1:
+            num_left = self.pieces.next_length(sequence.num_tokens, sequence.num_computed_tokens)
+            if self._tenants.are_several and num_left > 1:
                 prompts[sequence.group] = sequence
             else:
                 plan.feed(slot, sequence)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from service.engine.beam import BeamSearch
+from service.engine.chunks import CachedChunk
 from service.engine.logits import LogitsRules
-from service.engine.look_up import LookUp
-from service.engine.prefix_cache import KeptPiece
-from service.engine.text import TextStream
+from service.engine.sampling.beam import BeamSearch
+from service.engine.sampling.text import TextStream
+from service.engine.speculation.prompt_lookup import LookUp
 from service.engine.types import FinishReason, GenerationRequest, PromptScoring, RequestTimings
 
 
@@ -41,12 +41,12 @@ class SequenceGroup:
     first token is chosen there is one K/V row for all of them, the first one's; `is_forked` says that each has its own.
 
     `order` is its place in the order in which requests were queued, `due` when its turn should have come: see
-    `service.engine.waiting`. `max_num_tokens` is where an output must end at the latest.
+    `service.engine.queueing.waiting`. `max_num_tokens` is where an output must end at the latest.
     `source_token_ids` are an encoder-decoder's prompt, `has_source` says whether their K/V are in the rows.
     `prompt_token_ids` are the decoder's as they were given: where nothing is to be generated, the last of them is
     scored but never fed, so that the sequence ends before it. `handles` are where the rows of a preempted request are
     kept, by sequence; `kept` is the last of the chunks that are kept of its prompt. Until the step `spared_until` no
-    other tenant's request of its priority takes its rows (`service.engine.tenants`).
+    other tenant's request of its priority takes its rows (`service.engine.queueing.tenants`).
     """
 
     request: GenerationRequest
@@ -61,7 +61,7 @@ class SequenceGroup:
     is_forked: bool = False
     has_source: bool = False
     handles: tuple[int, ...] = ()
-    kept: KeptPiece | None = None
+    kept: CachedChunk | None = None
     num_cached_tokens: int = 0
     spared_until: int = 0
     scheduled_time: float | None = None

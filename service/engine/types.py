@@ -90,9 +90,9 @@ class StoppingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """Beam search in place of sampling. What each value does: `service.engine.beam`.
+    """Beam search in place of sampling. What each value does: `service.engine.sampling.beam`.
 
-    A `patience` of None is the model's own (`model.generation`).
+    A `patience` of None is the model's own (`model.spec.generation`).
     """
 
     beam_size: int
@@ -129,8 +129,8 @@ class GenerationRequest:
     still waits for its first step by then, as it could not be over in time. Moments in `time.monotonic()` seconds, as
     is `arrival_time`.
 
-    Of several tenants each gets a share of the engine by its `weight`, which is above 0 (`service.engine.tenants`). An
-    id is unique among all tenants.
+    Of several tenants each gets a share of the engine by its `weight`, which is above 0
+    (`service.engine.queueing.tenants`). An id is unique among all tenants.
 
     `sampling_arrays` are those of `sampling`, where they were made off the engine thread; None leaves them to that.
     """
@@ -242,9 +242,9 @@ class StepStats:
     row are its tokens, the one that is fed included, and its source's. Windows, which some layers may have, are left
     aside: the operators compute what lies before them and throw it away.
 
-    A row that decodes alone may be fed `num_draft_tokens` guesses besides (`service.engine.look_up`), of which
-    `num_accepted_tokens` came true: as many steps were saved, and these are in `num_tokens` and have their pairs told.
-    The others were computed in vain, as padding is.
+    A row that decodes alone may be fed `num_draft_tokens` guesses besides (`service.engine.speculation.prompt_lookup`),
+    of which `num_accepted_tokens` came true: as many steps were saved, and these are in `num_tokens` and have their
+    pairs told. The others were computed in vain, as padding is.
     """
 
     start_time: float = 0.0

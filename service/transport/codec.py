@@ -1,7 +1,7 @@
 """Protobuf to values and back: requests validated field by field, answers put together. No protobuf goes further in.
 
 An invalid field is named by its full path, with its value and its limit. Knows the operator's limits but no model; what
-depends on one (token ids, lengths in tokens, whether there is a template) is `service.models`' to check.
+depends on one (token ids, lengths in tokens, whether there is a template) is `service.repository.models`' to check.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sized
 from typing import Any, Literal
 
-from model.artifact import AttentionKind
-from model.chat import Message
-from model.generation import MAX_PATIENCE
-from proto.onward.v1 import generation_pb2 as pb
+from model.spec.artifact import AttentionKind
+from model.spec.chat import Message
+from model.spec.generation import MAX_PATIENCE
+from onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
-from service.costing import Cost
 from service.engine.types import (
     BeamSearchParams,
     FinishReason,
@@ -26,10 +25,11 @@ from service.engine.types import (
     TokenLogprobs,
 )
 from service.errors import InvalidRequest
-from service.explaining import ExplainCall, Explanation
-from service.forecast import Estimate
+from service.explain.explaining import ExplainCall, Explanation
+from service.forecasting.costing import Cost
+from service.forecasting.prediction import Estimate
 from service.generator import GenerateCall, Outcome
-from service.models import Conversation, Prompt
+from service.repository.models import Conversation, Prompt
 from service.scoring import Score, ScoreCall
 
 FINISH_REASONS: Mapping[FinishReason, pb.FinishReason.ValueType] = {

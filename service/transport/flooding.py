@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from time import monotonic
 
-from service.engine.memory import resident_bytes
+from service.engine.kv.process_memory import resident_bytes
 from service.transport.connections import found, open_descriptors
 
 _LOOK_SECONDS = 0.05

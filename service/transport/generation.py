@@ -12,16 +12,16 @@ from typing import Any
 
 import grpc
 
-from model.tokenizer import Tokenizer
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer
+from model.spec.tokenizer import Tokenizer
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceServicer
 from service.access import current_caller
 from service.config import RequestLimits
 from service.errors import InvalidRequest, RequestError
-from service.explainer import Explainer
+from service.explain.explainer import Explainer
 from service.generator import Accepted, Finished, GenerateCall, Generator, Outcome, Part, Piece, PromptScores
-from service.models import Models, ServedModel, check_ids, text_size
-from service.text_pool import LONG_BYTES, TextPool
+from service.process.text_pool import LONG_BYTES, TextPool
+from service.repository.models import Models, ServedModel, check_ids, text_size
 from service.transport import codec
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -24,9 +24,9 @@ from google.protobuf.message import DecodeError
 from prometheus_client import Counter
 
 from service.access import Access, Allowance
-from service.allowance import shortfall
 from service.errors import AnswerTooLarge, ClientStalled, RateLimited
-from service.tracing import NoTracer, Tracer
+from service.forecasting.deadline_margin import shortfall
+from service.telemetry.tracing import NoTracer, Tracer
 from service.transport.flooding import FloodGuard
 from service.transport.places import claim, current_place, stall_after
 from service.transport.receiving import OpenStream, Receiver, bounded, in_steps

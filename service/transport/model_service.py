@@ -7,14 +7,14 @@ from typing import Any
 
 import grpc
 
-from model.artifact import Device
-from model.config import Architecture
-from model.golden import CaseResult
-from proto.onward.v1 import model_pb2 as pb
-from proto.onward.v1.model_pb2_grpc import ModelServiceServicer
+from model.spec.artifact import Device
+from model.spec.config import Architecture
+from model.spec.golden import CaseResult
+from onward.v1 import model_pb2 as pb
+from onward.v1.model_pb2_grpc import ModelServiceServicer
 from service.config import ServeConfig
-from service.library import Library
-from service.models import Models, ModelState, Parity, ServedModel
+from service.repository.library import Library
+from service.repository.models import Models, ModelState, Parity, ServedModel
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import grpc
 
-from proto.inference import open_inference_pb2 as oip
-from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceServicer
+from onward.inference import open_inference_pb2 as oip
+from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from service.config import RequestLimits
 from service.errors import InvalidRequest, RequestError, UnknownModel
 from service.generator import Accepted, Finished, Generator, Outcome, Piece
-from service.library import Library
-from service.models import Models, ModelState
+from service.repository.library import Library
+from service.repository.models import Models, ModelState
 from service.transport import codec
 from service.transport.interceptors import each_request
 from service.transport.oip_codec import (

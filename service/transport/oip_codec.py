@@ -17,8 +17,8 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from proto.inference import open_inference_pb2 as oip
-from proto.onward.v1 import generation_pb2 as pb
+from onward.inference import open_inference_pb2 as oip
+from onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
 from service.engine.types import FinishReason
 from service.errors import InvalidRequest

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import grpc
 from grpc_reflection.v1alpha import reflection
 
-from proto.inference import open_inference_pb2
-from proto.inference.open_inference_pb2_grpc import (
+from onward.inference import open_inference_pb2
+from onward.inference.open_inference_pb2_grpc import (
     GRPCInferenceServiceServicer,
     add_GRPCInferenceServiceServicer_to_server,
 )
-from proto.onward.v1 import generation_pb2, model_pb2
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
-from proto.onward.v1.model_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
+from onward.v1 import generation_pb2, model_pb2
+from onward.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+from onward.v1.model_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
 from service.errors import StartupError
 from service.transport.concurrency import CallLimit
 from service.transport.health import CHECK, EVERYTHING, WATCH, HealthServicer, add_health

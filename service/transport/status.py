@@ -15,7 +15,6 @@ from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from service.engine.failure import report_failure
 from service.errors import (
     AnswerTooLarge,
     ClientStalled,
@@ -35,6 +34,7 @@ from service.errors import (
     Unauthenticated,
     UnknownModel,
     UnsupportedFeature,
+    report_failure,
 )
 
 STATUS_CODES: Mapping[type[RequestError], grpc.StatusCode] = {

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.artifact import AttentionKind
-from model.chat import Message
-from proto.onward.v1 import generation_pb2 as pb
+from model.spec.artifact import AttentionKind
+from model.spec.chat import Message
+from onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
 from service.engine.types import (
     BeamSearchParams,
@@ -21,9 +21,9 @@ from service.engine.types import (
     TokenLogprobs,
 )
 from service.errors import InvalidRequest
-from service.explaining import AttentionMatrix, ExplainCall, Explanation
+from service.explain.explaining import AttentionMatrix, ExplainCall, Explanation
 from service.generator import GenerateCall, Outcome
-from service.models import Conversation
+from service.repository.models import Conversation
 from service.scoring import Score, ScoreCall
 from service.transport import codec
 from service.transport.model_service import describe_capabilities

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.config import Architecture, ModelConfig
+from model.spec.config import Architecture, ModelConfig
 from service.engine.batch import KVCopy, KVDrop, KVFree, KVOperation, KVRestore, KVSave
-from service.engine.blocks import SCRATCH, PoolExhausted
-from service.engine.kv_cache import KVCache, SlotKV
-from service.engine.paged_kv import HostBlocks, PagedKV
+from service.engine.kv.blocks import SCRATCH, PoolExhausted
+from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
+from service.engine.slots_backend.kv_cache import KVCache, SlotKV
 
 Float32 = npt.NDArray[np.float32]
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from service.engine.types import FinishReason, RequestTimings, StepStats
 from service.errors import DeadlineExceeded, Overloaded, PromptTooLong
-from service.metrics import TIME_BUCKETS, Metrics, Objectives, RequestRecord
+from service.telemetry.metrics import TIME_BUCKETS, Metrics, Objectives, RequestRecord
 
 GAUGES = {
     "num_requests_running",

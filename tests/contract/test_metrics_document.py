@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
 
 import yaml
 from prometheus_client import CollectorRegistry
 
-from service.metrics import Metrics, Objectives
-from service.vllm_names import VllmNames
+from service.telemetry.metrics import Metrics, Objectives
+from service.telemetry.vllm_names import VllmNames
+from tests.environment import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "metrics.md"
 UNITS = {"seconds": "s", "bytes": "bytes", "ratio": "0 to 1", "tokens": "tokens"}
 # What is not the same samples under another name.

@@ -19,9 +19,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from benchmarks.dashboard import DASHBOARD, read_panels
 from deploy.grafana import dashboard
 from service.config import ServeConfig
-from service.metrics import Metrics, Objectives
+from service.telemetry.metrics import Metrics, Objectives
+from tests.environment import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 RULES = sorted((PROMETHEUS / "rules").glob("*.yml"))
 TESTS = sorted((PROMETHEUS / "tests").glob("*.yml"))

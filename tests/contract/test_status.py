@@ -10,7 +10,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from proto.onward.v1.generation_pb2 import TokenIds
+from onward.v1.generation_pb2 import TokenIds
 from service.errors import (
     DeadlineUnreachable,
     EngineFailed,

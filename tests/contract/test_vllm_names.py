@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.engine.types import FinishReason, RequestTimings, StepStats
 from service.errors import EngineFailed, Overloaded, PromptTooLong
-from service.metrics import OUTCOMES, Metrics, ModelMetrics, RequestRecord
-from service.vllm_names import FINISHED_REASONS, VllmNames
+from service.telemetry.metrics import OUTCOMES, Metrics, ModelMetrics, RequestRecord
+from service.telemetry.vllm_names import FINISHED_REASONS, VllmNames
 
 LABELS = {"model_name": "m", "engine": "0"}
 

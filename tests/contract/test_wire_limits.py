@@ -18,13 +18,13 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proto.inference import open_inference_pb2
-from proto.onward.v1 import generation_pb2, model_pb2
-from proto.onward.v1 import generation_pb2 as pb
+from onward.inference import open_inference_pb2
+from onward.v1 import generation_pb2, model_pb2
+from onward.v1 import generation_pb2 as pb
 from service.app import App
 from service.config import RequestLimits
 from service.errors import InvalidRequest, PromptTooLong
-from service.models import Models
+from service.repository.models import Models
 from service.transport import wire_limits
 from service.transport.server import SERVICES
 from service.transport.wire_limits import FREE, MAX_FIELDS, Limit, WireLimits, request_limits

@@ -31,10 +31,10 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from proto.inference import open_inference_pb2 as oip
-from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.inference import open_inference_pb2 as oip
+from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.faults.bounds import LOOK_SECONDS, SLICE_BYTES
 from tests.faults.http2 import Connection, code, frame, headers, literal, message_header, varint
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model import artifact
+from model.spec import artifact
 from service.config import ServeConfig
-from service.engine.kv_memory import _WORKSPACE_BYTES, memory_needs, step_bytes
+from service.engine.kv.budget import _WORKSPACE_BYTES, memory_needs, step_bytes
 from service.engine.scheduler import EngineLimits
-from service.exposition import _MAX_CONNECTIONS, _MAX_ONE_WRITE_BYTES, _MAX_REQUEST_BYTES
+from service.telemetry.exposition import _MAX_CONNECTIONS, _MAX_ONE_WRITE_BYTES, _MAX_REQUEST_BYTES
 from service.transport.flooding import _GROWTH_BYTES, _LOOK_SECONDS, _SPARE_BYTES, _UNREAD_BYTES
 from service.transport.places import _NUM_COPIES, MAX_ANSWER_BYTES
 from service.transport.receiving import MAX_BYTES

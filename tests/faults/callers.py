@@ -8,15 +8,14 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import grpc
 
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.environment import ROOT
 from tests.faults.process import DECODER, greedy, streamed, until
 
-ROOT = Path(__file__).parents[2]
 TRITON_CLIENT = ROOT / "tests" / "integration" / "triton_client.py"
 NUM_STREAMS, NUM_CALLERS = 6, 4
 LONG, SHORT = greedy(DECODER, max_tokens=250), greedy(DECODER, max_tokens=8)

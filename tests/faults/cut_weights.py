@@ -14,10 +14,10 @@ from typing import Any
 
 import onnxruntime
 
-from service import library
 from service.__main__ import main
 from service.engine.engine import Engine
-from service.models import Parity, ServedModel
+from service.repository import library
+from service.repository.models import Parity, ServedModel
 
 CUT, BEFORE, AFTER = "cut", "before", "after"
 _make, _prove = onnxruntime.InferenceSession, library.prove

@@ -15,7 +15,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from proto.inference import open_inference_pb2 as oip
+from onward.inference import open_inference_pb2 as oip
 from tests.faults.process import MODELS
 
 _MAX_DEPTH = 4

@@ -24,13 +24,12 @@ from typing import Any
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from model import artifact
-from model.chat import ChatSettings
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from model.spec import artifact
+from model.spec.chat import ChatSettings
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.artifacts import tiny_artifact
 
-ROOT = Path(__file__).parents[2]
 DECODER, TRANSLATOR = "decoder-only", "encoder-decoder"
 MODELS = (DECODER, TRANSLATOR)
 LONG = "long"

@@ -14,9 +14,9 @@ import pytest
 
 from model import kernels
 from model.kernels.build import BuildError, find_compiler
+from tests.environment import ROOT
 from tests.requirements import lacking
 
-ROOT = Path(__file__).parents[2]
 _FOLDER = ROOT / "build" / "sanitized"
 # Unoptimized: what the compiler might drop is checked, too, and it takes half as long.
 _FLAGS = ("-std=c++17", "-g1", "-O0", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-pthread")

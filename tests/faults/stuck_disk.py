@@ -10,8 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
-from model import artifact
-from model.reading import read_text
+from model.spec import artifact
+from model.spec.reading import read_text
 from service.__main__ import main
 
 STUCK = "stuck"

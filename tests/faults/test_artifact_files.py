@@ -16,10 +16,10 @@ import grpc
 import numpy as np
 import pytest
 
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.model_pb2_grpc import ModelServiceStub
 from tests.artifacts import rehash
 from tests.faults.process import DECODER, MODELS, ServerProcess, greedy, put_complete_artifacts, serving
 

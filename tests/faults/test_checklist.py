@@ -24,10 +24,10 @@ from typing import Any
 import grpc
 import pytest
 
-from model.artifact import hash_file
-from proto.onward.v1 import generation_pb2 as pb
+from model.spec.artifact import hash_file
+from onward.v1 import generation_pb2 as pb
 from service.engine.batch import ScheduledBatch
-from service.engine.kv_ledger import KVBudget
+from service.engine.kv.ledger import KVBudget
 from tests.artifacts import rehash, tiny_artifact, tiny_checkpoint, tiny_config
 from tests.fakes import BOS, CONTEXT, VOCAB_SIZE, Death, FakeRunner, Gate, expected_tokens, spell
 from tests.servers import (
@@ -51,7 +51,6 @@ from tests.servers import (
 # gRPC's poller holds on to every event loop it has met: one for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-ROOT = Path(__file__).parents[2]
 Code = grpc.StatusCode
 
 BEYOND_LIMITS: Mapping[str, tuple[dict[str, Any], str]] = {
@@ -95,7 +94,7 @@ async def test_token_id_out_of_the_vocabulary_is_invalid_argument(token_id: int)
 
 
 async def test_special_token_text_in_a_prompt_is_ordinary_characters_and_never_control_tokens() -> None:
-    from model.tokenizer import Tokenizer
+    from model.spec.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(tiny_artifact("decoder-only") / "tokenizer.json")
     plain, special = tokenizer.encode("x"), tokenizer.encode("<eos><bos><pad>")

@@ -14,8 +14,8 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.faults.http2 import Connection, code, message_header
 from tests.faults.process import (
     DECODER,
@@ -36,8 +36,8 @@ from tests.faults.process import (
 CLIENT = """
 import sys
 import grpc
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 target, model, tokens, alternatives = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65535)]
 sys.stdout.write("r")

@@ -20,9 +20,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proto.inference import open_inference_pb2
-from proto.onward.v1 import generation_pb2, model_pb2
-from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from onward.inference import open_inference_pb2
+from onward.v1 import generation_pb2, model_pb2
+from onward.v1.model_pb2_grpc import ModelServiceStub
 from tests.faults.messages import draw_message
 from tests.faults.process import MODELS, Neighbour, ServerProcess, put_complete_artifacts, serving
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from model import kernels
-from tests.faults.sanitized import ROOT, build, runtime
+from tests.environment import ROOT
+from tests.faults.sanitized import build, runtime
 from tests.requirements import lacking
 
 # A session is slow to end where its threads wait for a busy machine.

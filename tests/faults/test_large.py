@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from proto.inference import open_inference_pb2 as oip
-from proto.onward.v1 import generation_pb2 as pb
+from onward.inference import open_inference_pb2 as oip
+from onward.v1 import generation_pb2 as pb
 from tests.contract.test_wire_limits import METHODS, delimited, key
 from tests.faults.http2 import Connection, code, message_header
 from tests.faults.process import (

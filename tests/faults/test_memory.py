@@ -10,8 +10,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from proto.inference import open_inference_pb2 as oip
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.inference import open_inference_pb2 as oip
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.faults import bounds
 from tests.faults.http2 import Connection, code, frame, message_header, varint
 from tests.faults.process import DECODER, ServerProcess, greedy, serving, until

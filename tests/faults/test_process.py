@@ -16,9 +16,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from proto.onward.v1 import model_pb2
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from onward.v1 import model_pb2
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.model_pb2_grpc import ModelServiceStub
 from tests.environment import environment
 from tests.faults.process import (
     DECODER,

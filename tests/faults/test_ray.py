@@ -28,18 +28,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks import prometheus, scaling_out, scenario
 from benchmarks.peers.protocol import Options
 from benchmarks.ray_serve import PYTHON, RayServe, on_ray
-from client import Client, IncompleteStream
-from client.errors import CallError
 from deploy.ray.ingress import environment
-from proto.inference import open_inference_pb2 as oip
-from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from onward import Client, IncompleteStream
+from onward.errors import CallError
+from onward.inference import open_inference_pb2 as oip
+from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.model_pb2_grpc import ModelServiceStub
 from service.routing import ROUTING_KEY, routing_key
 from tests.artifacts import tiny_artifact
-from tests.faults.callers import LONG, NUM_CALLERS, ROOT, SECONDS, SHORT, TRITON_CLIENT, Load, last_json, run
+from tests.environment import ROOT
+from tests.faults.callers import LONG, NUM_CALLERS, SECONDS, SHORT, TRITON_CLIENT, Load, last_json, run
 from tests.faults.process import DECODER, MODELS, SLOTS, TRANSLATOR, ServerProcess, greedy, serving, streamed, until
 from tests.identities import key_table
 

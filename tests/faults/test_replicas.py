@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.envoy import Envoy, balancing
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.artifacts import tiny_artifact
+from tests.environment import ROOT
 from tests.faults.callers import (
     DEADLINE_SECONDS,
     LONG,
     NUM_CALLERS,
     NUM_STREAMS,
-    ROOT,
     SECONDS,
     SHORT,
     Load,

@@ -18,10 +18,11 @@ from queue import SimpleQueue
 import grpc
 import numpy as np
 
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.app import _CLOSING_SECONDS, _ENGINE_SECONDS
 from tests.artifacts import tiny_artifact
+from tests.environment import ROOT
 from tests.faults import bounds
 from tests.faults.attackers import (
     ANSWER_BYTES,
@@ -35,7 +36,7 @@ from tests.faults.attackers import (
     Settings,
     problems,
 )
-from tests.faults.process import DECODER, ROOT, ServerProcess, serving
+from tests.faults.process import DECODER, ServerProcess, serving
 from tests.identities import key_table
 
 MODEL = "besieged"

@@ -13,9 +13,9 @@ import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from proto.onward.v1 import model_pb2
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from onward.v1 import model_pb2
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.model_pb2_grpc import ModelServiceStub
 from tests.faults.http2 import Connection, code, message_header
 from tests.faults.process import DECODER, MODELS, TRANSLATOR, ServerProcess, greedy, serving, streamed, until
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import grpc
 
-from proto.inference import open_inference_pb2 as oip
-from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from proto.onward.v1 import generation_pb2 as pb
+from onward.inference import open_inference_pb2 as oip
+from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from onward.v1 import generation_pb2 as pb
 from service.engine.batch import ScheduledBatch
+from service.engine.queueing.tenants import SLICE_STEPS
 from service.engine.scheduler import EngineLimits
-from service.engine.tenants import SLICE_STEPS
 from tests.fakes import CONTEXT, FakeRunner, fake_engine
 from tests.identities import by, keys_file
 from tests.servers import MODEL, Running, eventually, generate_request, running, served_model, stream_request

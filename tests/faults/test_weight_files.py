@@ -9,11 +9,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from model.artifact import Precision
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from model.spec.artifact import Precision
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.model_pb2_grpc import ModelServiceStub
 from tests.artifacts import tiny_artifact
 from tests.faults.cut_weights import AFTER, BEFORE, CUT
 from tests.faults.process import DECODER, MODELS, ServerProcess, greedy, serving

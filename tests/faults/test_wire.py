@@ -11,8 +11,8 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.faults.http2 import BEGIN, PREFACE, SETTINGS, frame, headers
 from tests.faults.process import DECODER, Neighbour, ServerProcess, greedy, serving, until
 

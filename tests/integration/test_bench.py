@@ -31,7 +31,7 @@ from benchmarks.bench import (
 )
 from benchmarks.bench_child import SystemFailed, running
 from benchmarks.bench_systems import OURS, SYSTEMS, InstallError, SystemSpec, python_of
-from model.config import Architecture, ModelConfig
+from model.spec.config import Architecture, ModelConfig
 
 CONFIG = ModelConfig(
     architecture=Architecture.DECODER_ONLY, vocab_size=64, context=64, d_model=8, num_layers=1, num_heads=1, d_ff=8

@@ -17,9 +17,9 @@ from google.protobuf import descriptor_pool, json_format, message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
-from tests.environment import environment
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
+from tests.environment import ROOT, environment
 from tests.fakes import BOS, EOS, expected_tokens, spell
 from tests.identities import HOST, Identities
 from tests.servers import letter_tokenizer, running, served_model
@@ -27,7 +27,6 @@ from tests.servers import letter_tokenizer, running, served_model
 # gRPC's poller holds on to every event loop it has met: one for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
 IN_THE_CLEAR, OVER_TLS = "127.0.0.1:8001", "onward.example:8443"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

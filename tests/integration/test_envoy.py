@@ -25,15 +25,15 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.envoy import Envoy, balancing
-from proto.inference import open_inference_pb2 as oip
-from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from proto.onward.v1.model_pb2_grpc import ModelServiceStub
+from onward.inference import open_inference_pb2 as oip
+from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.model_pb2_grpc import ModelServiceStub
 from service.config import Admission
 from service.engine.batch import ScheduledBatch
-from service.models import ModelState
+from service.repository.models import ModelState
 from service.routing import ROUTING_KEY, routing_key
 from tests.breaking import Breaking, Fault, breaking
 from tests.fakes import FakeRunner, Gate, expected_tokens, spell

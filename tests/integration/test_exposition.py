@@ -18,12 +18,12 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, enable_created_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from proto.onward.v1 import generation_pb2 as pb
-from service import exposition
+from onward.v1 import generation_pb2 as pb
 from service.app import App
 from service.config import MetricsCompat
-from service.exposition import exposing, metrics_app
-from service.metrics import OUTCOMES
+from service.telemetry import exposition
+from service.telemetry.exposition import exposing, metrics_app
+from service.telemetry.metrics import OUTCOMES
 from service.transport.status import STATUS_CODES
 from tests.faults.process import until
 from tests.servers import CONFIG, MODEL, engine_for, generate_request, read, running, served_model, status_of

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import faithfulness
 from benchmarks.serving import serving
 from model import checkpoint
-from model.config import Architecture
+from model.spec.config import Architecture
 from tests.artifacts import tiny_artifact
 
 POSITIONS_PER_FAMILY = 10_000

@@ -212,7 +212,7 @@ async def test_failed_step_leaves_the_last_steps_in_the_log(caplog: pytest.LogCa
         await server.generation.Generate(generate_request(max_tokens=4))
         steps, requests = await tables(server)
     error_id = str(error.details()).removeprefix("internal error ")
-    (entry,) = [entry.getMessage() for entry in caplog.records if entry.name == "service.recorder"]
+    (entry,) = [entry.getMessage() for entry in caplog.records if entry.name == "service.telemetry.recorder"]
     first, *lines = entry.splitlines()
     assert first == f"{error_id}: the last steps of {MODEL}"
     assert len(lines) == 5
@@ -237,7 +237,7 @@ async def test_death_of_the_engine_leaves_the_last_steps_in_the_log(caplog: pyte
         error = await status_of(call)
         steps, requests = await tables(server)
     assert error.code() is grpc.StatusCode.INTERNAL
-    (entry,) = [entry.getMessage() for entry in caplog.records if entry.name == "service.recorder"]
+    (entry,) = [entry.getMessage() for entry in caplog.records if entry.name == "service.telemetry.recorder"]
     assert len(entry.splitlines()) == 1 + 16
     assert len(steps) > 30
     assert [request["outcome"] for request in requests] == ["engine_failed"]

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from proto.onward.v1 import generation_pb2 as pb
+from onward.v1 import generation_pb2 as pb
 from service.errors import DeadlineUnreachable, NotServing, Overloaded, RequestError
+from tests.environment import ROOT
 from tests.fakes import FakeRunner, Gate, expected_tokens, letters
 from tests.identities import HOST, Identities
 from tests.refusing import refusing
@@ -21,7 +22,7 @@ from tests.servers import MODEL, PROMPT, SLOTS, Running, running, served_model
 # gRPC's poller holds on to every event loop it has met: one for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-PROGRAM = Path(__file__).parents[2] / "docs" / "clients" / "node" / "ask.mjs"
+PROGRAM = ROOT / "docs" / "clients" / "node" / "ask.mjs"
 LIMIT_SECONDS = 60
 
 

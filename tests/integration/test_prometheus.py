@@ -23,7 +23,7 @@ from benchmarks.envoy import balancing
 from benchmarks.peers.protocol import Options
 from benchmarks.prometheus import Series, scraping
 from benchmarks.serving import served
-from model.artifact import load
+from model.spec.artifact import load
 from tests.artifacts import tiny_artifact
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import grpc
 import pytest
 
-from client import (
+from onward import (
     NO_RETRIES,
     Aborted,
     AsyncClient,
@@ -34,8 +34,8 @@ from client import (
     Unauthenticated,
     Unavailable,
 )
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
 from service.errors import (
     ClientStalled,
     DeadlineUnreachable,

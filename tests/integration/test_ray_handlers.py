@@ -15,9 +15,9 @@ from grpc_health.v1 import health_pb2
 from prometheus_client import CollectorRegistry
 
 from deploy.ray.handlers import FOR_ONE, METHODS, Handlers, Refused, add_methods
-from proto.inference import open_inference_pb2 as oip
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
+from onward.inference import open_inference_pb2 as oip
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
 from service.app import App
 from service.transport.permissions import PERMISSIONS
 from tests.fakes import FakeRunner, Gate, expected_tokens, spell

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serving import serving
-from tests.environment import environment
+from tests.environment import ROOT, environment
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 500
 
 

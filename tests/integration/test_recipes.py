@@ -17,13 +17,12 @@ import export.__main__ as exporter
 import model.__main__ as trainer
 from benchmarks.serving import serving
 from model.data import documents
-from model.presets import resolve
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from model.training.presets import resolve
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.config import parse
-from tests.environment import environment
+from tests.environment import ROOT, environment
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "docs" / "recipes"
 FETCH = "docs/recipes/fetch-libreoffice-help"
 CATALOG = ROOT / "tests" / "data" / "libreoffice-help-de.po"

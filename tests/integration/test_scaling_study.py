@@ -21,10 +21,10 @@ from loadtest import scaling, study
 from loadtest.probe import Probe, probing
 from loadtest.serving import Server
 from loadtest.study import Settings
-from model import cost
-from model.config import ModelConfig
-from model.presets import resolve
-from proto.onward.v1 import generation_pb2 as pb
+from model.spec import cost
+from model.spec.config import ModelConfig
+from model.training.presets import resolve
+from onward.v1 import generation_pb2 as pb
 from service.engine.batch import ScheduledBatch
 from tests.artifacts import tiny_artifact, tiny_config
 from tests.fakes import NUM_SPECIAL, VOCAB_SIZE, FakeRunner

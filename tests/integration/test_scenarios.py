@@ -41,7 +41,7 @@ from benchmarks.scenario import Answer, percentile
 from benchmarks.scenario_options import DOCS
 from benchmarks.translation import OFFLINE, OURS, PEER, Contender, Translation
 from model import kernels
-from proto.onward.v1 import generation_pb2 as pb
+from onward.v1 import generation_pb2 as pb
 from tests.artifacts import tiny_artifact, tiny_config
 
 

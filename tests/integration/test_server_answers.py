@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 import grpc
 import pytest
 
-from proto.onward.v1 import generation_pb2 as pb
+from onward.v1 import generation_pb2 as pb
 from service.transport import places
 from tests.faults.http2 import Connection, code, message_header
 from tests.servers import running, status_of

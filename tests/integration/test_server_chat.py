@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
 from tests.fakes import BOS, EOS, spell
 from tests.servers import generate_request, rich_details, running, served_model, status_of, stream_request
 

@@ -17,14 +17,14 @@ import pytest
 from grpc_health.v1 import health_pb2
 from prometheus_client import CollectorRegistry
 
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
-from service import loading
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
 from service.app import App
 from service.config import ServeConfig
 from service.engine.engine import LastRun
 from service.errors import StartupError
-from service.loading import build_engines, load_models, share_memory
+from service.repository import loading
+from service.repository.loading import build_engines, load_models, share_memory
 from tests.artifacts import tiny_artifact
 from tests.fakes import FakeRunner
 from tests.servers import (

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import pytest
 
-from model import cost
-from model.cost import RequestShape
-from proto.onward.v1 import generation_pb2 as pb
+from model.spec import cost
+from model.spec.cost import RequestShape
+from onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
 from service.engine.batch import ScheduledBatch
 from tests.fakes import FakeRunner, Gate

@@ -14,15 +14,15 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 
-from proto.onward.v1 import generation_pb2 as pb
-from service.allowance import shortfall
+from onward.v1 import generation_pb2 as pb
 from service.app import App
 from service.config import Admission
 from service.engine.engine import Engine
 from service.engine.scheduler import EngineLimits
 from service.engine.types import FinishReason, GenerationRequest
-from service.forecast import Forecast
-from service.loading import build_engines
+from service.forecasting.deadline_margin import shortfall
+from service.forecasting.prediction import Forecast
+from service.repository.loading import build_engines
 from tests.fakes import FakeRunner, Gate, expected_tokens
 from tests.scripted import ScriptedEngine, Steps, token
 from tests.servers import (
@@ -243,7 +243,7 @@ async def test_early_deadlines_overtake_in_engine_and_forecast_alike_where_admis
         given.extend(each for each in arguments if isinstance(each, EngineLimits))
         return engine_for(served_model())
 
-    monkeypatch.setattr("service.loading.build_engine", build)
+    monkeypatch.setattr("service.repository.loading.build_engine", build)
     config = replace(CONFIG, admission=admission)
     engines = build_engines(Path(), [served_model()], config)
     app = App(config, [served_model()], engines)

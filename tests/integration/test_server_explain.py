@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 
-from model.artifact import EXPLAIN, FileEntry, GraphSpec, explain_signature
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
+from model.spec.artifact import EXPLAIN, FileEntry, GraphSpec, explain_signature
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
 from service import app
 from service.config import RequestLimits
-from service.engine import attention
+from service.engine.sessions import attention
 from service.errors import NotServing
-from service.explainer import MAX_WAITING
-from service.models import Parity, ServedModel
+from service.explain.explainer import MAX_WAITING
+from service.repository.models import Parity, ServedModel
 from tests.fakes import BOS, CONTEXT, EOS, FakeRunner, Gate, expected_tokens, script, spell
 from tests.identities import by, keys_file
 from tests.servers import (

@@ -17,12 +17,12 @@ import pytest
 import tokenizers
 from google.rpc import error_details_pb2
 
-from model.tokenizer import Tokenizer
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
+from model.spec.tokenizer import Tokenizer
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
 from service.config import Admission, RequestLimits
 from service.engine import logits
-from service.engine.sampler import compute_logprobs
+from service.engine.sampling.sampler import compute_logprobs
 from tests.fakes import CONTEXT, EOS, VOCAB_SIZE, FakeRunner, Gate, expected_tokens, letters, noise, script, spell
 from tests.servers import (
     MODEL,
@@ -428,11 +428,11 @@ async def test_refusals_are_counted_once_under_their_errors_label() -> None:
 
 
 async def test_every_request_ends_with_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "service.lane"):
+    with caplog.at_level("INFO", "service.runtime.model_queue"):
         async with running() as server:
             await read(server.stream(request_id="mine", max_tokens=5))
             await status_of(server.stream("a" * 64, request_id="too long"))
-    lines = [record.getMessage() for record in caplog.records if record.name == "service.lane"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "service.runtime.model_queue"]
     assert lines[0].startswith(f"request mine of {MODEL}: length, 3 prompt and 5 generated tokens, ")
     assert lines[1:] == [f"request too long of {MODEL}: prompt_too_long"]
 

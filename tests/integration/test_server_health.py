@@ -13,7 +13,7 @@ from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.app import App, Ready, run
-from service.models import Parity
+from service.repository.models import Parity
 from service.transport import receiving
 from service.transport.health import HealthServicer, _HealthListResponse
 from service.transport.server import SERVICES

@@ -18,17 +18,17 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from model.artifact import CPU_PRECISIONS, Precision
-from model.golden import TOLERANCES
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from model.spec.artifact import CPU_PRECISIONS, Precision
+from model.spec.golden import TOLERANCES
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.app import App, Ready, run
-from service.client import health as probe
+from service.commands.ask import health as probe
 from service.config import HealthConfig
 from service.engine.batch import ScheduledBatch
 from service.errors import StartupError
-from service.models import ModelState
+from service.repository.models import ModelState
 from tests.fakes import Death, FakeRunner, Gate, expected_tokens
 from tests.servers import (
     CONFIG,

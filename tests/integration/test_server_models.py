@@ -25,16 +25,18 @@ import pytest
 from grpc_health.v1 import health_pb2
 from prometheus_client import CollectorRegistry
 
-from model.artifact import read_manifest
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
-from service import garbage, library, loading, trial
+from model.spec.artifact import read_manifest
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
 from service.app import App
 from service.config import Kernels, ServeConfig
 from service.engine.engine import LastRun
 from service.engine.types import Device, PrefillProvider
-from service.loading import build_engines, load_models, needs_of
-from service.models import ModelState
+from service.process import garbage
+from service.repository import library, loading
+from service.repository import load_check as trial
+from service.repository.loading import build_engines, load_models, needs_of
+from service.repository.models import ModelState
 from tests.artifacts import tiny_artifact
 from tests.fakes import FakeRunner, Gate
 from tests.servers import (
@@ -147,7 +149,7 @@ async def test_a_model_is_loaded_beside_another_and_answers_as_if_it_had_always_
 async def test_a_loaded_model_is_foretold_from_the_start_if_nobody_was_served_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.engine.calibration.MAX_SECONDS", 2.0)
+    monkeypatch.setattr("service.engine.proof.calibration.MAX_SECONDS", 2.0)
     async with shelf(tmp_path, calibrate=True) as shelved:
 
         def knows(name: str) -> bool:
@@ -304,9 +306,9 @@ async def test_a_load_check_has_no_more_address_space_than_its_model_needs(tmp_p
     """Which ends with the model's refusal, not with the machine's memory."""
     (tmp_path / "a").symlink_to(OLD(), target_is_directory=True)
     greedy = (
-        "import sys, numpy; from service import trial;"
-        "trial.load_model = lambda *given: numpy.zeros(12 << 30, numpy.uint8);"
-        "sys.exit(trial.main(sys.argv[1:]))"
+        "import sys, numpy; from service.repository import load_check;"
+        "load_check.load_model = lambda *given: numpy.zeros(12 << 30, numpy.uint8);"
+        "sys.exit(load_check.main(sys.argv[1:]))"
     )
     settings = json.dumps(library.trial_settings(ServeConfig(models=tmp_path, device=Device.CPU), "a"))
     process = await asyncio.create_subprocess_exec(

@@ -17,9 +17,9 @@ import grpc
 import pytest
 
 from benchmarks.envoy import balancing
-from proto.inference import open_inference_pb2 as oip
-from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.inference import open_inference_pb2 as oip
+from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.config import RequestLimits
 from service.errors import InvalidRequest
 from service.transport.oip import _InFlight

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
 from service.engine.types import FinishReason, GenerationRequest, PrefillProvider
 from tests.fakes import EOS, letters, spell
 from tests.scripted import ScriptedEngine, Steps, token

@@ -19,12 +19,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from model import artifact, golden, kernels
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
-from proto.onward.v1.model_pb2_grpc import ModelServiceStub
-from service.client import ask
+from model import kernels
+from model.spec import artifact, golden
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.v1.model_pb2_grpc import ModelServiceStub
+from service.commands.ask import ask
 from service.config import AskConfig
 from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_config
 
@@ -134,7 +135,7 @@ def test_what_was_generated_scores_as_it_was_reported(channel: grpc.Channel, fam
 def test_a_model_of_additive_scores_is_served_as_the_reference_decodes_it(
     channel: grpc.Channel, name: str, family: str
 ) -> None:
-    from model import reference
+    from model.nn import reference
 
     stub = GenerationServiceStub(channel)
     prompt = list(stub.Tokenize(pb.TokenizeRequest(model=name, text="3 May", add_special_tokens=True)).token_ids)

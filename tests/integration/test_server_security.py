@@ -18,14 +18,14 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from proto.inference import open_inference_pb2
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import model_pb2
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from onward.inference import open_inference_pb2
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import model_pb2
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.access import Permission
 from service.app import serve
-from service.client import ask
-from service.client import health as probe
+from service.commands.ask import ask
+from service.commands.ask import health as probe
 from service.config import AskConfig, HealthConfig, ServeConfig
 from service.errors import StartupError
 from service.transport import flooding, receiving

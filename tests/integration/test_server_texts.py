@@ -16,14 +16,14 @@ import pytest
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
-from model.chat import Chat, ChatSettings
-from model.tokenizer import LOSSY_TOKEN_BYTES, Tokenizer
-from proto.inference import open_inference_pb2 as oip
-from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from proto.onward.v1 import generation_pb2 as pb
+from model.spec.chat import Chat, ChatSettings
+from model.spec.tokenizer import LOSSY_TOKEN_BYTES, Tokenizer
+from onward.inference import open_inference_pb2 as oip
+from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from onward.v1 import generation_pb2 as pb
 from service import app
-from service.models import ServedModel
-from service.text_pool import LONG_BYTES
+from service.process.text_pool import LONG_BYTES
+from service.repository.models import ServedModel
 from tests.fakes import BOS, CONTEXT, FakeRunner, spell
 from tests.identities import by, keys_file
 from tests.servers import (

@@ -22,14 +22,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from proto.inference import open_inference_pb2
-from proto.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from proto.onward.v1 import generation_pb2 as pb
+from onward.inference import open_inference_pb2
+from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from onward.v1 import generation_pb2 as pb
 from service.config import Admission, Telemetry
 from service.engine.batch import ScheduledBatch
-from service.metrics import TIME_BUCKETS
-from service.otel import OtelTracer
-from service.tracing import open_tracer
+from service.telemetry.exporting import open_tracer
+from service.telemetry.metrics import TIME_BUCKETS
+from service.telemetry.otel import OtelTracer
 from tests.fakes import FakeRunner, Gate, script
 from tests.servers import (
     MODEL,

@@ -26,9 +26,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from benchmarks.envoy import balancing
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1 import generation_pb2_grpc, model_pb2_grpc
-from proto.onward.v1 import model_pb2 as models
+from onward.v1 import generation_pb2 as pb
+from onward.v1 import generation_pb2_grpc, model_pb2_grpc
+from onward.v1 import model_pb2 as models
 from tests.environment import ROOT, environment
 
 MODEL = "fake"

@@ -31,10 +31,11 @@ from loadtest.options import LoadOptions, add_options, read_options
 from loadtest.records import INCOMPLETE, Outcome
 from loadtest.serving import Server
 from loadtest.wire import Sampling
-from tests.load.fake_server import ROOT, fake_server, read_log
+from tests.environment import ROOT
+from tests.load.fake_server import fake_server, read_log
 from tests.load.observed import SCALES, delays, holds, pairs
 from tests.load.omission import HALF, SERVICE_SECONDS, observe
-from tests.unit.test_load_figures import record
+from tests.unit.loadtest.test_load_figures import record
 
 ENDED = tuple(Outcome)
 

@@ -24,8 +24,8 @@ import pytest
 
 from loadtest.arrivals import Arrivals, Pattern
 from loadtest.records import Outcome, Record
-from tests.environment import environment
-from tests.load.fake_server import ROOT, fake_server, fake_servers, read_log
+from tests.environment import ROOT, environment
+from tests.load.fake_server import fake_server, fake_servers, read_log
 from tests.load.observed import SCALES, delays, holds, pairs
 from tests.ports import free_port
 

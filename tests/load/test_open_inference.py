@@ -17,8 +17,8 @@ from loadtest.bench import Settings
 from loadtest.clients import WireProtocol
 from loadtest.figures import Run, summarise
 from loadtest.records import IN_STREAM, INCOMPLETE, Outcome
-from proto.inference import open_inference_pb2 as oip
-from proto.inference import open_inference_pb2_grpc
+from onward.inference import open_inference_pb2 as oip
+from onward.inference import open_inference_pb2_grpc
 from tests.fakes import FakeRunner, Gate
 from tests.load.test_bench import options
 from tests.servers import MODEL as OURS

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from model.__main__ import main as cli
-from model.config import Architecture
-from model.presets import Recipe
+from model.nn.transformer import build
+from model.spec.config import Architecture
 from model.training.loop import Loop, TrainingError, Update
 from model.training.parallel import Parallel, ParallelError, start
+from model.training.presets import Recipe
 from model.training.sharding import assemble
 from model.training.trainer import Terminated, train
-from model.transformer import build
 from tests.training_runs import FAMILIES, FakeTask, Quiet, make_batches, make_recipe
 
 STEPS = 20

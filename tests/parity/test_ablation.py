@@ -15,12 +15,13 @@ from benchmarks.ablation import EXPERIMENTS, ROWS, Network, plan
 from benchmarks.gru import RecurrentConfig, RecurrentEncoderDecoder, build_recurrent, equal_size
 from model import evaluate
 from model.data.batches import Pair, pad
-from model.presets import resolve
+from model.nn.transformer import build, num_parameters
 from model.training.config import OptimizerName, Schedule, TrainConfig, TrainPrecision
 from model.training.loop import Loop
-from model.transformer import build, num_parameters
+from model.training.presets import resolve
+from tests.environment import ROOT
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = ROOT / "docs"
 CONFIG = RecurrentConfig(vocab_size=16, d_model=12, hidden=10)
 TINY = ("d_model=16", "d_ff=32", "max_examples=40", "batch_tokens=150")
 

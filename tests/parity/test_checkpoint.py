@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model import checkpoint
-from model.artifact import hash_file
 from model.checkpoint import CheckpointError
-from model.config import Architecture, ModelConfig, Positions
-from model.files import StagedFiles
-from model.transformer import build, num_parameters
+from model.nn.transformer import build, num_parameters
+from model.spec.artifact import hash_file
+from model.spec.config import Architecture, ModelConfig, Positions
+from model.spec.files import StagedFiles
 
 CONFIGS = {
     architecture.value: ModelConfig(

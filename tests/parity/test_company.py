@@ -29,8 +29,8 @@ from export.operators import use_own_file
 from export.quantize import quantize_file
 from export.quantize_kv import calibrate, quantize_kv_file, quantize_sources_file
 from model import kernels
-from model.artifact import DECODER, ENCODER, KVPrecision, Precision
-from model.config import AttentionScore, ModelConfig
+from model.spec.artifact import DECODER, ENCODER, KVPrecision, Precision
+from model.spec.config import AttentionScore, ModelConfig
 from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_config
 
 Buffers = dict[str, npt.NDArray[Any]]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import cost
-from model.attention import attend
-from model.config import ConfigError, ModelConfig
-from model.transformer import EncoderDecoder, build, num_parameters
+from model.nn.attention import attend
+from model.nn.transformer import EncoderDecoder, build, num_parameters
+from model.spec import cost
+from model.spec.config import ConfigError, ModelConfig
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 11,

@@ -24,8 +24,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from export.__main__ import main
-from model import artifact, golden
-from model.artifact import (
+from model.spec import artifact, golden
+from model.spec.artifact import (
     BLOCK_SIZE,
     DECODER,
     ENCODER,
@@ -38,22 +38,30 @@ from model.artifact import (
     Manifest,
     Precision,
 )
-from model.config import Architecture
-from proto.onward.v1 import model_pb2
-from service import loading
+from model.spec.config import Architecture
+from onward.v1 import model_pb2
 from service.app import App
 from service.config import ServeConfig
-from service.engine import factory, session
-from service.engine.cuda import CudaRuntime
-from service.engine.decode_sizes import decode_sizes
+from service.engine import factory
 from service.engine.engine import LastRun
-from service.engine.kv_memory import device_overhead_bytes, plan_kv_memory, step_bytes
+from service.engine.kv.budget import device_overhead_bytes, plan_kv_memory, step_bytes
+from service.engine.kv.decode_sizes import decode_sizes
 from service.engine.scheduler import EngineLimits
-from service.engine.session import Cuda, DeviceLost, DeviceTensor, GraphSession, SessionOptions, cuda_provider_options
+from service.engine.sessions import session
+from service.engine.sessions.cuda import CudaRuntime
+from service.engine.sessions.session import (
+    Cuda,
+    DeviceLost,
+    DeviceTensor,
+    GraphSession,
+    SessionOptions,
+    cuda_provider_options,
+)
 from service.engine.types import Device as Wanted
 from service.engine.types import GenerationRequest, SamplingParams, StoppingParams
 from service.errors import EngineFailed, StartupError
-from service.loading import load_model, settle_device
+from service.repository import loading
+from service.repository.loading import load_model, settle_device
 from tests.artifacts import paged_artifact, tiny_artifact, tiny_checkpoint, tiny_config
 from tests.fakes import drain
 from tests.servers import connect, generate_request
@@ -508,7 +516,7 @@ async def test_models_are_loaded_and_unloaded_on_a_device_by_the_engine_thread_a
         await server.models.ReloadModel(model_pb2.ReloadModelRequest(model="a"))
         # An artifact that fails its proof takes memory, and gives it back.
         with monkeypatch.context() as patch:
-            patch.setattr("service.library.tolerance_of", lambda *_: golden.Tolerance(absolute=0.0))
+            patch.setattr("service.repository.library.tolerance_of", lambda *_: golden.Tolerance(absolute=0.0))
             with pytest.raises(grpc.aio.AioRpcError, match="golden cases failed"):
                 await server.models.ReloadModel(model_pb2.ReloadModelRequest(model="a"))
         await server.models.UnloadModel(model_pb2.UnloadModelRequest(model="b"))
@@ -568,10 +576,10 @@ def test_a_cuda_artifact_is_written_checked_and_refused_where_there_is_no_device
     assert caught.value.problems == (f"device is auto: tiny is exported for cuda alone, and {missing}",)
     # The same model for the processor beside it, and the server computes there, and says why.
     assert main([str(checkpoint), "--out", str(models / "tiny" / "cpu")]) == 0
-    with caplog.at_level(logging.WARNING, "service.devices"):
+    with caplog.at_level(logging.WARNING, "service.repository.devices"):
         settled = settle_device(config)
     assert settled.device is Wanted.CPU
-    told = [record.message for record in caplog.records if record.name == "service.devices"]
+    told = [record.message for record in caplog.records if record.name == "service.repository.devices"]
     assert told == [f"computing on the CPU, as CUDA does not work: {missing}"]
     assert load_model(models / "tiny", loading.PrefillProvider.CPU, settled.device).manifest.device is Device.CPU
     engine = loading.build_engines(models, loading.load_models(models, device=settled.device), settled)["tiny"]

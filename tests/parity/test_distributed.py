@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 
 from model import checkpoint
-from tests.environment import environment
+from tests.environment import ROOT, environment
 from tests.parity.distributed_worker import COMPARISONS, RESUMED, STEPS, make_resumable
 from tests.ports import free_port
 from tests.training_runs import Quiet, points, run, weights, write_recipe
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-6
 LIMIT_SECONDS = 280
 

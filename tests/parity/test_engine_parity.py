@@ -15,11 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model import artifact, golden, reference
-from model.artifact import DECODER, PREFILL, KVPrecision, Manifest, Precision
-from model.config import Architecture, ModelConfig
-from model.tokenizer import Tokenizer
-from model.transformer import Transformer
+from model.nn import reference
+from model.nn.transformer import Transformer
+from model.spec import artifact, golden
+from model.spec.artifact import DECODER, PREFILL, KVPrecision, Manifest, Precision
+from model.spec.config import Architecture, ModelConfig
+from model.spec.tokenizer import Tokenizer
 from service.engine.batch import (
     DecodeRow,
     EncodeRow,
@@ -37,12 +38,12 @@ from service.engine.batch import (
 )
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_runner, model_shape
-from service.engine.kv_ledger import KVBudget
-from service.engine.kv_memory import plan_kv_memory
-from service.engine.runner import OrtRunner, Runner
-from service.engine.sampler import Sampler
+from service.engine.kv.budget import plan_kv_memory
+from service.engine.kv.ledger import KVBudget
+from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
-from service.engine.session import GraphSession, SessionOptions
+from service.engine.sessions.session import GraphSession, SessionOptions
+from service.engine.slots_backend.runner import OrtRunner, Runner
 from service.engine.types import (
     BeamSearchParams,
     FinishReason,

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from sacrebleu import corpus_bleu, corpus_chrf
 
-from model import evaluate, reference
-from model.config import Architecture, ModelConfig, Positions
+from model import evaluate
 from model.data.batches import IGNORED, Pair, pad
-from model.tokenizer import BOS_ID, EOS_ID
+from model.nn import reference
+from model.nn.transformer import DecoderOnly, EncoderDecoder, build
+from model.spec.config import Architecture, ModelConfig, Positions
+from model.spec.tokenizer import BOS_ID, EOS_ID
 from model.tokenizer_training import byte_level_bpe
-from model.transformer import DecoderOnly, EncoderDecoder, build
 
 TEXTS = ["def f():\n    return 1\n", "", "x = 'é…'\n" * 30]
 TOKENIZER = byte_level_bpe(TEXTS, 280, Architecture.DECODER_ONLY)

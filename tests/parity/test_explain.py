@@ -28,21 +28,22 @@ from export.__main__ import main
 from export.emit import emit
 from export.explain import ExplainGraph
 from export.verify import Verdict, verify
-from model import artifact, reference
-from model.artifact import DECODER, ENCODER, AttentionKind, Precision, attention_output
-from model.attention import AdditiveScore, CrossAttention, SelfAttention
-from model.config import ModelConfig, Positions
-from model.golden_attention import ATTENTION_TOLERANCES, ROW_SUM_TOLERANCE, AttentionCase, compare
-from model.transformer import Transformer
-from proto.onward.v1 import generation_pb2 as pb
-from proto.onward.v1.generation_pb2_grpc import GenerationServiceStub
+from model.nn import reference
+from model.nn.attention import AdditiveScore, CrossAttention, SelfAttention
+from model.nn.transformer import Transformer
+from model.spec import artifact
+from model.spec.artifact import DECODER, ENCODER, AttentionKind, Precision, attention_output
+from model.spec.config import ModelConfig, Positions
+from model.spec.golden_attention import ATTENTION_TOLERANCES, ROW_SUM_TOLERANCE, AttentionCase, compare
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from service.commands.explain import explain
 from service.config import ExplainConfig
 from service.engine import factory
-from service.engine.attention import load_attention_graph
 from service.engine.scheduler import EngineLimits
-from service.engine.session import GraphSession, SessionOptions
+from service.engine.sessions.attention import load_attention_graph
+from service.engine.sessions.session import GraphSession, SessionOptions
 from service.errors import NotServing
-from service.explain_client import explain
 from service.transport.codec import ATTENTION_KINDS
 from tests.artifacts import ADDITIVE, random_model, rehash, tiny_artifact, tiny_checkpoint, tiny_config
 

@@ -33,9 +33,11 @@ from export.operators import (
     SWIGLU,
 )
 from export.verify import Verdict, replay, verify
-from model import artifact, checkpoint, golden, reference
-from model.artifact import DECODER, ENCODER, PREFILL, Device, Precision
+from model import checkpoint
 from model.checkpoint import WEIGHTS
+from model.nn import reference
+from model.spec import artifact, golden
+from model.spec.artifact import DECODER, ENCODER, PREFILL, Device, Precision
 from tests.artifacts import (
     ADDITIVE,
     LEARNED,

@@ -37,11 +37,12 @@ from benchmarks.gpu.roofline import Ceilings, Work, decode_work, prefill_work, w
 from benchmarks.gpu.stages import SYSTEMS, brought_models, make_stages, select
 from benchmarks.gpu.torch_loops import TorchDecode
 from benchmarks.gpu.workshop import Graphs, Workshop, stirred
-from model import artifact, cost, reference
-from model.artifact import Device, Precision
-from model.golden import CaseResult, Tolerance
-from model.transformer import DecoderOnly, build
-from service.engine.session import Bindable, Binding, GraphSession
+from model.nn import reference
+from model.nn.transformer import DecoderOnly, build
+from model.spec import artifact, cost
+from model.spec.artifact import Device, Precision
+from model.spec.golden import CaseResult, Tolerance
+from service.engine.sessions.session import Bindable, Binding, GraphSession
 from tests.artifacts import paged_artifact, random_model, tiny_config
 
 PLAN = make_plan(Device.CPU, is_quick=True)

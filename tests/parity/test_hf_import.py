@@ -24,20 +24,21 @@ from export.operators import BIASED, GELU, INT4_LINEAR, INT8_LINEAR, LINEAR
 from export.verify import Verdict
 from model import checkpoint
 from model.__main__ import main
-from model.artifact import Device, KVFormat, KVPrecision, Precision
-from model.chat import Message
 from model.checkpoint import CheckpointError
-from model.generation import GENERATION, GenerationRules
 from model.hf.folder import ImportRefused
 from model.hf.importer import plan, write
-from model.presets import resolve
-from model.tokenizer import Tokenizer
+from model.nn.transformer import build, num_parameters
+from model.spec.artifact import Device, KVFormat, KVPrecision, Precision
+from model.spec.chat import Message
+from model.spec.generation import GENERATION, GenerationRules
+from model.spec.tokenizer import Tokenizer
 from model.tokenizer_training import one_word_per_id
-from model.transformer import build, num_parameters
+from model.training.presets import resolve
 from service.errors import StartupError
-from service.loading import load_models
-from service.models import Conversation
+from service.repository.loading import load_models
+from service.repository.models import Conversation
 from tests.artifacts import rehash
+from tests.environment import ROOT
 from tests.hf_folders import llama_tensors, write_folder
 from tests.import_cases import checking
 
@@ -78,7 +79,7 @@ def test_every_family_has_three_cases_that_cover_what_makes_families_differ() ->
 
 
 def test_documented_figures_are_of_these_cases() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     _, _, rest = text.partition(imports._BEGIN)
     made, _, _ = rest.partition(imports._END)
     rows = [row.split("|") for row in made.strip().splitlines()[2:]]
@@ -275,4 +276,4 @@ def test_plan_needs_no_torch(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from model.hf.importer import plan; plan(Path(sys.argv[1])); "
         "sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program, str(folder)], check=True, cwd=Path(__file__).parents[2], timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(folder)], check=True, cwd=ROOT, timeout=60)

@@ -15,12 +15,12 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from model.artifact import CHAT, TARGET_TOKENIZER, TOKENIZER
-from model.chat import Chat, ChatSettings, Message
 from model.hf.folder import ImportRefused, read_folder
 from model.hf.importer import plan
 from model.hf.marian_pieces import convert
-from model.tokenizer import Tokenizer
+from model.spec.artifact import CHAT, TARGET_TOKENIZER, TOKENIZER
+from model.spec.chat import Chat, ChatSettings, Message
+from model.spec.tokenizer import Tokenizer
 from tests.hf_folders import TOKENIZER_CONFIG, llama_tensors, write_folder, write_json
 
 CATALOG = Path(__file__).parents[1] / "data" / "libreoffice-help-de.po"

@@ -33,7 +33,7 @@ from export.operators import (
     use_own,
 )
 from export.quantize import quantize
-from model.artifact import Precision
+from model.spec.artifact import Precision
 from tests.own_operators import (
     NEEDS_KERNELS,
     Array,

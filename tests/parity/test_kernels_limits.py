@@ -26,7 +26,7 @@ from export.operators import (
     pack_panels,
 )
 from export.quantize import quantize
-from model.artifact import Precision
+from model.spec.artifact import Precision
 from tests.own_operators import (
     NEEDS_KERNELS,
     Array,

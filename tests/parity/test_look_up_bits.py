@@ -14,20 +14,21 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from model import artifact, golden, kernels
-from model.artifact import GOLDEN, TOKENIZER, KVPrecision, Precision
-from model.generation import GenerationRules
-from model.tokenizer import Tokenizer
+from model import kernels
+from model.spec import artifact, golden
+from model.spec.artifact import GOLDEN, TOKENIZER, KVPrecision, Precision
+from model.spec.generation import GenerationRules
+from model.spec.tokenizer import Tokenizer
 from service.app import App
 from service.config import ServeConfig
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_runner
-from service.engine.look_up_proof import find_difference
+from service.engine.proof.chunk_proof import find_difference
 from service.engine.scheduler import EngineLimits
-from service.engine.session import SessionOptions
+from service.engine.sessions.session import SessionOptions
 from service.engine.types import GenerationRequest, PrefillProvider, SamplingParams, StepOutput, StoppingParams
 from service.errors import StartupError
-from service.loading import build_engines, load_models
+from service.repository.loading import build_engines, load_models
 from tests.artifacts import ADDITIVE, LEARNED, paged_artifact, tiny_artifact
 from tests.fakes import drain
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model import reference
-from model.attention import (
+from model.nn import reference
+from model.nn.attention import (
     AdditiveScore,
     Attend,
     attend,
@@ -22,12 +22,12 @@ from model.attention import (
     padding_mask,
     window_mask,
 )
-from model.config import Activation, Architecture, AttentionScore, ModelConfig, Norm, NormPlacement, Positions
-from model.layers import DecoderLayer, FeedForward, GatedFeedForward, Residual
-from model.positions import base_frequencies, rotary_frequencies, rotary_tables, rotate, sinusoidal_table
+from model.nn.layers import DecoderLayer, FeedForward, GatedFeedForward, Residual
+from model.nn.positions import base_frequencies, rotary_frequencies, rotary_tables, rotate, sinusoidal_table
+from model.nn.transformer import DecoderOnly, EncoderDecoder, Transformer, build, build_empty, num_parameters
+from model.spec.config import Activation, Architecture, AttentionScore, ModelConfig, Norm, NormPlacement, Positions
 from model.training.config import TrainConfig
 from model.training.optimizers import make_optimizers
-from model.transformer import DecoderOnly, EncoderDecoder, Transformer, build, build_empty, num_parameters
 
 
 def make_config(architecture: Architecture = Architecture.DECODER_ONLY, **changes: object) -> ModelConfig:

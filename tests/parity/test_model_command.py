@@ -12,7 +12,7 @@ import pytest
 from model import checkpoint
 from model.__main__ import main
 from model.data import stdlib
-from model.tokenizer import Tokenizer
+from model.spec.tokenizer import Tokenizer
 from model.training.loop import TrainingError
 from model.training.parallel import Parallel, ParallelError
 from tests.training_runs import write_recipe

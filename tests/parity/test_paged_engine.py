@@ -15,24 +15,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model import artifact, golden
-from model.artifact import DECODER, ENCODER, GOLDEN, MOVE, Manifest
-from model.config import Architecture, ModelConfig
-from model.tokenizer import Tokenizer
+from model.spec import artifact, golden
+from model.spec.artifact import DECODER, ENCODER, GOLDEN, MOVE, Manifest
+from model.spec.config import Architecture, ModelConfig
+from model.spec.tokenizer import Tokenizer
 from service.engine.batch import KVCopy, KVDrop, KVFree, KVRestore, KVSave, ScheduledBatch
-from service.engine.blocks import PoolExhausted
-from service.engine.device_blocks import DeviceBlocks
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_paged_runner, build_runner, model_shape
-from service.engine.kv_ledger import KVBudget
-from service.engine.kv_memory import plan_kv_memory
-from service.engine.paged_kv import HostBlocks, PagedKV
-from service.engine.paged_runner import PagedRunner
-from service.engine.runner import Runner
-from service.engine.sampler import Sampler
+from service.engine.kv.blocks import PoolExhausted
+from service.engine.kv.budget import plan_kv_memory
+from service.engine.kv.ledger import KVBudget
+from service.engine.paged_backend.device_blocks import DeviceBlocks
+from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
+from service.engine.paged_backend.paged_runner import PagedRunner
+from service.engine.sampling.sampler import Sampler
+from service.engine.sampling.top_logits import TopLogits
 from service.engine.scheduler import EngineLimits, Scheduler
-from service.engine.session import Cuda, GraphSession, SessionOptions
-from service.engine.top_logits import TopLogits
+from service.engine.sessions.session import Cuda, GraphSession, SessionOptions
+from service.engine.slots_backend.runner import Runner
 from service.engine.types import (
     BeamSearchParams,
     GenerationRequest,

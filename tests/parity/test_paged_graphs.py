@@ -34,8 +34,10 @@ from export.exporter import Refused, export
 from export.paged import CONTRIB, STAND_IN, MoveGraph, PagedDecoderGraph, PagedEncoderGraph, in_precision
 from export.replay import PagedReplayer
 from export.verify import Verdict, verify
-from model import artifact, checkpoint, golden
-from model.artifact import (
+from model import checkpoint
+from model.nn.transformer import EncoderDecoder
+from model.spec import artifact, golden
+from model.spec.artifact import (
     BLOCK_SIZE,
     DECODER,
     ENCODER,
@@ -50,9 +52,8 @@ from model.artifact import (
     Manifest,
     Precision,
 )
-from model.config import Architecture
-from model.transformer import EncoderDecoder
-from service.engine.session import SHAPE_OPERATORS
+from model.spec.config import Architecture
+from service.engine.sessions.session import SHAPE_OPERATORS
 from tests.artifacts import ADDITIVE, paged_artifact, random_model, tiny_checkpoint, tiny_config
 
 Array = npt.NDArray[Any]

@@ -19,10 +19,10 @@ from benchmarks.peers.ctranslate2_translator import sinusoids
 from benchmarks.peers.gguf_file import gpt2_tensors, interleave_pairs, llama_tensors, read_safetensors
 from benchmarks.peers.protocol import Options
 from model import checkpoint
-from model.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
-from model.positions import sinusoidal_table
+from model.nn.positions import sinusoidal_table
+from model.nn.transformer import build
+from model.spec.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
 from model.tokenizer_training import one_word_per_id
-from model.transformer import build
 
 LLAMA = ModelConfig(
     architecture=Architecture.DECODER_ONLY,

@@ -22,16 +22,17 @@ from export.__main__ import main
 from export.emit import EmitError, emit, share_weights
 from export.prefill import PREFILL_OPSET, PrefillGraph
 from export.verify import Verdict, verify
-from model import artifact, golden
-from model.artifact import DECODER, PREFILL, KVFormat, KVPrecision, Manifest, Precision
-from service.engine import factory, prefill_provider, session
+from model.spec import artifact, golden
+from model.spec.artifact import DECODER, PREFILL, KVFormat, KVPrecision, Manifest, Precision
+from service.engine import factory
 from service.engine.engine import LastRun
-from service.engine.prefill_provider import choose_prefill_provider, has_amx_bf16
 from service.engine.scheduler import EngineLimits
-from service.engine.session import OpenVino, SessionOptions, find_openvino_device
+from service.engine.sessions import prefill_provider, session
+from service.engine.sessions.prefill_provider import choose_prefill_provider, has_amx_bf16
+from service.engine.sessions.session import OpenVino, SessionOptions, find_openvino_device
 from service.engine.types import PrefillProvider
 from service.errors import StartupError
-from service.loading import load_models
+from service.repository.loading import load_models
 from tests.artifacts import ADDITIVE, random_model, rehash, tiny_artifact, tiny_checkpoint, tiny_config
 
 AUTO, CPU, OPENVINO = PrefillProvider.AUTO, PrefillProvider.CPU, PrefillProvider.OPENVINO

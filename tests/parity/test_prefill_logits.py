@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from model import artifact
-from model.artifact import KVPrecision, Precision
+from model.spec import artifact
+from model.spec.artifact import KVPrecision, Precision
 from service.engine.batch import DecodeRow, PrefillChunk, ScheduledBatch
 from service.engine.factory import build_runner
 from service.engine.scheduler import EngineLimits
-from service.engine.session import SessionOptions
+from service.engine.sessions.session import SessionOptions
 from service.engine.types import PrefillProvider
 from tests.artifacts import LEARNED, tiny_artifact
 

@@ -37,12 +37,14 @@ from export.quantize import quantize, quantize_blocks, quantize_columns, quantiz
 from export.quantize_kv import calibrate, quantize_kv, quantize_sources
 from export.quantize_kv import unsupported as kv_unsupported
 from export.verify import Verdict, replay, verify
-from model import artifact, checkpoint, evaluate, golden, reference
-from model.artifact import DECODER, ENCODER, Device, KVPrecision, Precision
+from model import checkpoint, evaluate
 from model.data import dates
-from model.golden import Tolerance
-from model.tokenizer import Tokenizer
-from service.engine.session import SessionOptions
+from model.nn import reference
+from model.spec import artifact, golden
+from model.spec.artifact import DECODER, ENCODER, Device, KVPrecision, Precision
+from model.spec.golden import Tolerance
+from model.spec.tokenizer import Tokenizer
+from service.engine.sessions.session import SessionOptions
 from tests.artifacts import ADDITIVE, rehash, tiny_artifact, tiny_checkpoint, tiny_config
 
 Float32 = npt.NDArray[np.float32]

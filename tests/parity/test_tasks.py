@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from model import evaluate
-from model.artifact import TARGET_TOKENIZER, TOKENIZER
 from model.data import dates
 from model.data.batches import IGNORED, Batch
 from model.data.corpus import Side
 from model.data.files import DataError
-from model.presets import Recipe, resolve
-from model.tokenizer import EOS_ID
+from model.nn.transformer import DecoderOnly, EncoderDecoder, build
+from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER
+from model.spec.tokenizer import EOS_ID
 from model.training import tasks
+from model.training.presets import Recipe, resolve
 from model.training.task import Task, TaskError
 from model.training.tasks import fit_vocabulary, make_task
-from model.transformer import DecoderOnly, EncoderDecoder, build
 
 TINY = [
     "d_model=16",

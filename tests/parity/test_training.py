@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from model import checkpoint
-from model.config import Architecture
+from model.spec.config import Architecture
 from model.training import curves, resume
 from model.training.folder import BEST
 from model.training.loop import TrainingError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from model.config import Architecture
+from model.spec.config import Architecture
 from model.training.checks import dry_run, overfit_one_batch
 from model.training.task import TaskError
 from tests.training_runs import FAMILIES, FakeTask, Quiet, make_recipe

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.config import Architecture
 from model.data.batches import IGNORED, Batch
+from model.nn.transformer import EncoderDecoder, build
+from model.spec.config import Architecture
 from model.training import precision
 from model.training.config import OptimizerName, TrainConfig, TrainDevice
 from model.training.loop import Loop, StopRequested, TrainingError, batch_loss
 from model.training.optimizers import learning_rate_factor, make_optimizers
 from model.training.parallel import Parallel, SetupError
 from model.training.precision import resolve_precision
-from model.transformer import EncoderDecoder, build
 from tests.training_runs import FAMILIES, make_batches, make_model_config, make_recipe
 
 CPU = torch.device("cpu")

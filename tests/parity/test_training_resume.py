@@ -18,14 +18,13 @@ import pytest
 
 from model import checkpoint
 from model.__main__ import main
-from model.config import Architecture
+from model.spec.config import Architecture
 from model.training import curves, resume
 from model.training.config import OptimizerName
 from model.training.resume import ResumeError
 from model.training.trainer import Terminated
+from tests.environment import ROOT
 from tests.training_runs import FakeTask, PowerCut, Quiet, assert_same_bits, cut_power, make_recipe, run, write_recipe
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("optimizer", OptimizerName)

@@ -17,7 +17,7 @@ from export.emit import emit
 from export.graphs import DecoderGraph
 from export.replay import Replayer
 from export.verify import Verdict, replay, verify
-from model import artifact, golden
+from model.spec import artifact, golden
 from tests.artifacts import random_model, rehash, tiny_artifact, tiny_config
 
 FAMILIES = ("decoder-only", "encoder-decoder")

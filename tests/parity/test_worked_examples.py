@@ -20,7 +20,7 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from export.additive import additive_scores
-from model.attention import (
+from model.nn.attention import (
     AdditiveScore,
     CrossAttention,
     SelfAttention,
@@ -31,10 +31,10 @@ from model.attention import (
     join_heads,
     split_heads,
 )
-from model.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
-from model.layers import EncoderLayer, FeedForward, make_norm
-from model.positions import SinusoidalPositions, base_frequencies, rotary_tables, rotate
-from model.transformer import Embedding
+from model.nn.layers import EncoderLayer, FeedForward, make_norm
+from model.nn.positions import SinusoidalPositions, base_frequencies, rotary_tables, rotate
+from model.nn.transformer import Embedding
+from model.spec.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
 from tests.parity import worked_examples as notes
 
 Arrays = tuple[np.ndarray, ...]

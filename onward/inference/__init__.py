@@ -1,0 +1,1 @@
+"""Stubs of the Open Inference Protocol, generated: `python -m proto.generate`."""

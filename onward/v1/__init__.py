@@ -1,0 +1,1 @@
+"""Stubs of the wire contract `onward.v1`, generated: `python -m proto.generate`."""

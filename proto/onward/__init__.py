@@ -1,1 +1,0 @@
-"""Onward's own wire contract."""

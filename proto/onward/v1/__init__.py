@@ -1,1 +1,0 @@
-"""Version 1: `package onward.v1`."""

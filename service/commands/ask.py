@@ -1,0 +1,102 @@
+"""A small client for people and for probes: asks a server once and prints what it says.
+
+Asks through `client`, the library, and tries nothing again: a person sees at once what the server says. Several answers
+are printed one after the other, each with its number.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from typing import TextIO
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from onward import NO_RETRIES, CallError, Client, GenerateOptions, IncompleteStream, Stream
+from service.commands.connection import connection
+from service.config import AskConfig, HealthConfig
+
+_FAILED = 1
+# As shells report a command that SIGINT ended.
+_INTERRUPTED = 130
+
+
+def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
+    """Prints the answer's text to `out`, or the status to `err`; the exit status."""
+    options: GenerateOptions = {
+        "model": config.model,
+        "temperature": config.temperature,
+        "seed": config.seed,
+        "max_tokens": config.max_tokens,
+        "partial_on_deadline": config.partial_on_deadline,
+        "timeout_seconds": config.timeout_seconds,
+    }
+    # With beams, the number of draws must not be set: the two exclude each other.
+    if config.beam_size:
+        options |= {"beam_size": config.beam_size, "num_hypotheses": config.n}
+    else:
+        options |= {"n": config.n}
+    is_numbered = (config.n or 1) > 1
+    try:
+        with Client(connection(config), retries=NO_RETRIES) as client:
+            if config.stream:
+                with client.stream(config.text, **options) as stream:
+                    _print_stream(stream, out, is_numbered=is_numbered)
+            else:
+                for output in client.generate(config.text, **options).outputs:
+                    _print_answer(out, output.index, output.text, is_numbered=is_numbered)
+    except (CallError, IncompleteStream) as error:
+        err.write(f"{error}\n")
+        return _FAILED
+    except KeyboardInterrupt:
+        err.write("\n")
+        return _INTERRUPTED
+    return 0
+
+
+def health(config: HealthConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
+    """Prints what the server says of itself; 0 if that is SERVING. What a container's probe runs."""
+    at = connection(config)
+    try:
+        with at.channel() as channel:
+            question = health_pb2.HealthCheckRequest(service=config.service)
+            check = HealthStub(channel).Check
+            status = check(question, timeout=config.timeout_seconds, metadata=at.metadata).status
+    except grpc.RpcError as error:
+        err.write(f"{error.code().name}: {error.details()}\n")
+        return _FAILED
+    out.write(f"{health_pb2.HealthCheckResponse.ServingStatus.Name(status)}\n")
+    return 0 if status == health_pb2.HealthCheckResponse.SERVING else _FAILED
+
+
+def _print_stream(stream: Stream, out: TextIO, *, is_numbered: bool) -> None:
+    """Prints a stream as it comes. Of several answers, which grow together, each is printed when it is whole.
+
+    Raises:
+        IncompleteStream: when it ends early; what came is printed.
+    """
+    texts: defaultdict[int, str] = defaultdict(str)
+    try:
+        for chunk in stream:
+            if not is_numbered:
+                out.write(chunk.text)
+            else:
+                texts[chunk.output_index] += chunk.text
+                if chunk.finish_reason is not None:
+                    _print_answer(out, chunk.output_index, texts.pop(chunk.output_index), is_numbered=True)
+            out.flush()
+    except IncompleteStream:
+        _end_line(out, is_numbered=is_numbered)
+        raise
+    _end_line(out, is_numbered=is_numbered)
+
+
+def _end_line(out: TextIO, *, is_numbered: bool) -> None:
+    if not is_numbered:
+        out.write("\n")
+
+
+def _print_answer(out: TextIO, index: int, text: str, *, is_numbered: bool) -> None:
+    out.write(f"[{index}] {text}\n" if is_numbered else f"{text}\n")

@@ -1,0 +1,175 @@
+"""What must hold before a sequence is guessed ahead, and how it is found out: a token has the same bits in any chunk.
+
+Drafts are computed as one chunk, and the tokens that they stand for would have been computed one by one. Where the two
+differ in a bit, an answer would depend on how many guesses were right. Our own kernels promise that they do not differ
+(docs/kernels.md); standard operators do not, and most differ. So two things are asked: that the graph's products and
+attention are computed by our kernels, and that the runner that serves shows it, on this machine, with these weights.
+
+Knows runners and golden cases' tokens; neither sequences nor what is made of the answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from model import kernels
+from model.spec.artifact import KVLayout, Manifest
+from model.spec.golden import GoldenCase
+from service.engine.batch import DecodeRow, PrefillChunk, ScheduledBatch
+from service.engine.sessions.session import SessionOptions
+from service.engine.slots_backend.runner import Runner
+from service.engine.types import PrefillProvider
+
+Float32 = npt.NDArray[np.float32]
+
+# Tokens at a sequence's beginning that are computed in every way: chunks of most lengths lie behind each other there.
+_BEGINNING = 64
+# By ONNX Runtime: their sums go by how many rows there are.
+_PRODUCTS_AND_ATTENTION = frozenset(
+    {
+        "Attention",
+        "Gemm",
+        "MatMul",
+        "com.microsoft.FusedGemm",
+        "com.microsoft.FusedMatMul",
+        "com.microsoft.GroupQueryAttention",
+        "com.microsoft.MatMulNBits",
+        "com.microsoft.MultiHeadAttention",
+        "MatMulInteger",
+    }
+)
+_OWN = "onward."
+
+
+def find_obstacles(manifest: Manifest, options: SessionOptions, prefill: PrefillProvider) -> list[str]:
+    """Why a model's tokens cannot be guessed ahead, as far as that is known before its graphs are loaded."""
+    problems = []
+    if manifest.kv_cache.layout is not KVLayout.SLOTS:
+        problems.append("keys and values lie in blocks, and the graphs over blocks are not computed by our kernels")
+    if prefill is not PrefillProvider.CPU:
+        problems.append(
+            f"{prefill} computes prompts, and would compute guesses: with prefill_provider cpu the decoder does"
+        )
+    if not options.own_kernels:
+        problems.append("the kernels are not to be used, and standard operators give a chunk other bits")
+    elif (reason := kernels.why_not()) is not None:
+        problems.append(f"there are no kernels, and standard operators give a chunk other bits: {reason}")
+    return problems
+
+
+def describe_foreign(operators: Collection[str]) -> list[str]:
+    """Why a loaded decoder's tokens cannot be guessed ahead: products and attention that are not by our kernels.
+
+    Args:
+        operators: of the graph, as `service.engine.sessions.session.GraphSession.operators` names them.
+    """
+    foreign = sorted(set(operators) & _PRODUCTS_AND_ATTENTION)
+    if not foreign and any(name.startswith(_OWN) for name in operators):
+        return []
+    names = ", ".join(foreign) or "all operators"
+    return [f"the decoder has standard operators for {names}, and they give a chunk other bits"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Tokens `[start, stop)` of a case's sequence."""
+
+    name: str
+    token_ids: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def find_difference(
+    runner: Runner, cases: Sequence[GoldenCase], *, num_slots: int, longest_chunk: int, max_tokens: int, context: int
+) -> str | None:
+    """Where a token's logits have other bits in a chunk than by themselves, in words; None where nowhere.
+
+    Of the longest of the cases' sequences, the beginning and the last `longest_chunk` tokens are computed one by one,
+    and in chunks of every length up to `longest_chunk`, each time over what was left of other tokens; the beginning as
+    one chunk, too. What chunks leave in the cache shows in the logits behind them.
+
+    Args:
+        runner: idle; its slot 0 is written to.
+        cases: of a decoder-only model, one at least.
+        num_slots: rows of logits before those that chunks want besides.
+        longest_chunk: how many tokens a row that is guessed ahead may be fed, 2 at least.
+        max_tokens: how many rows of logits there are behind the slots', as many as the longest chunk at least.
+        context: how many tokens a row may have. A sequence of fewer than the longest chunk is repeated within that.
+    """
+
+    def feed(token_ids: Sequence[int], start: int, stop: int) -> Float32:
+        """The logits after each of the tokens `[start, stop)`, computed at once in slot 0."""
+        fed = tuple(token_ids[start:stop])
+        if len(fed) == 1:
+            return runner.run(ScheduledBatch(decode=(_alone(fed[0], start),), wants_all_logits=True))[:1].copy()
+        chunk = PrefillChunk(0, start, fed, num_scored=len(fed))
+        output = runner.run(ScheduledBatch(prefills=(chunk,), wants_all_logits=True))
+        return output[num_slots : num_slots + len(fed)].copy()
+
+    def fill(token_ids: Sequence[int], start: int, stop: int) -> None:
+        """Leaves the K/V of the tokens `[start, stop)` in slot 0; nobody wants their logits."""
+        for first in range(start, stop, max_tokens):
+            fed = tuple(token_ids[first : min(first + max_tokens, stop)])
+            if len(fed) == 1:
+                runner.run(ScheduledBatch(decode=(_alone(fed[0], first),)))
+            else:
+                runner.run(ScheduledBatch(prefills=(PrefillChunk(0, first, fed, wants_logits=False),)))
+
+    least = min(longest_chunk, context)
+    for window in _windows(cases, min(_BEGINNING, max_tokens), longest_chunk, least):
+        count = window.stop - window.start
+        fill(window.token_ids, 0, window.start)
+        alone = np.concatenate([feed(window.token_ids, at, at + 1) for at in range(window.start, window.stop)])
+        others = window.token_ids[: window.start] + window.token_ids[window.start : window.stop][::-1]
+        for way in _ways(count, longest_chunk):
+            fill(others, window.start, window.stop)
+            start = window.start
+            for length in way:
+                together = feed(window.token_ids, start, start + length)
+                known = alone[start - window.start :][:length]
+                differs = (together.view(np.uint32) != known.view(np.uint32)).any(axis=1)
+                if differs.any():
+                    place = f"position {start + int(differs.argmax())} of golden case {window.name}"
+                    return f"{place} has other bits in a chunk of {length} tokens than by itself"
+                start += length
+    return None
+
+
+def _alone(token_id: int, position: int) -> DecodeRow:
+    """A token that is computed by itself, in slot 0."""
+    return DecodeRow(token_id, position, source_length=0, is_padding=False)
+
+
+def _windows(cases: Sequence[GoldenCase], beginning: int, end: int, least: int) -> Iterator[_Window]:
+    """The first `beginning` tokens of the longest sequence, and where it has more, its last `end`.
+
+    One that has fewer than `least` is repeated until it has as many.
+    """
+    found = max(((sequence, case.name) for case in cases for sequence in case.sequences), key=lambda one: len(one[0]))
+    given, name = found[0].tolist(), found[1]
+    token_ids = tuple(itertools.islice(itertools.cycle(given), max(len(given), least)))
+    yield _Window(name, token_ids, 0, min(beginning, len(token_ids)))
+    if len(token_ids) > beginning:
+        yield _Window(name, token_ids, max(0, len(token_ids) - end), len(token_ids))
+
+
+def _ways(count: int, longest: int) -> Iterator[list[int]]:
+    """Ways to cut so many tokens: so that each length from 2 on is met, up to the longest, and as one."""
+    if count > longest:
+        yield [count]
+    wanted = deque(range(2, min(longest, count) + 1))
+    while wanted:
+        way: list[int] = []
+        left = count
+        while left:
+            length = wanted.popleft() if wanted and wanted[0] <= left else min(longest, left)
+            way.append(length)
+            left -= length
+        yield way

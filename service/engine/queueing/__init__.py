@@ -1,0 +1,1 @@
+"""The order of waiting and running requests: priorities, tenants, preemption, deadlines."""

@@ -1,0 +1,1 @@
+"""Logits to tokens to text: transforms, sampling, beam search, stop strings."""

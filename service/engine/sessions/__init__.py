@@ -1,0 +1,1 @@
+"""ONNX Runtime, wrapped: sessions, providers, and the memory of their weights."""

@@ -1,0 +1,169 @@
+"""How prompts are computed: in chunks, several tokens of one slot after those that are there; short ones together.
+
+`DecoderPrefill` has the decoder graph do it, in place; `GraphPrefill` has a graph made for it, which may run on another
+provider: the K/V of the tokens before are copied into it and those of the new ones out of it, to where the decoder
+finds them. Either way the shapes that are computed are the chunk's own. Knows nothing of why a prompt is cut as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from service.engine.batch import PrefillChunk, PrefillGroup
+from service.engine.sessions.session import Array, Binding, GraphSession
+from service.engine.slots_backend.decoder import SlotDecoder
+from service.engine.slots_backend.kv_cache import Buffers, SlotKV
+
+Float32 = npt.NDArray[np.float32]
+
+
+class Prefill(Protocol):
+    """Computes chunks, each on the K/V that those before it left in its slot."""
+
+    def run(self, chunk: PrefillChunk, logits_rows: slice) -> None:
+        """Computes a chunk: its K/V go to its slot, the logits after its last tokens to these rows of the output.
+
+        There are as many rows as the chunk wants (`PrefillChunk.num_logits`).
+
+        Raises:
+            GraphError: when the run fails; the slot's K/V are in doubt then.
+        """
+
+
+class DecoderPrefill:
+    """By the decoder graph, on the slot's own buffers.
+
+    A binding is made once for each slot, and lasts; where the logits go is tied anew when that changes, as for chunks
+    with logits of their own.
+    """
+
+    def __init__(self, decoder: SlotDecoder) -> None:
+        self._decoder = decoder
+        self._bindings: dict[int, Binding] = {}
+        self._logits_rows: dict[int, slice] = {}
+
+    def run(self, chunk: PrefillChunk, logits_rows: slice) -> None:
+        """Computes a chunk; see `Prefill.run`."""
+        binding = self._binding(chunk.slot, logits_rows)
+        end = chunk.start + len(chunk.token_ids)
+        self._decoder.seqlens_k[chunk.slot] = end - 1
+        self._decoder.total_sequence_length[...] = end
+        self._decoder.bind_tokens(binding, **_tokens(chunk, chunk.num_logits))
+        binding.run()
+
+    def _binding(self, slot: int, logits_rows: slice) -> Binding:
+        if slot not in self._bindings:
+            self._bindings[slot] = self._decoder.bind(slice(slot, slot + 1), logits_rows)
+        elif self._logits_rows[slot] != logits_rows:
+            self._decoder.bind_logits(self._bindings[slot], logits_rows)
+        self._logits_rows[slot] = logits_rows
+        return self._bindings[slot]
+
+
+class GraphPrefill:
+    """By a prefill graph (`model.spec.artifact.prefill_signature`), by value.
+
+    Args:
+        session: the graph.
+        kv: where its K/V come from and go to, float32.
+        logits: `[rows, V]`, where its logits go.
+    """
+
+    def __init__(self, session: GraphSession, kv: SlotKV, logits: Float32) -> None:
+        self._session = session
+        self._kv = kv
+        self._logits = logits
+        self._past_names = [f"past_{part}_{layer}" for layer in range(len(kv.own) // 2) for part in ("key", "value")]
+
+    def run(self, chunk: PrefillChunk, logits_rows: slice) -> None:
+        """Computes a chunk; see `Prefill.run`."""
+        # The graph of another provider may know no tensors without a row.
+        feeds = _tokens(chunk, max(chunk.num_logits, 1))
+        for name, buffer in zip(self._past_names, self._kv.own, strict=True):
+            feeds[name] = np.ascontiguousarray(buffer[chunk.slot : chunk.slot + 1, :, : chunk.start])
+        logits, *new = self._session.run(feeds)
+        end = chunk.start + len(chunk.token_ids)
+        for buffer, computed in zip(self._kv.own, new, strict=True):
+            buffer[chunk.slot, :, chunk.start : end] = computed[0]
+        if chunk.num_logits:
+            self._logits[logits_rows] = logits
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupRun:
+    """The decoder graph, tied to so many rows of one padded length, and what such a run reads and writes."""
+
+    binding: Binding
+    input_ids: Array
+    logits_indices: Array
+    logits: Float32
+    own: Buffers
+
+
+class GroupPrefill:
+    """Short beginnings of several slots in one run of the decoder graph.
+
+    It has K/V of its own, exactly as wide as the padding, so that no slot's memory ever sees padding. To the graph the
+    padding is tokens like others: attention is causal, and nobody looks at what comes of them.
+
+    Args:
+        decoder: the graph.
+        kv: where the K/V of the tokens go.
+        logits: `[rows, V]`, where the logits go; what lies behind the slots' is used in passing.
+        max_tokens: how many tokens a group has at most, padding included.
+    """
+
+    def __init__(self, decoder: SlotDecoder, kv: SlotKV, logits: Float32, max_tokens: int) -> None:
+        self._decoder = decoder
+        self._kv = kv
+        self._logits = logits
+        _, self._num_heads, _, self._head_dim = kv.own[0].shape
+        shape = (len(kv.own), max_tokens * self._num_heads * self._head_dim)
+        self._own: Buffers = np.zeros(shape, kv.own[0].dtype)
+        self._runs: dict[tuple[int, int], _GroupRun] = {}
+
+    def run(self, group: PrefillGroup) -> None:
+        """Computes a group: K/V go to the slots, the logits after each row's last token to the slot's row.
+
+        Raises:
+            GraphError: when the run fails; the slots' K/V are as they were then.
+        """
+        lengths = [len(row.token_ids) for row in group.rows]
+        slots = [row.slot for row in group.rows]
+        key = (len(slots), group.padded_length)
+        if key not in self._runs:
+            self._runs[key] = self._bind(*key)
+        run = self._runs[key]
+        run.input_ids[:] = 0
+        for ids, row in zip(run.input_ids, group.rows, strict=True):
+            ids[: len(row.token_ids)] = row.token_ids
+        run.logits_indices[:] = [index * group.padded_length + length - 1 for index, length in enumerate(lengths)]
+        run.binding.run()
+        self._logits[slots] = run.logits
+        self._kv.write_own(slots, lengths, run.own)
+
+    def _bind(self, num_rows: int, padded_length: int) -> _GroupRun:
+        shape = (num_rows, self._num_heads, padded_length, self._head_dim)
+        own = self._own[:, : math.prod(shape)].reshape(-1, *shape)
+        input_ids = np.zeros((num_rows, padded_length), np.int64)
+        logits_indices = np.zeros(num_rows, np.int64)
+        logits = self._logits[self._kv.num_slots :][:num_rows]
+        binding = self._decoder.bind_apart(tuple(own), padded_length, logits)
+        positions = np.tile(np.arange(padded_length), (num_rows, 1))
+        self._decoder.bind_tokens(binding, input_ids, positions, logits_indices)
+        return _GroupRun(binding, input_ids, logits_indices, logits, own)
+
+
+def _tokens(chunk: PrefillChunk, num_logits: int) -> dict[str, Array]:
+    """What either graph is told of the tokens: ids, positions, and that the last so many want logits."""
+    length = len(chunk.token_ids)
+    return {
+        "input_ids": np.array([chunk.token_ids], np.int64),
+        "position_ids": np.arange(chunk.start, chunk.start + length, dtype=np.int64)[np.newaxis],
+        "logits_indices": np.arange(length - num_logits, length, dtype=np.int64),
+    }

@@ -1,0 +1,1 @@
+"""Draft tokens: what a sequence may say next, for the model to confirm."""

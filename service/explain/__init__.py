@@ -1,0 +1,1 @@
+"""Attention weights of one request: computed by the explain graph, and drawn."""

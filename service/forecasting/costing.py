@@ -1,0 +1,93 @@
+"""From a request to what it costs: its shape for `model.spec.cost`, by the rules by which an engine cuts and pads it.
+
+Pure counting; what it costs on the clock is `service.forecasting.prediction`'s. Knows nothing of what runs beside a
+request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from model.spec.config import ModelConfig
+from model.spec.cost import RequestCost, RequestShape, RequestWork, request_cost, request_work
+from service.engine.chunks import ChunkRules
+from service.engine.types import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a request costs: `counts` by the model's arithmetic, seconds of service without the queue.
+
+    `predicted_seconds` is None while too few steps were seen to tell, `measured_seconds` before it ran.
+    """
+
+    counts: RequestCost
+    predicted_seconds: float | None
+    measured_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Counts one model's requests.
+
+    Attributes:
+        config: the model.
+        pieces: how its engine cuts and pads.
+        kv_token_bytes: bytes of a token's K/V as they are kept, the decoder's or its source's; None is float32's.
+    """
+
+    config: ModelConfig
+    pieces: ChunkRules
+    kv_token_bytes: int | None = None
+
+    def may_be_cached(self, request: GenerationRequest) -> bool:
+        """Whether K/V of a request can be at hand at all: of its source, or of a whole chunk that tokens follow."""
+        return self.config.is_encoder_decoder or len(request.prompt_token_ids) > self.pieces.chunk
+
+    def most_tokens(self, request: GenerationRequest) -> int:
+        """How many tokens an output may have: `max_tokens`, cut to the context."""
+        return max(0, min(request.stopping.max_tokens, self.config.context - self._num_given(request)))
+
+    def shape(
+        self, request: GenerationRequest, cached_tokens: int = 0, generated_tokens: Sequence[int] | None = None
+    ) -> RequestShape:
+        """What the request's cost depends on.
+
+        Args:
+            request: one whose lengths fit the model.
+            cached_tokens: of its prompt or source, tokens whose K/V are at hand.
+            generated_tokens: how long each of its rows becomes (see `RequestShape`); None is as long as they may.
+        """
+        is_scored = request.scoring is not None
+        # Nothing follows the last token of a prompt that is only scored: it is not computed. A prompt without tokens is
+        # the engine's to refuse.
+        prompt = max(1, self._num_given(request) - (0 if request.stopping.max_tokens else 1))
+        source = len(request.prompt_token_ids) if self.config.is_encoder_decoder else 0
+        beginning = min(prompt, self.pieces.chunk)
+        is_padded = self.pieces.is_short(0, beginning) and not is_scored
+        if generated_tokens is None:
+            generated_tokens = (self.most_tokens(request),) * request.num_rows
+        return RequestShape(
+            prompt_tokens=prompt,
+            generated_tokens=tuple(generated_tokens),
+            source_tokens=source,
+            cached_tokens=cached_tokens,
+            chunk=self.pieces.chunk,
+            padded_prompt_tokens=self.pieces.padded_prompt_length(beginning) if is_padded else None,
+            padded_source_tokens=self.pieces.padded_source_length(source) if source else None,
+            scores_prompt=is_scored,
+        )
+
+    def work(self, request: GenerationRequest, cached_tokens: int = 0) -> RequestWork:
+        """What it computes if its outputs become as long as they may."""
+        return request_work(self.shape(request, cached_tokens))
+
+    def count(self, shape: RequestShape) -> RequestCost:
+        """What a request of this shape costs."""
+        return request_cost(self.config, shape, self.kv_token_bytes)
+
+    def _num_given(self, request: GenerationRequest) -> int:
+        if self.config.is_encoder_decoder:
+            return 1 + len(request.target_prefix_token_ids)
+        return len(request.prompt_token_ids)

@@ -1,0 +1,181 @@
+"""One budget for the keys and values of all models, and which part of it each model has.
+
+    budget  =  parts of the models that are served
+            +  parts kept for models that the operator named, until they are served
+            +  what is left, for models that come later
+
+Parts are dealt once, at the start: by the operator's weights, or in proportion to what all rows of each model take at
+full length, so that every model can run the same share of its rows. A model that comes later gets the part that it has
+had or was named with, or else what it needs, cut to what is left; with less than one row of full length it is refused.
+Models that leave give their part back. Without a budget, every model gets what it needs; and always, all that models
+take together must fit into this machine's memory.
+
+Engines of one model that live beside each other while it is reloaded have one part: the larger of theirs. That they
+keep to it is the engine thread's business.
+
+Counts bytes; knows no engines, no tensors and no files. On the event loop, once that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from service.engine.kv.budget import MemoryNeeds
+from service.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What one engine of a model may take, from when it was asked for until it is given back, in bytes.
+
+    `kv_bytes` is the budget of its K/V, `besides` all else that it needs.
+    """
+
+    model: str
+    kv_bytes: int
+    besides: int
+
+
+class KVPool:
+    """Who has what.
+
+    Args:
+        num_bytes: the budget of all K/V; None gives every model what it needs.
+        weights: by name, what models get of the budget; where some are given, those not named have a weight of 1.
+        memory: bytes that this process can have; None where that is not known.
+        needs: of the models that are there from the start, by name.
+
+    Raises:
+        StartupError: listing every model whose part is too small, or that all of it is more than there is.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int | None,
+        weights: Mapping[str, float],
+        memory: int | None,
+        needs: Mapping[str, MemoryNeeds],
+    ) -> None:
+        self._num_bytes = num_bytes
+        self._memory = memory
+        self._kept_for: frozenset[str] = frozenset() if num_bytes is None else frozenset(weights)
+        self._planned: dict[str, int] = {} if num_bytes is None else _deal(num_bytes, weights, needs)
+        self._parts: dict[str, list[Part]] = {}
+        problems: list[str] = []
+        for model, need in needs.items():
+            try:
+                self._deal_out(model, need, self._planned.get(model, need.whole))
+            except StartupError as error:
+                problems += error.problems
+        if problems:
+            raise StartupError(problems)
+        self._check_memory()
+
+    @property
+    def num_bytes(self) -> int | None:
+        """The budget."""
+        return self._num_bytes
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """By model, what its K/V may take."""
+        return {model: self._taken(model) for model in self._parts}
+
+    @property
+    def kept(self) -> Mapping[str, int]:
+        """By model that was named and is not served, what is kept for it."""
+        return {model: self._planned[model] for model in sorted(self._kept_for) if model not in self._parts}
+
+    @property
+    def num_left(self) -> int | None:
+        """What of the budget is neither taken nor kept; None without a budget."""
+        return None if self._num_bytes is None else self._room("")
+
+    def part_of(self, model: str) -> Part | None:
+        """The part that a model asked for last, None where it has none."""
+        return self._parts[model][-1] if model in self._parts else None
+
+    def take(self, model: str, needs: MemoryNeeds) -> Part:
+        """A part for an engine of a model, beside those that the model has.
+
+        Raises:
+            StartupError: saying what it needs at least and what there is; nothing was taken then.
+        """
+        wanted = self._planned.get(model, 0)
+        # A model that was not named and has outgrown its part is treated as a new one.
+        if wanted < needs.least and model not in self._kept_for:
+            wanted = needs.whole
+        part = self._deal_out(model, needs, wanted)
+        try:
+            self._check_memory()
+        except StartupError:
+            self.give_back(part)
+            raise
+        return part
+
+    def give_back(self, part: Part) -> None:
+        """An engine is gone.
+
+        Raises:
+            ValueError: when the part was given back before.
+        """
+        parts = self._parts.get(part.model, [])
+        parts.remove(part)
+        if not parts:
+            del self._parts[part.model]
+
+    def _deal_out(self, model: str, needs: MemoryNeeds, wanted: int) -> Part:
+        """So much of what is left, or all of that; everything that is needed where there is no budget."""
+        kv_bytes = needs.whole if self._num_bytes is None else min(wanted, self._room(model))
+        if kv_bytes < needs.least:
+            raise StartupError([self._too_little(model, kv_bytes, needs.least)])
+        part = Part(model, kv_bytes, needs.besides)
+        self._parts.setdefault(model, []).append(part)
+        return part
+
+    def _taken(self, model: str) -> int:
+        return max((part.kv_bytes for part in self._parts.get(model, ())), default=0)
+
+    def _room(self, model: str) -> int:
+        """What a model may have at most: its own part, and what is neither others' nor kept for others."""
+        others = (self._parts.keys() | self._kept_for) - {model}
+        spoken_for = sum(
+            max(self._taken(other), self._planned[other] if other in self._kept_for else 0) for other in others
+        )
+        return (self._num_bytes or 0) - spoken_for
+
+    def _too_little(self, model: str, kv_bytes: int, least: int) -> str:
+        spoken_for = {**self.kept, **self.parts}
+        spoken_for.pop(model, None)
+        others = ", ".join(f"{other} {num_bytes}" for other, num_bytes in sorted(spoken_for.items()))
+        beside = f" beside {others}" if others else ""
+        return (
+            f"kv_memory: {model} gets {kv_bytes} of {self._num_bytes} bytes{beside}, "
+            f"must get at least {least}, for one sequence of full length"
+        )
+
+    def _check_memory(self) -> None:
+        """Refuses what this machine cannot keep: the kernel would not, and end the process once memory is touched."""
+        besides = sum(part.besides for parts in self._parts.values() for part in parts)
+        needed = sum(self.parts.values()) + besides
+        if self._memory is not None and needed > self._memory:
+            each = ", ".join(f"{model} {num_bytes}" for model, num_bytes in sorted(self.parts.items()))
+            raise StartupError(
+                [
+                    f"all models need {needed} bytes, there are {self._memory}: {besides} besides K/V, the rest for "
+                    f"those ({each}); --kv-memory and --max-batch-size bound them"
+                ]
+            )
+
+
+def _deal(num_bytes: int, weights: Mapping[str, float], needs: Mapping[str, MemoryNeeds]) -> dict[str, int]:
+    """Parts by the weights, or by what the models need where none are given; rounded down."""
+    if weights:
+        # Exactly: the sum must not come out above the whole.
+        weighed = {model: Fraction(weight) for model, weight in {**dict.fromkeys(needs, 1.0), **weights}.items()}
+        whole = sum(weighed.values())
+        return {model: int(num_bytes * weight / whole) for model, weight in weighed.items()}
+    needed = sum(need.whole for need in needs.values())
+    return {model: num_bytes * need.whole // needed for model, need in needs.items()}

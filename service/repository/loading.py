@@ -1,0 +1,325 @@
+"""From a folder of artifacts to models that can be served; every problem of every artifact is reported at once.
+
+Loading graphs takes seconds: it is done before anything is served, or on a thread of its own
+(`service.repository.library`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from model.spec import golden
+from model.spec.artifact import (
+    CHAT,
+    DECODER,
+    ENCODER,
+    GOLDEN,
+    MAX_CHAT_BYTES,
+    TARGET_TOKENIZER,
+    TOKENIZER,
+    ArtifactError,
+    Manifest,
+    load,
+    stamp,
+)
+from model.spec.artifact import Device as BuiltFor
+from model.spec.chat import Chat, ChatSettings
+from model.spec.reading import read_text
+from model.spec.tokenizer import Tokenizer, TokenizerError
+from service.config import Admission, Kernels, ServeConfig
+from service.engine.engine import Engine, LastRun
+from service.engine.factory import build_engine
+from service.engine.kv.budget import MemoryNeeds, graph_weight_bytes, memory_needs
+from service.engine.kv.process_memory import memory_limit, resident_bytes
+from service.engine.scheduler import EngineLimits
+from service.engine.sessions.prefill_provider import choose_prefill_provider
+from service.engine.sessions.session import SessionOptions, cuda_free_bytes
+from service.engine.types import Device, PrefillProvider
+from service.errors import StartupError
+from service.forecasting.admission import PATIENCE_SECONDS
+from service.repository.devices import artifact_folder, choose_device
+from service.repository.kv_pool import KVPool
+from service.repository.models import ServedModel
+
+_Item = TypeVar("_Item")
+_Loaded = TypeVar("_Loaded")
+
+
+def load_models(
+    folder: Path, prefill: PrefillProvider = PrefillProvider.CPU, device: Device = Device.AUTO
+) -> tuple[ServedModel, ...]:
+    """Reads and checks every artifact below `folder`; a subfolder's name is its model's.
+
+    Args:
+        folder: of the artifacts.
+        prefill: what is wanted to compute prompts.
+        device: what computes, as `settle_device` says; `AUTO` leaves that to each artifact.
+
+    Raises:
+        StartupError: listing all that is wrong with any of them.
+    """
+    subfolders = _subfolders(folder)
+    if not subfolders:
+        raise StartupError([f"{folder} has no subfolder, and so no model to serve"])
+    return _load_all(subfolders, lambda subfolder: load_model(subfolder, prefill, device))
+
+
+def settle_device(config: ServeConfig) -> ServeConfig:
+    """The configuration with the device that the server computes on, in the place of a wish.
+
+    Raises:
+        StartupError: when a model is not exported for it, or it does not work.
+    """
+    return dataclasses.replace(config, device=choose_device(config.device, _subfolders(config.models)))
+
+
+def model_names(folder: Path) -> tuple[str, ...]:
+    """The models that `folder` has now, served or not.
+
+    Raises:
+        StartupError: when it cannot be read.
+    """
+    return tuple(subfolder.name for subfolder in _subfolders(folder))
+
+
+def needs_of(manifest: Manifest, config: ServeConfig) -> MemoryNeeds:
+    """What serving an artifact takes of memory."""
+    return memory_needs(manifest, config.max_batch_size, config.chunk_tokens)
+
+
+def check_room(manifest: Manifest, config: ServeConfig, kv_bytes: int) -> None:
+    """Refuses to load a model beside others where memory is too short, before any of it is taken.
+
+    Weights count twice: until the engine is proven, a copy of their file lies beside them, which the kernel cannot drop
+    as it drops cached files. On a CUDA device memory was checked as the model's part of it was taken.
+
+    Args:
+        manifest: the artifact's.
+        config: sizes.
+        kv_bytes: what the model's K/V may take beyond those of the engine that it replaces.
+
+    Raises:
+        StartupError: with the bytes that it needs and the bytes that are left.
+    """
+    limit = memory_limit()
+    if limit is None or manifest.device is BuiltFor.CUDA:
+        return
+    weights = sum(graph_weight_bytes(manifest, graph) for graph in (DECODER, ENCODER) if graph in manifest.graphs)
+    needed = 2 * weights + kv_bytes + needs_of(manifest, config).besides
+    left = max(0, limit - resident_bytes())
+    if needed > left:
+        raise StartupError([f"loading it needs up to {needed} bytes of memory, of {limit} there are {left} left"])
+
+
+def share_memory(models: Iterable[ServedModel], config: ServeConfig) -> KVPool:
+    """Deals out the memory of all keys and values to the models that are there from the start.
+
+    Raises:
+        StartupError: when it is not enough for all of them, with the numbers.
+    """
+    models = tuple(models)
+    needs = {model.name: needs_of(model.manifest, config) for model in models}
+    shares = dict(config.kv_shares)
+    if not any(model.manifest.device is BuiltFor.CUDA for model in models):
+        return KVPool(config.kv_memory, shares, memory_limit(), needs)
+    free_bytes = cuda_free_bytes()
+    besides = sum(need.besides for need in needs.values())
+    room = free_bytes - besides
+    if room <= 0:
+        raise StartupError([f"weights and steps need {besides} bytes of the device's memory, there are {free_bytes}"])
+    num_bytes = config.kv_memory
+    # A device has all of it taken at once: what it has left is a better default than a refusal.
+    if num_bytes is None and sum(need.whole for need in needs.values()) > room:
+        num_bytes = room
+    return KVPool(num_bytes, shares, free_bytes, needs)
+
+
+def build_engines(
+    folder: Path,
+    models: Iterable[ServedModel],
+    config: ServeConfig,
+    last_run: LastRun | None = None,
+    kv_memory: Mapping[str, int] | None = None,
+    *,
+    is_serving: bool = False,
+) -> dict[str, Engine]:
+    """Loads every model's graphs, reserves its key-value cache and, where guesses are wanted, proves them harmless.
+
+    Args:
+        folder: of the artifacts.
+        models: what is to be served of it.
+        config: sizes and threads.
+        last_run: shared by all engines that one thread steps; a new one unless given.
+        kv_memory: bytes that the K/V of each model may take; as `share_memory` deals them out unless given.
+        is_serving: whether the process serves other models, and must survive files that are truncated meanwhile. It
+            takes memory for the weights once more until the engines are proven.
+
+    Raises:
+        StartupError: listing all that is wrong with any of them.
+    """
+    limits = EngineLimits(
+        max_batch_size=config.max_batch_size,
+        prefill_chunk=config.chunk_tokens,
+        max_prefill_tokens=config.chunk_tokens,
+        patience_seconds=PATIENCE_SECONDS if config.admission is Admission.DEADLINE else None,
+        look_up=config.look_up,
+    )
+    shared = LastRun() if last_run is None else last_run
+    options = SessionOptions(
+        intra_op_threads=config.threads or 0,
+        allow_spinning=config.spin,
+        copies_weights=is_serving,
+        own_kernels=config.kernels is Kernels.AUTO,
+    )
+    models = tuple(models)
+    parts = share_memory(models, config).parts if kv_memory is None else kv_memory
+
+    def build(model: ServedModel) -> tuple[str, Engine]:
+        own = artifact_folder(folder / model.name, config.device)
+        engine = build_engine(
+            own,
+            model.manifest,
+            model.output_tokenizer.decode,
+            dataclasses.replace(limits, kv_memory_bytes=parts[model.name]),
+            options,
+            shared,
+            model.prefill_provider,
+            config.device,
+        )
+        # What was loaded is what was checked.
+        if model.stamp and model.stamp != stamp(own, model.manifest):
+            raise StartupError([f"{own}: its files have changed while it was loaded"])
+        if config.look_up:
+            # Here and not with the golden cases: where those are replayed, other models' streams stand still.
+            engine.prove_look_up(model.golden_cases)
+        return model.name, engine
+
+    return dict(_load_all(models, build))
+
+
+def load_model(folder: Path, prefill: PrefillProvider, device: Device = Device.AUTO) -> ServedModel:
+    """Reads and checks one artifact; the name of the model's folder is the model's.
+
+    Args:
+        folder: the model's (`service.repository.devices`).
+        prefill: what is wanted to compute its prompts.
+        device: what computes it; `AUTO` is whatever its artifact is for.
+
+    Raises:
+        StartupError: listing all that is wrong with it.
+    """
+    manifest = manifest_of(folder, device)
+    name, folder = folder.name, artifact_folder(folder, device)
+    before = stamp(folder, manifest)
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
+        # They want a core, not the interpreter. Until they are known, nothing that was read or went wrong counts.
+        checksums = beside.submit(_load, folder, device)
+        try:
+            return dataclasses.replace(_read(name, folder, manifest, prefill), stamp=before)
+        finally:
+            checksums.result()
+
+
+def manifest_of(folder: Path, device: Device) -> Manifest:
+    """The manifest of an artifact all of whose files are there, are regular, and have their sizes: they can be opened.
+
+    Args:
+        folder: the model's.
+        device: as for `load_model`.
+
+    Raises:
+        StartupError: listing every problem, wrong checksums among them.
+    """
+    folder = artifact_folder(folder, device)
+    try:
+        return _load(folder, device, checksums=False)
+    except StartupError:
+        _load(folder, device)
+        raise
+
+
+def _load(folder: Path, device: Device, *, checksums: bool = True) -> Manifest:
+    devices = tuple(BuiltFor) if device is Device.AUTO else (BuiltFor(device),)
+    try:
+        return load(folder, devices, checksums=checksums, memory_bytes=memory_limit())
+    except ArtifactError as error:
+        raise StartupError([f"{folder}: {problem}" for problem in error.problems]) from error
+
+
+def _read(name: str, folder: Path, manifest: Manifest, prefill: PrefillProvider) -> ServedModel:
+    """All of an artifact but its graphs; raises StartupError."""
+    problems: list[str] = []
+    prompt = _load_tokenizer(folder / TOKENIZER, _prompt_vocab_size(manifest), problems)
+    output = prompt
+    if TARGET_TOKENIZER in manifest.files:
+        output = _load_tokenizer(folder / TARGET_TOKENIZER, manifest.config.vocab_size, problems)
+    try:
+        cases = golden.load(folder / GOLDEN, manifest.config)
+    except ValueError as error:
+        problems.append(f"{folder}: {error}")
+        cases = ()
+    try:
+        prefill = choose_prefill_provider(prefill, manifest)
+    except StartupError as error:
+        problems += [f"{folder}: {problem}" for problem in error.problems]
+    chat = _load_chat(folder / CHAT, prompt, problems) if CHAT in manifest.files and prompt is not None else None
+    if problems or prompt is None or output is None:
+        raise StartupError(problems)
+    return ServedModel(
+        name=name,
+        manifest=manifest,
+        prompt_tokenizer=prompt,
+        output_tokenizer=output,
+        golden_cases=cases,
+        prefill_provider=prefill,
+        chat=chat,
+    )
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError as error:
+        raise StartupError([f"{folder} cannot be read: {error.strerror}"]) from error
+
+
+def _prompt_vocab_size(manifest: Manifest) -> int:
+    config = manifest.config
+    return config.source_vocab_size if config.is_encoder_decoder else config.vocab_size
+
+
+def _load_tokenizer(path: Path, vocab_size: int, problems: list[str]) -> Tokenizer | None:
+    try:
+        tokenizer = Tokenizer.load(path)
+    except TokenizerError as error:
+        problems.append(str(error))
+        return None
+    if tokenizer.vocab_size > vocab_size:
+        problems.append(f"{path} has {tokenizer.vocab_size} tokens, the model knows {vocab_size}")
+    return tokenizer
+
+
+def _load_chat(path: Path, tokenizer: Tokenizer, problems: list[str]) -> Chat | None:
+    try:
+        return Chat(ChatSettings.from_json(read_text(path, MAX_CHAT_BYTES)), tokenizer)
+    except (OSError, ValueError) as error:
+        problems.append(f"{path}: {error}")
+        return None
+
+
+def _load_all(items: Iterable[_Item], load_one: Callable[[_Item], _Loaded]) -> tuple[_Loaded, ...]:
+    """Loads each item, and raises what all of them have to complain about."""
+    loaded: list[_Loaded] = []
+    problems: list[str] = []
+    for item in items:
+        try:
+            loaded.append(load_one(item))
+        except StartupError as error:
+            problems += error.problems
+    if problems:
+        raise StartupError(problems)
+    return tuple(loaded)

@@ -1,0 +1,361 @@
+"""The served models: what is known of each, whether it answers, and its half of a request's validation.
+
+A `ServedModel` never changes; which of them answer does, on the event loop alone. Knows neither engines nor protobuf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from model.spec.artifact import EXPLAIN, Manifest, Stamp
+from model.spec.chat import Chat, ConversationError, Message
+from model.spec.golden import CaseResult, GoldenCase
+from model.spec.tokenizer import Tokenizer
+from service.engine.kv.budget import plan_kv_memory
+from service.engine.step_engine import StepEngine
+from service.engine.types import PrefillProvider, SamplingParams, StoppingParams
+from service.errors import InvalidRequest, NotServing, PromptTooLong, UnknownModel, UnsupportedFeature
+from service.forecasting.costing import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt that the model's own template makes of messages, one at least."""
+
+    messages: tuple[Message, ...]
+
+
+Prompt = str | tuple[int, ...] | Conversation
+"""Text, raw ids, or a conversation."""
+
+
+class ModelState(StrEnum):
+    """Whether a model answers."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    FAILED = "failed"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """How the golden cases went on the provider in use."""
+
+    cases: tuple[CaseResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every case did; no cases prove nothing."""
+        return bool(self.cases) and all(case.passed for case in self.cases)
+
+    @property
+    def max_abs_error(self) -> float:
+        """Largest absolute difference of a logit."""
+        return max((case.max_abs_error for case in self.cases), default=float("inf"))
+
+    @property
+    def min_agreement(self) -> float:
+        """Smallest share of equal greedy choices in a case."""
+        return min((case.agreement for case in self.cases), default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """One model, as everything but its engine sees it.
+
+    `chat` is its template for conversations, None without one. `stamp` is that of its files before they were checked.
+    """
+
+    name: str
+    manifest: Manifest
+    prompt_tokenizer: Tokenizer
+    output_tokenizer: Tokenizer
+    golden_cases: tuple[GoldenCase, ...]
+    prefill_provider: PrefillProvider = PrefillProvider.CPU
+    chat: Chat | None = None
+    stamp: Stamp | None = None
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that leaves room for a token, or longest source."""
+        config = self.manifest.config
+        return config.source_context if config.is_encoder_decoder else config.context - 1
+
+    @property
+    def max_target_prefix_tokens(self) -> int:
+        """Longest forced start of an output that leaves room for a token behind it and the start token before it."""
+        config = self.manifest.config
+        return config.context - 2 if config.is_encoder_decoder else 0
+
+    @property
+    def output_beginning(self) -> tuple[int, ...]:
+        """The token that the model wants every output to begin with, if any: what a request gives comes behind it."""
+        first = self.manifest.generation.forced_first_id
+        return () if first is None else (first,)
+
+    @property
+    def prompt_vocab_size(self) -> int:
+        """Number of ids a prompt may hold."""
+        config = self.manifest.config
+        return config.source_vocab_size if config.is_encoder_decoder else config.vocab_size
+
+    @property
+    def explains(self) -> bool:
+        """Whether its artifact has a graph of attention weights."""
+        return EXPLAIN in self.manifest.graphs
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """What the keys and values of one token take, the decoder's or its source's."""
+        return plan_kv_memory(self.manifest, 1, None).token_bytes
+
+    def cost_model(self, engine: StepEngine) -> CostModel:
+        """What its requests cost on this engine."""
+        return CostModel(self.manifest.config, engine.pieces, self.kv_token_bytes)
+
+    def encode_prompt(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
+        """Token ids of a prompt; text may take milliseconds, so call this off the event loop.
+
+        Args:
+            prompt: text, raw ids or a conversation.
+            max_tokens: how many it may have, `max_prompt_tokens` unless given.
+
+        Raises:
+            PromptTooLong: when it has more: for a prompt to be continued, when it leaves no room in the context.
+            InvalidRequest: when an id is not in the vocabulary, the text has no tokens, or the template refuses.
+            UnsupportedFeature: for a conversation with a model that has no template.
+        """
+        field = prompt_field(prompt)
+        most = self.max_prompt_tokens if max_tokens is None else max_tokens
+        match prompt:
+            case str():
+                require_room(field, text_size(prompt), self.prompt_tokenizer, most)
+                token_ids = tuple(self.prompt_tokenizer.encode(prompt))
+            case Conversation():
+                token_ids = self._encode_chat(field, prompt, most)
+            case _:
+                token_ids = prompt
+        if not token_ids:
+            raise InvalidRequest(field, prompt, "must have at least 1 token")
+        if len(token_ids) > most:
+            raise PromptTooLong(field, len(token_ids), f"must have at most {most} tokens")
+        check_ids(field, token_ids, self.prompt_vocab_size)
+        return token_ids
+
+    def _encode_chat(self, field: str, prompt: Conversation, most: int) -> tuple[int, ...]:
+        if self.chat is None:
+            raise UnsupportedFeature("prompt.chat")
+        require_room(field, text_size(prompt), self.prompt_tokenizer, most)
+        try:
+            written = self.chat.render(prompt.messages)
+        except ConversationError as error:
+            roles = [message.role for message in prompt.messages]
+            raise InvalidRequest(f"prompt.chat.messages{error.place}", roles, error.reason) from error
+        require_room(field, text_size(written), self.prompt_tokenizer, most)
+        return tuple(self.chat.tokenize(written))
+
+    def encode_target_prefix(self, text: str) -> tuple[int, ...]:
+        """Token ids of an output's forced start, with no control token but one that the model wants to come first.
+
+        Like `encode_prompt`, off the event loop.
+
+        Raises:
+            InvalidRequest: when the model is decoder-only: its prompt is what the output continues.
+            PromptTooLong: when it leaves no room in the context.
+        """
+        if not text:
+            return ()
+        config = self.manifest.config
+        if not config.is_encoder_decoder:
+            raise InvalidRequest("target_prefix", text, f"must be empty, as {self.name} is decoder-only")
+        most = self.max_target_prefix_tokens
+        require_room("target_prefix", text_size(text), self.output_tokenizer, most)
+        token_ids = self.output_beginning + tuple(self.output_tokenizer.encode_plain(text))
+        if len(token_ids) > most:
+            raise PromptTooLong("target_prefix", len(token_ids), f"must have at most {most} tokens")
+        check_ids("target_prefix", token_ids, config.vocab_size)
+        return token_ids
+
+    def check_stop_token_ids(self, token_ids: Iterable[int]) -> None:
+        """Refuses stop tokens that the model cannot generate.
+
+        Raises:
+            InvalidRequest: naming the largest.
+        """
+        vocab_size = self.manifest.config.vocab_size
+        if (largest := max(token_ids, default=0)) >= vocab_size:
+            limit = f"must be below the vocabulary's size {vocab_size}"
+            raise InvalidRequest("stopping.stop_token_ids", largest, limit)
+
+    def check_logits_rules(self, sampling: SamplingParams, stopping: StoppingParams) -> None:
+        """Refuses rules that speak of tokens the model does not have, or that leave it none to choose.
+
+        Many allowed ids may take milliseconds, so call this off the event loop.
+
+        Raises:
+            InvalidRequest: naming the first entry out of range, or the field that leaves nothing.
+        """
+        vocab_size = self.manifest.config.vocab_size
+        for token_id, _ in sampling.logit_bias:
+            if token_id >= vocab_size:
+                limit = f"its token id must be below the vocabulary's size {vocab_size}"
+                raise InvalidRequest(f"sampling.logit_bias[{token_id}]", token_id, limit)
+        allowed = sampling.allowed_token_ids
+        if len(allowed) > vocab_size:
+            limit = f"must have at most {vocab_size} entries, as many as the vocabulary"
+            raise InvalidRequest("sampling.allowed_token_ids", len(allowed), limit)
+        check_ids("sampling.allowed_token_ids", allowed, vocab_size)
+        suppressed = frozenset(self.manifest.generation.suppressed_ids)
+        if allowed and suppressed.issuperset(allowed):
+            limit = f"must have a token that {self.name} does not suppress"
+            raise InvalidRequest("sampling.allowed_token_ids", allowed, limit)
+        ends = stopping.stop_token_ids.union(self.manifest.eos_ids, suppressed)
+        if stopping.min_tokens and ends.issuperset(allowed or range(vocab_size)):
+            limit = "must be 0 where every allowed token ends the output"
+            raise InvalidRequest("stopping.min_tokens", stopping.min_tokens, limit)
+
+
+def prompt_field(prompt: Prompt) -> str:
+    """The path of the field that this prompt came in."""
+    match prompt:
+        case str():
+            return "prompt.text"
+        case Conversation():
+            return "prompt.chat.messages"
+        case _:
+            return "prompt.token_ids.ids"
+
+
+def text_size(given: Prompt | None) -> int:
+    """Bytes of a text, or of all that a conversation says; 0 for ids, which are not tokenized."""
+    match given:
+        case str():
+            return len(given.encode())
+        case Conversation(messages):
+            return sum(len(message.content.encode()) for message in messages)
+        case _:
+            return 0
+
+
+def require_room(field: str, num_bytes: int, tokenizer: Tokenizer, max_tokens: int) -> None:
+    """Refuses a text that has more bytes than so many tokens hold, before any work is spent on it.
+
+    Raises:
+        PromptTooLong: with the numbers of bytes.
+    """
+    max_bytes = tokenizer.max_bytes(max_tokens)
+    if num_bytes > max_bytes:
+        limit = f"must have at most {max_tokens} tokens, which hold at most {max_bytes} bytes"
+        raise PromptTooLong(field, f"{num_bytes} bytes", limit)
+
+
+def check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Refuses ids outside a vocabulary.
+
+    Raises:
+        InvalidRequest: naming the first, by its place in `field`.
+    """
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{field}[{index}]", token_id, f"must be below the vocabulary's size {vocab_size}")
+
+
+class Models:
+    """The served models by name, and whether each answers."""
+
+    def __init__(self, models: Iterable[ServedModel]) -> None:
+        self._models = {model.name: model for model in sorted(models, key=lambda model: model.name)}
+        self._states = dict.fromkeys(self._models, ModelState.STARTING)
+        self._parity: dict[str, Parity] = {}
+        self._is_draining = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All served models' names, sorted."""
+        return tuple(self._models)
+
+    def resolve(self, name: str) -> ServedModel:
+        """The model a request means; it may leave the name out where one is served.
+
+        Raises:
+            UnknownModel: when there is none of this name, or several and no name.
+        """
+        if not name and len(self._models) == 1:
+            return next(iter(self._models.values()))
+        if name not in self._models:
+            raise UnknownModel(name, self.names)
+        return self._models[name]
+
+    def require_serving(self, name: str) -> None:
+        """Refuses requests to a model that does not answer.
+
+        Raises:
+            NotServing: saying why.
+        """
+        match self._states[name]:
+            case ModelState.STARTING:
+                raise NotServing(f"{name} is starting")
+            case ModelState.FAILED:
+                raise NotServing(f"{name} does not answer as its golden cases say, or fails")
+            case ModelState.DRAINING:
+                raise NotServing(f"{name} is draining")
+
+    def state(self, name: str) -> ModelState:
+        """Whether a model answers."""
+        return self._states[name]
+
+    def parity(self, name: str) -> Parity | None:
+        """How a model's golden cases went when they were last replayed; None before that."""
+        return self._parity.get(name)
+
+    def is_served(self, model: ServedModel) -> bool:
+        """Whether this very model is served: not one that has been loaded in its place."""
+        return self._models.get(model.name) is model
+
+    def verified(self, model: ServedModel, parity: Parity) -> None:
+        """Takes note of a replay: a model that failed answers no more, one that passed does, unless it is draining.
+
+        The replay of a model that is not served any more is ignored.
+        """
+        if not self.is_served(model):
+            return
+        self._parity[model.name] = parity
+        if self._states[model.name] is not ModelState.DRAINING:
+            self._states[model.name] = ModelState.SERVING if parity.passed else ModelState.FAILED
+
+    def serve(self, model: ServedModel, parity: Parity) -> None:
+        """A model that has passed its golden cases is served from now on, in place of any other of its name.
+
+        It takes no requests where the server is stopping.
+        """
+        self._models = dict(sorted({**self._models, model.name: model}.items()))
+        self._states[model.name] = ModelState.DRAINING if self._is_draining else ModelState.SERVING
+        self._parity[model.name] = parity
+
+    def withdraw(self, name: str) -> None:
+        """A model takes no more requests: it is about to be removed."""
+        self._states[name] = ModelState.DRAINING
+
+    def remove(self, name: str) -> None:
+        """A model is served no more."""
+        for known in (self._models, self._states, self._parity):
+            known.pop(name, None)
+
+    def failing(self, name: str) -> bool:
+        """A model's engine fails step after step: it answers no more, until it is proven or loaded anew.
+
+        Returns:
+            Whether it answered until now.
+        """
+        if self._states.get(name) is not ModelState.SERVING:
+            return False
+        self._states[name] = ModelState.FAILED
+        return True
+
+    def drain(self) -> None:
+        """The server is stopping."""
+        self._is_draining = True
+        self._states = dict.fromkeys(self._models, ModelState.DRAINING)

@@ -1,0 +1,160 @@
+"""The flight recorder: the last steps and requests of every model, to show what has just happened.
+
+It is fed where steps and ends of requests reach the event loop and read there too, so nothing is locked. What it keeps
+is bounded and holds numbers, names and ids: no prompt, no token, no text. Knows nothing of files, HTTP or engines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from service.engine.types import StepOutput, StepStats
+from service.telemetry.metrics import RequestRecord
+from service.telemetry.ring import Ring, Row, Rows
+
+_LOGGER = logging.getLogger(__name__)
+
+_STEP_FIELDS = {each.name: str(each.type) for each in dataclasses.fields(StepStats)}
+_step_values = attrgetter(*_STEP_FIELDS)
+
+# As many steps as a log entry tells of.
+_MAX_LOGGED_STEPS = 16
+
+
+class RecordedRequest(NamedTuple):
+    """One request. `outcome` is a finish reason or an error's label, None while it is open; other Nones are "never".
+
+    When an open request was scheduled is known to the engine alone. Times are `time.monotonic()` seconds.
+    """
+
+    request_id: str
+    outcome: str | None
+    arrival_time: float
+    scheduled_time: float | None
+    first_token_time: float | None
+    finished_time: float | None
+    num_prompt_tokens: int
+    num_cached_tokens: int | None
+    num_generated_tokens: int
+
+
+# A step's row: the log's id if it failed, when all of it was over (`time.monotonic()` seconds), then its numbers.
+STEP_COLUMNS = ("error_id", "end_time", *_STEP_FIELDS)
+_STEP_TYPES = ("float", *_STEP_FIELDS.values())
+REQUEST_COLUMNS = RecordedRequest._fields
+# Of an ended request, whose cached tokens are known: two names, four times, three counts.
+_REQUEST_TYPES = (*("float",) * 4, *("int",) * 3)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLog:
+    """What is kept of one model: rows of `STEP_COLUMNS` and `REQUEST_COLUMNS`, oldest first, and open requests."""
+
+    steps: Rows | tuple[Row, ...]
+    requests: Rows | tuple[Row, ...]
+    open_requests: tuple[Row, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FlightLog:
+    """What is kept, taken at `monotonic_time`, which `time.time()` called `unix_time`; models by name."""
+
+    monotonic_time: float
+    unix_time: float
+    models: Mapping[str, ModelLog]
+
+
+class FlightRecorder:
+    """Remembers for each model so many steps and so many ended requests, and forgets the oldest.
+
+    Args:
+        num_kept: steps, and requests, per model; 0 remembers nothing.
+    """
+
+    def __init__(self, num_kept: int) -> None:
+        self._num_kept = num_kept
+        self._steps: dict[str, Ring] = {}
+        self._requests: dict[str, Ring] = {}
+        self._num_logged: dict[str, int] = {}
+
+    def begin(self, model: str) -> None:
+        """A model is served from now on."""
+        self._steps[model] = Ring(self._num_kept, 1, _STEP_TYPES)
+        self._requests[model] = Ring(self._num_kept, 2, _REQUEST_TYPES)
+
+    def forget(self, model: str) -> None:
+        """A model is not served any more, and leaves its memory."""
+        del self._steps[model], self._requests[model]
+        self._num_logged.pop(model, None)
+
+    def step_done(self, model: str, output: StepOutput, now: float) -> None:
+        """A model's engine took a step, which was over at `now`; one that failed is logged with those before it."""
+        self._steps[model].append((output.error_id,), (now, *_step_values(output.stats)))
+        if output.error_id is not None:
+            self._log(model, output.error_id)
+
+    def request_ended(self, model: str, request_id: str, record: RequestRecord, num_cached_tokens: int) -> None:
+        """A request that the engine had is over; of the tokens given so many had their keys and values at hand."""
+        times = record.timings
+        self._requests[model].append(
+            (request_id, record.outcome),
+            (
+                times.arrival_time,
+                times.scheduled_time,
+                times.first_token_time,
+                times.finished_time,
+                record.num_prompt_tokens,
+                num_cached_tokens,
+                record.num_generated_tokens,
+            ),
+        )
+
+    def engine_died(self, error_id: str) -> None:
+        """The engine thread is over by an error: what every model did last goes to the log."""
+        for model in self._steps:
+            self._log(model, error_id)
+
+    def take(self, open_requests: Iterable[tuple[str, RecordedRequest]]) -> FlightLog:
+        """All that is kept.
+
+        Args:
+            open_requests: requests that are not over, each with its model's name; none if nothing is to be remembered.
+        """
+        is_open: defaultdict[str, list[Row]] = defaultdict(list)
+        for model, request in open_requests if self._num_kept else ():
+            is_open[model].append(request)
+        models = {
+            model: ModelLog(steps.last(), self._requests[model].last(), tuple(is_open[model]))
+            for model, steps in self._steps.items()
+        }
+        return FlightLog(time.monotonic(), time.time(), models)
+
+    def _log(self, model: str, error_id: str) -> None:
+        """One entry with a model's last steps, none of which was in an entry before; the last one is at the end."""
+        steps = self._steps[model]
+        rest = steps.last(min(_MAX_LOGGED_STEPS, steps.num_added - self._num_logged.get(model, 0)))
+        self._num_logged[model] = steps.num_added
+        if not rest:
+            return
+        rows: list[dict[str, Any]] = [dict(zip(STEP_COLUMNS, step, strict=True)) for step in rest]
+        lines = [f"{row['end_time'] - rows[-1]['end_time']:+.6f} s: {_line(row)}" for row in rows]
+        _LOGGER.error("%s: the last steps of %s\n%s", error_id, model, "\n".join(lines))
+
+
+def _line(step: Mapping[str, Any]) -> str:
+    """A step in words."""
+    host = "-" if step["host_seconds"] is None else f"{step['host_seconds'] * 1e3:.3f} ms"
+    work = f"run {step['run_seconds'] * 1e3:.3f} ms" if step["error_id"] is None else "failed"
+    return (
+        f"{work}, host {host}, rows {step['num_rows']}, prefill {step['num_prefill_tokens']}, "
+        f"encoder {step['num_encoder_tokens']}, decode {step['num_decode_rows']}, "
+        f"padding {step['num_padding_tokens']}, preempted {step['num_preemptions']}, "
+        f"running {step['num_running']}, waiting {step['num_waiting']}, kv {step['kv_usage_ratio']:.3f}"
+    )

@@ -1,0 +1,515 @@
+"""What is refused of a Hugging Face folder, by name and before a number is read; what a good one amounts to."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from model.hf.folder import ImportRefused
+from model.hf.importer import Plan, plan
+from model.spec.config import ModelConfig, RopeScaling
+from model.spec.generation import GENERATION as GENERATION_FILE
+from model.spec.generation import GenerationSettings
+from model.spec.tokenizer import Tokenizer
+from tests.hf_folders import CONFIG, GENERATION, SHARDS, llama_tensors, write_folder, write_json
+
+Break = Callable[[Path], object]
+
+
+def problems_of(folder: Path, **options: Any) -> tuple[str, ...]:
+    with pytest.raises(ImportRefused) as caught:
+        plan(folder, **options)
+    return caught.value.problems
+
+
+def test_good_folder_is_planned_without_torch_and_without_a_number(tmp_path: Path) -> None:
+    planned = plan(write_folder(tmp_path / "good"))
+    assert planned.config == ModelConfig(
+        architecture="decoder-only",  # type: ignore[arg-type]
+        vocab_size=270,
+        context=64,
+        d_model=24,
+        num_layers=2,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=16,
+        d_ff=40,
+        rope_theta=500.0,
+        norm_epsilon=1e-5,
+        tie_embeddings=False,
+        pad_id=2,
+        bos_id=1,
+        eos_id=2,
+    )
+    settings = GenerationSettings.from_json(planned.extras[GENERATION_FILE])
+    assert settings.eos_ids == (2, 7)
+    assert planned.manifest["imported"]["generation_defaults"] == {"temperature": 0.6, "do_sample": True}
+    assert any("temperature 0.6" in note for note in planned.notes)
+
+
+def test_shards_are_one_model(tmp_path: Path) -> None:
+    whole, sharded = plan(write_folder(tmp_path / "whole")), plan(write_folder(tmp_path / "shards", sharded=True))
+    assert whole.config == sharded.config
+    assert {name: tensor.shape for name, tensor in whole.folder.tensors.items()} == {
+        name: tensor.shape for name, tensor in sharded.folder.tensors.items()
+    }
+    assert {tensor.file for tensor in sharded.folder.tensors.values()} == set(SHARDS)
+
+
+def _with_config(**changes: Any) -> Break:
+    return lambda folder: write_json(folder / "config.json", {**CONFIG, **changes})
+
+
+def _with_index(change: Callable[[dict[str, str]], object]) -> Break:
+    def apply(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        change(index["weight_map"])
+        write_json(path, index)
+
+    return apply
+
+
+def _with_tensors(change: Callable[[dict[str, Any]], object]) -> Break:
+    def apply(folder: Path) -> None:
+        tensors = llama_tensors()
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return apply
+
+
+def _link_outside(folder: Path) -> None:
+    outside = folder.parent / "elsewhere.safetensors"
+    shutil.move(folder / SHARDS[0], outside)
+    (folder / SHARDS[0]).symlink_to(outside)
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": 1}))
+
+
+Q_BIAS = "model.layers.0.self_attn.q_proj.bias"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+# One wrong thing at a time: how to break a good folder, whether it is sharded, and what must be said of it.
+WRONG: dict[str, tuple[Break, bool, str]] = {
+    "missing-config": (lambda folder: (folder / "config.json").unlink(), False, "config.json is missing"),
+    "config-that-is-no-json": (lambda folder: (folder / "config.json").write_text("{"), False, "config.json: "),
+    "unknown-model": (_with_config(model_type="mamba"), False, "model_type is 'mamba', must be one of llama, mistral"),
+    "another-head": (
+        _with_config(architectures=["LlamaForSequenceClassification"]),
+        False,
+        "architectures is ['LlamaForSequenceClassification'], llama must be ['LlamaForCausalLM']",
+    ),
+    "quantised": (
+        _with_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        False,
+        "quantization_config is 'gptq'",
+    ),
+    "unknown-rope": (
+        _with_config(rope_scaling={"rope_type": "longrope", "factor": 2.0}),
+        False,
+        "rope_type is 'longrope', must be one of default, linear, dynamic, llama3, yarn",
+    ),
+    "rope-without-factor": (
+        _with_config(rope_scaling={"type": "linear"}),
+        False,
+        "config.json: rope_scaling lacks factor",
+    ),
+    "rope-in-two-places": (
+        _with_config(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default"}),
+        False,
+        "rope_parameters and rope_scaling are both there and differ",
+    ),
+    "rope-by-layer": (
+        _with_config(rope_parameters={"full_attention": {"rope_type": "default"}}),
+        False,
+        "rope_parameters differs from layer to layer",
+    ),
+    "half-turned-heads": (_with_config(partial_rotary_factor=0.5), False, "partial_rotary_factor is 0.5"),
+    "unknown-activation": (_with_config(hidden_act="gelu"), False, "hidden_act is 'gelu', must be one of silu, swish"),
+    "layers-of-two-kinds": (_with_config(layer_types=["full_attention"] * 2), False, "llama layers are all alike"),
+    "size-that-is-none": (
+        _with_config(hidden_size="24"),
+        False,
+        "hidden_size is '24', must be a whole number of at least 1",
+    ),
+    "heads-that-do-not-divide": (
+        _with_config(num_key_value_heads=2),
+        False,
+        "num_attention_heads 3 is not a multiple of num_key_value_heads 2",
+    ),
+    "layers-beyond-reason": (_with_config(num_hidden_layers=10**9), False, "num_hidden_layers is 1000000000, must be"),
+    "a-context-that-no-table-can-have": (
+        _with_config(max_position_embeddings=10**12),
+        False,
+        "max_position_embeddings is 1000000000000, must be at most 4194304",
+    ),
+    "a-number-that-no-float-can-have": (_with_config(rope_theta=10**400), False, "must be a finite number"),
+    "a-number-that-is-none": (_with_config(rms_norm_eps=float("nan")), False, "rms_norm_eps is nan, must be a finite"),
+    "end-outside-the-vocabulary": (
+        lambda folder: write_json(folder / "generation_config.json", {"eos_token_id": [2, 270]}),
+        False,
+        "eos_token_id is 270, must be in [0, 270)",
+    ),
+    "bad-words-of-two-tokens": (
+        lambda folder: write_json(folder / "generation_config.json", {**GENERATION, "bad_words_ids": [[4, 5]]}),
+        False,
+        "bad_words_ids is [[4, 5]], only words of one token are supported",
+    ),
+    "words-outside-the-vocabulary": (
+        lambda folder: write_json(folder / "generation_config.json", {**GENERATION, "bad_words_ids": [[270]]}),
+        False,
+        "bad_words_ids or suppress_tokens is 270, must be in [0, 270)",
+    ),
+    "biased-sequences": (
+        lambda folder: write_json(folder / "generation_config.json", {**GENERATION, "sequence_bias": [[[1], 2.0]]}),
+        False,
+        "generation_config.json: sequence_bias is",
+    ),
+    "missing-weights": (lambda folder: (folder / "model.safetensors").unlink(), False, "neither model.safetensors nor"),
+    "pickled-weights": (_pickled, False, "weights are in ['pytorch_model.bin']: pickled files can run programs"),
+    "damaged-weights": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64),
+        False,
+        "model.safetensors: ",
+    ),
+    "cut-off-weights": (
+        lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100]),
+        False,
+        "model.safetensors: ",
+    ),
+    "missing-shard": (lambda folder: (folder / SHARDS[1]).unlink(), True, f"{SHARDS[1]} is missing"),
+    "index-that-lacks-a-key": (
+        _with_index(lambda placed: placed.pop(Q_PROJ)),
+        True,
+        f"has {Q_PROJ}, which model.safetensors.index.json does not put there",
+    ),
+    "index-with-a-key-too-much": (
+        _with_index(lambda placed: placed.update({"model.extra": SHARDS[0]})),
+        True,
+        f"{SHARDS[0]} lacks model.extra",
+    ),
+    "index-without-a-map": (
+        lambda folder: write_json(folder / "model.safetensors.index.json", {"metadata": {}}),
+        True,
+        "weight_map is None, must be an object of file names",
+    ),
+    "path-upwards": (
+        _with_index(lambda placed: placed.update({Q_PROJ: "../other/model.safetensors"})),
+        True,
+        "'../other/model.safetensors' leaves the folder",
+    ),
+    "absolute-path": (
+        _with_index(lambda placed: placed.update({Q_PROJ: "/etc/passwd"})),
+        True,
+        "'/etc/passwd' leaves the folder",
+    ),
+    "path-downwards": (
+        _with_index(lambda placed: placed.update({Q_PROJ: f"deeper/{SHARDS[0]}"})),
+        True,
+        f"'deeper/{SHARDS[0]}' leaves the folder",
+    ),
+    "link-outside": (_link_outside, True, f"{SHARDS[0]}' leaves the folder"),
+    "two-sets-of-weights": (
+        lambda folder: save_file(llama_tensors(), folder / "model.safetensors"),
+        True,
+        "both model.safetensors and model.safetensors.index.json are there",
+    ),
+    "missing-key": (
+        _with_tensors(lambda tensors: tensors.pop(Q_PROJ)),
+        False,
+        f"the weights lack {Q_PROJ} [48, 24]",
+    ),
+    "missing-head": (
+        _with_tensors(lambda tensors: tensors.pop("lm_head.weight")),
+        False,
+        "the weights lack lm_head.weight [270, 24]",
+    ),
+    "extra-key": (
+        _with_tensors(
+            lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(48, "float32")})
+        ),
+        False,
+        "model.safetensors has unexpected model.layers.0.self_attn.q_proj.bias [48]",
+    ),
+    "extra-layer": (
+        _with_tensors(
+            lambda tensors: tensors.update({"model.layers.2.input_layernorm.weight": np.zeros(24, "float32")})
+        ),
+        False,
+        "unexpected model.layers.2.input_layernorm.weight",
+    ),
+    "wrong-shape": (
+        _with_tensors(lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].T.copy()})),
+        False,
+        f"{Q_PROJ} is [24, 48], must be [48, 24]",
+    ),
+    "wrong-dtype": (
+        _with_tensors(lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].astype("int8")})),
+        False,
+        f"{Q_PROJ} is I8, must be F32, F16, BF16",
+    ),
+    "double-precision": (
+        _with_tensors(lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].astype("float64")})),
+        False,
+        f"{Q_PROJ} is F64",
+    ),
+    "missing-tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), False, "tokenizer.json is missing"),
+    "tokenizer-that-is-none": (
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        False,
+        "tokenizer.json: ",
+    ),
+    "tokenizer-too-large": (_with_config(vocab_size=260), False, "the model embeds 260"),
+    "template-that-does-not-compile": (
+        lambda folder: (folder / "chat_template.jinja").write_text("{% for message in %}"),
+        False,
+        "chat template: cannot be compiled",
+    ),
+    "template-that-spells-a-mark": (
+        lambda folder: (folder / "chat_template.jinja").write_text("{{ messages[0].content.replace('\\ufdd1', '') }}"),
+        False,
+        "chat template: has U+FDD1, which no text may hold",
+    ),
+    "an-adapter": (
+        lambda folder: write_json(folder / "adapter_config.json", {}),
+        False,
+        "adapter_config.json: an adapter is no model",
+    ),
+    "a-link-for-a-configuration": (
+        lambda folder: (
+            shutil.move(folder / "tokenizer.json", folder.parent / "t.json"),
+            (folder / "tokenizer.json").symlink_to(folder.parent / "t.json"),
+        ),
+        False,
+        "tokenizer.json is a link out of the folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_folder_with_one_thing_wrong_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    spoil, sharded, said = WRONG[name]
+    folder = write_folder(tmp_path / "folder", sharded=sharded)
+    plan(folder)
+    spoil(folder)
+    problems = problems_of(folder)
+    assert any(said in problem for problem in problems), problems
+
+
+def test_layers_that_are_no_names_are_refused(tmp_path: Path) -> None:
+    kinds = [["sliding_attention"], {}]
+    names = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+    folder = write_folder(tmp_path / "folder", layer_types=kinds, **names)
+    assert any("layer_types is [['sliding_attention'], {}], must be a list of" in each for each in problems_of(folder))
+
+
+def test_a_model_that_nothing_ends_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(
+        tmp_path / "folder", model_type="qwen2", architectures=["Qwen2ForCausalLM"], eos_token_id=None
+    )
+    (folder / "generation_config.json").unlink()
+    assert any("no token ends an output" in problem for problem in problems_of(folder))
+
+
+def test_a_shard_that_is_missing_is_told_once_and_not_for_each_of_its_tensors(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder", sharded=True)
+    (folder / SHARDS[1]).unlink()
+    (problem,) = problems_of(folder)
+    assert problem.startswith(f"{SHARDS[1]} is missing, model.safetensors.index.json puts")
+
+
+def test_tensors_of_no_use_may_be_of_any_dtype(tmp_path: Path) -> None:
+    useless = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors = {**llama_tensors(), useless: np.zeros(8, "uint8")}
+    plan(write_folder(tmp_path / "folder", tensors=tensors))
+    assert problems_of(write_folder(tmp_path / "stray", tensors={**tensors, "stray": np.zeros(8, "uint8")})) == (
+        "model.safetensors: stray is U8, must be F32, F16, BF16",
+        "model.safetensors has unexpected stray [8]",
+    )
+
+
+def test_what_is_wrong_with_a_configuration_hides_nothing_else(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder", rope_scaling={"type": "su"})
+    write_json(folder / "generation_config.json", {"eos_token_id": "</s>"})
+    (folder / "tokenizer.json").unlink()
+    (folder / "chat_template.jinja").write_text("{% for message in %}")
+    save_file({"stray": np.zeros(3, "int8")}, folder / "model.safetensors")
+    problems = problems_of(folder)
+    for said in (
+        "rope_type is 'su'",
+        "eos_token_id is '</s>', must be a token id",
+        "tokenizer.json is missing",
+        "chat template: cannot be compiled",
+        "stray is I8, must be F32",
+    ):
+        assert any(said in problem for problem in problems), problems
+    (folder / "config.json").write_text('{"model_type": "mamba"}')
+    problems = problems_of(folder)
+    for said in ("model_type is 'mamba'", "tokenizer.json is missing", "cannot be compiled", "stray is I8"):
+        assert any(said in problem for problem in problems), problems
+
+
+def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
+    folder = write_folder(
+        tmp_path / "folder", sharded=True, rope_theta=0.5, quantization_config={"quant_method": "awq"}
+    )
+    (folder / SHARDS[0]).unlink()
+    (folder / "tokenizer.json").unlink()
+    problems = problems_of(folder)
+    for said in ("rope_theta is 0.5", "awq", f"{SHARDS[0]} is missing", "tokenizer.json is missing"):
+        assert any(said in problem for problem in problems), problems
+    healed = write_folder(tmp_path / "healed")
+    save_file({"stray": np.zeros(3, "float16")}, healed / "model.safetensors")
+    write_json(healed / "generation_config.json", {"eos_token_id": 999})
+    (healed / "tokenizer.json").unlink()
+    problems = problems_of(healed, context=65)
+    for said in (
+        "unexpected stray",
+        "the weights lack lm_head.weight",
+        "eos_token_id is 999",
+        "tokenizer.json is missing",
+        "context is 65",
+    ):
+        assert any(said in problem for problem in problems), problems
+
+
+def rope_of(tmp_path: Path, **changes: Any) -> ModelConfig:
+    return plan(write_folder(tmp_path / "rope", **changes)).config
+
+
+def test_rope_theta_is_read_from_either_place(tmp_path: Path) -> None:
+    assert rope_of(tmp_path, rope_theta=700.0).rope_theta == 700.0
+    assert rope_of(tmp_path, rope_theta=None).rope_theta == 10000.0
+    nested = {"rope_type": "default", "rope_theta": 800.0}
+    assert rope_of(tmp_path, rope_theta=None, rope_parameters=nested).rope_theta == 800.0
+    assert rope_of(tmp_path, rope_theta=700.0, rope_parameters=nested).rope_theta == 800.0
+    assert rope_of(tmp_path, rope_theta=700.0, rope_scaling={"type": "linear", "factor": 4}).rope_theta == 700.0
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+def test_rope_scaling_is_read_from_either_place(tmp_path: Path, place: str) -> None:
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.5,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    config = rope_of(tmp_path, **{place: llama3})
+    assert (config.rope_scaling, config.rope_factor) == (RopeScaling.LLAMA3, 8.0)
+    assert (config.rope_low_frequency_factor, config.rope_high_frequency_factor) == (1.5, 4.0)
+    assert (config.rope_original_context, config.rope_theta) == (32, 500.0)
+    linear = rope_of(tmp_path, **{place: {"type": "linear", "factor": 2.0}})
+    assert (linear.rope_scaling, linear.rope_factor) == (RopeScaling.LINEAR, 2.0)
+
+
+def test_yarn_lengthens_by_what_the_paper_says_unless_told(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    config = rope_of(tmp_path, rope_scaling=yarn)
+    assert config.rope_attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert (config.rope_beta_fast, config.rope_beta_slow, config.rope_truncate) == (32.0, 1.0, True)
+    told = rope_of(tmp_path, rope_scaling={**yarn, "attention_factor": 1.25, "truncate": False, "beta_fast": 16})
+    assert (told.rope_attention_factor, told.rope_truncate, told.rope_beta_fast) == (1.25, False, 16.0)
+    ratio = rope_of(tmp_path, rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 0.5})
+    assert ratio.rope_attention_factor == pytest.approx((0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
+    implied = rope_of(tmp_path, rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 16})
+    assert implied.rope_factor == 4.0
+
+
+def test_dynamic_scaling_ends_the_context_where_it_would_begin(tmp_path: Path) -> None:
+    planned = plan(write_folder(tmp_path / "dynamic", rope_scaling={"type": "dynamic", "factor": 2.0}))
+    assert planned.config.rope_scaling is RopeScaling.NONE
+    assert any("beyond 64 tokens" in note for note in planned.notes)
+
+
+def planned_qwen(tmp_path: Path, **changes: Any) -> Plan:
+    names = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    tensors = llama_tensors()
+    for index in range(2):
+        for part, width in (("q", 48), ("k", 16), ("v", 16)):
+            tensors[f"model.layers.{index}.self_attn.{part}_proj.bias"] = np.zeros(width, "float32")
+    return plan(write_folder(tmp_path / "qwen", tensors=tensors, **names, **changes))
+
+
+def test_upper_layers_have_windows_only_if_they_are_used(tmp_path: Path) -> None:
+    assert planned_qwen(tmp_path, sliding_window=8, max_window_layers=1).config.sliding_window == 0
+    config = planned_qwen(tmp_path, use_sliding_window=True, sliding_window=8, max_window_layers=1).config
+    assert [config.window(index) for index in range(2)] == [0, 8]
+    kinds = ["sliding_attention", "full_attention"]
+    config = planned_qwen(tmp_path, use_sliding_window=True, sliding_window=8, layer_types=kinds).config
+    assert [config.window(index) for index in range(2)] == [8, 0]
+    everywhere = planned_qwen(tmp_path, use_sliding_window=True, sliding_window=64, max_window_layers=0).config
+    assert everywhere.sliding_window == 0, "a window as long as the context is none"
+
+
+def with_null(folder: Path, name: str) -> Path:
+    path = folder / "config.json"
+    write_json(path, {**json.loads(path.read_text()), name: None})
+    return folder
+
+
+def test_null_says_what_absence_does_not(tmp_path: Path) -> None:
+    """As in transformers: what is absent has its default there, and null is none, or as many as there are heads."""
+    long = {"max_position_embeddings": 8192, "use_sliding_window": True, "max_window_layers": 0}
+    assert planned_qwen(tmp_path, **long).config.sliding_window == 4096
+    assert plan(with_null(tmp_path / "qwen", "sliding_window")).config.sliding_window == 0
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "num_key_value_heads": None}
+    folder = write_folder(tmp_path / "mistral", **mistral)
+    assert problems_of(folder) == ("config.json: num_attention_heads 3 is not a multiple of num_key_value_heads 8",)
+    assert all("k_proj" in each or "v_proj" in each for each in problems_of(with_null(folder, "num_key_value_heads")))
+    tensors = llama_tensors({**CONFIG, "num_key_value_heads": 3})
+    write_folder(folder, tensors=tensors, **mistral)
+    assert plan(with_null(folder, "num_key_value_heads")).config.num_kv_heads == 3
+
+
+_PATIENCE = {False: 0.0, True: 1.0, "never": 1000.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "patience"),
+    [({}, 0.0), *(({"early_stopping": said}, patience) for said, patience in _PATIENCE.items())],
+)
+def test_a_folder_says_when_beam_searches_end(tmp_path: Path, said: dict[str, Any], patience: float) -> None:
+    folder = write_folder(tmp_path / "folder")
+    write_json(folder / "generation_config.json", {**GENERATION, **said})
+    assert GenerationSettings.from_json(plan(folder).extras[GENERATION_FILE]).rules.patience == patience
+    write_json(folder / "generation_config.json", {**GENERATION, "early_stopping": "soon"})
+    assert problems_of(folder) == ("generation_config.json: early_stopping is 'soon', must be true, false or 'never'",)
+
+
+def test_context_can_be_cut(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder")
+    assert plan(folder, context=32).config.context == 32
+    assert "must be in [1, 64]" in problems_of(folder, context=65)[0]
+
+
+def test_an_end_that_is_a_word_stays_one(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder")
+    word = Tokenizer.load(folder / "tokenizer.json").encode_plain("h")[0]
+    write_json(folder / "generation_config.json", {"eos_token_id": [2, word]})
+    written = Tokenizer.from_json(plan(folder).tokenizers["tokenizer.json"])
+    assert written.encode_plain("h") == [word]
+    assert written.decode([word]) == "h"
+
+
+def test_control_tokens_are_special_whoever_says_so(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder")
+    described = json.loads((folder / "tokenizer.json").read_text())
+    for token in described["added_tokens"]:
+        token["special"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    written = json.loads(plan(folder).tokenizers["tokenizer.json"])
+    special = {token["content"] for token in written["added_tokens"] if token["special"]}
+    assert special >= {"<bos>", "<eos>"}

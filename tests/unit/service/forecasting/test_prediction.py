@@ -1,0 +1,606 @@
+"""Forecasts on a machine whose law is known: a real engine over a fake model, whose clock goes by what is computed."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from model.spec.config import ModelConfig
+from service.engine.batch import ScheduledBatch
+from service.engine.scheduler import EngineLimits
+from service.engine.types import (
+    BeamSearchParams,
+    FinishReason,
+    GenerationRequest,
+    PromptScoring,
+    SamplingParams,
+    StepStats,
+    StoppingParams,
+    TokenEvent,
+)
+from service.forecasting.costing import Cost, CostModel
+from service.forecasting.prediction import Forecaster, Quote
+from service.forecasting.sharing import Rival
+from service.forecasting.step_times import Company
+from tests.fakes import FakeRunner, fake_engine, request
+from tests.unit.model.spec.test_cost import decoder_only, encoder_decoder
+
+LIMITS = EngineLimits(max_batch_size=8, prefill_chunk=16, max_prefill_tokens=16)
+CONTEXT = 256
+FAMILIES = pytest.mark.parametrize("family", [decoder_only, encoder_decoder], ids=["decoder-only", "encoder-decoder"])
+
+
+@dataclass(frozen=True)
+class Law:
+    """What a machine takes, in seconds."""
+
+    prompt_run: float = 0.004
+    prompt_token: float = 3e-4
+    prompt_pair: float = 2e-6
+    decode_row: float = 0.006
+    more_rows: float = 4e-4
+    decode_pair: float = 1e-5
+    host: float = 2e-4
+    host_row: float = 3e-5
+    wake: float = 0.0
+
+
+class Machine:
+    """An engine and the clock that its steps move; a forecaster is told of every step."""
+
+    def __init__(
+        self, config: ModelConfig, law: Law = Law(), noise: float = 0.0, patience: float | None = None
+    ) -> None:
+        self.law, self.noise, self.now, self.speed = law, noise, 0.0, 1.0
+        self.hiccups, self._is_awake = 0.0, False
+        self._source = random.Random(0)
+        self.runner = FakeRunner(LIMITS.max_batch_size, before_run=self._run)
+        self.engine = fake_engine(
+            self.runner,
+            encoder_decoder=config.is_encoder_decoder,
+            limits=replace(LIMITS, patience_seconds=patience),
+            context=CONTEXT,
+            clock=lambda: self.now,
+        )
+        self.forecaster = Forecaster(CostModel(config, self.engine.pieces), LIMITS.max_batch_size, patience)
+        self.told: dict[str, dict[int, int]] = {}
+        self.quotes: dict[str, tuple[GenerationRequest, Quote]] = {}
+        self.costs: dict[str, Cost | None] = {}
+        self.ends: dict[str, TokenEvent] = {}
+
+    def submit(self, asked: GenerationRequest) -> None:
+        asked = replace(asked, arrival_time=self.now)
+        self.quotes[asked.request_id] = asked, self.forecaster.submitted(asked)
+        self.told[asked.request_id] = {}
+        self.engine.add_request(asked)
+
+    def step(self) -> StepStats:
+        output = self.engine.step()
+        self._is_awake = self.engine.has_work
+        self.now += self.law.host + self.law.host_row * output.stats.num_rows
+        for event in output.events:
+            if event.token_id is not None:
+                self.forecaster.token_sent(event.request_id)
+        self.forecaster.step_done(output.stats)
+        for event in output.events:
+            told = self.told[event.request_id]
+            if event.token_id is not None:
+                told[event.output_index] = told.get(event.output_index, 0) + 1
+            if event.is_terminal:
+                asked, quote = self.quotes[event.request_id]
+                self.costs[event.request_id] = self.forecaster.settle(quote, asked, told, event)
+                self.forecaster.ended(event.request_id)
+                self.ends[event.request_id] = event
+        return output.stats
+
+    def drain(self) -> None:
+        while self.engine.has_work:
+            self.step()
+
+    def run(self, asked: GenerationRequest) -> float:
+        """Seconds of service of a request by itself."""
+        self.submit(asked)
+        self.drain()
+        return seconds_of(self.ends[asked.request_id])
+
+    def warm(self, count: int = 40) -> None:
+        for number in range(count):
+            self.run(draw(self._source, f"warm{number}"))
+
+    def _run(self, batch: ScheduledBatch) -> None:
+        law = self.law
+        prompts = (
+            (batch.num_prefill_runs + batch.num_encoder_runs) * law.prompt_run
+            + (batch.num_prefill_tokens + batch.num_encoder_tokens) * law.prompt_token
+            + (batch.num_prefill_pairs + batch.num_encoder_pairs) * law.prompt_pair
+        )
+        rows = batch.num_decode_rows
+        decoding = law.decode_row + (rows - 1) * law.more_rows + batch.num_decode_pairs * law.decode_pair if rows else 0
+        slowness = max(0.1, 1 + self._source.gauss(0.0, self.noise))
+        if self.hiccups and self._source.random() < self.hiccups:
+            slowness *= 5
+        self.now += self.speed * (prompts + decoding) * slowness + (0.0 if self._is_awake else law.wake)
+
+
+def seconds_of(end: TokenEvent) -> float:
+    assert end.timings is not None
+    assert end.timings.scheduled_time is not None
+    return end.timings.finished_time - end.timings.scheduled_time
+
+
+def draw(source: random.Random, name: str, rows: int = 1) -> GenerationRequest:
+    """A request of geometric lengths."""
+    length = min(1 + int(source.expovariate(1 / 50)), 150)
+    new = min(1 + int(source.expovariate(1 / 30)), 90)
+    prompt = [source.randrange(3, 30) for _ in range(length)]
+    sampling = SamplingParams(temperature=2.0, n=rows, seed=source.randrange(1 << 30))
+    return request(name, prompt, sampling=sampling, stopping=StoppingParams(max_tokens=new, ignore_eos=True))
+
+
+def machine(family: object = decoder_only, **options: Any) -> Machine:
+    assert callable(family)
+    return Machine(family(vocab_size=32, context=CONTEXT), **options)
+
+
+@FAMILIES
+def test_a_request_takes_what_was_forecast(family: object) -> None:
+    warm = machine(family)
+    warm.warm()
+    source = random.Random(9)
+    for number in range(30):
+        asked = draw(source, f"r{number}")
+        forecast = warm.forecaster.forecast(asked)
+        assert forecast is not None
+        assert forecast.queue_seconds == 0.0
+        assert warm.forecaster.likely_tokens(asked) == asked.stopping.max_tokens
+        taken = warm.run(asked)
+        assert forecast.service_seconds == pytest.approx(taken, rel=0.03, abs=0.001)
+        timings = warm.ends[asked.request_id].timings
+        assert timings is not None
+        assert timings.first_token_time is not None
+        assert forecast.prefill_seconds == pytest.approx(
+            timings.first_token_time - (timings.scheduled_time or 0.0), rel=0.05, abs=0.001
+        )
+
+
+def test_coefficients_are_those_of_the_machine() -> None:
+    warm = machine()
+    warm.warm()
+    source = random.Random(3)
+    for number in range(200):
+        warm.submit(draw(source, f"r{number}"))
+        for _ in range(source.randrange(12)):
+            warm.step()
+    warm.drain()
+    law, found = warm.law, warm.forecaster.coefficients
+    expected = {
+        "prefill_run": law.prompt_run,
+        "prefill_token": law.prompt_token,
+        "prefill_pair": law.prompt_pair,
+        "decode_pair": law.decode_pair,
+        "host_step": law.host,
+        "host_row": law.host_row,
+        "wake": law.wake,
+        **{f"decode_step_{rows}": law.decode_row + (rows - 1) * law.more_rows for rows in (1, 2, 4, 8)},
+    }
+    assert set(found) == set(expected)
+    for term, seconds in expected.items():
+        assert found[term] == pytest.approx(seconds, rel=0.15, abs=2e-5), term
+
+
+def test_short_steps_are_foretold_by_their_mean_and_not_by_that_of_the_long_ones_among_them() -> None:
+    """Each eighth step takes five times as long: whoever looked now and then would rather see one of those."""
+    law = Law(*(each / 20 for each in (0.004, 3e-4, 2e-6, 0.006, 4e-4, 1e-5, 2e-4, 3e-5)))
+    hectic = Machine(decoder_only(vocab_size=32, context=CONTEXT), law)
+    hectic.hiccups = 1 / 8
+    hectic.warm(120)
+    source = random.Random(8)
+    expected = taken = 0.0
+    for number in range(150):
+        asked = draw(source, f"r{number}")
+        forecast = hectic.forecaster.forecast(asked)
+        assert forecast is not None
+        expected += forecast.decode_seconds
+        hectic.run(asked)
+        timings = hectic.ends[asked.request_id].timings
+        assert timings is not None
+        assert timings.first_token_time is not None
+        taken += timings.finished_time - timings.first_token_time
+    assert expected == pytest.approx(taken, rel=0.1)
+
+
+def test_company_stretches_steps_by_the_share_that_its_prompts_take() -> None:
+    """Short steps that decode and, one in five, a long prompt in between: all of them count alike."""
+    law = Law(*(each / 20 for each in (0.02, 3e-4, 2e-6, 0.006, 0.0, 0.0, 2e-4, 3e-5)))
+    busy = Machine(decoder_only(vocab_size=32, context=CONTEXT), law)
+    busy.warm()
+    endless = StoppingParams(max_tokens=CONTEXT, ignore_eos=True)
+    with_prompts = decoding = 0.0
+    for number in range(200):
+        if number % 50 == 0:
+            busy.submit(request(f"long{number}", (5,), stopping=endless))
+        if number % 5 == 0:
+            busy.submit(request(f"short{number}", range(3, 13), stopping=StoppingParams(max_tokens=1)))
+        stats = busy.step()
+        if number >= 100 and stats.num_decode_rows:
+            with_prompts += stats.run_seconds
+            decoding += law.decode_row
+    assert with_prompts > 1.3 * decoding
+    assert busy.forecaster._times.stretch == pytest.approx(with_prompts / decoding, rel=0.15)
+
+
+@pytest.mark.parametrize("wake", [0.0, 0.003])
+def test_what_a_pause_adds_to_the_first_run_is_foretold_of_who_comes_after_one(wake: float) -> None:
+    sleepy = machine(law=Law(wake=wake))
+    sleepy.warm()
+    stopping = StoppingParams(max_tokens=3, ignore_eos=True)
+    prompt = tuple(3 + (7 * i) % 27 for i in range(33))
+    sleepy.run(request("a", prompt, stopping=stopping))
+    # Two of its chunks are cached, and what is left is one token: no prompt's run shares in the pause.
+    again = request("b", prompt, stopping=stopping)
+    forecast = sleepy.forecaster.forecast(again, 32)
+    assert forecast is not None
+    assert forecast.service_seconds == pytest.approx(sleepy.run(again), rel=0.1)
+    assert sleepy.forecaster.coefficients["wake"] == pytest.approx(wake, rel=0.3, abs=2e-4)
+
+
+def test_cached_tokens_are_counted_in_the_prediction_and_the_estimate() -> None:
+    warm = machine()
+    warm.warm()
+    prompt = tuple(3 + (7 * i) % 27 for i in range(120))
+    stopping = StoppingParams(max_tokens=3, ignore_eos=True)
+    first, second = (request(name, prompt, stopping=stopping) for name in "ab")
+    cold = warm.run(first)
+    cached = warm.engine.num_cached_tokens(second)
+    assert cached == 112
+    estimate = warm.forecaster.estimate(second, cached)
+    taken = warm.run(second)
+    assert taken < 0.5 * cold
+    assert estimate.cost.predicted_seconds == pytest.approx(taken, rel=0.05)
+    settled = warm.costs["b"]
+    assert settled is not None
+    assert settled.predicted_seconds == pytest.approx(estimate.cost.predicted_seconds)
+    assert settled.measured_seconds == pytest.approx(taken)
+    assert settled.counts == estimate.cost.counts
+    assert warm.costs["a"] is not None
+    assert settled.counts.linear_flops < warm.costs["a"].counts.linear_flops
+    assert warm.forecaster.relative_error is not None
+    assert warm.forecaster.relative_error < 0.05
+
+
+def test_nothing_is_told_until_enough_is_known() -> None:
+    cold = machine()
+    short = request("a", (5,) * 4, max_tokens=20, stopping=StoppingParams(max_tokens=20, ignore_eos=True))
+    long = request("b", tuple(3 + i % 20 for i in range(150)))
+    assert cold.forecaster.forecast(short) is None
+    assert cold.forecaster.relative_error is None
+    estimate = cold.forecaster.estimate(short)
+    assert (estimate.cost.predicted_seconds, estimate.forecast) == (None, None)
+    assert estimate.cost.counts.attended_pairs > 0
+    cold.run(short)
+    cost = cold.costs["a"]
+    assert cost is not None
+    assert cost.predicted_seconds is None
+    assert cost.measured_seconds == pytest.approx(seconds_of(cold.ends["a"]))
+    assert cold.forecaster.forecast(replace(short, request_id="c")) is not None
+    # One short prompt says nothing of what a chunk takes.
+    assert cold.forecaster.forecast(long) is None
+    cold.run(replace(long, request_id="d"))
+    cold.run(replace(long, request_id="e", prompt_token_ids=long.prompt_token_ids[:90]))
+    assert cold.forecaster.forecast(long) is not None
+
+
+def test_an_output_is_taken_to_be_as_long_as_it_may_and_lately_was() -> None:
+    warm = machine()
+    warm.warm()
+    stopping = StoppingParams(max_tokens=80)
+    asked = request("a", range(3, 20), stopping=stopping)
+    before = warm.forecaster.forecast(asked)
+    assert before is not None
+    assert warm.forecaster.likely_tokens(asked) is None
+    for _ in range(8):
+        warm.forecaster.output_ended(asked, 0.0, 50, FinishReason.END_OF_SEQUENCE)
+        warm.forecaster.output_ended(asked, 0.0, 20, FinishReason.DEADLINE)
+        # Neither says anything of where an answer ends.
+        warm.forecaster.output_ended(ended_by(asked, ignore_eos=True), 0.0, 80, FinishReason.LENGTH)
+        warm.forecaster.output_ended(asked, 0.0, 0, FinishReason.DEADLINE)
+    assert warm.forecaster.likely_tokens(asked) == 50
+    assert warm.forecaster.forecast(asked) == before
+    assert warm.forecaster.likely_tokens(ended_by(asked, max_tokens=5)) == 5
+    assert warm.forecaster.likely_tokens(ended_by(asked, min_tokens=60)) == 60
+    assert warm.forecaster.likely_tokens(replace(asked, arrival_time=1e6)) is None
+
+
+@pytest.mark.parametrize(
+    ("stopping", "is_known"),
+    [
+        ({"ignore_eos": True}, True),
+        ({"min_tokens": 80}, True),
+        ({"max_tokens": 1}, True),
+        ({"ignore_eos": True, "stop": ("x",)}, False),
+        ({"ignore_eos": True, "stop_token_ids": frozenset({7})}, False),
+        ({}, False),
+    ],
+)
+def test_an_output_has_all_its_tokens_only_if_nothing_can_stop_it(stopping: dict[str, Any], is_known: bool) -> None:
+    asked = ended_by(request("a", max_tokens=80), **stopping)
+    assert machine().forecaster.likely_tokens(asked) == (asked.stopping.max_tokens if is_known else None)
+
+
+def ended_by(asked: GenerationRequest, **changes: Any) -> GenerationRequest:
+    """The request with another way to end."""
+    return replace(asked, stopping=replace(asked.stopping, **changes))
+
+
+def test_who_is_due_later_does_not_wait_ahead_where_deadlines_overtake() -> None:
+    first_come, by_deadline = machine(), machine(patience=10.0)
+    for warm in (first_come, by_deadline):
+        warm.warm()
+        fill(warm, 2 * LIMITS.max_batch_size, new=60)
+        for _ in range(LIMITS.max_batch_size):
+            warm.step()
+    for deadline, is_ahead in ((5.0, True), (None, False)):
+        asked = request("late", (5,) * 12, max_tokens=4, arrival_time=by_deadline.now)
+        asked = replace(asked, deadline=None if deadline is None else by_deadline.now + deadline)
+        forecasts = [warm.forecaster.forecast(asked) for warm in (first_come, by_deadline)]
+        waits = [forecast.queue_seconds for forecast in forecasts if forecast is not None]
+        assert (waits[1] < 0.8 * waits[0]) == is_ahead
+
+
+def test_a_request_that_is_foretold_alone_does_not_know_of_others() -> None:
+    warm = machine()
+    warm.warm()
+    asked = request("a", (5,) * 12, stopping=StoppingParams(max_tokens=30, ignore_eos=True))
+    before = warm.forecaster.forecast(asked)
+    fill(warm, 20, new=60)
+    crowded, alone = warm.forecaster.forecast(asked), warm.forecaster.forecast_alone(asked)
+    assert crowded is not None
+    assert alone == before != crowded
+    assert alone is not None
+    assert alone.service_seconds < crowded.service_seconds
+    assert machine().forecaster.forecast_alone(asked) is None
+
+
+def fill(warm: Machine, count: int, new: int) -> None:
+    for number in range(count):
+        stopping = StoppingParams(max_tokens=new, ignore_eos=True)
+        prompt = [3 + (number + 3 * i) % 27 for i in range(12)]
+        warm.submit(request(f"f{number}", prompt, stopping=stopping))
+
+
+@pytest.mark.parametrize("count", [0, 3, 8, 20])
+def test_the_queue_is_as_long_as_it_then_is(count: int) -> None:
+    warm = machine()
+    warm.warm()
+    fill(warm, 12, 20)
+    warm.drain()
+    fill(warm, count, 40)
+    for _ in range(12):
+        warm.engine.has_work and warm.step()
+    asked = request("last", (5, 6, 7, 8), stopping=StoppingParams(max_tokens=30, ignore_eos=True))
+    forecast = warm.forecaster.forecast(asked)
+    assert forecast is not None
+    warm.submit(asked)
+    submitted = warm.now
+    warm.drain()
+    timings = warm.ends["last"].timings
+    assert timings is not None
+    assert timings.scheduled_time is not None
+    queued = timings.scheduled_time - submitted
+    assert forecast.queue_seconds == pytest.approx(queued, rel=0.25, abs=0.02)
+    if count < 8:
+        assert forecast.queue_seconds < 0.1
+    if count == 8:
+        # Those whose end it waits for are gone when it runs, which is not foretold: it errs on the long side.
+        assert forecast.finish_seconds > timings.finished_time - submitted
+    else:
+        assert forecast.finish_seconds == pytest.approx(timings.finished_time - submitted, rel=0.25)
+
+
+def test_the_less_urgent_are_no_queue() -> None:
+    warm = machine()
+    warm.warm()
+    fill(warm, 20, 40)
+    for _ in range(12):
+        warm.step()
+    asked = request("a", (5, 6), priority=1)
+    urgent, equal = warm.forecaster.forecast(asked), warm.forecaster.forecast(replace(asked, priority=0))
+    assert urgent is not None
+    assert equal is not None
+    assert urgent.queue_seconds == 0.0
+    assert equal.queue_seconds > 0.3
+
+
+def test_a_tenant_waits_for_no_more_than_its_own_requests() -> None:
+    warm = machine()
+    warm.warm()
+    fill(warm, 20, 40)
+    for _ in range(12):
+        warm.step()
+    asked = request("a", (5, 6))
+    equal, other = warm.forecaster.forecast(asked), warm.forecaster.forecast(replace(asked, tenant="b"))
+    assert equal is not None
+    assert other is not None
+    assert equal.queue_seconds > 0.3
+    assert other.queue_seconds == 0.0
+
+
+def test_what_was_outstanding_is_gone_when_all_have_ended() -> None:
+    warm = machine()
+    warm.warm()
+    fill(warm, 20, 10)
+    asked = request("a", (5, 6))
+    assert warm.forecaster.forecast(asked).queue_seconds > 0  # type: ignore[union-attr]
+    warm.drain()
+    warm.forecaster.ended("nobody")
+    assert warm.forecaster.forecast(asked).queue_seconds == 0.0  # type: ignore[union-attr]
+
+
+def test_in_company_a_request_takes_longer_and_that_is_foretold() -> None:
+    """Always six others, of whom each is followed by another."""
+    crowded, alone = machine(), machine()
+    alone.warm()
+    source = random.Random(4)
+    asked = request("a", range(3, 30), stopping=StoppingParams(max_tokens=60, ignore_eos=True))
+    by_itself = alone.run(asked)
+    names = {f"a{number}" for number in range(6)}
+    wanted = sorted(names, reverse=True)
+    expected: dict[str, float] = {}
+    for number in range(10_000):
+        while len(crowded.quotes) - len(crowded.ends) - len(expected.keys() - crowded.ends.keys()) < 6:
+            crowded.submit(draw(source, f"busy{len(crowded.quotes)}"))
+        if number > 600 and expected.keys() <= crowded.ends.keys():
+            if not wanted:
+                break
+            name = wanted.pop()
+            forecast = crowded.forecaster.forecast(asked)
+            assert forecast is not None
+            expected[name] = forecast.service_seconds
+            crowded.submit(replace(asked, request_id=name))
+        crowded.step()
+    taken = {name: seconds_of(crowded.ends[name]) for name in names}
+    assert min(taken.values()) > 1.2 * by_itself
+    assert sum(expected.values()) == pytest.approx(sum(taken.values()), rel=0.2)
+
+
+@pytest.mark.parametrize("kind", ["outputs", "beams"])
+def test_several_rows_are_counted(kind: str) -> None:
+    warm = machine()
+    warm.warm()
+    source = random.Random(1)
+    for number in range(20):
+        warm.run(draw(source, f"rows{number}", rows=4))
+    asked = draw(source, "a", rows=4)
+    if kind == "beams":
+        asked = replace(asked, beam_search=BeamSearchParams(beam_size=4, patience=50.0))
+    forecast = warm.forecaster.forecast(asked)
+    assert forecast is not None
+    taken = warm.run(asked)
+    assert forecast.service_seconds == pytest.approx(taken, rel=0.05)
+    cost = warm.costs["a"]
+    assert cost is not None
+    assert cost.counts == warm.forecaster.estimate(asked).cost.counts
+
+
+def test_a_request_that_ended_before_its_first_token_costs_nothing_and_judges_nothing() -> None:
+    warm = machine()
+    warm.submit(request("a", range(3, 60)))
+    warm.step()
+    warm.engine.abort("a")
+    warm.drain()
+    assert warm.costs["a"] is None
+    assert warm.forecaster.relative_error is None
+
+
+def test_a_prompt_that_is_only_scored_can_be_forecast() -> None:
+    warm = machine()
+    warm.warm()
+    asked = request("a", range(3, 30), stopping=StoppingParams(max_tokens=0), scoring=PromptScoring())
+    forecast = warm.forecaster.forecast(asked)
+    assert forecast is not None
+    assert forecast.decode_seconds == 0.0
+    assert forecast.service_seconds == pytest.approx(warm.run(asked), rel=0.05)
+    assert warm.costs["a"] is None
+
+
+@pytest.mark.parametrize("noise", [0.1])
+def test_nine_of_ten_requests_are_foretold_within_a_fifth_on_a_noisy_machine(noise: float) -> None:
+    noisy = machine(noise=noise)
+    noisy.warm()
+    source = random.Random(5)
+    errors = []
+    for number in range(90):
+        # A neighbour comes, and goes.
+        noisy.speed = 1.4 if 30 <= number < 60 else 1.0
+        asked = draw(source, f"r{number}")
+        forecast = noisy.forecaster.forecast(asked)
+        assert forecast is not None
+        errors.append(abs(forecast.service_seconds / noisy.run(asked) - 1))
+    assert sum(error <= 0.2 for error in errors) >= 0.9 * len(errors)
+    assert noisy.forecaster.relative_error is not None
+    assert noisy.forecaster.relative_error == pytest.approx(sum(errors[-20:]) / 20, abs=0.1)
+
+
+def test_company_of_nobody_changes_nothing() -> None:
+    warm = machine()
+    warm.warm()
+    asked = request("a", range(3, 40))
+    work = CostModel(decoder_only(vocab_size=32, context=CONTEXT), warm.engine.pieces).work(asked)
+    rates = warm.quotes["warm39"][1].rates
+    for phase in (work.prefill, work.decode):
+        assert rates.seconds(phase) == rates.seconds(phase, Company(0.0, 50.0, 1.0))
+        assert rates.seconds(phase) < rates.seconds(phase, Company(2.0, 50.0, 1.0))
+    assert rates.seconds(work.decode, Company(2.0, 50.0, 1.5)) > 1.3 * rates.seconds(work.decode, Company(2.0, 50.0))
+
+
+def test_a_step_without_work_teaches_nothing() -> None:
+    cold = machine()
+    before = cold.forecaster.coefficients
+    empty = StepStats(
+        num_rows=0,
+        num_tokens=0,
+        num_padding_tokens=0,
+        run_seconds=5.0,
+        host_seconds=None,
+        num_preemptions=0,
+        num_running=0,
+        num_waiting=0,
+        kv_usage_ratio=0.0,
+    )
+    cold.forecaster.step_done(empty)
+    assert cold.forecaster.coefficients == before
+
+
+# Beside other models.
+
+
+def test_work_is_what_all_requests_then_take() -> None:
+    warm = machine()
+    warm.warm()
+    assert warm.forecaster.work_seconds() == 0.0
+    for count in (1, 5, 20):
+        fill(warm, count, new=40)
+        foretold, began = warm.forecaster.work_seconds(), warm.now
+        warm.drain()
+        assert foretold == pytest.approx(warm.now - began, rel=0.2)
+    assert machine().forecaster.work_seconds() == 0.0
+
+
+def test_other_models_lengthen_every_part_of_a_forecast_by_what_they_take() -> None:
+    warm = machine()
+    warm.warm()
+    fill(warm, 12, new=60)
+    asked = request("a", (5,) * 40, stopping=StoppingParams(max_tokens=30, ignore_eos=True))
+    alone = warm.forecaster.forecast(asked)
+    assert alone is not None
+    assert alone.sharing_factor == 1.0
+    assert alone.queue_seconds > 0
+    # One that has work for longer than we do, and one whose work is over while we wait for a place.
+    warm.forecaster._rivals = lambda: (Rival(2.0, math.inf, 0.0), Rival(1.0, 0.01, 0.0))
+    shared = warm.forecaster.forecast(asked)
+    assert shared is not None
+    assert shared.queue_seconds == pytest.approx(3 * alone.queue_seconds + 0.01)
+    assert shared.prefill_seconds == pytest.approx(3 * alone.prefill_seconds)
+    assert shared.decode_seconds == pytest.approx(3 * alone.decode_seconds)
+    assert shared.sharing_factor == pytest.approx(3.0 + 0.01 / alone.finish_seconds)
+    assert warm.forecaster.estimate(asked).cost.predicted_seconds == pytest.approx(shared.service_seconds)
+    unshared = warm.forecaster.forecast_alone(asked)
+    assert unshared is not None
+    assert unshared.sharing_factor == 1.0
+
+
+def test_a_request_is_held_to_what_was_foretold_beside_other_models() -> None:
+    warm = machine()
+    warm.warm()
+    asked = request("a", (5,) * 40, stopping=StoppingParams(max_tokens=30, ignore_eos=True))
+    warm.forecaster._rivals = lambda: (Rival(1.0, math.inf, 0.0),)
+    # As if every step of ours were followed by one of theirs that takes as long.
+    warm.speed = 2.0
+    warm.run(asked)
+    cost = warm.costs["a"]
+    assert cost is not None
+    assert cost.predicted_seconds == pytest.approx(cost.measured_seconds, rel=0.05)

@@ -1,0 +1,65 @@
+"""Who shares a replay of golden cases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+from service.repository.models import Parity
+from service.repository.verifier import Verifier
+
+
+class _Replays:
+    """An engine on which replays end in turn, each when it is let go."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Parity] = []
+        self.let_go = asyncio.Event()
+        self.ended: Callable[[], object] = lambda: None
+
+    async def call(self, *_: object) -> Parity:
+        outcome = Parity(())
+        self.outcomes.append(outcome)
+        await self.let_go.wait()
+        asyncio.get_running_loop().call_soon(self.ended)
+        return outcome
+
+
+def _verifier(engine: _Replays) -> Verifier:
+    def changed() -> None:
+        pass
+
+    model = SimpleNamespace(name="m", golden_cases=(), manifest=Mock())
+    models = Mock(resolve=lambda _: model, is_served=lambda found: found is model)
+    return Verifier(cast(Any, engine), models, changed)
+
+
+async def test_those_who_ask_while_a_replay_runs_share_its_outcome() -> None:
+    engine = _Replays()
+    verifier = _verifier(engine)
+    asking = [asyncio.ensure_future(verifier.verify("m")) for _ in range(3)]
+    await asyncio.sleep(0)
+    engine.let_go.set()
+    outcomes = await asyncio.gather(*asking)
+    assert len(engine.outcomes) == 1
+    assert all(outcome is engine.outcomes[0] for outcome in outcomes)
+
+
+async def test_who_asks_between_a_replays_end_and_its_waiters_waking_gets_a_new_one() -> None:
+    engine = _Replays()
+    verifier = _verifier(engine)
+    late: list[asyncio.Future[Parity]] = []
+    first = asyncio.ensure_future(verifier.verify("m"))
+    await asyncio.sleep(0)
+
+    def ask() -> None:
+        engine.ended = lambda: None
+        late.append(asyncio.ensure_future(verifier.verify("m")))
+
+    engine.ended = ask
+    engine.let_go.set()
+    assert await first is engine.outcomes[0]
+    assert await late[0] is engine.outcomes[1]

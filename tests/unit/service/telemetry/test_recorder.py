@@ -1,0 +1,288 @@
+"""The flight recorder: what it keeps, what it forgets, what it logs when a step fails, and the phases of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from wsgiref.simple_server import demo_app
+from wsgiref.util import setup_testing_defaults
+
+import pytest
+
+from service.engine.types import RequestTimings, StepOutput, StepStats
+from service.telemetry.debug import encode, from_loop, with_debug
+from service.telemetry.lifecycle import Phase, phases
+from service.telemetry.metrics import RequestRecord
+from service.telemetry.recorder import REQUEST_COLUMNS, STEP_COLUMNS, FlightLog, FlightRecorder, RecordedRequest
+from service.telemetry.ring import Ring
+
+MODELS = ("one", "two")
+
+
+def recorder_of(models: Iterable[str], num_kept: int) -> FlightRecorder:
+    recorder = FlightRecorder(num_kept)
+    for model in models:
+        recorder.begin(model)
+    return recorder
+
+
+def stats(number: int = 0) -> StepStats:
+    return StepStats(
+        start_time=float(number),
+        num_rows=number,
+        num_tokens=number,
+        num_padding_tokens=0,
+        run_seconds=0.25,
+        host_seconds=None if number == 0 else 0.125,
+        num_preemptions=0,
+        num_running=1,
+        num_waiting=2,
+        kv_usage_ratio=0.5,
+    )
+
+
+def step(number: int, error_id: str | None = None) -> StepOutput:
+    return StepOutput((), stats(number), error_id)
+
+
+def record(
+    outcome: str = "length", *, scheduled: float | None = 2.0, first: float | None = 3.0, finished: float = 5.0
+) -> RequestRecord:
+    return RequestRecord(
+        outcome=outcome,
+        timings=RequestTimings(
+            arrival_time=1.0, scheduled_time=scheduled, first_token_time=first, finished_time=finished
+        ),
+        num_prompt_tokens=7,
+        num_generated_tokens=3,
+        num_longest_tokens=3,
+        seconds_per_token=1.0,
+    )
+
+
+def open_request() -> RecordedRequest:
+    return RecordedRequest(
+        request_id="open",
+        outcome=None,
+        arrival_time=1.0,
+        scheduled_time=None,
+        first_token_time=None,
+        finished_time=None,
+        num_prompt_tokens=2,
+        num_cached_tokens=None,
+        num_generated_tokens=0,
+    )
+
+
+def test_last_steps_and_requests_of_each_model_are_kept_and_the_others_forgotten() -> None:
+    recorder = recorder_of(MODELS, 3)
+    for number in range(5):
+        recorder.step_done("one", step(number), number + 0.5)
+        recorder.request_ended("one", f"r{number}", record(), 4)
+    recorder.step_done("two", step(9), 9.5)
+    log = recorder.take([("two", open_request())])
+    one, two = log.models["one"], log.models["two"]
+    assert [dict(zip(STEP_COLUMNS, row, strict=True)) for row in one.steps] == [
+        {"end_time": number + 0.5, "error_id": None, **asdict(stats(number))} for number in (2, 3, 4)
+    ]
+    assert [row[0] for row in one.requests] == ["r2", "r3", "r4"]
+    assert [row[STEP_COLUMNS.index("end_time")] for row in two.steps] == [9.5]
+    assert len(two.requests) == 0
+    assert two.open_requests == (open_request(),)
+
+
+def test_model_that_is_gone_leaves_its_memory_and_may_come_again() -> None:
+    recorder = recorder_of(MODELS, 3)
+    recorder.step_done("one", step(1, "f00d"), 1.5)
+    recorder.forget("one")
+    assert list(recorder.take([("one", open_request())]).models) == ["two"]
+    recorder.begin("one")
+    assert len(recorder.take([]).models["one"].steps) == 0
+
+
+def test_recorder_that_keeps_nothing_takes_everything_it_is_told() -> None:
+    recorder = recorder_of(MODELS, 0)
+    recorder.step_done("one", step(1), 1.5)
+    recorder.request_ended("one", "r", record(), 4)
+    log = recorder.take([("one", open_request())])
+    kept = [(*model.steps, *model.requests, *model.open_requests) for model in log.models.values()]
+    assert kept == [(), ()]
+
+
+def test_memory_is_taken_at_once_and_does_not_grow() -> None:
+    num_kept = 5000
+    outputs = [step(number) for number in range(3 * num_kept)]
+    ended = record()
+
+    def fill(recorder: FlightRecorder) -> None:
+        for number, output in enumerate(outputs):
+            recorder.step_done("one", output, number + 0.5)
+            recorder.request_ended("one", f"{number:032x}", ended, 4)
+
+    # The interpreter keeps up to 2000 tuples of a length that were let go of, for those to come: fewer than are added.
+    fill(recorder_of(("one",), num_kept))
+    tracemalloc.start()
+    try:
+        recorder = recorder_of(("one",), num_kept)
+        begun, _ = tracemalloc.get_traced_memory()
+        fill(recorder)
+        filled, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    log = recorder.take([]).models["one"]
+    assert [row[STEP_COLUMNS.index("num_rows")] for row in log.steps] == list(range(2 * num_kept, 3 * num_kept))
+    assert len(log.requests) == num_kept
+    assert [row[0] for row in log.requests] == [f"{number:032x}" for number in range(2 * num_kept, 3 * num_kept)]
+    # One number that is kept of each as an object would be ten times as much.
+    assert filled - begun < 5000 < begun
+
+
+@pytest.mark.parametrize("num_added", [0, 1, 4, 5, 6, 9, 10, 11, 23])
+@pytest.mark.parametrize("count", [None, 0, 1, 3, 5, 8])
+def test_ring_has_the_last_rows_in_their_order(num_added: int, count: int | None) -> None:
+    ring = Ring(5, 1, ("int", "float | None"))
+    rows: list[tuple[str | None, int, float | None]] = [
+        (
+            f"r{number:>{50 if number in (1, 7, 11) else 4}}" if number % 2 else None,
+            number,
+            number / 8 if number % 3 else None,
+        )
+        for number in range(23)
+    ]
+    for name, *numbers in rows[:num_added]:
+        ring.append((name,), numbers)
+    kept = rows[:num_added][-5:]
+    wanted = kept if count is None else kept[len(kept) - min(count, len(kept)) :]
+    taken = ring.last(count)
+    assert len(taken) == len(wanted)
+    assert list(taken) == wanted
+    # What is taken stays as it was.
+    ring.append(("later",), (99, 0.5))
+    assert list(taken) == wanted
+
+
+def test_log_is_json_in_tables() -> None:
+    recorder = recorder_of(MODELS, 200)
+    for number in range(130):
+        recorder.step_done("one", step(number, "f00d" if number == 7 else None), number + 0.5)
+    recorder.request_ended("one", 'quo"ted', record(), 4)
+    pieces = list(encode(recorder.take([])))
+    told = json.loads(b"".join(pieces))
+    assert told["format"] == 1
+    assert told["unix_time"] > told["monotonic_time"] - 1e12
+    steps, requests = told["models"]["one"]["steps"], told["models"]["one"]["requests"]
+    assert told["models"]["two"] == {
+        "steps": {"columns": list(STEP_COLUMNS), "rows": []},
+        "requests": {"columns": list(REQUEST_COLUMNS), "rows": []},
+    }
+    rows = [dict(zip(steps["columns"], row, strict=True)) for row in steps["rows"]]
+    assert [row["num_rows"] for row in rows] == list(range(130))
+    assert [row["error_id"] for row in rows if row["error_id"]] == ["f00d"]
+    assert rows[0]["host_seconds"] is None
+    assert rows[1]["host_seconds"] == 0.125
+    (row,) = requests["rows"]
+    assert dict(zip(requests["columns"], row, strict=True)) == {
+        "request_id": 'quo"ted',
+        "outcome": "length",
+        "arrival_time": 1.0,
+        "scheduled_time": 2.0,
+        "first_token_time": 3.0,
+        "finished_time": 5.0,
+        "num_prompt_tokens": 7,
+        "num_cached_tokens": 4,
+        "num_generated_tokens": 3,
+    }
+
+
+def test_long_log_is_encoded_in_many_small_pieces() -> None:
+    recorder = recorder_of(("one",), 1000)
+    for number in range(1000):
+        recorder.step_done("one", step(number), number + 0.5)
+    sizes = [len(piece) for piece in encode(recorder.take([]))]
+    assert max(sizes) * 10 < sum(sizes)
+
+
+def test_failed_step_is_logged_with_the_last_ones_before_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = recorder_of(MODELS, 100)
+    with caplog.at_level(logging.ERROR):
+        for number in range(1, 31):
+            recorder.step_done("one", step(number), number + 0.5)
+        assert not caplog.records
+        recorder.step_done("one", step(31, "f00d"), 31.5)
+        recorder.step_done("one", step(32), 32.5)
+        recorder.step_done("one", step(33, "beef"), 33.5)
+        recorder.engine_died("dead")
+    first, second = [entry.getMessage().splitlines() for entry in caplog.records]
+    assert first[0] == "f00d: the last steps of one"
+    assert len(first) == 1 + 16
+    assert first[1].startswith("-15.000000 s: run 250.000 ms, host 125.000 ms, rows 16,")
+    assert first[-1].startswith("+0.000000 s: failed, host 125.000 ms, rows 31,")
+    # What the first entry told, the second does not repeat, and after it the death of the engine has no news.
+    assert second[0] == "beef: the last steps of one"
+    assert [line.split(":")[0] for line in second[1:]] == ["-1.000000 s", "+0.000000 s"]
+
+
+def test_death_of_the_engine_logs_what_every_model_did_last(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = recorder_of(MODELS, 100)
+    recorder.step_done("one", step(1), 1.5)
+    recorder.step_done("two", step(2), 2.5)
+    with caplog.at_level(logging.ERROR):
+        recorder.engine_died("dead")
+    heads = [entry.getMessage().splitlines()[0] for entry in caplog.records]
+    assert heads == ["dead: the last steps of one", "dead: the last steps of two"]
+
+
+def timings(scheduled: float | None, first: float | None) -> RequestTimings:
+    return RequestTimings(arrival_time=1.0, scheduled_time=scheduled, first_token_time=first, finished_time=5.0)
+
+
+def test_phases_are_back_to_back_and_the_last_ends_with_the_request() -> None:
+    queue, prefill, decode = Phase("queue", 1.0, 2.0), Phase("prefill", 2.0, 3.0), Phase("decode", 3.0, 5.0)
+    assert phases(timings(2.0, 3.0), "stop") == (queue, prefill, decode)
+    assert phases(timings(2.0, None), "cancelled") == (queue, Phase("prefill", 2.0, 5.0))
+    assert phases(timings(None, None), "deadline") == (Phase("queue", 1.0, 5.0),)
+
+
+@pytest.mark.parametrize("outcome", ["engine_failed", "not_serving"])
+def test_no_phase_is_claimed_of_a_request_that_was_lost_with_its_engine(outcome: str) -> None:
+    assert phases(timings(None, None), outcome) == ()
+    assert len(phases(timings(2.0, 3.0), outcome)) == 3
+
+
+def answer(take: Callable[[], FlightLog]) -> tuple[str, bytes]:
+    """Status and body of `/debug/steps`."""
+    environ: dict[str, object] = {}
+    setup_testing_defaults(environ)
+    environ["PATH_INFO"] = "/debug/steps"
+    told: list[str] = []
+    pieces = with_debug(demo_app, take, is_on=True)(environ, lambda status, headers, error=None: told.append(status))
+    body = b"".join(pieces)
+    return told[0], body
+
+
+async def test_log_is_taken_on_the_event_loop() -> None:
+    recorder = recorder_of(("one",), 10)
+    threads: list[threading.Thread] = []
+
+    def take() -> FlightLog:
+        threads.append(threading.current_thread())
+        return recorder.take([])
+
+    status, body = await asyncio.to_thread(answer, from_loop(asyncio.get_running_loop(), take))
+    assert status == "200 OK"
+    assert json.loads(body)["models"].keys() == {"one"}
+    assert threads == [threading.current_thread()]
+
+
+def test_event_loop_that_is_held_up_or_over_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.telemetry.debug._LOOP_SECONDS", 0.01)
+    loop = asyncio.new_event_loop()
+    take = from_loop(loop, lambda: recorder_of((), 1).take([]))
+    for _ in range(2):
+        assert answer(take) == ("503 Service Unavailable", b"the event loop does not answer\n")
+        loop.close()

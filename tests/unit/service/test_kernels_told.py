@@ -1,0 +1,93 @@
+"""What the log is told of the kernels, and that `--kernels` reaches whatever computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model import kernels
+from service import app
+from service.app import tell_kernels
+from service.config import Kernels, ServeConfig
+from service.engine.sessions.session import SessionOptions
+from service.errors import StartupError
+from service.repository import loading
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, app.__name__)
+    return caplog
+
+
+def line(told: pytest.LogCaptureFixture) -> tuple[int, str]:
+    (record,) = told.records
+    return record.levelno, record.getMessage()
+
+
+def test_operators_with_kernels_are_named(told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "why_not", lambda: None)
+    monkeypatch.setattr(kernels, "operators", lambda: ("One", "Two"))
+    tell_kernels(Kernels.AUTO)
+    assert line(told) == (logging.INFO, "kernels compute these of our own operators: One, Two")
+
+
+def test_kernels_that_are_not_built_are_a_warning_with_what_to_do(
+    told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    monkeypatch.setattr(kernels, "is_for_this_machine", lambda: True)
+    tell_kernels(Kernels.AUTO)
+    level, message = line(told)
+    assert level == logging.WARNING
+    assert message.endswith(f"they are not built in {kernels.FOLDER}: `python -m model.kernels` does it")
+
+
+def test_a_processor_that_can_run_none_is_a_warning(
+    told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "why_not", lambda: None)
+    monkeypatch.setattr(kernels, "operators", tuple)
+    tell_kernels(Kernels.AUTO)
+    assert line(told)[0] == logging.WARNING
+    assert line(told)[1].endswith("this processor can run no kernel")
+
+
+def test_standard_operators_do_without_the_library(
+    told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "libonward.so"
+    broken.write_text("no library")
+    monkeypatch.setattr(kernels, "library", lambda: broken)
+    monkeypatch.setattr(kernels, "is_for_this_machine", lambda: True)
+    with pytest.raises(StartupError) as refusal:
+        tell_kernels(Kernels.AUTO)
+    (problem,) = refusal.value.problems
+    assert problem.startswith(f"the kernels cannot be loaded, --kernels standard does without them: {broken}: ")
+    assert not told.records
+    tell_kernels(Kernels.STANDARD)
+    assert line(told) == (logging.INFO, "our own operators are computed by standard ones, as --kernels says")
+
+
+@pytest.mark.parametrize(("wanted", "own_kernels"), [(Kernels.AUTO, True), (Kernels.STANDARD, False)])
+def test_every_engines_sessions_are_told(
+    wanted: Kernels, own_kernels: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[bool] = []
+
+    def build(*arguments: Any) -> None:
+        (options,) = (each for each in arguments if isinstance(each, SessionOptions))
+        seen.append(options.own_kernels)
+
+    monkeypatch.setattr(loading, "build_engine", build)
+    model: Any = types.SimpleNamespace(
+        name="m", manifest=None, stamp={}, output_tokenizer=types.SimpleNamespace(decode=None), prefill_provider=None
+    )
+    config = dataclasses.replace(ServeConfig(models=tmp_path), kernels=wanted)
+    loading.build_engines(tmp_path, [model], config, kv_memory={"m": 1})
+    assert seen == [own_kernels]

@@ -1,0 +1,292 @@
+"""What the interceptor makes of calls that end in ways that no client can bring about at will."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import weakref
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import DecodeError
+from prometheus_client import CollectorRegistry
+
+from service.access import OpenAccess
+from service.errors import InvalidRequest, UnknownModel
+from service.telemetry.metrics import Metrics
+from service.transport import interceptors
+from service.transport.interceptors import CallInterceptor, each_request
+
+METHOD = "/onward.v1.GenerationService/GenerateStream"
+
+
+class Context:
+    """A call whose client is gone, which the handler has not been told yet."""
+
+    def __init__(self) -> None:
+        self.aborted: list[Any] = []
+
+    def time_remaining(self) -> None:
+        return None
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    async def read(self) -> bytes:
+        return b""
+
+    async def write(self, message: bytes) -> None:
+        raise grpc.aio.InternalError(f"cannot send {len(message)} bytes")
+
+    async def abort(self, *details: Any) -> None:
+        self.aborted.append(details)
+
+
+async def wrapped(
+    handler: Any, registry: CollectorRegistry, parse: Any = bytes, *, has_many: bool = False
+) -> tuple[CallInterceptor, Any]:
+    """An interceptor, and the call that it makes of a stream's handler."""
+    interceptor = CallInterceptor(
+        ["onward.v1.GenerationService"],
+        Metrics(registry).handled,
+        OpenAccess(),
+        max_message_bytes=100,
+        max_stall_seconds=1,
+    )
+
+    async def continuation(_: Any) -> Any:
+        kind = grpc.stream_stream_rpc_method_handler if has_many else grpc.unary_stream_rpc_method_handler
+        return kind(handler, parse, bytes)
+
+    details: Any = SimpleNamespace(method=METHOD)
+    return interceptor, (await interceptor.intercept_service(continuation, details)).stream_stream
+
+
+async def test_a_call_that_ended_under_a_message_is_cancelled_and_its_handler_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    closed = []
+
+    async def handler(request: bytes, context: Any) -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"a"
+            yield b"b"
+        finally:
+            closed.append(True)
+
+    registry = CollectorRegistry()
+    interceptor, call = await wrapped(handler, registry)
+    context = Context()
+    with pytest.raises(asyncio.CancelledError):
+        await call(b"", context)
+    assert closed == [True]
+    assert context.aborted == []
+    labels = {"grpc_method": "GenerateStream", "grpc_code": "CANCELLED"}
+    assert registry.get_sample_value("onward_grpc_server_handled_total", labels) == 1
+    assert interceptor.num_open == 0
+    assert "unexpected" not in caplog.text
+
+
+class Panic(BaseException):
+    """As extension modules raise them."""
+
+
+async def test_panic_in_a_handler_is_internal_and_leaves_nothing_open(caplog: pytest.LogCaptureFixture) -> None:
+    async def handler(request: bytes, context: Any) -> AsyncGenerator[bytes, None]:
+        raise Panic("/secret/path")
+        yield b""
+
+    registry = CollectorRegistry()
+    interceptor, call = await wrapped(handler, registry)
+    context = Context()
+    await call(b"", context)
+    ((code, words, _),) = context.aborted
+    assert code is grpc.StatusCode.INTERNAL
+    assert words.removeprefix("internal error ") in caplog.text
+    assert "secret" not in words
+    assert interceptor.num_open == 0
+    labels = {"grpc_method": "GenerateStream", "grpc_code": "INTERNAL"}
+    assert registry.get_sample_value("onward_grpc_server_handled_total", labels) == 1
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+async def test_what_ends_the_process_passes_through(end: type[BaseException]) -> None:
+    async def handler(request: bytes, context: Any) -> AsyncGenerator[bytes, None]:
+        raise end
+        yield b""
+
+    interceptor, call = await wrapped(handler, CollectorRegistry())
+    context = Context()
+    with pytest.raises(end):
+        await call(b"", context)
+    assert context.aborted == []
+    assert interceptor.num_open == 0
+
+
+async def test_a_call_whose_end_is_at_hand_is_sent_no_message() -> None:
+    sent = []
+
+    class Open(Context):
+        async def write(self, message: bytes) -> None:
+            sent.append(message)
+
+    async def handler(request: bytes, context: Any) -> AsyncGenerator[bytes, None]:
+        yield b"a"
+        # What cancels the call is what the event loop does next.
+        asyncio.get_running_loop().call_soon(calling.cancel)
+        yield b"b"
+
+    _, call = await wrapped(handler, CollectorRegistry())
+    calling = asyncio.create_task(call(b"", Open()))
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert sent == [b"a"]
+
+
+class Request:
+    """A request that knows when it is gone."""
+
+
+class Sending(Context):
+    """A call whose bytes have a name here alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = b"the bytes of a request"
+
+    async def read(self) -> bytes:
+        return self.data
+
+    async def write(self, message: bytes) -> None:
+        """Takes it."""
+
+
+async def test_a_call_holds_neither_its_request_nor_the_bytes_while_it_runs() -> None:
+    context, held = Sending(), []
+    alone = sys.getrefcount(context.data)
+
+    async def handler(request: Any, _: Any) -> AsyncGenerator[bytes, None]:
+        gone = weakref.ref(request)
+        del request
+        held.append((gone(), sys.getrefcount(context.data) - alone))
+        yield b"a"
+
+    _, call = await wrapped(handler, CollectorRegistry(), lambda _: Request())
+    await call(b"", context)
+    assert held == [(None, 0)]
+
+
+async def test_a_call_that_fails_holds_neither_while_its_status_is_sent() -> None:
+    requests, held = [], []
+
+    class Failing(Sending):
+        async def abort(self, *details: Any) -> None:
+            held.append((requests[0](), sys.getrefcount(self.data) - alone))
+
+    def parse(data: bytes) -> Any:
+        request = Request()
+        requests.append(weakref.ref(request))
+        if context.data is not data:
+            raise AssertionError("these are other bytes")
+        return request
+
+    async def handler(request: Any, _: Any) -> AsyncGenerator[bytes, None]:
+        try:
+            raise UnknownModel("x", ())
+        except UnknownModel as error:
+            raise InvalidRequest("model", "x", "must be served") from error
+        yield request
+
+    context = Failing()
+    alone = sys.getrefcount(context.data)
+    _, call = await wrapped(handler, CollectorRegistry(), parse)
+    await call(b"", context)
+    assert held == [(None, 0)]
+
+
+async def test_bytes_that_are_no_message_are_not_held_while_the_status_is_sent() -> None:
+    held = []
+
+    class Failing(Sending):
+        async def abort(self, *details: Any) -> None:
+            held.append(sys.getrefcount(self.data) - alone)
+
+    def parse(_: bytes) -> Any:
+        raise DecodeError
+
+    async def handler(request: Any, _: Any) -> AsyncGenerator[bytes, None]:
+        yield request
+
+    context = Failing()
+    alone = sys.getrefcount(context.data)
+    _, call = await wrapped(handler, CollectorRegistry(), parse)
+    await call(b"", context)
+    assert held == [0]
+
+
+async def test_a_stream_that_is_sent_an_answer_is_not_silent() -> None:
+    in_flight = []
+
+    class Reading(Context):
+        async def write(self, message: bytes) -> None:
+            in_flight.extend(stream.num_in_flight for stream in interceptor._receiver._streams)
+
+    async def handler(requests: Any, _: Any) -> AsyncGenerator[bytes, None]:
+        yield b"a"
+
+    interceptor, call = await wrapped(handler, CollectorRegistry(), has_many=True)
+    await call(b"", Reading())
+    assert in_flight == [1]
+
+
+async def test_a_stream_is_not_silent_from_the_request_that_comes_until_it_is_worked_on() -> None:
+    num_in_flight = []
+
+    def look() -> None:
+        num_in_flight.extend(stream.num_in_flight for stream in interceptor._receiver._streams)
+
+    def parse(data: bytes) -> bytes:
+        look()
+        return data
+
+    async def one_message() -> AsyncIterator[bytes]:
+        yield b"a"
+
+    async def work() -> None:
+        look()
+        with each_request():
+            look()
+
+    async def handler(requests: Any, _: Any) -> AsyncGenerator[bytes, None]:
+        async with asyncio.TaskGroup() as group:
+            async for _ in requests:
+                group.create_task(work())
+        yield b"a"
+
+    interceptor, call = await wrapped(handler, CollectorRegistry(), parse, has_many=True)
+    await call(one_message(), Sending())
+    assert num_in_flight == [1, 1, 2]
+
+
+def test_refused_calls_are_counted_beyond_a_hundred_lines_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    now = [7.0]
+    log = interceptors._CallLog(lambda: now[0])
+    for seconds in (0.0, 1.0):
+        now[0] += seconds
+        for _ in range(250):
+            log.ended("Generate", grpc.StatusCode.UNAUTHENTICATED, 0.0)
+            log.ended("Generate", grpc.StatusCode.OK, 0.0)
+    lines = Counter(record.getMessage() for record in caplog.records)
+    assert lines == {
+        "Generate UNAUTHENTICATED 0.000 s": 200,
+        "Generate OK 0.000 s": 500,
+        "150 more calls were refused within a second": 1,
+    }
