@@ -30,9 +30,9 @@ for name in names:
 assert len(names) > 5, f"only {names} were found: is the package whole?"
 others = sorted({name.partition(".")[0] for name in sys.modules} & {"service", "model", "export", "loadtest"})
 assert not others, f"importing the client loaded {others}"
-with onward.Client("127.0.0.1:1", retries=onward.NO_RETRIES, timeout_seconds=5) as nobody:
+with onward.Client("127.0.0.1:1", retries=onward.NO_RETRIES, timeout_seconds=5) as client:
     try:
-        nobody.generate("a")
+        client.generate("a")
     except onward.Unavailable:
         print(f"imported {len(names)} client modules from {onward.__path__[0]}, with {', '.join(sorted(installed))}")
     else:

@@ -35,9 +35,8 @@ And with any number of them:
   cannot be over in time any more (`start_by`) never gets one.
 * A request that wants what there is (`end_by`) ends with a step, as soon as another one that takes as long as the
   longest of the recent ones would end too late for it.
-* A row that computes alone may be guessed ahead (`service.engine.speculation.prompt_lookup`), and gets the tokens that
-it would get one
-  by one; never past its end, so that it writes no further than it has reserved.
+* A row that decodes alone may have draft tokens (`service.engine.speculation.prompt_lookup`). It gets the tokens that
+  it would get one by one, and no draft goes past its end, so that it writes no further than it has reserved.
 * Every output of a request has one last event, and every request that `add` accepted exactly one terminal event.
 
 Runs on the engine thread alone; knows no tensors, no clock (callers pass the time) and no transport.

@@ -47,7 +47,7 @@ class StepEngine(Protocol):
         """Ends a request at the next step boundary; unknown ids are ignored."""
 
     def prepare(self) -> bool:
-        """Does a piece of what makes later steps quicker, while nobody waits; whether there is more of it."""
+        """Does a piece of background work for later steps while no request waits; returns whether more is left."""
 
     def step(self) -> StepOutput:
         """Moves every sequence that can move."""
@@ -56,7 +56,7 @@ class StepEngine(Protocol):
         """Replays golden cases on the provider in use; only while it has no work."""
 
     def calibrate(self, max_seconds: float) -> Sequence[StepStats]:
-        """Runs steps that nobody asked for, to learn how long they take; only while it has no work."""
+        """Runs steps of no request, to measure how long they take; only while it has no work."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

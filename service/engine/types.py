@@ -244,7 +244,7 @@ class StepStats:
 
     A row that decodes alone may be fed `num_draft_tokens` guesses besides (`service.engine.speculation.prompt_lookup`),
     of which `num_accepted_tokens` came true: as many steps were saved, and these are in `num_tokens` and have their
-    pairs told. The others were computed in vain, as padding is.
+    pairs reported. The others were computed in vain, as padding is.
     """
 
     start_time: float = 0.0

@@ -16,7 +16,7 @@ are learned from as one observation, of all their work and all their seconds. Ho
 them: looking whenever some time is over would see the long ones more often than there are. Pairs are those of
 one layer, for each head. Coefficients are seconds. A step in which guesses came true
 (`service.engine.speculation.prompt_lookup`) is learned from as the several that it stands for, so that a row alone is
-foretold at the rate at which it lately came on.
+predicted at the rate of its recent steps.
 
 Source of the law: Vaswani et al., "Attention Is All You Need" (2017), table 1.
 """

@@ -1,7 +1,7 @@
 """What a run over blocks leaves on a device: logits of many rows, and what of them is enough to choose most tokens by.
 
 A row of logits is as long as the vocabulary; its highest ones, which the graph singles out, are a few hundred bytes.
-Whoever draws greedily or among the `k` highest needs no more (`service.engine.sampling.top_logits`). Both stay on the
+Greedy and top-k sampling need no more (`service.engine.sampling.top_logits`). Both stay on the
 device until they are fetched. Runs of all sizes write to the same places, one after the other.
 
 Knows the outputs of a decoder graph over blocks by name (`model.spec.artifact.paged_decoder_signature`).
