@@ -49,7 +49,7 @@ class Engine:
         sampler: chooses tokens.
         last_run: shared by the engines that one thread steps.
         clock: monotonic seconds; deadlines are compared with it.
-        rehearse: what is to be done once, on the thread that steps, before golden cases are replayed or steps are
+        warm_up: what is to be done once, on the thread that steps, before golden cases are replayed or steps are
             timed; nothing unless given.
         prepare: does a piece of what may be done ahead while nobody waits, and tells whether there is more of it;
             nothing unless given.
@@ -63,7 +63,7 @@ class Engine:
         sampler: Sampler,
         last_run: LastRun,
         clock: Callable[[], float] = time.monotonic,
-        rehearse: Callable[[], None] | None = None,
+        warm_up: Callable[[], None] | None = None,
         prepare: Callable[[], bool] | None = None,
         name: str = "a model",
     ) -> None:
@@ -72,7 +72,7 @@ class Engine:
         self._sampler = sampler
         self._last_run = last_run
         self._clock = clock
-        self._rehearse = rehearse
+        self._warm_up = warm_up
         self._prepare = prepare
         self._name = name
         self._num_preemptions = self._num_accepted_drafts = 0
@@ -93,9 +93,9 @@ class Engine:
         return self._scheduler.num_waiting
 
     @property
-    def pieces(self) -> ChunkRules:
+    def chunk_rules(self) -> ChunkRules:
         """How it cuts and pads what it computes: for life."""
-        return self._scheduler.pieces
+        return self._scheduler.chunk_rules
 
     @property
     def max_draft_tokens(self) -> int:
@@ -194,8 +194,8 @@ class Engine:
         if self.has_work:
             raise RuntimeError("golden cases can only be replayed on an idle engine")
         self._last_run.ended = None
-        self._rehearse_once()
-        pieces, max_rows = self._scheduler.pieces, self._scheduler.limits.max_batch_size
+        self._warm_up_once()
+        pieces, max_rows = self._scheduler.chunk_rules, self._scheduler.limits.max_batch_size
         # Rows of golden cases are admitted by nobody: as many at once as there is memory for, whatever their lengths.
         num_slots = min(max_rows, self._scheduler.num_whole_rows)
         try:
@@ -207,7 +207,7 @@ class Engine:
         finally:
             self._scheduler.forget_kv()
 
-    def prove_look_up(self, cases: Sequence[GoldenCase]) -> None:
+    def prove_speculation(self, cases: Sequence[GoldenCase]) -> None:
         """Finds out whether guesses would change a bit; from then on there are guesses if not, and the log says which.
 
         Before that there are none. What is found holds for the engine's life, as its graph, its weights and the machine
@@ -246,10 +246,10 @@ class Engine:
         """
         if self.has_work:
             raise RuntimeError("only an idle engine can be calibrated")
-        self._rehearse_once()
+        self._warm_up_once()
         limits, shared = self._scheduler.limits, self._last_run
         shared.ended, self._last_run = None, LastRun()
-        plan = rounds(self.pieces, limits.max_batch_size, limits.max_prefill_tokens)
+        plan = rounds(self.chunk_rules, limits.max_batch_size, limits.max_prefill_tokens)
         guesses = self.max_draft_tokens > 0
         self._scheduler.let_guess(is_proven=False)
         try:
@@ -269,17 +269,17 @@ class Engine:
                 num_slots=limits.max_batch_size,
                 longest_chunk=longest_chunk,
                 max_tokens=limits.max_prefill_tokens,
-                context=self.pieces.context,
+                context=self.chunk_rules.context,
             )
         except Exception as error:  # what does not run here fails golden cases, too: they decide what that means
             return f"its proof failed, {report_failure(f'{self._name}: look-up could not be proven', error).error_id}"
         finally:
             self._scheduler.forget_kv()
 
-    def _rehearse_once(self) -> None:
-        if self._rehearse is not None:
-            self._rehearse()
-            self._rehearse = None
+    def _warm_up_once(self) -> None:
+        if self._warm_up is not None:
+            self._warm_up()
+            self._warm_up = None
 
     def _fail_step(self, error: Exception, started: float) -> StepOutput:
         """Ends what ran, and reports a step that did nothing: what was computed is lost."""

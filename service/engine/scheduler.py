@@ -53,11 +53,11 @@ from dataclasses import dataclass
 
 from service.engine.batch import ScheduledBatch
 from service.engine.chunks import ChunkRules
-from service.engine.intake import Intake, ModelShape
 from service.engine.kv.ledger import KVBudget, KVLedger
 from service.engine.plan import Planned, StepPlan
 from service.engine.queueing.contention import Preemption, StepOrder
 from service.engine.queueing.deadlines import Deadlines
+from service.engine.queueing.intake import Intake, ModelShape
 from service.engine.queueing.step_timing import Pace
 from service.engine.queueing.tenants import Tenants
 from service.engine.sampling.beam import Hypothesis
@@ -141,7 +141,7 @@ class Scheduler:
         self._context, self._source_context = model.context, model.source_context or 0
         self._limits = limits
         self._intake = Intake(model, decode, draw_seed, limits.patience_seconds)
-        self.pieces = ChunkRules(
+        self.chunk_rules = ChunkRules(
             chunk=1 if model.is_encoder_decoder else limits.prefill_chunk,
             context=model.context,
             prompt_padding=limits.prompt_padding,
@@ -151,7 +151,7 @@ class Scheduler:
         )
         whole = limits.max_batch_size * (model.context + (model.source_context or 0))
         self._budget = kv_budget or KVBudget(num_bytes=whole)
-        self._ledger = KVLedger(limits.max_batch_size, self._budget, self.pieces)
+        self._ledger = KVLedger(limits.max_batch_size, self._budget, self.chunk_rules)
         self._tenants = Tenants(self._ledger, limits.max_prefill_tokens)
         self._live: dict[str, SequenceGroup] = {}
         self._deadlines = Deadlines()
@@ -165,7 +165,7 @@ class Scheduler:
         self._planned: Planned | None = None
         self._num_preemptions = 0
         self._num_accepted_drafts = 0
-        self._is_unguessable = model.why_unguessed is not None
+        self._is_unguessable = model.speculation_obstacle is not None
         # Tokens that may be guessed at once: none before that is proven to change nothing.
         self._most_drafts = 0
 
@@ -213,7 +213,7 @@ class Scheduler:
         """Says whether a token has the same bits computed by itself and as one of a chunk.
 
         If so, what a row that computes alone says next is guessed by look-up from now on (`EngineLimits.max_drafts`),
-        where the model is one of which something can be guessed (`ModelShape.why_unguessed`); else it is not.
+        where the model is one of which something can be guessed (`ModelShape.speculation_obstacle`); else it is not.
         """
         self._most_drafts = self.provable_draft_tokens if is_proven else 0
 
@@ -430,10 +430,10 @@ class Scheduler:
 
     def _plan_running(self) -> tuple[StepPlan, dict[SequenceGroup, Sequence]]:
         """A step of the sequences that hold slots; and the prompts that take turns with other tenants'."""
-        plan = StepPlan(self.pieces, self._limits.max_prefill_tokens, self._limits.max_batch_size)
+        plan = StepPlan(self.chunk_rules, self._limits.max_prefill_tokens, self._limits.max_batch_size)
         prompts = {}
         for slot, sequence in enumerate(self._ledger.slots):
-            num_left = self.pieces.next_length(sequence.num_tokens, sequence.num_computed_tokens)
+            num_left = self.chunk_rules.next_length(sequence.num_tokens, sequence.num_computed_tokens)
             if self._tenants.are_several and num_left > 1:
                 prompts[sequence.group] = sequence
             else:

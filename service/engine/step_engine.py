@@ -15,7 +15,7 @@ class StepEngine(Protocol):
     """What the thread needs of an engine. After `start`, only the thread calls it."""
 
     @property
-    def pieces(self) -> ChunkRules:
+    def chunk_rules(self) -> ChunkRules:
         """How it cuts and pads what it computes: for life, and for anybody to read."""
 
     @property

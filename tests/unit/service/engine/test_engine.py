@@ -269,7 +269,7 @@ def test_engine_rules_are_made_once_for_all_outputs_and_not_to_look_up_what_is_c
         made.append(make_rules(*arguments))
         return made[-1]
 
-    monkeypatch.setattr("service.engine.intake.make_rules", make)
+    monkeypatch.setattr("service.engine.queueing.intake.make_rules", make)
     engine, prompt = fake_engine(), range(3, 23)
     sampling = SamplingParams(
         seed=3, n=4, repetition_penalty=1.5, presence_penalty=1.0, allowed_token_ids=tuple(range(3, 30))

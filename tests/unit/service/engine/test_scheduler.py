@@ -165,7 +165,7 @@ def test_schedule_encodes_sources_of_one_padded_length_together_and_decodes_them
 
 
 def test_schedule_pads_sources_no_further_than_the_context() -> None:
-    pieces = make_scheduler(encoder_decoder=True).pieces
+    pieces = make_scheduler(encoder_decoder=True).chunk_rules
     pieces = dataclasses.replace(pieces, source_padding=16, source_context=40)
     assert [pieces.padded_source_length(length) for length in (0, 1, 16, 33, 40)] == [0, 16, 16, 40, 40]
 
@@ -209,7 +209,7 @@ def test_schedule_padding_of_prompts_takes_from_the_budget() -> None:
 
 
 def test_schedule_pads_prompts_no_further_than_the_chunk_and_the_context() -> None:
-    pieces = dataclasses.replace(make_scheduler().pieces, chunk=30, context=22, prompt_padding=8, short_prompt=40)
+    pieces = dataclasses.replace(make_scheduler().chunk_rules, chunk=30, context=22, prompt_padding=8, short_prompt=40)
     assert [pieces.padded_prompt_length(length) for length in (2, 8, 9, 17, 22)] == [8, 8, 16, 22, 22]
     assert [pieces.is_short(0, length) for length in (1, 2, 30, 31)] == [False, True, True, False]
     assert not pieces.is_short(30, 2)

@@ -532,7 +532,7 @@ def test_an_engine_guesses_only_what_it_has_proven_and_says_so(
     runner = FakeRunner(next_token=lambda source, tokens: 1) if is_honest else Rounding(2, 36)
     engine = fake_engine(runner, limits=LIMITS)
     assert engine.max_draft_tokens == 0
-    engine.prove_look_up([long_case(40)])
+    engine.prove_speculation([long_case(40)])
     (record,) = caplog.records
     if is_honest:
         assert record.getMessage() == "a model: up to 4 tokens are guessed by look-up, which changes no bit"
@@ -551,14 +551,14 @@ def test_an_engine_guesses_only_what_it_has_proven_and_says_so(
 def test_guesses_are_proven_once_however_often_golden_cases_are_replayed() -> None:
     runner = FakeRunner()
     engine = fake_engine(runner, limits=LIMITS)
-    engine.prove_look_up([long_case(40)])
+    engine.prove_speculation([long_case(40)])
     runner.batches.clear()
     assert all(result.passed for result in engine.verify_golden([long_case(40)], Tolerance(absolute=1e-6)))
     assert sum(batch.num_rows for batch in runner.batches) == 1, "the case's only feed"
     assert engine.max_draft_tokens == 4
     engine.add_request(request("a", PROMPT))
     with pytest.raises(RuntimeError, match="idle"):
-        engine.prove_look_up([long_case(40)])
+        engine.prove_speculation([long_case(40)])
 
 
 @pytest.mark.parametrize("look_up", [0, 4])
@@ -585,7 +585,7 @@ def test_a_proof_that_does_not_run_leaves_an_engine_without_guesses(caplog: pyte
         raise RuntimeError("no graph")
 
     engine = fake_engine(FakeRunner(before_run=fail), limits=LIMITS)
-    engine.prove_look_up([long_case(40)])
+    engine.prove_speculation([long_case(40)])
     failure, warning = caplog.records
     assert failure.levelno == logging.ERROR
     assert warning.getMessage().startswith("a model: no tokens are guessed by look-up: its proof failed, ")
@@ -604,7 +604,7 @@ UNGUESSED: dict[str, dict[str, Any]] = {
 def test_models_of_which_nothing_can_be_guessed_are_known_by_their_shape(kind: dict[str, Any]) -> None:
     runner = FakeRunner(memory=1)
     engine = fake_engine(runner, limits=LIMITS, **kind)
-    engine.prove_look_up([long_case(40)])
+    engine.prove_speculation([long_case(40)])
     assert not runner.batches, "nothing to prove"
     engine._scheduler.let_guess(is_proven=True)
     assert engine.max_draft_tokens == 0
@@ -614,13 +614,13 @@ def test_models_of_which_nothing_can_be_guessed_are_known_by_their_shape(kind: d
 
 def test_rules_of_a_models_own_are_named_where_they_hold_for_every_output() -> None:
     rules = GenerationRules(forced_last_id=2, suppressed_ids=(7, 8), renormalize=True)
-    assert dataclasses.replace(fake_model(), generation=rules).why_unguessed == (
+    assert dataclasses.replace(fake_model(), generation=rules).speculation_obstacle == (
         "rules of its own (forced_last_id, suppressed_ids) hold for every output, and rules count tokens as they come"
     )
     # Of beam searches, which are never guessed anyway.
     rules = GenerationRules(renormalize=True, patience=2.0)
     engine = fake_engine(FakeRunner(memory=1), limits=LIMITS, generation=rules)
-    engine.prove_look_up([long_case(40)])
+    engine.prove_speculation([long_case(40)])
     assert engine.max_draft_tokens == 4
 
 
@@ -628,7 +628,7 @@ def test_guesses_have_no_more_tokens_than_there_are_rows_of_logits() -> None:
     limits = dataclasses.replace(LIMITS, prefill_chunk=4, max_prefill_tokens=4, look_up=16)
     runner = FakeRunner(memory=1)
     engine = fake_engine(runner, limits=limits)
-    engine.prove_look_up([long_case(9)])
+    engine.prove_speculation([long_case(9)])
     assert engine.max_draft_tokens == 3
     engine.add_request(request("a", PROMPT, max_tokens=40))
     drain(engine)

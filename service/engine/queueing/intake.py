@@ -38,7 +38,7 @@ class ModelShape:
         return self.source_context is not None
 
     @property
-    def why_unguessed(self) -> str | None:
+    def speculation_obstacle(self) -> str | None:
         """Why none of its tokens can be drafted (`service.engine.speculation.prompt_lookup`); None where some can."""
         if self.is_encoder_decoder:
             return "its decoder computes token by token"
