@@ -109,7 +109,7 @@ class StepPlan:
         is_all = self._decode_slots == [0] and not (self._sources or self._short_prompts or self._prefills)
         return is_all and not self._scores and len(self._samples) == 1 and self._samples[0].rules is None
 
-    def guess(self, drafts: tuple[int, ...]) -> None:
+    def add_drafts(self, drafts: tuple[int, ...]) -> None:
         """Computes what may come after the one token that there is (`is_one_token`) at once with it."""
         (sequence,), (sample,) = self._sampled, self._samples
         self._decode_slots = []

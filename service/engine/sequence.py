@@ -16,7 +16,6 @@ from service.engine.chunks import CachedChunk
 from service.engine.logits import LogitsRules
 from service.engine.sampling.beam import BeamSearch
 from service.engine.sampling.text import TextStream
-from service.engine.speculation.prompt_lookup import LookUp
 from service.engine.types import FinishReason, GenerationRequest, PromptScoring, RequestTimings
 
 
@@ -120,13 +119,13 @@ class SequenceGroup:
         )
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
 class Sequence:
     """One output, or one beam, of a request.
 
     `token_ids` are the decoder's, of which the first `num_computed_tokens` are in the KV cache; the output begins after
     the prompt. `text` is there only for requests with stop strings; everyone else's tokens become text outside the
-    engine. `rules` is None for a request that asks for none, `look_up` for a sequence that was never to be guessed.
+    engine. `rules` is None for a request that asks for none.
     """
 
     group: SequenceGroup
@@ -136,7 +135,6 @@ class Sequence:
     text: TextStream | None
     rules: LogitsRules | None
     num_computed_tokens: int = 0
-    look_up: LookUp | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -146,7 +144,7 @@ class Sequence:
     def fork(self) -> Sequence:
         """Another beam with the same past."""
         rules = None if self.rules is None else self.rules.fork()
-        return dataclasses.replace(self, token_ids=self.token_ids.copy(), rules=rules, look_up=None)
+        return dataclasses.replace(self, token_ids=self.token_ids.copy(), rules=rules)
 
     def extend(self, token_id: int) -> None:
         """Adds a token of which nothing follows: a beam's."""

@@ -88,9 +88,6 @@ class Tenants:
     def __len__(self) -> int:
         return sum(len(tenant.waiting) for tenant in self._tenants.values())
 
-    def __contains__(self, group: SequenceGroup) -> bool:
-        return group in self.of(group).waiting
-
     def of(self, group: SequenceGroup) -> Tenant:
         """Whose a live request is."""
         return self._tenants[group.request.tenant]
@@ -116,6 +113,13 @@ class Tenants:
         if not tenant.num_live:
             tenant.num_steps_out = 0  # what was waited for is over: waiting is not saved up
             self._count()
+
+    def discard(self, group: SequenceGroup) -> bool:
+        """Takes a live request out of its queue; returns whether it waited."""
+        waiting = self.of(group).waiting
+        if is_waiting := group in waiting:
+            waiting.remove(group)
+        return is_waiting
 
     def begin_step(self) -> None:
         """Forgets what a tenant left unused, but for a step's prompt tokens."""

@@ -602,7 +602,7 @@ def test_schedule_beams_that_become_fewer_leave_their_rows() -> None:
     while engine.has_work:
         engine.step()
         engine._scheduler.check_invariants()
-        num_beams.append(engine._scheduler.num_rows)
+        num_beams.append(len(engine._scheduler._ledger.slots))
     steps = itertools.pairwise(num_beams)
     assert any(before > after > 0 for before, after in steps)
 
@@ -666,7 +666,7 @@ class Life(RuleBasedStateMachine):
         model = fake_model(encoder_decoder=self.encoder_decoder)
         limits = dataclasses.replace(LIMITS, patience_seconds=PATIENCE, look_up=self.look_up)
         self.scheduler = Scheduler(limits, model, letters, self.budget)
-        self.scheduler.let_guess(is_proven=True)
+        self.scheduler.drafter.enable()
         self.engine = Engine(self.scheduler, self.runner, Sampler(), LastRun(), lambda: self.now)
         self.requests: dict[str, GenerationRequest] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -708,7 +708,7 @@ class Life(RuleBasedStateMachine):
             note(f"{type(operation).__name__}{' behind what is shared' if getattr(operation, 'start', 0) else ''}")
 
     def check_fed(self, busy: list[int], batch: ScheduledBatch) -> None:
-        assert busy == list(range(self.scheduler.num_rows)), "every resident row is fed, and fed once"
+        assert busy == list(range(len(self.scheduler._ledger.slots))), "every resident row is fed, and fed once"
 
     @rule(
         # Few lengths, so that sources return.

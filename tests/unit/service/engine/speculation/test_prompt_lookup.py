@@ -23,7 +23,7 @@ from service.engine.kv.ledger import KVBudget
 from service.engine.proof.chunk_proof import describe_foreign, find_difference
 from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits
-from service.engine.speculation.prompt_lookup import LookUp
+from service.engine.speculation.prompt_lookup import PromptLookup
 from service.engine.types import (
     BeamSearchParams,
     FinishReason,
@@ -63,9 +63,9 @@ PROMPT = (5, 6, 7, 8, 5, 6, 7, 8, 5, 6)
 
 def proposals(token_ids: Sequence[int], longest: int = 8, room: int = 8) -> tuple[int, ...]:
     """A proposal of as many tokens as there may be."""
-    look_up = LookUp(longest)
+    look_up = PromptLookup(longest)
     for _ in range(3):
-        look_up.judge(1, 1)
+        look_up.report(1, 1)
     return look_up.propose(token_ids, room)
 
 
@@ -90,53 +90,53 @@ def test_a_proposal_that_runs_into_the_end_goes_on_from_itself() -> None:
 
 @given(st.lists(st.integers(0, 2), max_size=40))
 def test_an_index_that_grows_token_by_token_proposes_what_a_new_one_does(token_ids: list[int]) -> None:
-    grown = LookUp(8)
+    grown = PromptLookup(8)
     for _ in range(3):
-        grown.judge(1, 1)
+        grown.report(1, 1)
     for length in range(len(token_ids) + 1):
         assert grown.propose(token_ids[:length], 8) == proposals(token_ids[:length])
 
 
 def test_a_long_prompt_is_read_in_parts_whose_proposals_come_as_they_are_read() -> None:
     token_ids = [*range(2500), 2000, 2001, 2002]
-    look_up = LookUp(8)
+    look_up = PromptLookup(8)
     proposed = [look_up.propose(token_ids, 8) for _ in range(4)]
     assert proposed == [(), (2003, 2004), (2003, 2004), (2003, 2004)]
-    late = LookUp(8)
+    late = PromptLookup(8)
     assert [late.propose([*range(2500), 2400, 2401], 8) for _ in range(3)] == [(), (), (2402, 2403)]
 
 
 def test_proposals_grow_while_they_hold_and_shrink_to_what_held() -> None:
-    look_up, token_ids = LookUp(8), [4] * 9
+    look_up, token_ids = PromptLookup(8), [4] * 9
     lengths = []
     for right in (2, 4, 8, 8, 3, 4, 2):
         lengths.append(len(look_up.propose(token_ids, 99)))
-        look_up.judge(lengths[-1], right)
+        look_up.report(lengths[-1], right)
     assert lengths == [2, 4, 8, 8, 8, 4, 8]
     assert len(look_up.propose(token_ids, 99)) == 3
-    assert len(LookUp(1).propose(token_ids, 99)) == 1
+    assert len(PromptLookup(1).propose(token_ids, 99)) == 1
 
 
 def test_a_sequence_whose_guesses_fail_guesses_one_token_in_so_many_steps() -> None:
-    look_up, token_ids = LookUp(16), [4] * 9
+    look_up, token_ids = PromptLookup(16), [4] * 9
     lengths = []
     for _ in range(1000):
         proposed = look_up.propose(token_ids, 99)
         lengths.append(len(proposed))
         if proposed:
-            look_up.judge(len(proposed), 0)
+            look_up.report(len(proposed), 0)
     assert lengths[:8] == [2, 0, 1, 0, 0, 1, 0, 0]
     assert sum(lengths) <= 1000 / 33 + 8
     assert max(lengths[1:]) == 1
     while not (proposed := look_up.propose(token_ids, 99)):
         pass
-    look_up.judge(1, 1)
+    look_up.report(1, 1)
     assert len(look_up.propose(token_ids, 99)) == 2, "one that comes true ends the pauses"
 
 
 def engine_over(runner: FakeRunner, look_up: int, **options: Any) -> Engine:
     engine = fake_engine(runner, limits=dataclasses.replace(LIMITS, look_up=look_up), **options)
-    engine._scheduler.let_guess(is_proven=True)
+    engine._scheduler.drafter.enable()
     return engine
 
 
@@ -340,7 +340,7 @@ def test_the_last_of_several_outputs_is_guessed_when_the_others_are_over() -> No
 def test_a_preempted_request_goes_on_as_if_nothing_had_happened(at: int) -> None:
     limits = dataclasses.replace(LIMITS, max_batch_size=1)
     engine = fake_engine(FakeRunner(1, memory=1), limits=limits)
-    engine._scheduler.let_guess(is_proven=True)
+    engine._scheduler.drafter.enable()
     engine.add_request(request("a", PROMPT, max_tokens=40))
     outputs = [engine.step() for _ in range(at)]
     engine.add_request(request("urgent", PROMPT[::-1], max_tokens=9, priority=1))
@@ -535,11 +535,11 @@ def test_an_engine_guesses_only_what_it_has_proven_and_says_so(
     engine.prove_speculation([long_case(40)])
     (record,) = caplog.records
     if is_honest:
-        assert record.getMessage() == "a model: up to 4 tokens are guessed by look-up, which changes no bit"
+        assert record.getMessage() == "engine: prompt-lookup speculation with up to 4 draft tokens changes no bit"
     else:
         assert record.levelno == logging.WARNING
         place = "position 36 of golden case case has other bits in a chunk of 2 tokens than by itself"
-        assert record.getMessage() == f"a model: no tokens are guessed by look-up: {place}"
+        assert record.getMessage() == f"engine: no prompt-lookup speculation: {place}"
     assert engine.max_draft_tokens == (4 if is_honest else 0)
     engine.calibrate(0.05)
     assert not any(batch.num_draft_tokens for batch in runner.batches), "neither proof nor calibration guesses"
@@ -588,7 +588,7 @@ def test_a_proof_that_does_not_run_leaves_an_engine_without_guesses(caplog: pyte
     engine.prove_speculation([long_case(40)])
     failure, warning = caplog.records
     assert failure.levelno == logging.ERROR
-    assert warning.getMessage().startswith("a model: no tokens are guessed by look-up: its proof failed, ")
+    assert warning.getMessage().startswith("engine: no prompt-lookup speculation: the proof failed, ")
     assert engine.max_draft_tokens == 0
 
 
@@ -606,7 +606,7 @@ def test_models_of_which_nothing_can_be_guessed_are_known_by_their_shape(kind: d
     engine = fake_engine(runner, limits=LIMITS, **kind)
     engine.prove_speculation([long_case(40)])
     assert not runner.batches, "nothing to prove"
-    engine._scheduler.let_guess(is_proven=True)
+    engine._scheduler.drafter.enable()
     assert engine.max_draft_tokens == 0
     engine.add_request(request("a", PROMPT, max_tokens=40))
     assert num_drafted(drain(engine)) == 0
