@@ -1,15 +1,13 @@
 """Logits to tokens, on the host, each row by itself.
 
 The order is vLLM's (v1): logprobs from the raw logits; then the request's rules (`service.engine.logits`); then
-temperature, min-p, top-k, top-p; then one draw. Each filter is a threshold on what the filters before it left,
-renormalised, and tokens that tie with the last one kept stay too (vLLM breaks such ties in top-p arbitrarily). A
-request's draws come from a counter-based generator (Philox; Salmon et al., 2011) keyed by its seed and the output's
-index, at a counter that is the token's position: no state, hence the same draws in any company and after any
-interruption, and of an output whatever the number of others.
+temperature, min-p, top-k, top-p; then one draw. Each filter is a threshold on the renormalized rest of those before it,
+and tokens that tie with the last one kept stay (vLLM breaks such ties in top-p arbitrarily). Draws come from a
+counter-based generator (Philox; Salmon et al., 2011) keyed by the request's seed and the output's index, at a counter
+that is the token's position. So draws need no state, and are independent of batch composition, interruptions and n.
 
-Arg-max runs over the whole batch at once. Everything else goes row by row, and everything that adds up in float64: a
-row by itself cannot feel its company, each array fits a cache, and measured over whole batches the rest was faster only
-for many rows of a small vocabulary. Knows nothing of requests, slots' contents or text.
+Arg-max runs over the whole batch; everything else row by row, and sums in float64: a row's arrays fit a cache, and
+whole batches were faster only for many rows of a small vocabulary. Knows no requests, no slots' contents and no text.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
-# From here on all tokens are equally likely, and it is finite in float32, so that what is masked stays masked.
+# All tokens are equally likely from here on. Finite in float32, so that masked tokens stay masked.
 _MAX_TEMPERATURE = 1e30
 _BLOCK = 256
 _FOLDS = 32
@@ -40,7 +38,7 @@ _FOLDS = 32
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A row's next token; `logprobs` where the request asked."""
+    """A row's next token; `logprobs` if the request asked for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -50,9 +48,9 @@ class SampledToken:
 class Expansion:
     """A beam's most probable continuations, best first, ties by lower id: `[C] int64` and `[C] float64`.
 
-    `logprobs` are of the raw logits, so that they add up to what the model makes of the whole output: what rules forbid
-    is left out, and the rest keep their values (as in Hugging Face's `generate`; CTranslate2 renormalises), unless the
-    rules say otherwise. The `top_` fields are the alternatives reported with any of them, as in `TokenLogprobs`.
+    `logprobs` are of the raw logits, so that they add up to the model's probability of the whole output: masked tokens
+    are left out, and the others keep their values (as in Hugging Face's `generate`; CTranslate2 renormalizes), unless
+    the rules renormalize. The `top_` fields are the alternatives to report, as in `TokenLogprobs`.
     """
 
     token_ids: Int64
@@ -61,14 +59,14 @@ class Expansion:
     top_logprobs: tuple[float, ...] = ()
 
     def describe(self, index: int) -> TokenLogprobs:
-        """One continuation's log-probability, beside the alternatives'."""
+        """One continuation's log-probability, and the alternatives."""
         return TokenLogprobs(float(self.logprobs[index]), self.top_token_ids, self.top_logprobs)
 
 
 class Draws:
-    """Uniform draws by seed, output and position: those of a fresh `Philox(key=(seed, output), counter=position)`.
+    """Uniform draws of a fresh `Philox(key=(seed, output), counter=position)`.
 
-    Making one takes ten times as long as setting the state of one that is there.
+    One generator is reused: setting its state takes a tenth of the time of making one.
     """
 
     def __init__(self) -> None:
@@ -76,8 +74,8 @@ class Draws:
         self._generator = np.random.Generator(self._bits)
 
     def uniform(self, seed: int, output_index: int, position: int) -> float:
-        """The draw in [0, 1) of the token at `position` of one of the outputs of a request with this seed (uint64)."""
-        # The buffer of four words counts as used up, so that the draw comes from this key and counter alone.
+        """The draw in [0, 1) for `position` of an output of a request with this seed (uint64)."""
+        # The buffer of four words counts as used up, so that the draw depends on this key and counter alone.
         state: Any = {
             "bit_generator": "Philox",
             "state": {"key": (seed, output_index), "counter": (position, 0, 0, 0)},
@@ -92,25 +90,25 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The tokens left of a row, by ascending id, and their weights: in proportion to probability, the best one's is 1.
+    """Tokens left of a row, by ascending id, and weights in proportion to probability, the highest 1.
 
-    `token_ids` is None where the whole vocabulary is left, so that `weights[i]` is token i's.
+    `token_ids` None is the whole vocabulary: `weights[i]` is token i's.
     """
 
     token_ids: Int64 | None
     weights: Float32
 
     def keep(self, indices: Int64) -> Candidates:
-        """Those at the given places."""
+        """The candidates at the given indices."""
         token_ids = indices if self.token_ids is None else self.token_ids[indices]
         return Candidates(token_ids, self.weights[indices])
 
 
 class Sampler:
-    """Chooses the next token of every row that wants one.
+    """Chooses tokens.
 
     Args:
-        top: rows of which the runner gives the highest logits alone, as they decide all that is drawn from them.
+        top: rows of which the runner provides only the highest logits, as these suffice.
     """
 
     def __init__(self, top: TopLogits | None = None) -> None:
@@ -118,15 +116,14 @@ class Sampler:
         self._top = TopLogits() if top is None else top
 
     def sample(self, logits: Float32, samples: Sequence[SampleRow]) -> tuple[SampledToken | None, ...]:
-        """One result for each of `samples`, in their order.
+        """Samples one token for each of `samples`, in their order.
 
         Args:
-            logits: `[slots, V] float32`, indexed by slot; other rows are not looked at, nor those that `top` knows.
+            logits: `[slots, V] float32`, indexed by slot; only the rows of `samples` are read, and none that `top` has.
             samples: which rows, and how.
 
         Returns:
-            Tokens; None for a row whose logits are not all finite, and for those of no use behind one that is not the
-            draft that it was to be.
+            Tokens; None for a row whose logits are not all finite, and for rows behind a rejected draft token.
         """
         if samples and samples[0].draft is not None:
             return self._sample_drafted(logits, samples)
@@ -146,7 +143,7 @@ class Sampler:
         )
 
     def _sample_drafted(self, logits: Float32, samples: Sequence[SampleRow]) -> tuple[SampledToken | None, ...]:
-        """Tokens of one output, one after the other, up to the first that is not the draft."""
+        """Samples tokens of one output up to the first that differs from its draft."""
         sampled: list[SampledToken | None] = []
         for sample in samples:
             sampled += self._sample_whole(logits, (sample,))
@@ -155,33 +152,27 @@ class Sampler:
         return (*sampled, *(None,) * (len(samples) - len(sampled)))
 
     def score(self, logits: Float32, scores: Sequence[ScoreRow]) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
-        """How probable tokens are that nobody has to choose any more: one result for each of `scores`.
+        """Log-probabilities of the known tokens of each of `scores`; None where some logits are not finite.
 
         Args:
             logits: `[rows, V] float32`.
-            scores: which of them, and the tokens that follow.
-
-        Returns:
-            A token's log-probabilities for each; None where the logits of any are not all finite.
+            scores: which rows, and the tokens that follow.
         """
         return tuple(map(partial(_score_row, logits), scores))
 
     def expand(self, logits: Float32, beams: Sequence[BeamRow]) -> tuple[tuple[Expansion, ...] | None, ...]:
-        """The most probable continuations of every beam: one result for each of `beams`, in their order.
+        """The most probable continuations of each request's beams; None where some logits are not finite.
 
         Args:
-            logits: `[slots, V] float32`, indexed by slot; other rows are not looked at.
-            beams: which rows, by request, and how many continuations. Rules may mask tokens, all of them even, and
-                must leave the others as they are.
-
-        Returns:
-            An expansion for each slot of a request; None for a request with a row whose logits are not all finite.
+            logits: `[slots, V] float32`, indexed by slot.
+            beams: which rows, by request, and how many continuations. Rules may mask tokens, even all, and must not
+                change the others.
         """
         return tuple(map(partial(_expand_beams, logits), beams))
 
     def _sample_row(self, row: Float32, sample: SampleRow, argmax: int) -> SampledToken | None:
-        # Between two steps of a graph that reads its weights, no code is in any cache: few functions are faster than
-        # vectors. Extremes carry a NaN, which is the largest then, or an infinity out of any row.
+        # The graph's weights have evicted all code from the caches: few calls are faster than vectorized ones. NaN is
+        # the arg-max of a row, and infinities are its extremes.
         if not (math.isfinite(row[argmax]) and math.isfinite(np.minimum.reduce(row))):
             return None
         chosen_from = row
@@ -193,14 +184,14 @@ class Sampler:
         return SampledToken(token_id, logprobs)
 
     def _sample_top(self, sample: SampleRow) -> SampledToken:
-        """A token of a row that is known by its highest logits, which are all that can be chosen."""
+        """Samples from a row of which only the highest logits are known."""
         if sample.params.temperature < MIN_TEMPERATURE:
             return SampledToken(self._top.best(sample.slot), None)
         row = self._top.row(sample.slot)
         return SampledToken(int(row.token_ids[self._draw(row.values, sample, row.highest)]), None)
 
     def _draw(self, row: Float32, sample: SampleRow, highest: np.float32) -> int:
-        """A place in a row, drawn from what its request leaves of it."""
+        """Draws an index from what the filters leave of a row."""
         with np.errstate(over="ignore"):
             candidates = truncate(row, sample.params, highest)
         index = _invert(candidates.weights, self._draws.uniform(sample.seed, sample.output_index, sample.position))
@@ -229,7 +220,7 @@ def _expand(row: Float32, rules: LogitsRules | None, num_candidates: int, num_to
     chosen_from = row if rules is None else rules.apply(row)
     normalizer = _compute_normalizer(row)
     token_ids = _rank_highest(chosen_from, num_candidates)
-    # What is masked comes last, if at all.
+    # Masked tokens come last.
     token_ids = token_ids[: int((chosen_from[token_ids] > -np.inf).sum())]
     renormalizes = rules is not None and rules.renormalizes and len(token_ids)
     own_normalizer = _compute_normalizer(chosen_from) if renormalizes else normalizer
@@ -248,7 +239,7 @@ def _is_finite(rows: Float32) -> bool:
 
 
 def _select(logits: Float32, slots: list[int]) -> Float32:
-    """The wanted rows, without a copy in the usual case that they are the first ones."""
+    """The rows of `slots`; no copy in the usual case that they are the first ones."""
     return logits[: len(slots)] if slots == list(range(len(slots))) else logits[slots]
 
 
@@ -256,17 +247,17 @@ def truncate(row: Float32, params: SamplingParams, highest: np.float32) -> Candi
     """What temperature, min-p, top-k and top-p leave of a row.
 
     Args:
-        row: `[V] float32` logits, finite or -inf, which never survives.
+        row: `[V] float32` logits, finite or -inf, which is never left.
         params: temperature 1e-5 or more.
         highest: the row's maximum.
     """
     token_ids = _find_highest(row, params.top_k) if 0 < params.top_k < len(row) else None
-    # Shifted before it is scaled, so that the best token's value is 0 and whatever overflows is as unlikely as it gets.
+    # Shifted before it is scaled: the highest is 0, and only values of no weight overflow.
     scaled: Float32 = (row if token_ids is None else row[token_ids]) - highest
     if params.temperature != 1:
         scaled /= min(params.temperature, _MAX_TEMPERATURE)
     if params.min_p > 0:
-        # Before the exponential, of which few are needed then.
+        # Before the exponential, which few tokens need then.
         kept = (scaled >= math.log(params.min_p)).nonzero()[0]
         token_ids = kept if token_ids is None else token_ids[kept]
         scaled = scaled[kept]
@@ -277,8 +268,8 @@ def truncate(row: Float32, params: SamplingParams, highest: np.float32) -> Candi
 def _keep_nucleus(candidates: Candidates, top_p: float) -> Candidates:
     """The smallest set of tokens that holds `top_p` of the mass (Holtzman et al., 2020), and those that tie with it."""
     total = float(candidates.weights.sum(dtype=np.float64))
-    # The tokens below this share hold less than 1 - top_p together, so that none of them is needed; leaving them out
-    # of the sort makes a peaked distribution over a large vocabulary cheap.
+    # Tokens below this share hold less than 1 - top_p together: none is needed. Without them the sort is cheap for a
+    # peaked distribution over a large vocabulary.
     least = (1 - top_p) * total / len(candidates.weights)
     candidates = candidates.keep((candidates.weights >= least).nonzero()[0])
     descending = np.sort(candidates.weights)[::-1]
@@ -293,7 +284,7 @@ def _invert(weights: Float32, draw: float) -> int:
 
 
 def _running_totals(weights: Float32) -> Float64:
-    """Running totals of whole blocks: one of every weight would cost more than all the rest of sampling."""
+    """Running totals of whole blocks: totals of every weight would cost more than the rest of sampling."""
     return np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64).cumsum()
 
 
@@ -328,7 +319,7 @@ def _compute_normalizer(row: Float32) -> float:
 
 
 def _rank_highest(row: Float32, count: int) -> Int64:
-    """The places of the `count` highest values, or of all if there are fewer: highest first, ties by lower place."""
+    """Indices of the `count` highest values, or of all if there are fewer: highest first, ties by lower index."""
     count = min(count, len(row))
     if not count:
         return np.empty(0, np.int64)
@@ -337,11 +328,11 @@ def _rank_highest(row: Float32, count: int) -> Int64:
 
 
 def _find_highest(row: Float32, count: int) -> Int64:
-    """The places of the `count` highest values (1 to all of them) and of those that tie with the last, ascending.
+    """Ascending indices of the `count` highest values (1 to all of them), and of those that tie with the last.
 
-    Selecting among all values would cost more than all the rest of sampling. So the row is folded into columns: the
-    `count` columns with the highest maxima hold that many values that are no lower than the last of those maxima, and
-    whatever is lower cannot be among the highest. Few others are left to select from.
+    Partitioning the whole row would cost more than the rest of sampling. So the row is folded into columns: the
+    `count` columns with the highest maxima hold as many values that are no lower than the last of these maxima, so
+    lower values are not among the highest.
     """
     places = None
     if count < (width := len(row) // _FOLDS):
