@@ -6,31 +6,11 @@ of one token joins the batched decode run; a longer one is a prefill run of its 
 padded and those of one padded length run together. So the shapes that a request meets are a function of that request
 alone (batch invariance); only how many rows share a run depends on the batch.
 
-Rows go by priority. Among equals each tenant has its share (`service.engine.queueing.tenants`), and requests of one
-tenant go by due time (`service.engine.queueing.waiting`). Promises, checked by the tests, with one tenant:
-
-* Every sequence in a slot advances by a chunk or more in every step.
-* Chunks are computed in the order of arrival, and one that does not fit into a step comes first in the next. While
-  slots are free, a prompt of c chunks behind prompts of m chunks is computed after at most m + c steps.
-* Running rows wait, per step, for `max_prefill_tokens` of prompts at most, or for one longer source.
-* The head of the queue is admitted in the first step in which its rows, the K/V memory of its worst case and its
-  prefill budget are free. Nothing overtakes the head, except that preempted requests go first where their saved K/V
-  leave it no room.
-* If less urgent requests hold what the head needs, the least urgent of them, or the one in its prompt, are preempted
-  at once. Their K/V are saved, and they resume bit for bit.
-
-With several tenants:
-
-* A running prompt keeps its row, and may wait for the prompts of tenants that had fewer tokens computed.
-* The order of chunks and of the queue holds within each tenant.
-* A head within its tenant's share also preempts equals of tenants beyond theirs: one head a step. No tenant loses what
-  is within its share. A head beyond its tenant's share waits, and gets its share of the time.
-
-In any case:
-
-* Aborted, expired and finished sequences lose their slots before the next step is planned.
-* Draft tokens go only to a row that decodes alone, never past its end, and never change its tokens.
-* Every output has exactly one last event, and every accepted request exactly one terminal event.
+Rows go by priority, then by tenants' shares (`queueing.tenants`), then by due time (`queueing.waiting`). Every sequence
+in a slot advances in every step, but prompts of several tenants take turns. What the head of the queue needs is
+reserved for it; if less urgent requests hold it, they are preempted, and resume bit for bit. Ended requests lose their
+slots before the next step is planned. Every accepted request gets exactly one terminal event. docs/engine.md has the
+promises in full; a state machine in the tests checks them.
 
 Runs on the engine thread alone. Knows no tensors, no clock (callers pass the time) and no transport.
 """

@@ -16,24 +16,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from service.engine.batch import BeamRow, SampleRow, ScoreRow
 from service.engine.logits import LogitsRules
+from service.engine.sampling.filters import rank_highest, select_index, truncate
 from service.engine.sampling.top_logits import MIN_TEMPERATURE, TopLogits
-from service.engine.types import SamplingParams, TokenLogprobs
+from service.engine.types import TokenLogprobs
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
-
-# All tokens are equally likely from here on. Finite in float32, so that masked tokens stay masked.
-_MAX_TEMPERATURE = 1e30
-_BLOCK = 256
-_FOLDS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +84,6 @@ class Draws:
         return self._generator.random()
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """Tokens left of a row, by ascending id, and weights in proportion to probability, the highest 1.
-
-    `token_ids` None is the whole vocabulary: `weights[i]` is token i's.
-    """
-
-    token_ids: Int64 | None
-    weights: Float32
-
-    def keep(self, indices: Int64) -> Candidates:
-        """The candidates at the given indices."""
-        token_ids = indices if self.token_ids is None else self.token_ids[indices]
-        return Candidates(token_ids, self.weights[indices])
-
-
 class Sampler:
     """Chooses tokens.
 
@@ -136,7 +116,7 @@ class Sampler:
     def _sample_whole(self, logits: Float32, samples: Sequence[SampleRow]) -> tuple[SampledToken | None, ...]:
         if not samples:
             return ()
-        rows = _select(logits, [sample.slot for sample in samples])
+        rows = _rows_of(logits, [sample.slot for sample in samples])
         best = rows.argmax(axis=1).tolist()
         return tuple(
             self._sample_row(row, sample, argmax) for row, sample, argmax in zip(rows, samples, best, strict=True)
@@ -194,7 +174,7 @@ class Sampler:
         """Draws an index from what the filters leave of a row."""
         with np.errstate(over="ignore"):
             candidates = truncate(row, sample.params, highest)
-        index = _invert(candidates.weights, self._draws.uniform(sample.seed, sample.output_index, sample.position))
+        index = select_index(candidates.weights, self._draws.uniform(sample.seed, sample.output_index, sample.position))
         return index if candidates.token_ids is None else int(candidates.token_ids[index])
 
 
@@ -219,12 +199,12 @@ def _expand_beams(logits: Float32, beams: BeamRow) -> tuple[Expansion, ...] | No
 def _expand(row: Float32, rules: LogitsRules | None, num_candidates: int, num_top: int | None) -> Expansion:
     chosen_from = row if rules is None else rules.apply(row)
     normalizer = _compute_normalizer(row)
-    token_ids = _rank_highest(chosen_from, num_candidates)
+    token_ids = rank_highest(chosen_from, num_candidates)
     # Masked tokens come last.
     token_ids = token_ids[: int((chosen_from[token_ids] > -np.inf).sum())]
     renormalizes = rules is not None and rules.renormalizes and len(token_ids)
     own_normalizer = _compute_normalizer(chosen_from) if renormalizes else normalizer
-    top = _rank_highest(row, num_top or 0)
+    top = rank_highest(row, num_top or 0)
     return Expansion(
         token_ids,
         chosen_from[token_ids].astype(np.float64) - own_normalizer,
@@ -238,70 +218,15 @@ def _is_finite(rows: Float32) -> bool:
         return bool(np.isfinite(rows.max()) and np.isfinite(rows.min()))
 
 
-def _select(logits: Float32, slots: list[int]) -> Float32:
+def _rows_of(logits: Float32, slots: list[int]) -> Float32:
     """The rows of `slots`; no copy in the usual case that they are the first ones."""
     return logits[: len(slots)] if slots == list(range(len(slots))) else logits[slots]
-
-
-def truncate(row: Float32, params: SamplingParams, highest: np.float32) -> Candidates:
-    """What temperature, min-p, top-k and top-p leave of a row.
-
-    Args:
-        row: `[V] float32` logits, finite or -inf, which is never left.
-        params: temperature 1e-5 or more.
-        highest: the row's maximum.
-    """
-    token_ids = _find_highest(row, params.top_k) if 0 < params.top_k < len(row) else None
-    # Shifted before it is scaled: the highest is 0, and only values of no weight overflow.
-    scaled: Float32 = (row if token_ids is None else row[token_ids]) - highest
-    if params.temperature != 1:
-        scaled /= min(params.temperature, _MAX_TEMPERATURE)
-    if params.min_p > 0:
-        # Before the exponential, which few tokens need then.
-        kept = (scaled >= math.log(params.min_p)).nonzero()[0]
-        token_ids = kept if token_ids is None else token_ids[kept]
-        scaled = scaled[kept]
-    candidates = Candidates(token_ids, np.exp(scaled, out=scaled))
-    return candidates if params.top_p >= 1 else _keep_nucleus(candidates, params.top_p)
-
-
-def _keep_nucleus(candidates: Candidates, top_p: float) -> Candidates:
-    """The smallest set of tokens that holds `top_p` of the mass (Holtzman et al., 2020), and those that tie with it."""
-    total = float(candidates.weights.sum(dtype=np.float64))
-    # Tokens below this share hold less than 1 - top_p together: none is needed. Without them the sort is cheap for a
-    # peaked distribution over a large vocabulary.
-    least = (1 - top_p) * total / len(candidates.weights)
-    candidates = candidates.keep((candidates.weights >= least).nonzero()[0])
-    descending = np.sort(candidates.weights)[::-1]
-    last = _locate(descending, _running_totals(descending), top_p * total, "left")
-    return candidates.keep((candidates.weights >= descending[last]).nonzero()[0])
-
-
-def _invert(weights: Float32, draw: float) -> int:
-    """The index at which the running total of `weights` first exceeds `draw`, a share of the whole in [0, 1)."""
-    totals = _running_totals(weights)
-    return _locate(weights, totals, draw * float(totals[-1]), "right")
-
-
-def _running_totals(weights: Float32) -> Float64:
-    """Running totals of whole blocks: totals of every weight would cost more than the rest of sampling."""
-    return np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64).cumsum()
-
-
-def _locate(weights: Float32, totals: Float64, target: float, side: Literal["left", "right"]) -> int:
-    """The index at which the running total of `weights` first reaches `target` (left) or exceeds it (right)."""
-    block = min(int(totals.searchsorted(target, side=side)), len(totals) - 1)
-    members = weights[block * _BLOCK : (block + 1) * _BLOCK]
-    before = totals[block - 1] if block else 0.0
-    index = int((before + members.cumsum(dtype=np.float64)).searchsorted(target, side=side))
-    # A block's members, added one by one, can fall short of its total by a rounding error.
-    return block * _BLOCK + (index if index < len(members) else int(members.nonzero()[0][-1]))
 
 
 def compute_logprobs(row: Float32, token_id: int, num_top: int) -> TokenLogprobs:
     """Natural-log probabilities of raw logits `[V] float32`: the token's and the `num_top` best, ties by lower id."""
     normalizer = _compute_normalizer(row)
-    top = _rank_highest(row, num_top)
+    top = rank_highest(row, num_top)
     return TokenLogprobs(
         logprob=float(row[token_id]) - normalizer,
         top_token_ids=tuple(top.tolist()),
@@ -316,28 +241,3 @@ def _compute_normalizer(row: Float32) -> float:
         weights = row - highest
     np.exp(weights, out=weights)
     return float(highest) + math.log(float(weights.sum(dtype=np.float64)))
-
-
-def _rank_highest(row: Float32, count: int) -> Int64:
-    """Indices of the `count` highest values, or of all if there are fewer: highest first, ties by lower index."""
-    count = min(count, len(row))
-    if not count:
-        return np.empty(0, np.int64)
-    places = _find_highest(row, count)
-    return places[np.argsort(-row[places], kind="stable")[:count]]
-
-
-def _find_highest(row: Float32, count: int) -> Int64:
-    """Ascending indices of the `count` highest values (1 to all of them), and of those that tie with the last.
-
-    Partitioning the whole row would cost more than the rest of sampling. So the row is folded into columns: the
-    `count` columns with the highest maxima hold as many values that are no lower than the last of these maxima, so
-    lower values are not among the highest.
-    """
-    places = None
-    if count < (width := len(row) // _FOLDS):
-        maxima = row[: width * _FOLDS].reshape(_FOLDS, width).max(axis=0)
-        places = (row >= np.partition(maxima, width - count)[width - count]).nonzero()[0]
-    values = row if places is None else row[places]
-    kept: Int64 = (values >= np.partition(values, len(values) - count)[len(values) - count]).nonzero()[0]
-    return kept if places is None else places[kept]

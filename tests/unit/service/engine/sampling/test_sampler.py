@@ -14,7 +14,8 @@ from hypothesis.extra import numpy as hnp
 
 from service.engine.batch import BeamRow, SampleRow
 from service.engine.logits import make_beam_rules, make_rules
-from service.engine.sampling.sampler import Draws, Expansion, SampledToken, Sampler, compute_logprobs, truncate
+from service.engine.sampling.filters import truncate
+from service.engine.sampling.sampler import Draws, Expansion, SampledToken, Sampler, compute_logprobs
 from service.engine.types import BeamSearchParams, SamplingParams, StoppingParams
 
 Float32 = npt.NDArray[np.float32]
