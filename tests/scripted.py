@@ -58,7 +58,7 @@ class ScriptedEngine:
         self._ended: dict[str, set[int]] = {}
 
     @property
-    def pieces(self) -> ChunkRules:
+    def chunk_rules(self) -> ChunkRules:
         """As a real engine cuts by default."""
         return PIECES
 

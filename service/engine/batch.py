@@ -1,14 +1,15 @@
-"""One step's work, immutable: all that the runner and the sampler need, and nothing else.
+"""One step's work, immutable: all that the runner and the sampler need.
 
-The scheduler writes it, the runner turns it into tensors, the sampler reads `scores`, `samples` and `beams`,
-`Scheduler.commit` moves the sequences forward by it. The order within a step is the order of the fields: operations on
-K/V, encoding, the batched one-token run, prefill in groups, prefill chunks, the row that is guessed. A row is fed
-either by the one-token run or by what computes several tokens of it in a step, never by both, so that its last logits
-have one place: row `slot` of the runner's output. Logits that are wanted besides lie behind the slots'.
+The scheduler builds it, the runner turns it into tensors, the sampler reads `scores`, `samples` and `beams`, and
+`Scheduler.commit` moves the sequences forward by it. Fields stand in the order in which they are carried out: K/V
+operations, encoding, the batched one-token run, grouped prefill, prefill chunks, the row with draft tokens. A row is
+fed either by the one-token run or by runs of several tokens, so its last logits have one place: row `slot` of the
+runner's output. Other logits that are wanted follow the slots'.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from model.spec.cost import causal_pairs
@@ -18,10 +19,9 @@ from service.engine.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class KVCopy:
-    """Copies a part of row `source` to the same places of row `target`.
+    """Copies self positions `[start, num_tokens)` and the first `num_source_tokens` cross positions of a row.
 
-    That is the self positions `[start, num_tokens)` and the first `num_source_tokens` cross positions. What the target
-    held before `start` stays; what it held after what is copied is undefined.
+    What the target held before `start` stays; what it held behind the copied positions is undefined.
     """
 
     source: int
@@ -33,10 +33,7 @@ class KVCopy:
 
 @dataclass(frozen=True, slots=True)
 class KVSave:
-    """Keeps a compact copy of a part of row `slot` under `handle`, a number not in use.
-
-    The part is the self positions `[start, num_tokens)` and the first `num_source_tokens` cross positions.
-    """
+    """Saves a compact copy of the positions that `KVCopy` would copy, under an unused handle."""
 
     slot: int
     handle: int
@@ -47,9 +44,9 @@ class KVSave:
 
 @dataclass(frozen=True, slots=True)
 class KVRestore:
-    """Writes what is kept under `handle` to the same places of row `slot`, bit for bit; the copy is kept.
+    """Writes a saved copy to the same positions of row `slot`, bit for bit; the copy stays.
 
-    What the row held before these places stays; what it held after them is undefined.
+    What the row held before these positions stays; what it held behind them is undefined.
     """
 
     handle: int
@@ -58,16 +55,16 @@ class KVRestore:
 
 @dataclass(frozen=True, slots=True)
 class KVDrop:
-    """Forgets what is kept under `handle`, and gives its memory back."""
+    """Drops a saved copy and frees its memory."""
 
     handle: int
 
 
 @dataclass(frozen=True, slots=True)
 class KVFree:
-    """Row `slot` holds nothing that anybody wants; its memory goes back to the system.
+    """Returns the memory of row `slot` to the system; its contents are no longer needed.
 
-    What lies under the first `num_tokens` self and `num_source_tokens` cross positions may stay: it is wanted next.
+    Memory under the first `num_tokens` self and `num_source_tokens` cross positions may stay: it is written next.
     """
 
     slot: int
@@ -77,7 +74,7 @@ class KVFree:
 
 @dataclass(frozen=True, slots=True)
 class KVRetain:
-    """Forgets everything kept but what is under these handles; which of the others there are need not be known."""
+    """Drops every saved copy but those under these handles."""
 
     handles: frozenset[int]
 
@@ -95,7 +92,7 @@ class EncodeRow:
 
 @dataclass(frozen=True, slots=True)
 class EncodeGroup:
-    """Sources of one padded length, encoded together. The length follows from each row alone, never from the others."""
+    """Sources of one padded length, encoded together; the length follows from each row alone."""
 
     padded_length: int
     rows: tuple[EncodeRow, ...]
@@ -103,10 +100,10 @@ class EncodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One token of the batched run; its place in `ScheduledBatch.decode` is its slot.
+    """One token of the batched run; its index in `ScheduledBatch.decode` is its slot.
 
-    `position` is how many tokens the row already has in the cache. A padding row has nothing to feed: its token is a
-    dummy, written at the first free position, where the row's next real token replaces it.
+    `position` is the number of tokens that the row has in the cache. A padding row's token is a dummy, written at the
+    first free position, where the row's next real token overwrites it.
     """
 
     token_id: int
@@ -117,7 +114,7 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """The beginning of one row: `token_ids` go to positions `[0, len)` of `slot`."""
+    """First chunk of a row: `token_ids` go to positions `[0, len)` of `slot`."""
 
     slot: int
     token_ids: tuple[int, ...]
@@ -125,7 +122,7 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True)
 class PrefillGroup:
-    """Beginnings of one padded length, computed together. The length follows from each row alone, as for sources."""
+    """First chunks of one padded length, computed together; the length follows from each row alone."""
 
     padded_length: int
     rows: tuple[PrefillRow, ...]
@@ -135,9 +132,9 @@ class PrefillGroup:
 class PrefillChunk:
     """Several tokens of one row: `token_ids` go to positions `[start, start + len)` of `slot`.
 
-    The logits after the last `num_scored` of them, where there are any, are the next rows behind the slots' in the
-    runner's output, in the order of chunks and tokens. Row `slot` has the logits after the last one as always, until
-    the next chunk of the slot, but where nobody `wants_logits` there: before a prompt's end, and of guesses.
+    Logits after the last `num_scored` of them are the next rows behind the slots' in the runner's output, in the order
+    of chunks and tokens. With `wants_logits`, row `slot` has the logits after the last token, until the slot's next
+    chunk; not wanted before a prompt's end, and of draft tokens.
     """
 
     slot: int
@@ -148,20 +145,18 @@ class PrefillChunk:
 
     @property
     def num_logits(self) -> int:
-        """After how many of its last tokens logits are computed."""
+        """Number of last tokens after which logits are computed."""
         return self.num_scored or int(self.wants_logits)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A token that is chosen in this step from the logits of row `slot`: it will stand at `position` of its sequence.
+    """A token to choose from the logits of row `slot`, for `position` of its sequence.
 
-    Several outputs of a request choose their first tokens from one row, each by its own draws, which `output_index`
-    tells apart. `rules` are the sequence's own, None where it has none: what they count changes when the step is
-    committed.
+    Several outputs of a request choose their first tokens from one row, each by draws of its own (`output_index`).
+    `rules` are the sequence's own, and change when the step is committed.
 
-    What comes behind a row with a `draft`, in the same output, is of use only if that very token is chosen. The logits
-    of such rows lie behind the slots'.
+    Rows that follow one with a `draft` count only if that token is chosen. Their logits lie behind the slots'.
     """
 
     slot: int
@@ -176,9 +171,9 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRow:
-    """Tokens of one row that are known already: `token_ids[i]` follows logits `first_logits + i` of the output.
+    """Known tokens to score: `token_ids[i]` by row `first_logits + i` of the runner's output.
 
-    `is_end` says that the sequence is over with them: nothing is to be generated.
+    `is_end`: the request ends with them, as it generates nothing.
     """
 
     slot: int
@@ -190,10 +185,9 @@ class ScoreRow:
 
 @dataclass(frozen=True, slots=True)
 class BeamRow:
-    """The beams of one request that are all extended in this step: `slots[i]` has the logits of beam i.
+    """One request's beams to extend: `slots[i]` has the logits of beam i, `rules[i]` its rules.
 
-    The `num_candidates` most probable tokens of each are wanted, by its `rules`. `logprobs` is how many alternatives to
-    report with each, None for none.
+    The `num_candidates` most probable tokens of each are wanted, with `logprobs` alternatives; None for no logprobs.
     """
 
     slots: tuple[int, ...]
@@ -206,12 +200,9 @@ class BeamRow:
 class ScheduledBatch:
     """One step. An empty batch is valid and runs nothing.
 
-    `kv_operations` are carried out one after the other, before anything is computed. `wants_all_logits` says that all
-    rows which are fed are looked at, and not those alone that are drawn from, scored or extended: golden cases do so.
-
-    `drafted` is the only row that computes anything, where it is guessed what that says next: it decodes, its next
-    token first and behind it the guesses, with logits after each. As many guesses stay as come true, and what is
-    computed of the others is written over.
+    `drafted` is the only row that is computed, where it has draft tokens: its next token, then the drafts, with logits
+    after each. Positions of rejected drafts are overwritten later. `wants_all_logits` asks for the logits of all rows
+    that are fed, not only of those that are sampled, scored or extended: for golden cases.
     """
 
     kv_operations: tuple[KVOperation, ...] = ()
@@ -226,6 +217,16 @@ class ScheduledBatch:
     wants_all_logits: bool = False
 
     @property
+    def chunks(self) -> tuple[PrefillChunk, ...]:
+        """Runs of several tokens of one row: prompt chunks, or the row with draft tokens."""
+        return self.prefills if self.drafted is None else (*self.prefills, self.drafted)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether it computes sources or prompts."""
+        return bool(self.encodes or self.prefill_groups or self.prefills)
+
+    @property
     def num_rows(self) -> int:
         """Rows that compute something."""
         prefilled = {row.slot for group in self.prefill_groups for row in group.rows}
@@ -233,23 +234,8 @@ class ScheduledBatch:
         return self.num_decode_rows + len(prefilled)
 
     @property
-    def chunks(self) -> tuple[PrefillChunk, ...]:
-        """All that is computed by itself, several tokens at once: chunks of prompts, or the row with guesses."""
-        return self.prefills if self.drafted is None else (*self.prefills, self.drafted)
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Tokens that are guessed: all of that row's but the first."""
-        return 0 if self.drafted is None else len(self.drafted.token_ids) - 1
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether it computes more than rows that decode: sources, or prompts."""
-        return bool(self.encodes or self.prefill_groups or self.prefills)
-
-    @property
     def num_tokens(self) -> int:
-        """Tokens that do work: sources encoded, prompts prefilled, one for each decoding row; guesses aside."""
+        """Tokens that do work: of sources, of prompts, one for each decoding row; draft tokens aside."""
         return self.num_encoder_tokens + self.num_decode_rows + self.num_prefill_tokens
 
     @property
@@ -260,32 +246,35 @@ class ScheduledBatch:
         return grouped + sum(row.is_padding for row in self.decode)
 
     @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens to verify."""
+        return 0 if self.drafted is None else len(self.drafted.token_ids) - 1
+
+    @property
     def num_prefill_runs(self) -> int:
-        """Runs of a graph that compute prompts: one for each group and each chunk."""
+        """Graph runs that compute prompts."""
         return len(self.prefill_groups) + len(self.prefills)
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of prompts computed by them, padding aside."""
-        grouped = sum(len(row.token_ids) for group in self.prefill_groups for row in group.rows)
-        return grouped + sum(len(chunk.token_ids) for chunk in self.prefills)
+        """Prompt tokens, padding aside."""
+        return sum(length for length, _ in self._prompts())
 
     @property
     def num_prefill_pairs(self) -> int:
-        """Pairs of a query and a key that the mask lets meet for these tokens, in one layer, for each head."""
-        grouped = sum(causal_pairs(len(row.token_ids)) for group in self.prefill_groups for row in group.rows)
-        return grouped + sum(causal_pairs(len(chunk.token_ids), chunk.start) for chunk in self.prefills)
+        """Pairs of a query and a key that the mask lets meet for prompt tokens, per layer and head."""
+        return sum(causal_pairs(length, start) for length, start in self._prompts())
 
     @property
     def num_decode_rows(self) -> int:
-        """Rows that decode: those of the one-token run, padding aside, or the one with tokens that are guessed."""
+        """Rows that decode, padding aside."""
         return sum(not row.is_padding for row in self.decode) + (self.drafted is not None)
 
     @property
     def num_decode_pairs(self) -> int:
-        """Pairs of these rows, one token each: with all tokens that a row then has, and with those of its source."""
-        alone = 0 if self.drafted is None else self.drafted.start + 1
-        return alone + sum(row.position + 1 + row.source_length for row in self.decode if not row.is_padding)
+        """Pairs of decoding rows, one token each: with all tokens that a row then has, and with those of its source."""
+        drafted = 0 if self.drafted is None else self.drafted.start + 1
+        return drafted + sum(row.position + 1 + row.source_length for row in self.decode if not row.is_padding)
 
     @property
     def num_encoder_runs(self) -> int:
@@ -294,10 +283,18 @@ class ScheduledBatch:
 
     @property
     def num_encoder_tokens(self) -> int:
-        """Tokens of sources encoded, padding aside."""
+        """Source tokens, padding aside."""
         return sum(len(row.token_ids) for group in self.encodes for row in group.rows)
 
     @property
     def num_encoder_pairs(self) -> int:
-        """Pairs of these tokens, each with all of its source."""
+        """Pairs of source tokens, each with all of its source."""
         return sum(len(row.token_ids) ** 2 for group in self.encodes for row in group.rows)
+
+    def _prompts(self) -> Iterator[tuple[int, int]]:
+        """Length and start of everything that is prefilled."""
+        for group in self.prefill_groups:
+            for row in group.rows:
+                yield len(row.token_ids), 0
+        for chunk in self.prefills:
+            yield len(chunk.token_ids), chunk.start

@@ -1,4 +1,4 @@
-"""Chunks of prompts: how long each one is, how it is padded, and what is known of one whose K/V are cached.
+"""Chunking and padding rules, and cached chunks.
 
 Boundaries and padded lengths follow from a request alone, whatever runs beside it: batch invariance rests on that.
 """
@@ -15,11 +15,11 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRules:
-    """How work is cut and padded, in tokens.
+    """Chunking and padding rules, in tokens. Immutable, thread-safe.
 
-    Prompts are cut at multiples of `chunk`, and what begins one is padded to a multiple of `prompt_padding` if it has
-    at most `short_prompt` tokens, so that such beginnings can be computed together. Sources are padded to multiples of
-    `source_padding`. Nothing is padded beyond a chunk or a context.
+    Prompts are cut at multiples of `chunk`. A first chunk of at most `short_prompt` tokens is padded to a multiple of
+    `prompt_padding`, so that several can run together; sources are padded to multiples of `source_padding`. Nothing is
+    padded beyond a chunk or a context.
     """
 
     chunk: int
@@ -30,31 +30,31 @@ class ChunkRules:
     source_context: int
 
     def next_length(self, num_tokens: int, num_computed: int) -> int:
-        """Tokens of the chunk that follows the first `num_computed` of `num_tokens`; 0 when nothing is left."""
+        """Tokens of the chunk after the first `num_computed` of `num_tokens`; 0 when nothing is left."""
         boundary = (num_computed // self.chunk + 1) * self.chunk
         return min(boundary, num_tokens) - num_computed
 
     def is_short(self, start: int, length: int) -> bool:
-        """Whether the piece `[start, start + length)` of a prompt is a beginning to be padded."""
+        """Whether the chunk `[start, start + length)` of a prompt is padded and run with others."""
         return start == 0 and 1 < length <= min(self.short_prompt, self.chunk)
 
     def padded_prompt_length(self, length: int) -> int:
-        """Length in which a short beginning of `length` tokens is computed."""
+        """Padded length of a short first chunk."""
         return min(_round_up(length, self.prompt_padding), self.chunk, self.context)
 
     def group_prompts(self, rows: Iterable[PrefillRow]) -> tuple[PrefillGroup, ...]:
-        """Short beginnings by padded length, so that each is computed in the shape that it would have alone."""
+        """Groups short first chunks by padded length."""
         groups: dict[int, list[PrefillRow]] = {}
         for row in rows:
             groups.setdefault(self.padded_prompt_length(len(row.token_ids)), []).append(row)
         return tuple(PrefillGroup(length, tuple(members)) for length, members in groups.items())
 
     def padded_source_length(self, length: int) -> int:
-        """Length that the encoder sees for a source of `length` tokens; 0 where there is no source."""
+        """Padded length of a source; 0 where there is none."""
         return min(_round_up(length, self.source_padding), self.source_context)
 
     def group_sources(self, rows: Iterable[EncodeRow]) -> tuple[EncodeGroup, ...]:
-        """Sources by padded length, so that each is encoded in the shape that it would have alone."""
+        """Groups sources by padded length."""
         groups: dict[int, list[EncodeRow]] = {}
         for row in rows:
             groups.setdefault(self.padded_source_length(len(row.token_ids)), []).append(row)
@@ -63,7 +63,7 @@ class ChunkRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedChunk:
-    """One piece under its handle; `num_bytes` is what it takes of the budget. `parent` is the piece before it."""
+    """A chunk in the prefix cache: `num_bytes` of the budget under a handle, following the chunk `parent`."""
 
     handle: int
     token_ids: TokenIds
@@ -72,7 +72,7 @@ class CachedChunk:
 
     @property
     def key(self) -> tuple[int | None, TokenIds]:
-        """What it is found by."""
+        """Cache key."""
         return None if self.parent is None else self.parent.handle, self.token_ids
 
 

@@ -1,14 +1,15 @@
 """One model's engine: requests in, one step at a time, events out.
 
-A step is four lines: schedule, run, sample, commit. Synchronous and single-threaded by design; whoever owns the thread
-calls `add_request`, `abort` and `step` from it. Knows no transport, no queues between threads and no files.
+A step is four lines: schedule, run, sample, commit. Synchronous and single-threaded: one thread calls `add_request`,
+`abort` and `step`. Knows no transport, no queues between threads and no files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from model.spec.cost import causal_pairs
@@ -26,13 +27,13 @@ from service.errors import report_failure
 
 _LOGGER = logging.getLogger(__name__)
 
-# As many requests as a log entry names.
+# Requests that a log entry names.
 _MAX_NAMED = 32
 
 
 @dataclass(slots=True)
 class LastRun:
-    """When a graph last ran on a thread, in the clock's seconds; None when there has been nothing to run since.
+    """When a graph last finished on a thread, in the clock's seconds; None when there has been no work since.
 
     The engines of one thread share it: while another model's graph runs, the thread is not idle.
     """
@@ -49,11 +50,9 @@ class Engine:
         sampler: chooses tokens.
         last_run: shared by the engines that one thread steps.
         clock: monotonic seconds; deadlines are compared with it.
-        rehearse: what is to be done once, on the thread that steps, before golden cases are replayed or steps are
-            timed; nothing unless given.
-        prepare: does a piece of what may be done ahead while nobody waits, and tells whether there is more of it;
-            nothing unless given.
-        name: what the log calls it.
+        warm_up: called once on the stepping thread, before golden cases are replayed or steps are timed.
+        prepare: does a piece of background work while no request waits; returns whether more is left.
+        name: of the engine, for the log.
     """
 
     def __init__(
@@ -63,67 +62,66 @@ class Engine:
         sampler: Sampler,
         last_run: LastRun,
         clock: Callable[[], float] = time.monotonic,
-        rehearse: Callable[[], None] | None = None,
+        warm_up: Callable[[], None] | None = None,
         prepare: Callable[[], bool] | None = None,
-        name: str = "a model",
+        name: str = "engine",
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
         self._last_run = last_run
         self._clock = clock
-        self._rehearse = rehearse
+        self._warm_up = warm_up
         self._prepare = prepare
         self._name = name
-        self._num_preemptions = self._num_accepted_drafts = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a request lives here: whether `step` would do anything."""
+        """Whether any request lives here."""
         return self._scheduler.has_work
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot."""
+        """Requests that hold slots."""
         return self._scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for one."""
+        """Requests that wait for slots."""
         return self._scheduler.num_waiting
 
     @property
-    def pieces(self) -> ChunkRules:
-        """How it cuts and pads what it computes: for life."""
-        return self._scheduler.pieces
+    def chunk_rules(self) -> ChunkRules:
+        """Chunking and padding rules. Constant."""
+        return self._scheduler.chunk_rules
 
     @property
     def max_draft_tokens(self) -> int:
-        """How many tokens of a row that computes alone are guessed at once, at most; 0 where none ever are."""
-        return self._scheduler.max_draft_tokens
+        """Draft tokens of one step, at most; 0 without speculation."""
+        return self._scheduler.drafter.max_tokens
 
     @property
     def kv_memory_bytes(self) -> int:
-        """What K/V may take: for life."""
+        """K/V memory. Constant."""
         return self._scheduler.kv_memory_bytes
 
-    def limit_kv(self, num_bytes: int) -> None:
-        """Keeps K/V within so many bytes of `kv_memory_bytes` from now on, while others hold the rest.
+    @property
+    def kv_needed_bytes(self) -> int:
+        """K/V memory in which all live requests can finish, if no more come."""
+        return self._scheduler.kv_needed_bytes
 
-        What does not fit into them waits; what is in nobody's use is freed with the next step.
+    def limit_kv(self, num_bytes: int) -> None:
+        """Limits K/V to `num_bytes` of `kv_memory_bytes`; requests that do not fit wait.
+
+        Unused memory above the limit is freed with the next step.
 
         Raises:
             ValueError: when running and preempted requests hold more.
         """
         self._scheduler.limit_kv(num_bytes)
 
-    @property
-    def kv_needed_bytes(self) -> int:
-        """What K/V must be able to take for all requests to end, if no more come."""
-        return self._scheduler.kv_needed_bytes
-
     def num_cached_tokens(self, request: GenerationRequest) -> int:
-        """How many tokens of a request's prompt, or of its source, it would find computed if it started now.
+        """Tokens of a request's prompt, or source, that the prefix cache would provide if it were admitted now.
 
         Raises:
             InvalidRequest: when `add_request` would refuse it.
@@ -131,7 +129,7 @@ class Engine:
         return self._scheduler.num_cached_tokens(request)
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Accepts a request; it starts with the next step that has room, and ends with exactly one terminal event.
+        """Queues a request; it starts with the next step that has room, and ends with exactly one terminal event.
 
         Token ids must lie inside the vocabulary: they go to the graph as they are.
 
@@ -145,26 +143,27 @@ class Engine:
         self._scheduler.abort(request_id)
 
     def prepare(self) -> bool:
-        """Does a piece of what makes later steps quicker, some ten milliseconds' worth; whether there is more of it.
+        """Does some ten milliseconds of background work while no request waits; returns whether more is left.
 
-        For when nobody waits. What fails is not tried again: steps do without.
+        After a failure it is not tried again: steps work without.
         """
         try:
             return self._prepare is not None and self._prepare()
         except Exception as error:
-            report_failure(f"{self._name}: what makes steps quicker could not be prepared", error)
+            report_failure(f"{self._name}: background preparation failed", error)
             self._prepare = None
             return False
 
     def step(self) -> StepOutput:
         """Moves every running request forward.
 
-        A failure while computing ends the requests that were running, each with an `EngineFailed` that shares an id
-        with one log entry; those that wait are not touched, unless they lost their place in that very step, and the
-        next step starts on empty slots.
+        A failure while computing ends the requests that hold slots, or lost them in this very step, each with an
+        `EngineFailed` that shares an id with one log entry. Waiting requests are untouched, and start on empty slots.
         """
+        before = self._scheduler.num_preemptions, self._scheduler.drafter.num_accepted
         batch = self._scheduler.schedule(self._clock())
         last_ended, started = self._last_run.ended, self._clock()
+        error_id = None
         try:
             logits = self._runner.run(batch)
             ended = self._last_run.ended = self._clock()
@@ -173,138 +172,129 @@ class Engine:
             expanded = self._sampler.expand(logits, batch.beams)
             events = self._scheduler.commit(batch, sampled, self._clock(), scored, expanded)
         except Exception as error:
-            return self._fail_step(error, started)
-        if not self.has_work:
+            error_id = self._report_step(error)
+            events = self._scheduler.fail_running(error_id, self._clock())
+            # What was computed is lost: the step counts as one without work.
+            batch, ended, last_ended = ScheduledBatch(), started, None
+        if error_id is not None or not self.has_work:
             self._last_run.ended = None
         host_seconds = None if last_ended is None else started - last_ended
-        return StepOutput(events, self._stats(batch, started, ended - started, host_seconds))
+        return StepOutput(events, self._stats(batch, started, ended - started, host_seconds, before), error_id)
 
     def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> tuple[CaseResult, ...]:
-        """Replays golden cases on the runner that serves; the proof to ask for before taking requests.
-
-        Nothing that was kept for later requests outlives it.
+        """Replays golden cases on the runner that serves, before it takes requests; empties the prefix cache.
 
         Args:
-            cases: what PyTorch answered.
+            cases: PyTorch's answers.
             tolerance: how far a logit may be off; `model.spec.golden.TOLERANCES` has one for each precision.
 
         Raises:
-            RuntimeError: when requests live here, whose K/V the replay would overwrite.
+            RuntimeError: when requests live here: the replay would overwrite their K/V.
         """
-        if self.has_work:
-            raise RuntimeError("golden cases can only be replayed on an idle engine")
-        self._last_run.ended = None
-        self._rehearse_once()
-        pieces, max_rows = self._scheduler.pieces, self._scheduler.limits.max_batch_size
-        # Rows of golden cases are admitted by nobody: as many at once as there is memory for, whatever their lengths.
-        num_slots = min(max_rows, self._scheduler.num_whole_rows)
-        try:
+        with self._idle():
+            self._last_run.ended = None
+            self._warm_up_once()
+            # Admission is bypassed: no more rows at once than fit into memory, whatever their lengths.
+            max_rows = self._scheduler.limits.max_batch_size
+            num_slots = min(max_rows, self._scheduler.num_whole_rows)
             empty = ScheduledBatch(kv_operations=(KVRetain(frozenset()), *map(KVFree, range(max_rows))))
             self._runner.run(empty)
-            answers = replay_all(self._runner, cases, pieces, num_slots)
+            answers = replay_all(self._runner, cases, self.chunk_rules, num_slots)
             self._runner.own_weights()
             return tuple(compare(case, logits, tolerance) for case, logits in zip(cases, answers, strict=True))
-        finally:
-            self._scheduler.forget_kv()
 
-    def prove_look_up(self, cases: Sequence[GoldenCase]) -> None:
-        """Finds out whether guesses would change a bit; from then on there are guesses if not, and the log says which.
+    def prove_speculation(self, cases: Sequence[GoldenCase]) -> None:
+        """Tests whether draft tokens would change a bit; enables speculation if not, and logs which.
 
-        Before that there are none. What is found holds for the engine's life, as its graph, its weights and the machine
-        do: it is for whoever builds it, once. Nothing that was kept for later requests outlives it.
+        The result holds for the engine's life, as its graph, weights and machine do. Empties the prefix cache.
 
         Args:
             cases: golden cases, of which one sequence is computed (`service.engine.proof.chunk_proof`).
 
         Raises:
-            RuntimeError: when requests live here, whose K/V it would overwrite.
+            RuntimeError: when requests live here: the test would overwrite their K/V.
         """
-        if self.has_work:
-            raise RuntimeError("guesses can only be proven on an idle engine")
-        most = self._scheduler.provable_draft_tokens
-        if not most:
-            return
-        problem = self._find_difference(cases, most + 1)
-        self._scheduler.let_guess(is_proven=problem is None)
+        with self._idle():
+            if not (most := self._scheduler.drafter.max_provable_tokens):
+                return
+            limits = self._scheduler.limits
+            try:
+                problem = find_difference(
+                    self._runner,
+                    cases,
+                    num_slots=limits.max_batch_size,
+                    longest_chunk=most + 1,
+                    max_tokens=limits.max_prefill_tokens,
+                    context=self.chunk_rules.context,
+                )
+            except Exception as error:  # a runner that fails here fails golden cases too, which decide on serving
+                failure = report_failure(f"{self._name}: the proof of speculation failed", error)
+                problem = f"the proof failed, {failure.error_id}"
+        self._scheduler.drafter.enable(is_proven=problem is None)
         if problem is None:
-            _LOGGER.info("%s: up to %d tokens are guessed by look-up, which changes no bit", self._name, most)
+            _LOGGER.info("%s: prompt-lookup speculation with up to %d draft tokens changes no bit", self._name, most)
         else:
-            _LOGGER.warning("%s: no tokens are guessed by look-up: %s", self._name, problem)
+            _LOGGER.warning("%s: no prompt-lookup speculation: %s", self._name, problem)
 
     def calibrate(self, max_seconds: float, goes_on: Callable[[], bool] = lambda: True) -> tuple[StepStats, ...]:
-        """Runs steps of a few sizes, to learn how long they take (`service.engine.proof.calibration`).
+        """Times steps of a few sizes (`service.engine.proof.calibration`), without speculation.
 
-        Nothing that was kept for later requests outlives it, and other engines of the thread hear nothing of it. Tokens
-        are computed one by one.
+        Empties the prefix cache. Other engines of the thread do not count these runs in their host seconds.
 
         Args:
-            max_seconds: how long.
-            goes_on: asked before each step; once it says no, the rest is left out.
+            max_seconds: for all steps.
+            goes_on: asked before each step; False ends the calibration.
 
         Raises:
             RuntimeError: when requests live here.
         """
+        limits, drafter, shared = self._scheduler.limits, self._scheduler.drafter, self._last_run
+        was_enabled = drafter.max_tokens > 0
+        with self._idle():
+            self._warm_up_once()
+            shared.ended, self._last_run = None, LastRun()
+            drafter.enable(is_proven=False)
+            plan = tuple(rounds(self.chunk_rules, limits.max_batch_size, limits.max_prefill_tokens))
+            try:
+                return calibrate(self, plan, max_seconds, goes_on, self._clock)
+            finally:
+                self._last_run = shared
+                drafter.enable(is_proven=was_enabled)
+
+    @contextlib.contextmanager
+    def _idle(self) -> Iterator[None]:
+        """Allows runs outside the schedule while the engine is idle; empties rows and prefix cache afterwards."""
         if self.has_work:
-            raise RuntimeError("only an idle engine can be calibrated")
-        self._rehearse_once()
-        limits, shared = self._scheduler.limits, self._last_run
-        shared.ended, self._last_run = None, LastRun()
-        plan = rounds(self.pieces, limits.max_batch_size, limits.max_prefill_tokens)
-        guesses = self.max_draft_tokens > 0
-        self._scheduler.let_guess(is_proven=False)
+            raise RuntimeError("the engine is not idle: requests live here")
         try:
-            return calibrate(self, tuple(plan), max_seconds, goes_on, self._clock)
-        finally:
-            self._last_run = shared
-            self._scheduler.let_guess(is_proven=guesses)
-            self._scheduler.forget_kv()
-
-    def _find_difference(self, cases: Sequence[GoldenCase], longest_chunk: int) -> str | None:
-        """Why a row is not to be fed chunks of so many tokens, None where it may."""
-        limits = self._scheduler.limits
-        try:
-            return find_difference(
-                self._runner,
-                cases,
-                num_slots=limits.max_batch_size,
-                longest_chunk=longest_chunk,
-                max_tokens=limits.max_prefill_tokens,
-                context=self.pieces.context,
-            )
-        except Exception as error:  # what does not run here fails golden cases, too: they decide what that means
-            return f"its proof failed, {report_failure(f'{self._name}: look-up could not be proven', error).error_id}"
+            yield
         finally:
             self._scheduler.forget_kv()
 
-    def _rehearse_once(self) -> None:
-        if self._rehearse is not None:
-            self._rehearse()
-            self._rehearse = None
+    def _warm_up_once(self) -> None:
+        if self._warm_up is not None:
+            self._warm_up()
+            self._warm_up = None
 
-    def _fail_step(self, error: Exception, started: float) -> StepOutput:
-        """Ends what ran, and reports a step that did nothing: what was computed is lost."""
-        self._last_run.ended = None
-        names = self._scheduler.running_ids
-        rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-        failure = report_failure(f"a step failed with requests {', '.join(names[:_MAX_NAMED])}{rest}", error)
-        events = self._scheduler.fail_running(failure.error_id, self._clock())
-        return StepOutput(events, self._stats(ScheduledBatch(), started, 0.0, None), failure.error_id)
-
-    def _take_preemptions(self) -> int:
-        total, before = self._scheduler.num_preemptions, self._num_preemptions
-        self._num_preemptions = total
-        return total - before
-
-    def _take_accepted_drafts(self) -> int:
-        total, before = self._scheduler.num_accepted_drafts, self._num_accepted_drafts
-        self._num_accepted_drafts = total
-        return total - before
+    def _report_step(self, error: Exception) -> str:
+        """Logs a failed step; returns the log entry's id."""
+        ids = self._scheduler.running_ids
+        rest = f" and {len(ids) - _MAX_NAMED} more" if len(ids) > _MAX_NAMED else ""
+        named = ", ".join(ids[:_MAX_NAMED])
+        return report_failure(f"{self._name}: a step failed with requests {named}{rest}", error).error_id
 
     def _stats(
-        self, batch: ScheduledBatch, started: float, run_seconds: float, host_seconds: float | None
+        self,
+        batch: ScheduledBatch,
+        started: float,
+        run_seconds: float,
+        host_seconds: float | None,
+        before: tuple[int, int],
     ) -> StepStats:
-        num_accepted, drafted = self._take_accepted_drafts(), batch.drafted
-        accepted_pairs = 0 if drafted is None else causal_pairs(num_accepted, drafted.start + 1)
+        """A step's numbers; `before` are the preemptions and accepted draft tokens before it."""
+        num_preempted, num_accepted = before
+        num_accepted = self._scheduler.drafter.num_accepted - num_accepted
+        accepted_pairs = 0 if batch.drafted is None else causal_pairs(num_accepted, batch.drafted.start + 1)
         return StepStats(
             start_time=started,
             num_rows=batch.num_rows,
@@ -312,7 +302,7 @@ class Engine:
             num_padding_tokens=batch.num_padding_tokens,
             run_seconds=run_seconds,
             host_seconds=host_seconds,
-            num_preemptions=self._take_preemptions(),
+            num_preemptions=self._scheduler.num_preemptions - num_preempted,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             kv_usage_ratio=self._scheduler.kv_usage_ratio,

@@ -11,7 +11,6 @@ from pathlib import Path
 from model.spec.artifact import DECODER, ENCODER, MOVE, PREFILL, KVLayout, Manifest
 from model.spec.artifact import Device as BuiltFor
 from service.engine.engine import Engine, LastRun
-from service.engine.intake import ModelShape
 from service.engine.kv.budget import (
     check_device_memory,
     check_host_memory,
@@ -25,6 +24,7 @@ from service.engine.paged_backend.device_blocks import DeviceBlocks
 from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
 from service.engine.paged_backend.paged_runner import PagedRunner
 from service.engine.proof.chunk_proof import describe_foreign, find_obstacles
+from service.engine.queueing.intake import ModelShape
 from service.engine.sampling.sampler import Sampler
 from service.engine.sampling.text import Decode
 from service.engine.sampling.top_logits import TopLogits
@@ -73,8 +73,8 @@ def build_engine(
     """
     _check_device(folder, manifest, device)
     shape = model_shape(manifest)
-    if limits.look_up and shape.why_unguessed:
-        _LOGGER.warning("%s: no tokens are guessed by look-up: %s", folder, shape.why_unguessed)
+    if limits.look_up and shape.speculation_obstacle:
+        _LOGGER.warning("%s: no tokens are guessed by look-up: %s", folder, shape.speculation_obstacle)
         limits = dataclasses.replace(limits, look_up=0)
     if limits.look_up:
         _refuse_guesses(folder, limits, find_obstacles(manifest, options, prefill))
@@ -90,7 +90,7 @@ def build_engine(
         prepare = over_slots.kv.prepare
     budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
     scheduler = Scheduler(limits, shape, decode, budget)
-    return Engine(scheduler, runner, Sampler(top), last_run, rehearse=rehearse, prepare=prepare, name=str(folder))
+    return Engine(scheduler, runner, Sampler(top), last_run, warm_up=rehearse, prepare=prepare, name=str(folder))
 
 
 def build_runner(
@@ -207,8 +207,8 @@ def _load_on_device(
 def _refuse_guesses(folder: Path, limits: EngineLimits, problems: Sequence[str]) -> None:
     """Raises where there are problems, which other options or another artifact would solve.
 
-    Whoever asks for guesses is not to be served without them unawares: what only the proof finds (`prove_look_up`) is
-    told by the log and by `Engine.max_draft_tokens`.
+    Whoever asks for guesses is not to be served without them unawares: what only the proof finds
+    (`prove_speculation`) is told by the log and by `Engine.max_draft_tokens`.
     """
     if problems:
         raise StartupError([f"{folder}: look_up is {limits.look_up}: {problem}" for problem in problems])

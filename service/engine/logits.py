@@ -1,18 +1,17 @@
-"""Rules that change a row's logits before anything is drawn from it: one `LogitsTransform` for each.
+"""Rules that change a row's logits before a token is chosen: one `LogitsTransform` each.
 
-Names and definitions are vLLM's (v1: `Sampler.forward`, `SamplingParams`), which took the repetition penalty from
-Keskar et al., 2019 (CTRL, section 4.1) and the presence and frequency penalties from OpenAI's API: bias, then
-repetition, frequency and presence penalty, all of it before temperature. Masks come last here, so that arithmetic meets
-finite numbers only; what is masked stays masked, so the outcome is the same as with vLLM's, which come first. That no
-n-gram may occur twice is Hugging Face's rule (after Paulus et al., 2017), which vLLM does not have.
+Names and definitions are vLLM's (v1: `Sampler.forward`, `SamplingParams`), with the repetition penalty of Keskar et
+al., 2019 (CTRL, section 4.1) and OpenAI's presence and frequency penalties. The order is bias, repetition, frequency
+and presence penalty, then masks; temperature comes later. vLLM masks first; the outcome is the same, and here
+arithmetic meets finite numbers only. `no_repeat_ngram_size` is Hugging Face's rule (after Paulus et al., 2017). The
+model's own rules (`model.spec.generation`) come after the request's, and forced tokens last.
 
-What the model itself wants (`model.spec.generation`) comes after what the request asks for, and what it forces last.
-
-A rule reads the request and the request's own tokens and nothing else. Knows no slots, no sampling and no text.
+A rule depends on the request and its own tokens only. Knows no slots, no sampling and no text.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,16 +28,16 @@ Int64 = npt.NDArray[np.int64]
 
 _MAX_LOGIT = float(np.finfo(np.float32).max)
 _MIN_CAPACITY = 16
-# Ids that numpy reads at once: it holds the interpreter's lock meanwhile, tens of nanoseconds an id.
+# Ids that numpy converts at once: it holds the interpreter's lock meanwhile, tens of nanoseconds an id.
 _MAX_IDS_AT_ONCE = 4096
 
 
 class NgramIndex:
-    """Which tokens followed which: the n-grams of a sequence, never read again when a token comes.
+    """The n-grams of a sequence, by their first n - 1 tokens; a token more costs the same however many there were.
 
     Args:
         size: n.
-        token_ids: what the sequence begins with. Forks share it, however long it is.
+        token_ids: what the sequence begins with; forks share its index.
     """
 
     def __init__(self, size: int, token_ids: Iterable[int] = ()) -> None:
@@ -53,11 +52,11 @@ class NgramIndex:
 
     @property
     def followers(self) -> tuple[int, ...]:
-        """The tokens that would complete an n-gram that is there."""
+        """The tokens that would repeat an n-gram."""
         return (*self._given.get(self._context, ()), *self._added.get(self._context, ()))
 
     def add(self, token_id: int) -> None:
-        """Goes on by a token."""
+        """Appends a token."""
         if len(self._context) == self._size - 1:
             self._added[self._context] = (*self._added.get(self._context, ()), token_id)
             self._context = (*self._context, token_id)[1:]
@@ -65,45 +64,38 @@ class NgramIndex:
             self._context = (*self._context, token_id)
 
     def fork(self) -> NgramIndex:
-        """A copy that goes on by itself."""
+        """An independent copy."""
         copy = NgramIndex(self._size)
         copy._given, copy._added, copy._context = self._given, self._added.copy(), self._context
         return copy
 
 
 class TokenHistory:
-    """What rules know of a sequence's tokens: which it has seen, how often it generated each, and its n-grams.
-
-    A token more costs the same however many there were.
+    """What rules know of a sequence's tokens; a token more costs the same however many there were.
 
     Args:
         seen: tokens that were given rather than generated.
-        ngrams: where a rule asks for them, those of the given tokens.
+        ngrams: n-grams of the given tokens, where a rule needs them.
     """
 
     def __init__(self, seen: Iterable[int] = (), ngrams: NgramIndex | None = None) -> None:
         self.ngrams = ngrams
+        self.num_generated = 0
         self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(seen))}
         capacity = max(_MIN_CAPACITY, 2 * len(self._places))
         self._token_ids = np.zeros(capacity, np.int64)
         self._token_ids[: len(self._places)] = list(self._places)
         self._counts = np.zeros(capacity, np.float64)
-        self._num_generated = 0
 
     @property
     def token_ids(self) -> Int64:
-        """`[D]`: the distinct tokens, in the order in which they were first seen."""
+        """`[D]`: the distinct tokens, in the order of their first occurrence."""
         return self._token_ids[: len(self._places)]
 
     @property
     def counts(self) -> Float64:
-        """`[D]`: how often each of `token_ids` was generated; 0 for what was only given."""
+        """`[D]`: how often each of `token_ids` was generated."""
         return self._counts[: len(self._places)]
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens generated so far."""
-        return self._num_generated
 
     def add(self, token_id: int) -> None:
         """Counts a generated token."""
@@ -113,16 +105,16 @@ class TokenHistory:
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._token_ids[place] = token_id
         self._counts[place] += 1
-        self._num_generated += 1
+        self.num_generated += 1
         if self.ngrams is not None:
             self.ngrams.add(token_id)
 
     def fork(self) -> TokenHistory:
-        """A copy that goes on by itself."""
+        """An independent copy."""
         copy = TokenHistory(ngrams=None if self.ngrams is None else self.ngrams.fork())
         copy._places = self._places.copy()
         copy._token_ids, copy._counts = self._token_ids.copy(), self._counts.copy()
-        copy._num_generated = self._num_generated
+        copy.num_generated = self.num_generated
         return copy
 
 
@@ -130,34 +122,32 @@ class LogitsTransform(Protocol):
     """One rule."""
 
     def is_idle(self, tokens: TokenHistory, /) -> bool:
-        """Whether it would change nothing after these tokens."""
+        """Whether it changes nothing after these tokens."""
 
     def apply(self, row: Float32, tokens: TokenHistory, /) -> None:
         """Changes the logits `[V] float32` of the token that follows these, in place."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LogitBias:
+class _LogitBias:
     """Adds `values[i]` to the logit of `token_ids[i]`; ids are distinct."""
 
     token_ids: Int64
     values: Float32
 
     def is_idle(self, _tokens: TokenHistory) -> bool:
-        """Never."""
         return False
 
     def apply(self, row: Float32, _tokens: TokenHistory) -> None:
-        """Adds."""
         row[self.token_ids] += self.values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Penalties:
-    """Makes tokens that occurred less probable (or more, where a penalty is below its neutral value).
+class _Penalties:
+    """Makes tokens that occurred less probable, or more where a penalty is below its neutral value.
 
     `repetition` divides positive logits of all tokens seen and multiplies negative ones; `frequency` is subtracted for
-    each time that a token was generated, `presence` once.
+    each time that a token was generated, `presence` once. Logits stay finite.
     """
 
     repetition: float
@@ -165,11 +155,9 @@ class Penalties:
     presence: float
 
     def is_idle(self, tokens: TokenHistory) -> bool:
-        """Before there are tokens."""
         return not len(tokens.token_ids)
 
     def apply(self, row: Float32, tokens: TokenHistory) -> None:
-        """Penalises; logits stay finite."""
         token_ids, counts = tokens.token_ids, tokens.counts
         logits = row[token_ids].astype(np.float64)
         with np.errstate(over="ignore"):
@@ -180,91 +168,68 @@ class Penalties:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AllowedTokens:
+class _AllowedTokens:
     """Masks every token but these."""
 
     token_ids: Int64
 
     def is_idle(self, _tokens: TokenHistory) -> bool:
-        """Never."""
         return False
 
     def apply(self, row: Float32, _tokens: TokenHistory) -> None:
-        """Masks."""
-        kept = row[self.token_ids]
+        allowed = row[self.token_ids]
         row.fill(-np.inf)
-        row[self.token_ids] = kept
+        row[self.token_ids] = allowed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MinTokens:
-    """Masks the tokens that would end the output, until `min_tokens` were generated."""
+class _MaskedTokens:
+    """Masks these tokens until `until` tokens were generated."""
 
-    min_tokens: int
     token_ids: Int64
+    until: float = math.inf
 
     def is_idle(self, tokens: TokenHistory) -> bool:
-        """Once there are enough tokens."""
-        return tokens.num_generated >= self.min_tokens
+        return tokens.num_generated >= self.until
 
     def apply(self, row: Float32, _tokens: TokenHistory) -> None:
-        """Masks."""
         row[self.token_ids] = -np.inf
 
 
-class NoRepeatNgrams:
-    """Masks the tokens that would complete an n-gram that is there already: all of them, if need be."""
+class _NoRepeatNgrams:
+    """Masks the tokens that would repeat an n-gram; that may be all of them."""
 
     def is_idle(self, tokens: TokenHistory) -> bool:
-        """Where the last tokens stand for the first time."""
         return tokens.ngrams is None or not tokens.ngrams.followers
 
     def apply(self, row: Float32, tokens: TokenHistory) -> None:
-        """Masks."""
         if tokens.ngrams is not None:
             row[list(tokens.ngrams.followers)] = -np.inf
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SuppressedTokens:
-    """Masks these tokens, always."""
-
-    token_ids: Int64
-
-    def is_idle(self, _tokens: TokenHistory) -> bool:
-        """Never."""
-        return False
-
-    def apply(self, row: Float32, _tokens: TokenHistory) -> None:
-        """Masks."""
-        row[self.token_ids] = -np.inf
-
-
 @dataclass(frozen=True, slots=True)
-class ForcedToken:
-    """Leaves nothing but one token, where `place` tokens were generated."""
+class _ForcedToken:
+    """Masks all tokens but one, which may have been masked itself, after `place` generated tokens."""
 
     place: int
     token_id: int
 
     def is_idle(self, tokens: TokenHistory) -> bool:
-        """Anywhere else."""
         return tokens.num_generated != self.place
 
     def apply(self, row: Float32, _tokens: TokenHistory) -> None:
-        """Masks all others; the one may have been masked itself."""
         row.fill(-np.inf)
         row[self.token_id] = 0.0
 
 
 class LogitsRules:
-    """One sequence's rules, and what they know of its tokens.
+    """One sequence's rules, and the tokens that they depend on.
 
     Args:
-        transforms: in the order in which they apply. Together they must leave a token to a row that is sampled; a beam
-            may be left with none.
+        transforms: in the order in which they apply. They must leave a token to a row that is sampled; a beam may be
+            left with none.
         tokens: what the sequence begins with.
-        renormalize: whether what is left of a row is a distribution of its own to a beam search.
+        renormalize: whether a beam search takes log-probabilities from what the rules leave.
     """
 
     def __init__(
@@ -278,12 +243,13 @@ class LogitsRules:
     def renormalizes(self) -> bool:
         """Whether the next token's log-probabilities are of what the rules leave rather than of the raw logits."""
         return self._renormalize or any(
-            isinstance(transform, ForcedToken) and not transform.is_idle(self._tokens) for transform in self._transforms
+            isinstance(transform, _ForcedToken) and not transform.is_idle(self._tokens)
+            for transform in self._transforms
         )
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to be changed in the next token's logits."""
+        """Whether no rule changes the next token's logits."""
         return all(transform.is_idle(self._tokens) for transform in self._transforms)
 
     def add(self, token_id: int) -> None:
@@ -297,7 +263,7 @@ class LogitsRules:
             row: `[V] float32` finite logits, left as they are.
 
         Returns:
-            `[V] float32`, -inf where a token must not be chosen; `row` itself where no rule has anything to change.
+            `[V] float32`, -inf where a token must not be chosen; `row` itself where no rule changes anything.
         """
         active = [transform for transform in self._transforms if not transform.is_idle(self._tokens)]
         if not active:
@@ -308,15 +274,15 @@ class LogitsRules:
         return changed
 
     def fork(self) -> LogitsRules:
-        """The same rules for a copy of the sequence that goes on by itself."""
+        """An independent copy, for a fork of the sequence."""
         return LogitsRules(self._transforms, self._tokens.fork(), renormalize=self._renormalize)
 
 
 def make_sampling_arrays(sampling: SamplingParams) -> SamplingArrays | None:
     """The tokens that `sampling` names as arrays, None if it names none.
 
-    There may be as many as the vocabulary has: call this off the engine thread and off the event loop. No other thread
-    waits for it for long.
+    There may be as many as the vocabulary has: call it off the engine thread and off the event loop. It releases the
+    interpreter's lock often.
     """
     if not sampling.logit_bias and not sampling.allowed_token_ids:
         return None
@@ -339,41 +305,41 @@ def make_rules(
     stopping: StoppingParams,
     eos_ids: Iterable[int],
     decoder_prompt: Iterable[int],
-    wishes: Iterable[LogitsTransform] = (),
+    model_rules: Iterable[LogitsTransform] = (),
     arrays: SamplingArrays | None = None,
 ) -> LogitsRules | None:
-    """The rules that a request asks for, None if it asks for none.
+    """The rules of a sampled request, None if there are none.
 
     Args:
         sampling: penalties, bias, allowed tokens.
         stopping: the least length, and the tokens that would end the output before it.
-        eos_ids: the model's; masked before the least length even if they are to be ignored, as in vLLM.
-        decoder_prompt: tokens that precede the output and count as seen: the prompt of a decoder-only model, the forced
-            beginning of an encoder-decoder's output. (Hugging Face's `generate` counts the start token, too, and with
-            it punishes the end of sequence of models that start with that; neither counts the source.)
-        wishes: the model's own (`make_wishes`).
-        arrays: those of `sampling` (`make_sampling_arrays`), which are made here where there are none.
+        eos_ids: the model's; masked before the least length even with `ignore_eos`, as in vLLM.
+        decoder_prompt: tokens that count as seen: a decoder-only model's prompt, an encoder-decoder's target prefix.
+            Neither the source counts nor the start token. (Hugging Face's `generate` counts the start token, and so
+            penalizes the end of sequence of models that start with it.)
+        model_rules: the model's own (`make_model_rules`).
+        arrays: `make_sampling_arrays(sampling)`, if that was called before.
     """
     transforms: list[LogitsTransform] = []
     arrays = arrays or make_sampling_arrays(sampling)
     if arrays is not None and len(arrays.biased_token_ids):
-        transforms.append(LogitBias(arrays.biased_token_ids, arrays.biases))
-    repeats = sampling.repetition_penalty != 1
-    if repeats or sampling.frequency_penalty or sampling.presence_penalty:
+        transforms.append(_LogitBias(arrays.biased_token_ids, arrays.biases))
+    has_repetition = sampling.repetition_penalty != 1
+    if has_repetition or sampling.frequency_penalty or sampling.presence_penalty:
         transforms.append(
-            Penalties(
+            _Penalties(
                 repetition=sampling.repetition_penalty,
                 frequency=sampling.frequency_penalty,
                 presence=sampling.presence_penalty,
             )
         )
     if arrays is not None and len(arrays.allowed_token_ids):
-        transforms.append(AllowedTokens(arrays.allowed_token_ids))
-    transforms.extend([*_make_min_tokens(stopping, eos_ids), *wishes])
+        transforms.append(_AllowedTokens(arrays.allowed_token_ids))
+    transforms.extend([*_make_min_tokens(stopping, eos_ids), *model_rules])
     if not transforms:
         return None
-    # No other rule asks what the prompt was.
-    return LogitsRules(tuple(transforms), TokenHistory(decoder_prompt if repeats else ()))
+    # Only the repetition penalty depends on the prompt.
+    return LogitsRules(tuple(transforms), TokenHistory(decoder_prompt if has_repetition else ()))
 
 
 def make_beam_rules(
@@ -381,52 +347,46 @@ def make_beam_rules(
     stopping: StoppingParams,
     eos_ids: Iterable[int],
     decoder_prompt: Iterable[int],
-    wishes: Iterable[LogitsTransform] = (),
+    model_rules: Iterable[LogitsTransform] = (),
     *,
     renormalize: bool = False,
 ) -> LogitsRules | None:
-    """The rules that a beam search asks for, None if it asks for none; each beam has a fork of its own.
+    """The rules of a beam search, None if there are none; each beam has a fork. They only mask.
 
-    They only mask: beam search excludes sampling, and with it all else.
-
-    Args:
-        beam_search: the size of n-grams that may occur but once.
-        stopping: as for `make_rules`.
-        eos_ids: as for `make_rules`.
-        decoder_prompt: as for `make_rules`. Its n-grams count, as with Hugging Face's `generate` (which counts those
-            with the start token, too) and, for a target prefix, with CTranslate2.
-        wishes: as for `make_rules`.
-        renormalize: as for `LogitsRules`.
+    Args are those of `make_rules` and `LogitsRules`. N-grams of the decoder prompt count, as with Hugging Face's
+    `generate` (which includes the start token) and, for a target prefix, with CTranslate2.
     """
     transforms: list[LogitsTransform] = [*_make_min_tokens(stopping, eos_ids)]
     ngrams = None
     if beam_search.no_repeat_ngram_size:
         ngrams = NgramIndex(beam_search.no_repeat_ngram_size, decoder_prompt)
-        transforms.append(NoRepeatNgrams())
-    transforms.extend(wishes)
+        transforms.append(_NoRepeatNgrams())
+    transforms.extend(model_rules)
     if not transforms:
         return None
     return LogitsRules(tuple(transforms), TokenHistory(ngrams=ngrams), renormalize=renormalize)
 
 
-def make_wishes(rules: GenerationRules, *, max_tokens: int, is_begun: bool) -> tuple[LogitsTransform, ...]:
-    """What the model itself wants of an output.
+def make_model_rules(rules: GenerationRules, *, max_tokens: int, has_prefix: bool) -> tuple[LogitsTransform, ...]:
+    """The model's own rules for an output.
 
     Args:
-        rules: its wishes.
-        max_tokens: how many tokens the output may have.
-        is_begun: whether the request has given its beginning, and with it what would be forced.
+        rules: the model's.
+        max_tokens: of the output.
+        has_prefix: whether the request gave a target prefix, and so the first token that would be forced.
     """
-    wishes: list[LogitsTransform] = []
+    transforms: list[LogitsTransform] = []
     if rules.suppressed_ids:
-        wishes.append(SuppressedTokens(np.array(rules.suppressed_ids, np.int64)))
-    if rules.forced_first_id is not None and not is_begun:
-        wishes.append(ForcedToken(0, rules.forced_first_id))
+        transforms.append(_MaskedTokens(np.array(rules.suppressed_ids, np.int64)))
+    if rules.forced_first_id is not None and not has_prefix:
+        transforms.append(_ForcedToken(0, rules.forced_first_id))
     if rules.forced_last_id is not None:
-        wishes.append(ForcedToken(max_tokens - 1, rules.forced_last_id))
-    return tuple(wishes)
+        transforms.append(_ForcedToken(max_tokens - 1, rules.forced_last_id))
+    return tuple(transforms)
 
 
-def _make_min_tokens(stopping: StoppingParams, eos_ids: Iterable[int]) -> list[MinTokens]:
+def _make_min_tokens(stopping: StoppingParams, eos_ids: Iterable[int]) -> list[LogitsTransform]:
     ends = stopping.stop_token_ids.union(eos_ids)
-    return [MinTokens(stopping.min_tokens, np.array(sorted(ends), np.int64))] if stopping.min_tokens and ends else []
+    return (
+        [_MaskedTokens(np.array(sorted(ends), np.int64), stopping.min_tokens)] if stopping.min_tokens and ends else []
+    )

@@ -1,10 +1,9 @@
-"""What the engine knows of one request while it lives: its outputs, their tokens and text, how far they are computed.
+"""A live request in the engine: its outputs, their tokens and text, and how far they are computed.
 
-Mutable, and touched by the engine thread alone: the scheduler is the only mutator. Both families look the same from
-here: a sequence is the *decoder's* tokens, which for a decoder-only model begin with the prompt and for an
-encoder-decoder with the start token and the target prefix, while its prompt is the source that is encoded once.
-`num_computed_tokens` catches up with `num_tokens`; there is no prefill phase and no decode phase (as in vLLM's v1
-scheduler).
+Mutable; the scheduler is the only mutator. For both model families a sequence is the *decoder's* tokens: they begin
+with a decoder-only model's prompt, or with an encoder-decoder's start token and target prefix, whose prompt is the
+source that is encoded once. `num_computed_tokens` catches up with `num_tokens`; there is no prefill phase and no decode
+phase (as in vLLM's v1 scheduler).
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ from service.engine.chunks import CachedChunk
 from service.engine.logits import LogitsRules
 from service.engine.sampling.beam import BeamSearch
 from service.engine.sampling.text import TextStream
-from service.engine.speculation.prompt_lookup import LookUp
 from service.engine.types import FinishReason, GenerationRequest, PromptScoring, RequestTimings
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """What one more token meant: the text it settled (None where nobody asked), and why the output ends, if it does.
+    """What appending a token did: text that became certain (None without a text stream), and why the output ends.
 
-    `is_mute` says that the token itself has no text: an end of sequence, or a stop token that is not to be included.
+    `is_mute`: the token has no text, as it is an end of sequence or an excluded stop token.
     """
 
     text: str | None
@@ -37,16 +35,15 @@ class Appended:
 class SequenceGroup:
     """One request in the engine.
 
-    `sequences` are its outputs that still grow: those of `sampling.n`, or the beams of `beams`, best first. Until the
-    first token is chosen there is one K/V row for all of them, the first one's; `is_forked` says that each has its own.
+    `sequences` are its unfinished outputs: those of `sampling.n`, or the beams of `beams`, best first. Until the first
+    token is chosen they share one K/V row, the first one's; `is_forked` says that each has its own.
 
-    `order` is its place in the order in which requests were queued, `due` when its turn should have come: see
-    `service.engine.queueing.waiting`. `max_num_tokens` is where an output must end at the latest.
-    `source_token_ids` are an encoder-decoder's prompt, `has_source` says whether their K/V are in the rows.
-    `prompt_token_ids` are the decoder's as they were given: where nothing is to be generated, the last of them is
-    scored but never fed, so that the sequence ends before it. `handles` are where the rows of a preempted request are
-    kept, by sequence; `kept` is the last of the chunks that are kept of its prompt. Until the step `spared_until` no
-    other tenant's request of its priority takes its rows (`service.engine.queueing.tenants`).
+    `order` numbers arrivals, `due` is explained in `service.engine.queueing.waiting`. An output ends at
+    `max_num_tokens` at the latest. `source_token_ids` are an encoder-decoder's prompt; `has_source`: their K/V are in
+    the rows. `prompt_token_ids` are the decoder's; where nothing is generated, the last is scored but never fed, so the
+    sequence ends before it. `handles` are a preempted request's saved rows, by sequence; `kept` is the last cached
+    chunk of its prompt. Until step `spared_until` no equal of another tenant preempts it
+    (`service.engine.queueing.tenants`).
     """
 
     request: GenerationRequest
@@ -69,12 +66,12 @@ class SequenceGroup:
 
     @property
     def request_id(self) -> str:
-        """The request's."""
+        """The request's id."""
         return self.request.request_id
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """Who goes first: the higher priority, then who is due earlier, then who came earlier. Smaller is sooner."""
+        """Place in a queue, smaller first: higher priority, then earlier due, then earlier arrival."""
         return -self.request.priority, self.due, self.order
 
     @property
@@ -84,21 +81,21 @@ class SequenceGroup:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Decoder tokens in the longest row; all have the same number."""
+        """Decoder tokens computed in each row."""
         return self.sequences[0].num_computed_tokens if self.sequences else 0
 
     @property
     def generates(self) -> bool:
-        """Whether there is an output; otherwise the request is over when its prompt is computed."""
+        """Whether anything is generated; otherwise the request ends when its prompt is computed."""
         return self.request.stopping.max_tokens > 0
 
     @property
     def is_in_prompt(self) -> bool:
-        """Whether more than the next token is still to be computed."""
+        """Whether more than one token is still to be computed."""
         return self.sequences[0].num_tokens - self.num_computed_tokens > 1
 
     def scored_by(self, scoring: PromptScoring, start: int, count: int) -> tuple[int, tuple[int, ...]]:
-        """What feeding `count` tokens from position `start` on scores: the first position whose logits do, and tokens.
+        """Prompt tokens scored by feeding `count` tokens from `start` on, after the position of the first's logits.
 
         Logits at a position score the token that follows it.
         """
@@ -111,7 +108,7 @@ class SequenceGroup:
         return is_stop or reason is FinishReason.END_OF_SEQUENCE
 
     def timings(self, now: float) -> RequestTimings:
-        """When things happened, for a request that ends at `now`."""
+        """Times of a request that ends at `now`."""
         return RequestTimings(
             arrival_time=self.request.arrival_time,
             scheduled_time=self.scheduled_time,
@@ -120,13 +117,12 @@ class SequenceGroup:
         )
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
 class Sequence:
     """One output, or one beam, of a request.
 
-    `token_ids` are the decoder's, of which the first `num_computed_tokens` are in the KV cache; the output begins after
-    the prompt. `text` is there only for requests with stop strings; everyone else's tokens become text outside the
-    engine. `rules` is None for a request that asks for none, `look_up` for a sequence that was never to be guessed.
+    `token_ids` are the decoder's, of which the first `num_computed_tokens` are in the KV cache; the output follows the
+    prompt. `text` is there only for requests with stop strings, `rules` only for requests that have any.
     """
 
     group: SequenceGroup
@@ -136,31 +132,29 @@ class Sequence:
     text: TextStream | None
     rules: LogitsRules | None
     num_computed_tokens: int = 0
-    look_up: LookUp | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Decoder tokens known so far, prompt and output."""
+        """Decoder tokens, prompt and output."""
         return len(self.token_ids)
 
     def fork(self) -> Sequence:
         """Another beam with the same past."""
         rules = None if self.rules is None else self.rules.fork()
-        return dataclasses.replace(self, token_ids=self.token_ids.copy(), rules=rules, look_up=None)
+        return dataclasses.replace(self, token_ids=self.token_ids.copy(), rules=rules)
 
     def extend(self, token_id: int) -> None:
-        """Adds a token of which nothing follows: a beam's."""
+        """Appends a token without deciding whether the output ends: a beam's."""
         self.token_ids.append(token_id)
         if self.rules is not None:
             self.rules.add(token_id)
 
     def append(self, token_id: int, now: float) -> Appended:
-        """Adds a generated token and decides whether the output ends with it."""
+        """Appends a generated token and decides whether the output ends with it."""
         self.extend(token_id)
-        group = self.group
+        group, stopping = self.group, self.group.request.stopping
         if group.first_token_time is None:
             group.first_token_time = now
-        stopping = group.request.stopping
         if token_id in group.eos_ids:
             return Appended(self.flush_text(), FinishReason.END_OF_SEQUENCE, is_mute=True)
         if token_id in stopping.stop_token_ids:
@@ -175,11 +169,11 @@ class Sequence:
         return Appended(text)
 
     def flush_text(self) -> str | None:
-        """The text held back so far; None for requests whose text is made elsewhere."""
+        """The text held back so far; None without a text stream."""
         return None if self.text is None else self.text.flush()
 
     def num_tokens_shared_with(self, other: Sequence) -> int:
-        """How many tokens both begin with: two beams of one request and of one length."""
+        """Length of the common beginning of two beams of one request and one length."""
         start = len(self.group.prompt_token_ids)
         pairs = zip(self.token_ids[start:], other.token_ids[start:], strict=True)
         return next((at for at, (one, two) in enumerate(pairs, start) if one != two), self.num_tokens)
@@ -192,7 +186,6 @@ class Sequence:
 
 
 def _join(first: str | None, second: str | None) -> str | None:
-    """Two optional pieces of one text."""
     if first is None or second is None:
         return second if first is None else first
     return first + second

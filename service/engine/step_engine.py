@@ -1,4 +1,4 @@
-"""What an engine is to those who drive it: the methods that the engine thread calls, and the engine's identity."""
+"""The engine as its thread sees it: a protocol, and the engine's identity."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from service.engine.types import GenerationRequest, StepOutput, StepStats
 
 
 class StepEngine(Protocol):
-    """What the thread needs of an engine. After `start`, only the thread calls it."""
+    """What the engine thread calls. After `start`, no other thread may, except for what is constant."""
 
     @property
-    def pieces(self) -> ChunkRules:
-        """How it cuts and pads what it computes: for life, and for anybody to read."""
+    def chunk_rules(self) -> ChunkRules:
+        """Chunking and padding rules. Constant."""
 
     @property
     def max_draft_tokens(self) -> int:
-        """How many tokens of a row that decodes alone are drafted at once, at most; 0 where none ever are. Constant."""
+        """Draft tokens of one step, at most; 0 without speculation. Constant."""
 
     @property
     def has_work(self) -> bool:
@@ -28,26 +28,26 @@ class StepEngine(Protocol):
 
     @property
     def kv_memory_bytes(self) -> int:
-        """What its K/V may take: for life, and for anybody to read."""
+        """K/V memory. Constant."""
 
     def limit_kv(self, num_bytes: int) -> None:
-        """Keeps its K/V within so many bytes of `kv_memory_bytes` for now, as others hold the rest."""
+        """Limits K/V to `num_bytes` of `kv_memory_bytes`, as other engines hold the rest."""
 
     @property
     def kv_needed_bytes(self) -> int:
-        """What its K/V must be able to take for all its requests to end, if no more come."""
+        """K/V memory in which all live requests can finish, if no more come."""
 
     def num_cached_tokens(self, request: GenerationRequest) -> int:
-        """How many tokens of a request it would find computed, or raises RequestError; leaves no trace of it."""
+        """Tokens of a request that the prefix cache would provide, or raises RequestError; changes nothing."""
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Queues a request, or raises RequestError and leaves no trace of it."""
+        """Queues a request, or raises RequestError and changes nothing."""
 
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step boundary; unknown ids are ignored."""
 
     def prepare(self) -> bool:
-        """Does a piece of background work for later steps while no request waits; returns whether more is left."""
+        """Does a piece of background work while no request waits; returns whether more is left."""
 
     def step(self) -> StepOutput:
         """Moves every sequence that can move."""
@@ -56,14 +56,11 @@ class StepEngine(Protocol):
         """Replays golden cases on the provider in use; only while it has no work."""
 
     def calibrate(self, max_seconds: float) -> Sequence[StepStats]:
-        """Runs steps of no request, to measure how long they take; only while it has no work."""
+        """Times steps of a few sizes; only while it has no work."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineHandle:
-    """The identity of one engine, for what must not be confused with another engine of the same model.
-
-    It holds no memory of the engine's.
-    """
+    """Identity of one engine, distinct from that of another engine of the same model. Holds none of its memory."""
 
     model: str

@@ -1,6 +1,6 @@
-"""The engine's vocabulary: requests in, events out, all immutable.
+"""Requests, events and step statistics of the engine. All immutable.
 
-Knows nothing of protobuf, asyncio, ONNX Runtime or text encodings. Times are `time.monotonic()` seconds.
+Knows no protobuf, asyncio or ONNX Runtime. Times are `time.monotonic()` seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 
 class FinishReason(StrEnum):
-    """Why an output ended; the wire's `FINISH_REASON_…` and the metric label are derived from these."""
+    """Why an output ended; the wire's names and the metric label derive from it."""
 
     END_OF_SEQUENCE = "end_of_sequence"
     STOP = "stop"
@@ -23,7 +23,7 @@ class FinishReason(StrEnum):
 
 
 class Device(StrEnum):
-    """What computes: the processor, the first CUDA device, or whichever of them artifacts and machine allow."""
+    """Where the engine runs: CPU, first CUDA device, or the artifact's own device."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -40,11 +40,11 @@ class PrefillProvider(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen; names and defaults are vLLM's. `temperature` 0 is greedy, `top_k` 0 is off.
+    """How tokens are sampled; names and defaults are vLLM's. `temperature` 0 is greedy, `top_k` 0 is off.
 
-    `seed` None lets the engine draw one; the same seed gives the same tokens in any company. `n` outputs are drawn,
-    each by itself: output i is the same whatever `n` is. `logit_bias` is pairs of token id and bias, each id once; no
-    `allowed_token_ids` allow all. What each rule does: `service.engine.logits`.
+    `seed` None draws a fresh one; the same seed gives the same tokens in any batch, and output i of `n` is the same
+    for every n. `logit_bias` pairs token ids with biases, each id once; empty `allowed_token_ids` allow all tokens.
+    What each rule does: `service.engine.logits`.
     """
 
     temperature: float = 1.0
@@ -62,10 +62,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingArrays:
-    """The tokens that `SamplingParams` names, as arrays: `[B]` of `logit_bias`, with their `biases`, and `[A]` allowed.
-
-    `service.engine.logits.make_sampling_arrays` makes them.
-    """
+    """The tokens of `SamplingParams` as arrays, made by `make_sampling_arrays`: `[B]` biased, `[B]` biases, `[A]`."""
 
     biased_token_ids: npt.NDArray[np.int64]
     biases: npt.NDArray[np.float32]
@@ -74,10 +71,10 @@ class SamplingArrays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppingParams:
-    """When an output ends, apart from the context's end. Stop strings are cut from the text unless included.
+    """When an output ends, besides at the context's end.
 
-    Before `min_tokens` were generated nothing but the context's end stops it: tokens that would are not chosen, strings
-    that would are let pass.
+    Stop strings are cut from the text unless included. Before `min_tokens`, tokens that end an output are masked, and
+    stop strings are ignored.
     """
 
     max_tokens: int = 256
@@ -90,10 +87,7 @@ class StoppingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """Beam search in place of sampling. What each value does: `service.engine.sampling.beam`.
-
-    A `patience` of None is the model's own (`model.spec.generation`).
-    """
+    """Beam search instead of sampling (`service.engine.sampling.beam`). A `patience` of None is the model's own."""
 
     beam_size: int
     num_hypotheses: int = 1
@@ -104,10 +98,10 @@ class BeamSearchParams:
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
-    """Asks how probable the decoder's own prompt is: each of its tokens from position `start` on, given those before.
+    """Asks for log-probabilities of the decoder's prompt from position `start` on, with `num_top` alternatives each.
 
-    The prompt is that of a decoder-only model, or the start token and target prefix of an encoder-decoder; its first
-    token has nothing before it, so `start` is 1 at least. `num_top` is how many alternatives to report for each.
+    The prompt is that of a decoder-only model, or the start token and target prefix of an encoder-decoder. Nothing
+    precedes its first token, so `start` is at least 1.
     """
 
     num_top: int = 0
@@ -118,21 +112,17 @@ class PromptScoring:
 class GenerationRequest:
     """One validated request.
 
-    `prompt_token_ids` is the prompt of a decoder-only model, the source of an encoder-decoder, whose output is made to
-    begin with `target_prefix_token_ids`, which are not generated; `logprobs` is how many alternatives to report per
-    generated token, None for no logprobs. A request with `scoring` may ask for `max_tokens` 0: nothing is generated.
-    With `beam_search` nothing is drawn, and `sampling` is left alone. A higher `priority` goes first, and takes the
-    place of a lower one that runs.
+    `prompt_token_ids` is a decoder-only model's prompt, or an encoder-decoder's source; the latter's output continues
+    `target_prefix_token_ids`. `logprobs` is the number of alternatives per generated token, None for no logprobs. With
+    `scoring`, `max_tokens` may be 0: nothing is generated. With `beam_search`, `sampling` is ignored. A request of
+    higher `priority` goes first, and may preempt.
 
-    At its `deadline` a request ends, wherever it is; with `partial_on_deadline` what it has by then is its answer. One
-    with `end_by` ends rather than take part in a step that might end later than that; one with `start_by` ends if it
-    still waits for its first step by then, as it could not be over in time. Moments in `time.monotonic()` seconds, as
-    is `arrival_time`.
+    At its `deadline` a request ends wherever it is; with `partial_on_deadline` what it has by then is the answer. With
+    `end_by` it ends rather than take part in a step that may end later; with `start_by` it ends if it still waits for
+    its first step by then. Moments are `time.monotonic()` seconds, as is `arrival_time`.
 
-    Of several tenants each gets a share of the engine by its `weight`, which is above 0
-    (`service.engine.queueing.tenants`). An id is unique among all tenants.
-
-    `sampling_arrays` are those of `sampling`, where they were made off the engine thread; None leaves them to that.
+    Tenants share the engine by `weight`, above 0 (`service.engine.queueing.tenants`). Ids are unique among all tenants.
+    `sampling_arrays` are those of `sampling`, if they were made off the engine thread.
     """
 
     request_id: str
@@ -156,17 +146,17 @@ class GenerationRequest:
 
     @property
     def num_outputs(self) -> int:
-        """How many outputs it asks for."""
+        """Outputs to be returned."""
         return self.sampling.n if self.beam_search is None else self.beam_search.num_hypotheses
 
     @property
     def num_rows(self) -> int:
-        """How many outputs grow at once: each has K/V of its own."""
+        """Sequences with K/V rows of their own."""
         return self.sampling.n if self.beam_search is None else self.beam_search.beam_size
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens given: prompt or source, and target prefix."""
+        """Prompt or source, and target prefix."""
         return len(self.prompt_token_ids) + len(self.target_prefix_token_ids)
 
 
@@ -181,7 +171,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimings:
-    """When things happened to one request; None is "never", as for a request cancelled in the queue."""
+    """Times of one request; None where it never happened, as for a request cancelled in the queue."""
 
     arrival_time: float
     scheduled_time: float | None
@@ -191,18 +181,16 @@ class RequestTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """What one step did for one of a request's outputs: at most one new token, and on its last event why it ended.
+    """What one step did for one output: at most one new token, and with the last event its finish reason.
 
-    `prompt_logprobs` are of the next tokens of a prompt that is scored, in order; the last come before the first token
-    does, or with the terminal event where nothing is generated.
+    `prompt_logprobs` are of the next tokens of a scored prompt, in order; all come before the first token, or with the
+    terminal event where nothing is generated. `text` is set only where the engine detokenizes (requests with stop
+    strings). `is_mute`: the token has no text, as it is an end of sequence or an excluded stop token.
 
-    `text` is set only where the engine detokenises (requests with stop strings); elsewhere the consumer does, and
-    `is_mute` says that the token has no text: an end of sequence, or a stop token that is not to be included.
-    Every output of a request that does not fail has one event with `finish_reason`, its last; with beam search that has
-    the hypothesis's `score`, and where fewer hypotheses exist than were asked for, nothing is told of the others.
-    Exactly one event of a request is terminal, the last one: it has `timings`, and an `error` where the request failed,
-    which ends all its outputs at once. `num_cached_tokens` is told there and with every token: tokens given whose K/V
-    were at hand. `num_search_steps` is told there: how often a beam search extended its beams.
+    Each output of a request that does not fail has exactly one event with a `finish_reason`, its last; of a beam
+    search it has the hypothesis's `score`, and a search may find fewer outputs than were asked for. Exactly one event
+    of a request is terminal, its last: it has `timings`, `num_search_steps`, and the `error` of a failed request, which
+    ends all its outputs. `num_cached_tokens`, on it and on every token, counts given tokens that were cache hits.
     """
 
     request_id: str
@@ -228,23 +216,20 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """One step in numbers, for metrics and forecasts: what did work, padding that did not, seconds spent.
+    """One step in numbers, for metrics and predictions. A failed step counts as no work.
 
-    `start_time` is when its run began, and `host_seconds` how long the graphs had stood still by then while there was
-    work for them: sampling, events, new requests, waiting for the interpreter's lock; None for the first run after a
-    pause. A step that failed counts as no work. `num_preemptions` counts requests that lost their place to more urgent
-    ones before the step. `num_running` and `num_waiting`, in requests, and `kv_usage_ratio` describe the moment after
-    the step.
+    `start_time` is when its graphs began to run. `host_seconds` is how long no graph ran before that although there was
+    work (sampling, events, new requests, waiting for the interpreter's lock); None for the first step after a pause.
+    `num_preemptions` counts requests preempted before the step. `num_running`, `num_waiting` (requests) and
+    `kv_usage_ratio` describe the moment after it.
 
-    The work, by what computes it, none of it padding: `num_prefill_tokens` of prompts in `num_prefill_runs` runs of a
-    graph, `num_encoder_tokens` of sources in `num_encoder_runs`, one token for each of `num_decode_rows` in one run.
-    Pairs are those of a query and a key that the masks let meet, in one layer and for each head: those of a decoding
-    row are its tokens, the one that is fed included, and its source's. Windows, which some layers may have, are left
-    aside: the operators compute what lies before them and throw it away.
+    Work, padding aside: `num_prefill_tokens` of prompts in `num_prefill_runs` graph runs, `num_encoder_tokens` of
+    sources in `num_encoder_runs`, one token for each of `num_decode_rows` in one run. Pairs are of a query and a key
+    that the masks let meet, per layer and head; a decoding row's are its tokens, with the one that is fed, and its
+    source's. Window attention is not discounted: the operators compute what lies before a window, too.
 
-    A row that decodes alone may be fed `num_draft_tokens` guesses besides (`service.engine.speculation.prompt_lookup`),
-    of which `num_accepted_tokens` came true: as many steps were saved, and these are in `num_tokens` and have their
-    pairs reported. The others were computed in vain, as padding is.
+    A row that decodes alone may be fed `num_draft_tokens` besides, of which `num_accepted_tokens` were accepted: these
+    count in `num_tokens` and in the pairs. Rejected ones were computed in vain, as padding is.
     """
 
     start_time: float = 0.0
@@ -271,7 +256,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What `Engine.step` returns: events in schedule order, the step's numbers; of one that failed, the log's id."""
+    """Events in schedule order, and the step's numbers; `error_id` is the log entry of a failed step."""
 
     events: tuple[TokenEvent, ...]
     stats: StepStats
@@ -279,5 +264,5 @@ class StepOutput:
 
     @property
     def is_failed(self) -> bool:
-        """Whether the step failed."""
+        """Whether computing raised."""
         return self.error_id is not None

@@ -195,7 +195,7 @@ def build_engines(
             raise StartupError([f"{own}: its files have changed while it was loaded"])
         if config.look_up:
             # Here and not with the golden cases: where those are replayed, other models' streams stand still.
-            engine.prove_look_up(model.golden_cases)
+            engine.prove_speculation(model.golden_cases)
         return model.name, engine
 
     return dict(_load_all(models, build))

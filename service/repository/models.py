@@ -114,7 +114,7 @@ class ServedModel:
 
     def cost_model(self, engine: StepEngine) -> CostModel:
         """What its requests cost on this engine."""
-        return CostModel(self.manifest.config, engine.pieces, self.kv_token_bytes)
+        return CostModel(self.manifest.config, engine.chunk_rules, self.kv_token_bytes)
 
     def encode_prompt(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         """Token ids of a prompt; text may take milliseconds, so call this off the event loop.

@@ -476,7 +476,7 @@ class Walk:
         self._tokens = tuple(tokens)
         self._num_prompt = num_prompt
         self._source = tuple(source)
-        self._pieces = Scheduler(host.limits, model_shape(host.manifest), host.decode).pieces
+        self._pieces = Scheduler(host.limits, model_shape(host.manifest), host.decode).chunk_rules
         self._positions = [0] * self.NUM_SLOTS
         self._next_handle = 0
         self.slot = 0

@@ -55,7 +55,7 @@ def engine_for(folder: Path, limits: EngineLimits) -> Engine:
     manifest = artifact.load(folder)
     cases = golden.load(folder / GOLDEN)
     engine = build_engine(folder, manifest, Tokenizer.load(folder / TOKENIZER).decode, limits, THREADS, LastRun())
-    engine.prove_look_up(cases)
+    engine.prove_speculation(cases)
     tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
     assert all(case.passed for case in engine.verify_golden(cases, tolerance))
     return engine
@@ -128,7 +128,7 @@ def test_a_model_with_rules_of_its_own_is_served_without_guesses_and_the_log_say
     # By standard operators, for which a model of which something could be guessed would be refused.
     options = dataclasses.replace(THREADS, own_kernels=False)
     engine = build_engine(folder, manifest, str, GUESSING, options, LastRun())
-    engine.prove_look_up(golden.load(folder / GOLDEN))
+    engine.prove_speculation(golden.load(folder / GOLDEN))
     assert engine.max_draft_tokens == 0
     (record,) = (record for record in caplog.records if record.name == "service.engine.factory")
     assert record.levelno == logging.WARNING

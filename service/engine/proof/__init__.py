@@ -1,1 +1,1 @@
-"""Steps that no request asked for: golden cases replayed, chunks compared bit by bit, step times measured."""
+"""Runs outside the schedule: golden cases replayed, chunks compared bit by bit, step times measured."""

@@ -1,7 +1,7 @@
-"""Steps that nobody asked for, of a few lengths and batch sizes, so that step times are known before a request comes.
+"""Calibration: steps of a few lengths and batch sizes, timed before the first request.
 
-The first step of each size is left out: bindings are made and memory is touched then. Drives an engine as its thread
-does; knows nothing of what is made of the steps.
+The first step of each size is left out, as bindings are made and memory is touched then. Drives an engine as its thread
+does; knows nothing of how the times are used.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from service.engine.chunks import ChunkRules
 from service.engine.types import GenerationRequest, SamplingParams, StepOutput, StepStats, StoppingParams
 
 MAX_SECONDS = 0.5
-"""For a model's calibration; what is not learned in it is learned from requests."""
+"""For a model's calibration; other sizes are learned from requests."""
 
 _SHORT_PROMPT = 8
-# Of sources, each so many times as long as the one before; the long ones come after all else.
+# Sources: each this many times as long as the one before; those beyond `_EARLY_SOURCE` come last.
 _LADDER = 4
 _EARLY_SOURCE = 512
 _NUM_DECODES = 4
@@ -28,7 +28,7 @@ _SEED = 1
 
 
 class Steps(Protocol):
-    """What is needed of an engine."""
+    """The engine's methods that calibration calls."""
 
     @property
     def has_work(self) -> bool:
@@ -46,22 +46,22 @@ class Steps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """So many requests at once, each with a prompt, or source, of so many tokens."""
+    """Equal requests at once: their number, and tokens of each prompt or source and output."""
 
     num_requests: int
     num_prompt_tokens: int
     num_new_tokens: int
 
 
-def rounds(pieces: ChunkRules, max_batch_size: int, max_prefill_tokens: int) -> Iterator[Round]:
-    """What to run, the most telling first, as a slow model does not come far.
+def rounds(rules: ChunkRules, max_batch_size: int, max_prefill_tokens: int) -> Iterator[Round]:
+    """Yields rounds, the most informative first, as a slow model completes only few.
 
-    One row, as many rows as there are at most, longer prompts or sources, batches in between, the longest.
-    A step starts no more of a batch than `max_prefill_tokens` have room for: the first go on until the last are there.
+    One row, the largest batch, longer prompts or sources, batches in between, the longest prompt or source. As a step
+    admits no more than `max_prefill_tokens`, the first rows of a batch generate until the last are admitted.
     """
-    longest, chunk = pieces.source_context or pieces.context - _NUM_DECODES - 1, pieces.chunk
+    longest, chunk = rules.source_context or rules.context - _NUM_DECODES - 1, rules.chunk
     short = max(1, min(_SHORT_PROMPT, longest))
-    if pieces.source_context:
+    if rules.source_context:
         ladder = [short]
         while ladder[-1] * _LADDER < longest:
             ladder.append(ladder[-1] * _LADDER)
@@ -70,7 +70,7 @@ def rounds(pieces: ChunkRules, max_batch_size: int, max_prefill_tokens: int) -> 
     else:
         early = [short, *(max(short, min(length, longest)) for length in (chunk // 4, 5 * chunk // 2))]
         late = [max(short, min(6 * chunk, longest))]
-    padded = pieces.padded_source_length(short) or pieces.padded_prompt_length(short)
+    padded = rules.padded_source_length(short) or rules.padded_prompt_length(short)
 
     def batch(rows: int) -> Round:
         return Round(rows, short, _NUM_DECODES + 1 + rows * padded // max_prefill_tokens)
@@ -94,10 +94,10 @@ def calibrate(
     goes_on: Callable[[], bool] = lambda: True,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[StepStats, ...]:
-    """Runs the rounds on an idle engine, several times if that takes no more than half of `max_seconds`.
+    """Runs the rounds on an idle engine, repeatedly while half of `max_seconds` is left; ends with a whole step.
 
-    It ends when these are over, or when it goes on no more, with the step in progress. A source is encoded in one step:
-    one that may take longer than what is left, if its time goes by the square of its length, is left out.
+    A source is encoded in one step, so one that may take longer than the time left, by the square of its length, is
+    skipped.
 
     Returns:
         The steps, without the first of each size.
@@ -106,7 +106,7 @@ def calibrate(
     source = random.Random(_SEED)  # noqa: S311 (not for secrets)
     seen: set[tuple[int, int, int]] = set()
     steps: list[StepStats] = []
-    # The longest source so far, and its seconds.
+    # Length and seconds of the longest source so far.
     longest: tuple[int, float] | None = None
 
     def left() -> float:
@@ -138,7 +138,7 @@ def calibrate(
 
 
 def _request(name: str, each: Round, source: random.Random) -> GenerationRequest:
-    """A prompt of ids that every vocabulary has; drawn, so that none begins like one before."""
+    """A random prompt of ids that every vocabulary has; random, so that it finds no cached prefix."""
     return GenerationRequest(
         request_id=name,
         model="",

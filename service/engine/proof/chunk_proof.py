@@ -1,11 +1,11 @@
-"""What must hold before a sequence is guessed ahead, and how it is found out: a token has the same bits in any chunk.
+"""Proof that speculation changes no bit: a token's logits are the same in any chunk as computed by itself.
 
-Drafts are computed as one chunk, and the tokens that they stand for would have been computed one by one. Where the two
-differ in a bit, an answer would depend on how many guesses were right. Our own kernels promise that they do not differ
-(docs/kernels.md); standard operators do not, and most differ. So two things are asked: that the graph's products and
-attention are computed by our kernels, and that the runner that serves shows it, on this machine, with these weights.
+Draft tokens are verified as one chunk; without speculation the same tokens are computed one by one. If the two differed
+in a bit, outputs would depend on how many drafts were accepted. Our own kernels promise that they do not differ
+(docs/kernels.md); most standard operators differ. So two things are required: our kernels compute the graph's products
+and attention, and a test on the runner that serves, on this machine and with these weights, finds no difference.
 
-Knows runners and golden cases' tokens; neither sequences nor what is made of the answer.
+Knows runners and golden cases' tokens, and no sequences.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from service.engine.types import PrefillProvider
 
 Float32 = npt.NDArray[np.float32]
 
-# Tokens at a sequence's beginning that are computed in every way: chunks of most lengths lie behind each other there.
+# Tokens at a sequence's beginning that are computed in chunks of every length.
 _BEGINNING = 64
-# By ONNX Runtime: their sums go by how many rows there are.
+# ONNX Runtime's: the order of their sums depends on the number of rows.
 _PRODUCTS_AND_ATTENTION = frozenset(
     {
         "Attention",
@@ -48,7 +48,7 @@ _OWN = "onward."
 
 
 def find_obstacles(manifest: Manifest, options: SessionOptions, prefill: PrefillProvider) -> list[str]:
-    """Why a model's tokens cannot be guessed ahead, as far as that is known before its graphs are loaded."""
+    """Why a model cannot have draft tokens, as far as that is known before its graphs are loaded."""
     problems = []
     if manifest.kv_cache.layout is not KVLayout.SLOTS:
         problems.append("keys and values lie in blocks, and the graphs over blocks are not computed by our kernels")
@@ -64,7 +64,7 @@ def find_obstacles(manifest: Manifest, options: SessionOptions, prefill: Prefill
 
 
 def describe_foreign(operators: Collection[str]) -> list[str]:
-    """Why a loaded decoder's tokens cannot be guessed ahead: products and attention that are not by our kernels.
+    """Why a loaded decoder cannot verify draft tokens: products and attention that our kernels do not compute.
 
     Args:
         operators: of the graph, as `service.engine.sessions.session.GraphSession.operators` names them.
@@ -89,23 +89,23 @@ class _Window:
 def find_difference(
     runner: Runner, cases: Sequence[GoldenCase], *, num_slots: int, longest_chunk: int, max_tokens: int, context: int
 ) -> str | None:
-    """Where a token's logits have other bits in a chunk than by themselves, in words; None where nowhere.
+    """Describes where a token's logits have other bits in a chunk than by itself; None where nowhere.
 
-    Of the longest of the cases' sequences, the beginning and the last `longest_chunk` tokens are computed one by one,
-    and in chunks of every length up to `longest_chunk`, each time over what was left of other tokens; the beginning as
-    one chunk, too. What chunks leave in the cache shows in the logits behind them.
+    Of the longest sequence of the cases, the beginning and the last `longest_chunk` tokens are computed one by one, and
+    in chunks of every length up to `longest_chunk`, each time over the K/V of other tokens; the beginning also as one
+    chunk. Wrong K/V of a chunk show in the logits behind it.
 
     Args:
         runner: idle; its slot 0 is written to.
-        cases: of a decoder-only model, one at least.
-        num_slots: rows of logits before those that chunks want besides.
-        longest_chunk: how many tokens a row that is guessed ahead may be fed, 2 at least.
-        max_tokens: how many rows of logits there are behind the slots', as many as the longest chunk at least.
-        context: how many tokens a row may have. A sequence of fewer than the longest chunk is repeated within that.
+        cases: of a decoder-only model, at least one.
+        num_slots: rows of logits before those of chunks.
+        longest_chunk: tokens of a row with drafts, at least 2.
+        max_tokens: rows of logits behind the slots', at least `longest_chunk`.
+        context: tokens of a row at most. A sequence shorter than the longest chunk is repeated within that.
     """
 
     def feed(token_ids: Sequence[int], start: int, stop: int) -> Float32:
-        """The logits after each of the tokens `[start, stop)`, computed at once in slot 0."""
+        """Computes the tokens `[start, stop)` at once in slot 0; returns the logits after each."""
         fed = tuple(token_ids[start:stop])
         if len(fed) == 1:
             return runner.run(ScheduledBatch(decode=(_alone(fed[0], start),), wants_all_logits=True))[:1].copy()
@@ -114,7 +114,7 @@ def find_difference(
         return output[num_slots : num_slots + len(fed)].copy()
 
     def fill(token_ids: Sequence[int], start: int, stop: int) -> None:
-        """Leaves the K/V of the tokens `[start, stop)` in slot 0; nobody wants their logits."""
+        """Writes the K/V of the tokens `[start, stop)` to slot 0."""
         for first in range(start, stop, max_tokens):
             fed = tuple(token_ids[first : min(first + max_tokens, stop)])
             if len(fed) == 1:
@@ -143,14 +143,14 @@ def find_difference(
 
 
 def _alone(token_id: int, position: int) -> DecodeRow:
-    """A token that is computed by itself, in slot 0."""
+    """A token computed by itself, in slot 0."""
     return DecodeRow(token_id, position, source_length=0, is_padding=False)
 
 
 def _windows(cases: Sequence[GoldenCase], beginning: int, end: int, least: int) -> Iterator[_Window]:
-    """The first `beginning` tokens of the longest sequence, and where it has more, its last `end`.
+    """Yields the first `beginning` tokens of the longest sequence and, if it has more, its last `end`.
 
-    One that has fewer than `least` is repeated until it has as many.
+    A sequence of fewer than `least` tokens is repeated to that length.
     """
     found = max(((sequence, case.name) for case in cases for sequence in case.sequences), key=lambda one: len(one[0]))
     given, name = found[0].tolist(), found[1]
@@ -161,7 +161,7 @@ def _windows(cases: Sequence[GoldenCase], beginning: int, end: int, least: int) 
 
 
 def _ways(count: int, longest: int) -> Iterator[list[int]]:
-    """Ways to cut so many tokens: so that each length from 2 on is met, up to the longest, and as one."""
+    """Yields ways to cut `count` tokens: as one chunk, then so that every length from 2 to the longest occurs."""
     if count > longest:
         yield [count]
     wanted = deque(range(2, min(longest, count) + 1))

@@ -1,7 +1,7 @@
-"""Golden cases through a runner: the proof, on the provider that really serves, that it answers as PyTorch did.
+"""Golden cases replayed on the runner that serves: proof that it answers as PyTorch did.
 
-Rows join, leave and move between slots as a served sequence's do. Drives the runner directly: what the scheduler may
-ask of it is wider than any one of its schedules.
+Rows join, leave and move between slots as served sequences do. Drives the runner directly: no single schedule covers
+everything that the scheduler may ask of it.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from service.engine.slots_backend.runner import Runner
 Float32 = npt.NDArray[np.float32]
 
 
-def replay(runner: Runner, case: GoldenCase, pieces: ChunkRules, num_slots: int) -> Float32:
-    """The runner's logits for a case, `[feeds, V] float32` in the order of the case's own.
+def replay(runner: Runner, case: GoldenCase, rules: ChunkRules, num_slots: int) -> Float32:
+    """The runner's logits for a case, `[feeds, V] float32` in the order of its feeds.
 
-    A case of more rows than there are slots is replayed in groups: no row depends on its company. The runner must be
-    idle, for its K/V is overwritten.
+    A case of more rows than slots is replayed in groups, as rows are independent of batch composition. The runner must
+    be idle: its K/V are overwritten.
     """
     feeds = [feed for step in case.steps for feed in step]
     logits: dict[Feed, Float32] = {}
     for first in range(0, len(case.sequences), num_slots):
-        _Replay(runner, case, pieces, range(first, first + num_slots)).run(logits)
+        _Replay(runner, case, rules, range(first, first + num_slots)).run(logits)
     return np.stack([logits[feed] for feed in feeds])
 
 
-def replay_all(runner: Runner, cases: Sequence[GoldenCase], pieces: ChunkRules, num_slots: int) -> list[Float32]:
-    """The runner's logits for each case, as `replay` gives them; cases without sources decode side by side.
+def replay_all(runner: Runner, cases: Sequence[GoldenCase], rules: ChunkRules, num_slots: int) -> list[Float32]:
+    """The runner's logits for each case, as by `replay`; cases without sources decode side by side.
 
-    A step that decodes takes about as long for many rows as for one, so that the proof is over the sooner.
+    That saves time: a decode step takes about as long for many rows as for one.
     """
     if len(cases) < 2 or any(case.sources for case in cases):
-        return [replay(runner, case, pieces, num_slots) for case in cases]
+        return [replay(runner, case, rules, num_slots) for case in cases]
     together, origins = _side_by_side(cases)
-    logits = replay(runner, together, pieces, num_slots)
+    logits = replay(runner, together, rules, num_slots)
     return [logits[[origin == number for origin in origins]] for number in range(len(cases))]
 
 
 def _side_by_side(cases: Sequence[GoldenCase]) -> tuple[GoldenCase, list[int]]:
-    """One case of all rows, and for each of its feeds whose it was: what has several tokens goes first, by itself."""
+    """One case of all rows, and the case number of each feed; steps of several tokens go first, by themselves."""
     firsts = accumulate((len(case.sequences) for case in cases[:-1]), initial=0)
     waiting = [
         deque(tuple(Feed(first + feed.row, feed.start, feed.count) for feed in step) for step in case.steps)
@@ -58,34 +58,34 @@ def _side_by_side(cases: Sequence[GoldenCase]) -> tuple[GoldenCase, list[int]]:
     origins: list[int] = []
     while any(waiting):
         decoding: list[Feed] = []
-        whose: list[int] = []
+        decoding_origins: list[int] = []
         for number, ahead in enumerate(waiting):
             while ahead and any(feed.count > 1 for feed in ahead[0]):
                 steps.append(ahead.popleft())
                 origins += [number] * len(steps[-1])
             if ahead:
-                whose += [number] * len(ahead[0])
+                decoding_origins += [number] * len(ahead[0])
                 decoding += ahead.popleft()
         if decoding:
             steps.append(tuple(decoding))
-            origins += whose
+            origins += decoding_origins
     sequences = tuple(sequence for case in cases for sequence in case.sequences)
     return GoldenCase("all", sequences, (), tuple(steps), np.empty((len(origins), 0), np.float32)), origins
 
 
 class _Replay:
-    """One group of a case's rows, in slots of their own from the first feed to the last."""
+    """One group of a case's rows, each in a slot from its first feed to its last."""
 
-    def __init__(self, runner: Runner, case: GoldenCase, pieces: ChunkRules, group: range) -> None:
+    def __init__(self, runner: Runner, case: GoldenCase, rules: ChunkRules, group: range) -> None:
         self._runner = runner
         self._case = case
-        self._pieces = pieces
+        self._rules = rules
         self._group = group
         self._slots: SlotTable[int] = SlotTable(len(group))
         self._num_computed = [0] * len(case.sequences)
 
     def run(self, logits: dict[Feed, Float32]) -> None:
-        """Feeds every step and files the logits of each of its feeds."""
+        """Runs every step; stores the logits of each feed."""
         copies: tuple[KVCopy, ...] = ()
         for step in self._case.steps:
             feeds = [feed for feed in step if feed.row in self._group]
@@ -107,12 +107,12 @@ class _Replay:
         decoding = {slots[feed.row] for feed in feeds if feed.count == 1}
         return ScheduledBatch(
             kv_operations=copies,
-            encodes=self._pieces.group_sources(sources),
+            encodes=self._rules.group_sources(sources),
             decode=tuple(
                 self._decode_row(self._slots[slot], is_padding=slot not in decoding)
                 for slot in range(max(decoding, default=-1) + 1)
             ),
-            prefill_groups=self._pieces.group_prompts(
+            prefill_groups=self._rules.group_prompts(
                 PrefillRow(slots[feed.row], self._token_ids(feed)) for feed in feeds if self._is_short(feed)
             ),
             prefills=tuple(
@@ -128,7 +128,7 @@ class _Replay:
         return DecodeRow(int(self._case.sequences[row][position]), position, self._source_length(row), is_padding)
 
     def _is_short(self, feed: Feed) -> bool:
-        return self._pieces.is_short(feed.start, feed.count)
+        return self._rules.is_short(feed.start, feed.count)
 
     def _token_ids(self, feed: Feed) -> tuple[int, ...]:
         return tuple(self._case.sequences[feed.row][feed.start : feed.start + feed.count].tolist())
@@ -137,7 +137,7 @@ class _Replay:
         return len(self._case.sources[row]) if self._case.sources else 0
 
     def _release(self) -> list[KVCopy]:
-        """Frees the slots of rows that have fed all their tokens, the highest first."""
+        """Frees the slots of rows that are complete, the highest first."""
         copies = []
         for slot in reversed(range(len(self._slots))):
             row = self._slots[slot]

@@ -1,7 +1,7 @@
-"""Requests that compete for rows: the order of their turns within a step, and which running ones are preempted.
+"""Order of requests within a step, and the choice of requests to preempt.
 
-Decides, and changes no request. Each waiting tenant is looked up once a step, and again only after a turn of its own,
-as no turn changes another tenant's account: planning is linear in the number of tenants.
+Decides, and changes no request. A tenant is looked up once a step, and again after a turn of its own, as turns do not
+change other tenants' accounts: planning is linear in the number of tenants.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from service.engine.sequence import SequenceGroup
 
 
 class StepOrder:
-    """The order of work in one step: prompts that go on, and waiting requests to admit.
-
-    Of one tenant the prompts come first.
+    """The order of work in one step: running prompts, and waiting requests to admit. A tenant's prompts come first.
 
     Args:
-        tenants: the tenants of all requests.
-        ledger: what they hold.
-        prompts: running requests of which the prompts' next pieces are not in the step yet, by slot.
-        claimant: the request that others were preempted for. It comes first.
+        tenants: queues and accounts.
+        ledger: K/V accounting.
+        prompts: running requests whose prompts' next chunks are not in the step yet, by slot.
+        claimant: the request that others were preempted for; it comes first.
     """
 
     def __init__(
@@ -44,27 +42,28 @@ class StepOrder:
         for index, group in enumerate(prompts):
             self._prompts.setdefault(tenants.of(group), []).append((index, group))
         for own in self._prompts.values():
-            # The next one last, where it is popped: the most urgent and, of equals, the one in the lowest slot.
+            # The next one last, where it is popped: the most urgent, and of equals that in the lowest slot.
             own.sort(key=lambda each: (each[1].request.priority, -each[0]))
-        # A request waits for rows or memory: of those whose turn is this one or later only saved ones start, if any.
-        self._bar, self._lets_saved_pass = (sys.maxsize, False), False
+        # Once a request waits for rows or memory, no request of this turn or a later one is admitted, except saved ones
+        # where they leave too little memory.
+        self._bar, self._admits_saved = (sys.maxsize, False), False
         self._blocked: set[Tenant] = set()
-        # The request whose turn it is, and whether it was saved before.
+        # The request whose turn it is, and whether its K/V were saved.
         self._current: tuple[SequenceGroup, bool] | None = None
         self._look_up_all()
 
     @property
     def heads(self) -> list[SequenceGroup]:
-        """The next request of each tenant that waits, in the order of their turns."""
+        """The next waiting request of each tenant, in the order of turns."""
         return [head for *_, head in sorted(self._heads.values(), key=lambda each: each[:2])]
 
     @property
     def prompts(self) -> Iterator[SequenceGroup]:
-        """The prompts that have not had their turns."""
+        """The prompts that had no turn yet."""
         return (group for own in self._prompts.values() for _, group in own)
 
     def take(self) -> SequenceGroup | None:
-        """The next request to have its turn, or None. What the last one was given has been charged by now."""
+        """The next request, or None. What the last one received must be charged by now."""
         if self._current is not None:
             self._refresh(*self._current)
         group, self._claimant = self._claimant or self._pop(), None
@@ -72,11 +71,11 @@ class StepOrder:
         return group
 
     def block(self, head: SequenceGroup) -> None:
-        """The request whose turn it is does not fit: it waits, with its tenant's others and those that come later."""
+        """Makes a request that does not fit wait, with its tenant's others and all later turns."""
         urgency, is_beyond, *_ = self._tenants.turn(head)
         self._blocked.add(self._tenants.of(head))
         self._bar = min(self._bar, (urgency + is_beyond, not is_beyond))
-        self._lets_saved_pass = self._lets_saved_pass or not self._ledger.fits_beside_saved(head)
+        self._admits_saved = self._admits_saved or not self._ledger.fits_beside_saved(head)
 
     def _pop(self) -> SequenceGroup | None:
         while self._queue:
@@ -85,14 +84,14 @@ class StepOrder:
             if not is_head:
                 self._prompts[tenant].pop()
                 return group
-            if turn[:2] < self._bar or (self._lets_saved_pass and group.handles):
+            if turn[:2] < self._bar or (self._admits_saved and group.handles):
                 return group
             self._blocked.add(tenant)
             self._look_up(tenant)
         return None
 
     def _refresh(self, group: SequenceGroup, was_saved: bool) -> None:  # noqa: FBT001
-        """Looks up the tenant that had a turn; all of them where that may change which saved requests go first."""
+        """Looks up the tenant that had a turn; all tenants if that may change which saved requests go first."""
         tenant = self._tenants.of(group)
         if self._is_short:
             is_changed = was_saved and not group.handles
@@ -109,12 +108,12 @@ class StepOrder:
         self._heads: dict[Tenant, tuple[Turn, int, SequenceGroup]] = {}
         self._queue: list[tuple[Turn, bool, int, SequenceGroup]] = []
         for tenant in self._places:
-            # The claimant's tenant is looked up once that has had its turn.
+            # The claimant's tenant is looked up after the claimant's turn.
             if self._claimant is None or tenant is not self._tenants.of(self._claimant):
                 self._look_up(tenant)
 
     def _look_up(self, tenant: Tenant) -> None:
-        """Finds the tenant's next request, and queues that or the prompt that goes before it."""
+        """Finds the tenant's next request, and queues that or a prompt that goes before it."""
         self._heads.pop(tenant, None)
         found = []
         if own := self._prompts.get(tenant):
@@ -129,16 +128,16 @@ class StepOrder:
 
 
 class Preemption:
-    """Finds the first request that can start if others are preempted, and these others.
+    """Finds the first waiting request that can start if others are preempted, and these others.
 
-    Those are less urgent or, where the request's tenant is due for more, equals of other tenants. Requests of a lower
-    priority take rows only while all more urgent ones that wait do so for their tenants' shares.
+    Victims are less urgent, or equals of other tenants where the request is due. A lower priority preempts only while
+    all more urgent waiting requests wait for their tenants' shares.
 
     Args:
-        tenants: the tenants of all requests.
-        ledger: what they hold.
+        tenants: queues and accounts.
+        ledger: K/V accounting.
         order: of the step.
-        plan: the step so far, without any request that waits.
+        plan: the step so far, without waiting requests.
     """
 
     def __init__(self, tenants: Tenants, ledger: KVLedger, order: StepOrder, plan: StepPlan) -> None:
@@ -150,19 +149,19 @@ class Preemption:
         self._lesser: list[SequenceGroup] = []
 
     def find(self) -> tuple[SequenceGroup, list[SequenceGroup]] | None:
-        """The request, and those whose rows it gets; None if that lets no request start."""
+        """The request and its victims; None if preemption helps none."""
         for priority, heads in itertools.groupby(self._heads, key=lambda head: head.request.priority):
             urgent = list(heads)
             if (found := self._find(priority, urgent)) is not None:
                 return found
-            # What is free, or is given up from now on, is theirs.
+            # What is free now, or will be freed, is reserved for them.
             if any(self._ledger.fits(head) or self._tenants.is_due(head) for head in urgent):
                 return None
         return None
 
     def _find(self, priority: int, heads: Iterable[SequenceGroup]) -> tuple[SequenceGroup, list[SequenceGroup]] | None:
-        """The same, among waiting requests of one priority."""
-        # None of a tenant whose own prompt goes before.
+        """The same among waiting requests of one priority."""
+        # A tenant's own prompts go before its waiting requests.
         busy = {group.request.tenant for group in self._prompts if group.request.priority >= priority}
         claimants = [head for head in heads if head.request.tenant not in busy]
         if not claimants:
@@ -173,7 +172,7 @@ class Preemption:
         for head in claimants:
             if self._tenants.are_several and self._ledger.fits(head):
                 continue
-            # Most do not fit even so: that is found without a look at every running request.
+            # Most do not fit even so: found without looking at every running request.
             if self._ledger.fits_in(head, *room) and (victims := self._victims(head)):
                 return head, victims
             if not self._tenants.is_beyond_share(head):
@@ -181,10 +180,10 @@ class Preemption:
         return None
 
     def _victims(self, head: SequenceGroup) -> list[SequenceGroup]:
-        """Those to be preempted for a request, if that, and only that, lets it start; else none."""
+        """Requests to preempt for one that can start then and only then; else none."""
         victims: list[SequenceGroup] = []
         if not self._plan.can_start(head, self._ledger.num_tokens_at_hand(head)):
-            # A less urgent one that is in the middle of its prompt may have the prefill budget, and at most one has.
+            # At most one less urgent request in its prompt has the prefill budget.
             victims = [group for group in self._lesser if group.is_in_prompt]
             if not victims:
                 return []
@@ -198,7 +197,7 @@ class Preemption:
         return victims if self._ledger.fits(head, victims) else []
 
     def _equals(self, head: SequenceGroup, victims: Collection[SequenceGroup]) -> list[SequenceGroup]:
-        """Requests of other tenants without which, and without the victims, one that is due fits; none to spare."""
+        """A minimal set of other tenants' requests to preempt besides `victims`, so that one that is due fits."""
         found: list[SequenceGroup] = []
         for group in self._tenants.choose_victims(head, victims):
             found.append(group)

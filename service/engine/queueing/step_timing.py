@@ -1,21 +1,21 @@
-"""How long steps lately took, from end to end: what a request must expect of the next one.
+"""Durations of recent steps: how long the next one may take.
 
-Knows no clock; times are `time.monotonic()` seconds. Touched by the scheduler alone.
+Reads no clock: callers pass `time.monotonic()` seconds.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-# Enough to have seen a prompt's dearest chunk, few enough to forget a hiccup soon.
+# Enough to include a prompt's longest chunk, few enough to forget an outlier soon.
 _NUM_STEPS = 16
 
 
-class Pace:
-    """The durations of recent steps, with everything between two of them: other models' steps, the host's work.
+class StepTiming:
+    """Durations of recent steps, with everything between two of them: other models' steps and host work.
 
-    Steps with prompts in them take many times as long as those without, and may be rare. Each kind is remembered by
-    itself, so that a long spell of one does not make the other a surprise.
+    Steps with prompts take many times as long as steps without, and may be rare. Each kind has a window of its own, so
+    that many steps of one kind do not push out the other.
     """
 
     def __init__(self) -> None:
@@ -29,15 +29,15 @@ class Pace:
         return max((seconds for kind in self._seconds.values() for seconds in kind), default=0.0)
 
     def begin(self, now: float) -> None:
-        """A step begins: counted from the last one's end, unless there was a pause."""
+        """Begins a step: it counts from the end of the last one, unless there was a pause."""
         self._began = now if self._last_end is None else self._last_end
 
     def end(self, now: float, *, has_prompts: bool) -> None:
-        """The step that began is over; another follows at once, unless `pause` says otherwise."""
+        """Ends the step; another follows at once unless `pause` is called."""
         if self._began is not None:
             self._seconds[has_prompts].append(now - self._began)
         self._began, self._last_end = None, now
 
     def pause(self) -> None:
-        """No step follows for now, or the one that began came to nothing."""
+        """No step follows for now, or the current one failed."""
         self._began = self._last_end = None

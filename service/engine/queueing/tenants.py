@@ -1,24 +1,23 @@
-"""Weighted fair sharing between tenants: rows, K/V memory and prompt tokens. Requests of one tenant: `waiting`.
+"""Weighted fair sharing between tenants: rows, K/V memory and prompt tokens.
 
-A tenant's *share* is its weight over the weights of all tenants with live requests. Its *usage* is its share of the
-rows or of the K/V memory, whichever is larger, saved K/V included: dominant resource fairness (Ghodsi et al., 2011).
-A tenant without a name is one like any other, and a tenant alone has a share of 1.
+A tenant's *share* is its weight over the weights of all tenants with live requests; a tenant alone has a share of 1.
+Its *usage* is its fraction of the rows or of the K/V memory, saved K/V included, whichever is larger: dominant resource
+fairness (Ghodsi et al., 2011). Requests without a tenant's name share one tenant.
 
-* **Work conserving.** Whatever no tenant claims within its share, any tenant may use. It is taken back by preemption.
-* **Rows and memory.** A request that keeps its tenant within its share is *due*. Room for it is made at once, out of
-  what other tenants use beyond their shares. A tenant within its share is not preempted for that.
-* **Requests beyond a share.** A tenant without rows whose next request needs u times its share is due after it was kept
-  out for (`SLICE_STEPS` + c) * (u - 1) steps. The request may take the rows of any tenant, and keeps its own for
+* **Work conserving.** A tenant may use what no other claims within its share. It is taken back by preemption.
+* **Rows and memory.** A request that keeps its tenant within its share is *due*: other tenants' usage beyond their
+  shares is preempted for it at once. A tenant within its share is not preempted for that.
+* **Requests beyond a share.** If a tenant without rows has a next request that needs u times its share, that is due
+  after (`SLICE_STEPS` + c) * (u - 1) steps without rows. It may then preempt any tenant, and keeps its own rows for
   `SLICE_STEPS`: so it has its share of the time, and tenants do not preempt each other with every step.
-* **Copies.** c is what preemption copied for the tenant's last such requests, in steps. The tenant whose request does
-  not fit its share pays: the preempted one's, or the one's that takes the rows. To save and restore a row as long as
-  the context counts as a step: its K/V are about a quarter of the weights' bytes, and are read and written twice.
-* **Prompts.** The tenant whose prompts had fewest tokens computed, over its weight, goes first (stride scheduling, as
-  in `service.runtime.turns`). One that was idle is behind by one step's tokens at most: what it left unused is not
-  saved up.
+* **Copies.** c is what preemption copied for the tenant's last such requests, in steps. The tenant whose request
+  exceeds its share pays: the victim's, or else the head's. Saving and restoring a row as long as the context counts as
+  one step: its K/V are about a quarter of the weights' bytes, and are read and written twice.
+* **Prompts.** The tenant with the fewest prompt tokens computed, over its weight, goes first (stride scheduling). An
+  idle tenant falls behind by one step's tokens at most: unused shares are not saved up.
 
-Fairness holds among requests of one priority. A higher priority goes first, of any tenant. Runs on the engine thread;
-knows no clock.
+Fairness holds among requests of one priority; a higher priority of any tenant goes first. Runs on the engine thread;
+reads no clock.
 """
 
 from __future__ import annotations
@@ -32,13 +31,10 @@ from service.engine.queueing.waiting import WaitingQueue
 from service.engine.sequence import SequenceGroup
 
 SLICE_STEPS = 4
-"""Steps for which a request beyond its tenant's share keeps its rows.
-
-More would cost fewer copies of K/V, and hold up first tokens for longer.
-"""
+"""Steps for which a request beyond its tenant's share keeps its rows. More: fewer copies, and later first tokens."""
 Turn = tuple[int, bool, float, int]
-"""A request's turn, smaller is sooner: its priority negated, whether it is beyond its tenant's share, and the tenant's
-prompt tokens and last turn."""
+"""A request's turn, smaller is sooner: negated priority, whether it is beyond its tenant's share, the tenant's weighted
+prompt tokens, the tenant's last turn."""
 
 # Shares are sums of floats.
 _TOLERANCE = 1e-9
@@ -46,11 +42,10 @@ _TOLERANCE = 1e-9
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One tenant's requests and account.
+    """One tenant's queue and account.
 
-    `prompt_tokens` are those that were computed for it, over its weight; `last_turn` is when some were last.
-    `num_steps_out` is for how many steps it has waited without a row; `copy_steps` is the time of the copies that it is
-    to pay, in steps.
+    `prompt_tokens` were computed for it, over its weight; `last_turn` is when. `num_steps_out` are the steps that it
+    has waited without a row; `copy_steps` are the copies to pay for, in steps.
     """
 
     weight: float
@@ -66,7 +61,7 @@ class Tenants:
     """All tenants with live requests, and those whose account still counts.
 
     Args:
-        ledger: what they hold.
+        ledger: K/V accounting.
         max_prefill_tokens: prompt tokens of a step.
     """
 
@@ -81,18 +76,15 @@ class Tenants:
         self._num_turns = 0
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        """All requests that wait, tenant by tenant, each one's in the order of their turns."""
+        """All waiting requests, by tenant, each tenant's in the order of its queue."""
         for tenant in self._tenants.values():
             yield from tenant.waiting
 
     def __len__(self) -> int:
         return sum(len(tenant.waiting) for tenant in self._tenants.values())
 
-    def __contains__(self, group: SequenceGroup) -> bool:
-        return group in self.of(group).waiting
-
     def of(self, group: SequenceGroup) -> Tenant:
-        """Whose a live request is."""
+        """The tenant of a live request."""
         return self._tenants[group.request.tenant]
 
     @property
@@ -101,7 +93,7 @@ class Tenants:
         return self._num_live > 1
 
     def begin(self, group: SequenceGroup) -> None:
-        """A request lives from now on, and waits."""
+        """Adds and queues a new request."""
         request = group.request
         tenant = self._tenants.setdefault(request.tenant, Tenant(request.weight))
         tenant.weight = request.weight
@@ -110,15 +102,22 @@ class Tenants:
         self._count()
 
     def end(self, group: SequenceGroup) -> None:
-        """A request is over, and does not wait any more."""
+        """Removes an ended request, which waits no longer."""
         tenant = self.of(group)
         tenant.num_live -= 1
         if not tenant.num_live:
-            tenant.num_steps_out = 0  # what was waited for is over: waiting is not saved up
+            tenant.num_steps_out = 0  # waiting is not saved up for later requests
             self._count()
 
+    def discard(self, group: SequenceGroup) -> bool:
+        """Takes a live request out of its queue; returns whether it waited."""
+        waiting = self.of(group).waiting
+        if is_waiting := group in waiting:
+            waiting.remove(group)
+        return is_waiting
+
     def begin_step(self) -> None:
-        """Forgets what a tenant left unused, but for a step's prompt tokens."""
+        """Drops what tenants left unused beyond a step's prompt tokens."""
         self._num_steps += 1
         if len(self._tenants) < 2:
             return
@@ -131,14 +130,14 @@ class Tenants:
                     del self._tenants[name]
 
     def end_step(self) -> None:
-        """Counts the steps for which tenants are kept out."""
+        """Counts the steps that tenants wait without a row."""
         if self.are_several:
             running = {group.request.tenant for group in self._ledger.running}
             for name, tenant in self._tenants.items():
                 tenant.num_steps_out += name not in running and len(tenant.waiting) > 0
 
     def charge(self, group: SequenceGroup, num_tokens: int) -> None:
-        """Prompt tokens were computed for a request, or it was given rows; either has its price."""
+        """Charges a request's tenant for prompt tokens, or at least 1 for rows."""
         tenant = self.of(group)
         tenant.prompt_tokens += max(1, num_tokens) / tenant.weight
         tenant.last_turn = self._num_turns
@@ -147,20 +146,20 @@ class Tenants:
 
     @property
     def all(self) -> Collection[Tenant]:
-        """Every tenant, in the order in which they came."""
+        """Every tenant, in the order of arrival."""
         return self._tenants.values()
 
     @property
     def is_short(self) -> bool:
-        """Whether what is saved leaves too little memory for some tenant's first request."""
+        """Whether saved K/V leave too little memory for some tenant's first request."""
         firsts = (tenant.waiting.first for tenant in self._tenants.values())
         return not all(first is None or self._ledger.fits_beside_saved(first) for first in firsts)
 
     def head(self, tenant: Tenant, *, is_short: bool) -> SequenceGroup | None:
         """A tenant's next request.
 
-        Where memory `is_short`, only the end of saved requests frees some: these go first. The one that was saved last
-        always fits beside the others, as it ran beside them with all its memory reserved.
+        Where memory `is_short`, it is freed only when saved requests end, so these go first. The one saved last always
+        fits beside the others, as it ran beside them with all its memory reserved.
         """
         return (self._first_saved(tenant) if is_short else None) or tenant.waiting.first
 
@@ -169,32 +168,32 @@ class Tenants:
         return next((group for group in saved if self._ledger.fits_beside_saved(group)), None)
 
     def is_beyond_share(self, head: SequenceGroup) -> bool:
-        """Whether a request that waits would take its tenant beyond its share."""
+        """Whether a waiting request would take its tenant beyond its share."""
         return self.are_several and self._need(head) > 1 + _TOLERANCE
 
     def is_due(self, head: SequenceGroup) -> bool:
-        """Whether room is to be made for a request that waits: see the module."""
+        """Whether other tenants' requests may be preempted for a waiting one: see the module."""
         tenant, need = self.of(head), self._need(head)
         if need <= 1 + _TOLERANCE:
             return True
         return 0 < tenant.num_steps_out >= (SLICE_STEPS + tenant.copy_steps) * (need - 1)
 
     def turn(self, group: SequenceGroup) -> Turn:
-        """When a request's turn is: the more urgent first, then those within their tenants' shares."""
+        """A request's turn: the more urgent first, then those within their tenants' shares."""
         tenant = self.of(group)
         is_beyond = group not in self._ledger.running and self.is_beyond_share(group)
         return -group.request.priority, is_beyond, tenant.prompt_tokens, tenant.last_turn
 
     def spare(self, head: SequenceGroup) -> None:
-        """A request gets rows that others had: beyond its tenant's share it keeps them for some steps."""
+        """Lets a request beyond its tenant's share keep preempted rows for `SLICE_STEPS`."""
         if self.is_beyond_share(head):
             head.spared_until = self._num_steps + SLICE_STEPS
             self.of(head).copy_steps = 0.0
 
     def charge_copy(self, victim: SequenceGroup, head: SequenceGroup) -> None:
-        """A running request is about to be saved for another: the tenant whose request is beyond its share pays.
+        """Charges a preemption's copies to the tenant whose request is beyond its share.
 
-        A higher priority goes before any share, so that neither pays for its copies.
+        Between different priorities neither pays, as a higher priority goes before any share.
         """
         if victim.request.priority != head.request.priority:
             return
@@ -204,18 +203,18 @@ class Tenants:
             payer.copy_steps += self._ledger.num_whole_rows(victim)
 
     def preemptible(self, priority: int) -> list[SequenceGroup]:
-        """Running requests of a priority that may be preempted for their equals, in the order of their ranks."""
+        """Running requests of a priority that may be preempted for equals, by rank."""
         running = (group for group in self._ledger.running if group.request.priority == priority)
         return sorted((group for group in running if group.spared_until <= self._num_steps), key=lambda each: each.rank)
 
     def choose_victims(self, head: SequenceGroup, without: Collection[SequenceGroup]) -> Iterator[SequenceGroup]:
-        """Yields running requests to be preempted for one that is due, until it fits.
+        """Yields running requests to preempt for one that is due, until it fits.
 
-        Of the tenant that is furthest beyond its share the least urgent and most recent one comes first. Tenants within
-        their shares lose nothing to one that stays within its own.
+        The tenant furthest beyond its share goes first, with its least urgent and most recent request. Tenants within
+        their shares lose nothing to one within its own.
 
         Args:
-            head: the one that is due.
+            head: the request that is due.
             without: requests that are preempted anyway.
         """
         usages = {name: self._ledger.usage(name) for name in self._tenants}
@@ -238,7 +237,7 @@ class Tenants:
             yield group
 
     def _count(self) -> None:
-        """Takes note of which tenants have live requests."""
+        """Recounts tenants with live requests, and their weights."""
         weights = [tenant.weight for tenant in self._tenants.values() if tenant.num_live]
         self._num_live, self._total_weight = len(weights), math.fsum(weights)
         if not weights:
@@ -248,5 +247,5 @@ class Tenants:
         return tenant.weight / self._total_weight
 
     def _need(self, head: SequenceGroup) -> float:
-        """A tenant's usage once its next request runs, in shares."""
+        """The tenant's usage if its next request ran, in shares."""
         return self._ledger.usage_with(head).ratio / self._share(self.of(head))

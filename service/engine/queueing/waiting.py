@@ -1,14 +1,13 @@
-"""Requests that wait for a place: the more urgent first. Knows no slots, no memory and no clock.
+"""Waiting requests in the order of their turns. Knows no slots, no memory and no clock.
 
-Among requests of one priority, the earliest deadline goes first, but nobody waits for ever: a request is *due* at its
-deadline or `patience` after its arrival, whichever is sooner, and who is due first goes first. A request without a
-deadline counts as one whose patience ends. As nobody's deadline lies before its arrival,
+The higher priority goes first. Among equals it is earliest deadline first (Liu and Layland, 1973) with a bound on
+waiting: a request is *due* at its deadline or `patience` after its arrival, whichever is sooner. No deadline lies
+before its request's arrival, so
 
     b overtakes a  ⟹  arrival(b) ≤ due(b) ≤ due(a) ≤ arrival(a) + patience
 
-so that a request is overtaken, among equals, only by those that arrive within its patience; whoever comes later goes
-behind it, whatever its deadline. Being static, the order is kept without sorting, and one that comes back after a
-preemption is where it was before. The rule is earliest deadline first (Liu and Layland, 1973) with a bound on waiting.
+and a request is overtaken, among equals, only by those that arrive within its patience. The order is static: it is
+kept without sorting, and a preempted request returns to its place.
 """
 
 from __future__ import annotations
@@ -21,13 +20,7 @@ from service.engine.types import GenerationRequest
 
 
 def due_time(request: GenerationRequest, patience: float | None) -> float:
-    """When a request's turn should have come.
-
-    Args:
-        request: whose.
-        patience: seconds for which equals with earlier deadlines may overtake it; None lets nobody overtake, so that
-            all are due alike and go in the order in which they were queued.
-    """
+    """When a request is due; 0 for all with a `patience` of None, so that they go in the order of arrival."""
     if patience is None:
         return 0.0
     bound = request.arrival_time + patience
@@ -35,10 +28,7 @@ def due_time(request: GenerationRequest, patience: float | None) -> float:
 
 
 class WaitingQueue:
-    """A queue by `SequenceGroup.rank`.
-
-    A list in order: what an insertion moves is a few pointers, and there are as many as the operator lets wait.
-    """
+    """A list in the order of `SequenceGroup.rank`: an insertion moves a few pointers."""
 
     def __init__(self) -> None:
         self._groups: list[SequenceGroup] = []
@@ -47,7 +37,6 @@ class WaitingQueue:
         return len(self._groups)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        """The next one first."""
         return iter(self._groups)
 
     def __contains__(self, group: SequenceGroup) -> bool:
@@ -56,15 +45,15 @@ class WaitingQueue:
 
     @property
     def first(self) -> SequenceGroup | None:
-        """Whose turn it is."""
+        """The next request to admit."""
         return self._groups[0] if self._groups else None
 
     def add(self, group: SequenceGroup) -> None:
-        """Puts a request where it belongs."""
+        """Inserts a request at its place."""
         self._groups.insert(self._place(group), group)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Takes a request out.
+        """Removes a request.
 
         Raises:
             ValueError: when it does not wait.

@@ -1,22 +1,21 @@
-"""Beam search over one request's outputs: which beams live on, which have ended, and when the search is over.
+"""Beam search over one request's outputs: which beams continue, which hypotheses are finished, when it is over.
 
-At each step all continuations of all beams compete by their cumulative log-probability (Graves, 2012;
-Boulanger-Lewandowski et al., 2013). Those among the best `beam_size` that end are finished hypotheses; the best
-`beam_size` that do not end are the next step's beams. That is Hugging Face's and CTranslate2's search, too, as is a
-hypothesis's score, `sum of log-probabilities / length ** length_penalty`, the simple form of Wu et al., 2016, equation
-14. The length counts generated tokens, the end among them, as with Hugging Face (CTranslate2 counts it only where the
-hypothesis shows it). At `max_tokens` the best `beam_size` continuations finish, whatever they are.
+At each step all continuations of all beams compete by cumulative log-probability (Graves, 2012; Boulanger-Lewandowski
+et al., 2013). Of the best `beam_size`, those that end are finished hypotheses; the best `beam_size` that do not end are
+the next beams. A hypothesis's score is `sum of log-probabilities / length ** length_penalty`, the simple form of Wu et
+al., 2016, equation 14; the length counts generated tokens, the end included. All this is Hugging Face's and
+CTranslate2's search (CTranslate2 counts the end only where the hypothesis shows it). At `max_tokens` the best
+`beam_size` continuations finish, whatever they are.
 
-The search is over when `beam_size * patience` hypotheses have finished (Kasai et al., 2022; Hugging Face's
-`early_stopping=True` and CTranslate2's default are patience 1), but never before there are as many as were asked for.
-With patience 0 it is over when `beam_size` have finished and the best beam, were it to end as it is, would score no
-better than the worst of the best `beam_size`: a guess, as a beam's score may still rise, and Hugging Face's default,
-`early_stopping=False`. It is also over when no beam is left, or when no beam could still beat the hypotheses to be
-returned, which changes nothing but the time that it takes (nothing adds to a log-probability, so that a beam's best
-possible score is known).
+The search is over when `beam_size * patience` hypotheses are finished (Kasai et al., 2022; patience 1 is Hugging Face's
+`early_stopping=True` and CTranslate2's default), but never before there are as many as were asked for. With patience 0
+it is over when `beam_size` are finished and the best beam, if it ended now, would score no better than the worst of the
+best `beam_size`: Hugging Face's default, `early_stopping=False`, a heuristic, as a beam's score may still rise. It is
+also over when no beam is left, or when none could still beat the hypotheses to be returned, which changes no result:
+log-probabilities only fall, so a beam's best possible score is known.
 
-Pure: knows no slots, no K/V, no text and no rules, which have had their say in the expansions. A search is a function
-of its own expansions alone, added up in double precision, so that a request's company cannot change it.
+Pure: knows no slots, no K/V, no text and no rules, which are applied in the expansions. Sums are in double precision. A
+search depends on its own expansions only, so it is independent of batch composition.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MAX_LOG = 700.0
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """A beam that lives on: beam `parent` of the step before, and one more token."""
+    """A next beam: beam `parent` of the step before, and one more token."""
 
     parent: int
     token_id: int
@@ -43,7 +42,7 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished output. Its end, if it has one, is among its tokens, and each token has its log-probabilities."""
+    """A finished output. Its tokens include its end, if it has one; each token has its log-probabilities."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -66,10 +65,10 @@ class BeamSearch:
     """One request's search: a single empty beam at first.
 
     Args:
-        params: a `length_penalty` is cut to what double precision can hold of the powers of `max_tokens`.
-        max_tokens: how long an output may be, at least 1: what the request asks for or the context has left.
-        eos_ids: tokens that end an output; none where they are to be ignored.
-        stop_token_ids: further tokens that do, by the request's wish.
+        params: `length_penalty` is limited so that powers of `max_tokens` stay within double precision.
+        max_tokens: tokens of an output at most, at least 1.
+        eos_ids: tokens that end an output; empty where they are ignored.
+        stop_token_ids: further ones, of the request.
     """
 
     def __init__(
@@ -93,14 +92,14 @@ class BeamSearch:
 
     @property
     def num_steps(self) -> int:
-        """Steps so far: how often the beams were extended."""
+        """Steps so far."""
         return self._length
 
     @property
     def num_candidates(self) -> int:
-        """How many continuations of each beam are wanted, or all there are if fewer.
+        """Continuations wanted of each beam.
 
-        Enough for one beam to provide all of the next ones, though every end is among its best.
+        Enough for one beam to provide all of the next ones, even if every ending token is among its best.
         """
         return self._params.beam_size + len(self._eos_ids | self._stop_token_ids)
 
@@ -110,15 +109,12 @@ class BeamSearch:
         return not self._beams
 
     def advance(self, expansions: Sequence[Expansion]) -> tuple[Extension, ...]:
-        """One step.
+        """Takes one step; returns the next beams, best first, and none when the search is over.
 
         Ties go to the continuation of the better beam, then to the more probable token, then to the lower id.
 
         Args:
             expansions: one for each beam, in order. A beam without continuations is a dead end.
-
-        Returns:
-            The next beams, best first; none when the search is over.
         """
         totals = [beam.total + expansion.logprobs for beam, expansion in zip(self._beams, expansions, strict=True)]
         parents = np.repeat(np.arange(len(totals)), [len(each) for each in totals])
@@ -144,7 +140,7 @@ class BeamSearch:
                 beams.append(beam)
                 extensions.append(Extension(parent, token_id))
         if not beams and not self._hypotheses:
-            # Nothing may follow any beam, and none has ended: better what there is than nothing.
+            # No beam has a continuation, and no hypothesis is finished: the beams are returned as they are.
             for beam in self._beams:
                 self._finish(beam)
         if self._is_decided(beams):
@@ -154,10 +150,10 @@ class BeamSearch:
         return tuple(extensions)
 
     def stop(self, reason: FinishReason) -> tuple[Hypothesis, ...]:
-        """Ends the search where it is: its beams finish for this reason, and compete with those that have ended.
+        """Ends the search: its beams finish for this reason, and compete with the finished hypotheses.
 
         Returns:
-            What `hypotheses` does from now on; one without tokens where nothing was searched yet.
+            `hypotheses()`; one without tokens before the first step.
         """
         for beam in self._beams:
             self._finish(beam, reason)
@@ -165,16 +161,16 @@ class BeamSearch:
         return self.hypotheses()
 
     def hypotheses(self) -> tuple[Hypothesis, ...]:
-        """The best of those finished, best first; the one that finished first where scores are equal.
+        """The best finished hypotheses, best first; of equal scores, the one that finished first comes first.
 
-        As many as were asked for when the search is over, or all there are: fewer only where rules and vocabulary allow
-        no more, and one at least, which has no tokens if nothing could be generated at all.
+        When the search is over there are as many as were asked for, or fewer where rules and vocabulary allow no more,
+        and at least one, which has no tokens if nothing could be generated.
         """
         ranked = sorted(self._hypotheses, key=lambda hypothesis: -hypothesis.score)
         return tuple(ranked[: self._params.num_hypotheses])
 
     def _finish(self, beam: _Beam, reason: FinishReason = FinishReason.LENGTH) -> None:
-        """Adds a hypothesis; `reason` is why, unless its last token says so."""
+        """Adds a hypothesis; `reason` applies unless its last token is an ending one."""
         matched_stop = None
         last = beam.token_ids[-1] if beam.token_ids else None
         if last in self._eos_ids:
@@ -187,8 +183,8 @@ class BeamSearch:
     def _score(self, total: float, length: int) -> float:
         return total / math.pow(max(length, 1), self._length_penalty)
 
-    def _worst_kept(self) -> float:
-        """The score of the last of the best `beam_size` hypotheses."""
+    def _worst_of_best(self) -> float:
+        """Score of the last of the best `beam_size` hypotheses."""
         return sorted((each.score for each in self._hypotheses), reverse=True)[self._params.beam_size - 1]
 
     def _is_decided(self, beams: Sequence[_Beam]) -> bool:
@@ -198,10 +194,10 @@ class BeamSearch:
         if num_finished < params.num_hypotheses:
             return False
         if self._patience == 0:
-            if num_finished >= params.beam_size and self._score(beams[0].total, self._length) <= self._worst_kept():
+            if num_finished >= params.beam_size and self._score(beams[0].total, self._length) <= self._worst_of_best():
                 return True
         elif num_finished >= params.beam_size * self._patience:
             return True
-        # A score is best where its length divides it most, and by then the sum can only be less.
+        # The sum can only fall, so the best possible score is that of the length that divides it most.
         best_length = self._max_tokens if params.length_penalty > 0 else self._length + 1
         return self._score(beams[0].total, best_length) <= self.hypotheses()[-1].score

@@ -1,8 +1,8 @@
-"""Token ids to text, one token at a time, and stop strings in that text.
+"""Incremental detokenization with stop strings.
 
-Knows no tokenizer: it is given a `decode` function. Two things make text wait. A character may be spread over several
-tokens, and a decoder writes U+FFFD for bytes that are no character yet; and the end of the text may be the beginning
-of a stop string. Both are held back until the next token settles them, or `flush` does.
+Knows no tokenizer: it is given a `decode` function. Text is held back in two cases. A character may be spread over
+several tokens (decoders write U+FFFD for incomplete bytes), and the end of the text may begin a stop string. Both are
+settled by the next tokens, or by `flush`.
 """
 
 from __future__ import annotations
@@ -12,33 +12,32 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Well-formed text settles within the four bytes of a character; ill-formed text must not be held back, and decoded
-# again with every token, for ever.
+# Well-formed text settles within the four bytes of a character. Ill-formed text must not be held back, and decoded
+# again with every token, forever.
 _MAX_HELD_TOKENS = 16
-# Tokens of a character that still lacks its last byte, at most.
+# Tokens of an incomplete character, at most.
 _MAX_INCOMPLETE_TOKENS = 3
-# One may hide a space that a decoder strips from either end; so many cannot.
+# A decoder may strip a space from either end; of this many copies of a token it leaves one.
 _COPIES_THAT_SHOW_TEXT = 3
 
 
 class TextStream:
     """The text of one output as it grows.
 
-    The pieces returned by `push` and `flush` concatenate to `decode` of all tokens pushed, cut at the first stop
-    string; after a prefix, to what `decode` of both has beyond the prefix's own text. That holds for every decoder
-    whose text only ever grows once its trailing replacement characters are set aside: byte-level, character and word
-    pieces do. (A byte-fallback decoder may take a character back when an invalid byte follows it; text already returned
-    then stands.)
+    What `push` and `flush` return concatenates to `decode` of all tokens pushed, cut at the first stop string; after a
+    prefix, to what `decode` of both adds to the prefix's text. That holds for every decoder whose text only grows,
+    trailing replacement characters aside: byte-level, character and word-piece decoders. (A byte-fallback decoder may
+    replace a character when an invalid byte follows; text already returned stands then.)
 
-    A token costs a few decodes of a bounded number of tokens, however long the output is and whatever it says.
+    A token costs a few decodes of a bounded number of tokens, however long the output is.
 
     Args:
         decode: ids to text, special tokens skipped.
-        stop: strings that end the output. The match that ends first wins, the longest of those that end together, so
-            that the outcome does not depend on where tokens begin and end.
+        stop: strings that end the output. The match that ends first wins, and the longest of those that end together,
+            so that the outcome does not depend on token boundaries.
         include_stop: whether the matched string stays in the text.
-        prefix_token_ids: tokens that the output continues. Their text is not part of it, though it decides how the
-            first tokens read: a decoder that strips a space at the beginning must not do so here.
+        prefix_token_ids: tokens that the output continues. They decide how the first tokens are decoded, as decoders
+            may strip a space at the beginning; their text is not returned.
     """
 
     def __init__(
@@ -53,32 +52,32 @@ class TextStream:
         self._stop = tuple(string for string in stop if string)
         self._include_stop = include_stop
         self._matched_stop: str | None = None
-        # Decoding restarts at the last settled token rather than at the first, so that a token costs the same however
-        # long the output is; the tokens before it are the context which tells a decoder that it is not at the start.
-        # `_text` is what both decode to; of it, the first `_num_settled` characters are given out.
+        # Decoding restarts at the last settled token, so that the cost of a token is bounded; the tokens before it are
+        # context, so that the decoder does not treat the rest as a beginning. `_text` is what both decode to, of which
+        # the first `_num_settled` characters were returned.
         self._context = list(prefix_token_ids[-_MAX_HELD_TOKENS:])
         self._recent: list[int] = []
         self._text = decode(self._context) if self._context else ""
         self._context_length = self._num_settled = len(self._text)
-        # Settled, but a stop string may begin in it. None may end within its first `_num_exempt` characters.
+        # Settled text in which a stop string may begin; none may end within its first `_num_exempt` characters.
         self._unmatched = ""
         self._num_exempt = 0
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that ended the text, None while there is none."""
+        """The stop string that ended the text, if any."""
         return self._matched_stop
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """Takes the next token; the text that is certain because of it, often one word, sometimes nothing.
+        """Takes the next token; returns the text that became certain.
 
-        Text that becomes certain while it may not stop ends no stop string, though one may begin in it.
+        With `may_stop` False, no stop string may end in that text, though one may begin in it.
         """
         if self._matched_stop is not None:
             return ""
         text = self._decode([*self._context, *self._recent, token_id])
         if text == self._text and not self._decode([token_id] * _COPIES_THAT_SHOW_TEXT):
-            # A control token: kept, many of them would make every later decode longer.
+            # A control token: many of them would make every later decode longer.
             return ""
         self._recent.append(token_id)
         self._text = text
@@ -95,7 +94,7 @@ class TextStream:
         return self._release(piece, may_stop=may_stop)
 
     def flush(self) -> str:
-        """Ends the text; what was held back, incomplete characters as U+FFFD."""
+        """Ends the text; returns what was held back, incomplete characters as U+FFFD."""
         if self._matched_stop is not None:
             return ""
         piece = self._text[self._num_settled :]
@@ -109,12 +108,12 @@ class TextStream:
         num_context = len(self._recent) - num_kept
         self._context, self._recent = self._recent[:num_context], self._recent[num_context:]
         self._text = self._decode(self._context + self._recent)
-        # From the end, since what is left of the text may begin within a character.
+        # Counted from the end, as the rest of the text may begin within a character.
         self._num_settled = len(self._text) - num_unsettled
         self._context_length = len(self._decode(self._context)) if num_kept else len(self._text)
 
     def _release(self, piece: str, *, may_stop: bool) -> str:
-        """Passes text on as far as no stop string can begin in it, or up to the one that matched."""
+        """Returns text up to where a stop string may begin, or up to the one that matched."""
         if not self._stop:
             return piece
         self._unmatched += piece
@@ -131,11 +130,11 @@ class TextStream:
         return released
 
     def _find(self, stop: str) -> int:
-        """Where the first match begins that ends outside the exempt text; -1 if there is none."""
+        """Start of the first match that ends outside the exempt text; -1 without one."""
         return self._unmatched.find(stop, max(self._num_exempt - len(stop) + 1, 0))
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

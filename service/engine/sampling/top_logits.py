@@ -1,9 +1,9 @@
-"""The highest logits of rows, where they are enough to choose a token by: nothing else of such rows leaves a device.
+"""Rows of which only the highest logits leave a device, where these suffice to choose a token.
 
-A token that is drawn greedily is decided by the highest logit, one that is drawn among the `k` highest by those and by
-whichever tie with the last of them. Where they are all there, whatever is drawn from them is what would be drawn from
-the whole row, to the bit: the very same numbers in the same order. Where it cannot be told that they are, as the last
-of them is no lower, or where a logit is not finite, the whole row is needed.
+A greedy token is decided by the highest logit; one drawn with top-k by the `k` highest and those that tie with the last
+of them. From these the same token is drawn as from the whole row, bit for bit: the same numbers in the same order.
+Where ties may be missing, as the last logit at hand is no lower than the last needed, or where a logit is not finite,
+the whole row is needed.
 
 The runner writes, the sampler reads. Knows neither devices nor graphs.
 """
@@ -21,16 +21,13 @@ from service.engine.batch import SampleRow, ScheduledBatch
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 
-# Below this sampling is greedy, as in vLLM: float32 could not hold the scaled logits.
+# Below this, sampling is greedy, as in vLLM: float32 could not hold the scaled logits.
 MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopRow:
-    """The highest logits of one row, by ascending id: `[K] int64` and `[K] float32`; and the id of the highest.
-
-    Of several that are equally high it is the lowest id.
-    """
+    """The highest logits of one row, by ascending id: `[K] int64`, `[K] float32`; and the greedy token."""
 
     token_ids: Int64
     values: Float32
@@ -44,7 +41,7 @@ class TopRow:
 
 
 class TopLogits:
-    """The rows of the last step that are known by their highest logits alone, by slot."""
+    """Rows of the last step by slot, as far as only their highest logits are known."""
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[Int64, Float32, int]] = {}
@@ -56,29 +53,29 @@ class TopLogits:
         return bool(self._rows)
 
     def row(self, slot: int) -> TopRow:
-        """What is known of a slot's row."""
+        """A slot's row."""
         token_ids, values, best = self._rows[slot]
         order = token_ids.argsort()
         return TopRow(token_ids[order], values[order], best)
 
     def best(self, slot: int) -> int:
-        """The token that a slot's row chooses greedily."""
+        """The greedy token of a slot's row."""
         return self._rows[slot][2]
 
     def clear(self) -> None:
-        """A step begins: nothing is known."""
+        """Forgets all rows, as a step begins."""
         self._rows.clear()
 
     def discard(self, slot: int) -> None:
-        """A slot's row is known whole."""
+        """Forgets a row, as all of its logits are known."""
         self._rows.pop(slot, None)
 
     def put(self, slots: Sequence[int], token_ids: Int64, values: Float32) -> None:
-        """Takes note of rows.
+        """Adds rows.
 
         Args:
-            slots: whose.
-            token_ids: `[len(slots), K]`, those of the highest logits, highest first; copied.
+            slots: of the rows.
+            token_ids: `[len(slots), K]`, of the highest logits, highest first; copied.
             values: their logits.
         """
         beyond = np.iinfo(np.int64).max
@@ -88,7 +85,7 @@ class TopLogits:
 
 
 def num_needed(samples: Iterable[SampleRow]) -> int | None:
-    """How many of a row's highest logits decide all of these draws from it; None where they need the whole row."""
+    """How many of a row's highest logits suffice for these samples; None where they need the whole row."""
     most = 0
     for sample in samples:
         if sample.logprobs is not None or (sample.rules is not None and not sample.rules.is_idle):
@@ -101,7 +98,7 @@ def num_needed(samples: Iterable[SampleRow]) -> int | None:
 
 
 def needs_by_slot(batch: ScheduledBatch) -> dict[int, int | None]:
-    """For each slot whose logits a batch draws from, `num_needed`; None for those that beams are extended by."""
+    """`num_needed` of each slot that a batch samples from; None for beams."""
     samples: dict[int, list[SampleRow]] = {}
     for sample in batch.samples:
         samples.setdefault(sample.slot, []).append(sample)
@@ -110,13 +107,13 @@ def needs_by_slot(batch: ScheduledBatch) -> dict[int, int | None]:
 
 
 def are_decided(needed: Sequence[int], values: Float32, normalizers: Float32, vocab_size: int) -> bool:
-    """Whether rows are decided by the logits that are singled out of them.
+    """Whether the highest logits suffice for all rows.
 
     Args:
-        needed: how many of the highest each row needs, 1 at least.
+        needed: how many of the highest each row needs, at least 1.
         values: `[rows, K]`, highest first.
         normalizers: `[rows]`, not finite where one of a row's logits is not.
-        vocab_size: how many logits a row has.
+        vocab_size: logits of a row.
     """
     if not np.isfinite(normalizers).all():
         return False

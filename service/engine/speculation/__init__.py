@@ -1,1 +1,1 @@
-"""Draft tokens: what a sequence may say next, for the model to confirm."""
+"""Speculative decoding: draft tokens that the model verifies."""

@@ -1,57 +1,56 @@
-"""Guessing what a sequence says next by looking up where it said the same before: speculation by prompt look-up.
+"""Prompt-lookup decoding (Saxena, 2023): draft tokens copied from an earlier place of the same sequence.
 
-The last tokens of a sequence, three of them or else two, are sought in its own prompt and output. What followed them at
-the latest earlier place is proposed to follow again (Saxena, 2023: prompt lookup decoding). Proposals cost nothing but
-the time to check them, and where an output repeats its prompt, as a correction or a summary does, most come true.
+The last three tokens of a sequence, or else the last two, are looked up in its own prompt and output. What followed
+their latest earlier occurrence is the draft. Drafts cost only their verification, and where an output repeats its
+prompt, as a correction or a summary does, most are accepted.
 
-How many are proposed goes by how the last ones did, counted in tokens and never timed. All that came true doubles the
-next proposal, up to what is allowed; some leave as many and one more; none halves it, and lets pauses follow that
-double up to `_LONGEST_PAUSE`. So who never repeats itself pays for one check in so many steps. A wrong proposal changes
-no token: whoever checks it stops there. Which proposals there are hangs on when they are asked for, and a sequence in
-company is not asked: tokens are the same everywhere, proposals are not.
+The number of draft tokens adapts to acceptance, counted in tokens and never timed. All accepted: it doubles, up to the
+limit. Some accepted: it is one more than were. None accepted: it halves, and drafting pauses for a number of steps that
+doubles up to `_LONGEST_PAUSE`. So a sequence that never repeats itself pays for one verification in that many steps.
+Output tokens do not depend on drafts: verification stops at the first wrong one.
 
-Knows token ids. Knows no logits, no slots and no model; each sequence has one of its own.
+Knows token ids only; each sequence has an instance of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_LENGTHS = (3, 2)
-# Two at first: a check of few tokens takes little longer than a step, and says whether more are worth it.
+_NGRAM_SIZES = (3, 2)
+# Verifying few tokens takes little longer than a step, and shows whether more are worth it.
 _FIRST = 2
 _LONGEST_PAUSE = 32
-# Of a long prompt, or the first proposal would hold up whoever shares the thread: this takes a fraction of a step.
-_MOST_INDEXED_AT_ONCE = 1024
+# Indexing a whole long prompt at the first draft would delay all requests of the thread.
+_MAX_INDEXED_AT_ONCE = 1024
 
 TokenIds = tuple[int, ...]
 
 
-class LookUp:
-    """The proposals of one sequence: an index of what its tokens were followed by, and how proposals have done.
+class PromptLookup:
+    """Draft tokens of one sequence.
 
     Args:
-        longest: how many tokens a proposal has at most, 1 at least.
+        longest: draft tokens at once, at most; at least 1.
     """
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        # By some tokens in a row, where what last followed them begins.
+        # From an n-gram to the position after its latest occurrence.
         self._followers: dict[TokenIds, int] = {}
         self._num_indexed = 0
-        self._wanted = min(_FIRST, longest)
+        self._num_wanted = min(_FIRST, longest)
         self._pause = 0
         self._next_pause = 1
 
     def propose(self, token_ids: Sequence[int], room: int) -> TokenIds:
-        """What may come after these tokens; nothing where nothing is known, or it is no time to guess.
+        """Draft tokens to follow a sequence; none where its end occurs nowhere earlier, or in a pause.
 
-        Takes time in proportion to the tokens that are new since the last call, of which it reads so many at most: with
-        a long prompt, the first proposals are of its beginning.
+        Costs time in proportion to the tokens added since the last call. Of those, at most `_MAX_INDEXED_AT_ONCE` are
+        indexed in one call, so the first drafts of a long prompt come from its beginning.
 
         Args:
-            token_ids: the sequence's, those of the last call and more.
-            room: for how many more tokens there is room, 1 at least.
+            token_ids: the sequence; extends the one of the last call.
+            room: draft tokens that fit, at least 1.
         """
         self._index(token_ids)
         if (start := self._find(token_ids)) is None:
@@ -59,38 +58,38 @@ class LookUp:
         if self._pause:
             self._pause -= 1
             return ()
-        return _continue(token_ids, start, min(self._wanted, room))
+        return _continue(token_ids, start, min(self._num_wanted, room))
 
-    def judge(self, num_proposed: int, num_right: int) -> None:
-        """Learns how many of the last proposal's tokens came true, from the first on."""
-        if num_right:
+    def report(self, num_drafted: int, num_accepted: int) -> None:
+        """Adapts to how many of the last draft tokens were accepted."""
+        if num_accepted:
             self._next_pause = 1
-            wanted = 2 * self._wanted if num_right == num_proposed else num_right + 1
-            self._wanted = min(wanted, self._longest)
+            wanted = 2 * self._num_wanted if num_accepted == num_drafted else num_accepted + 1
+            self._num_wanted = min(wanted, self._longest)
             return
-        self._wanted = max(1, self._wanted // 2)
+        self._num_wanted = max(1, self._num_wanted // 2)
         self._pause = self._next_pause
         self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """Notes what each token follows; the sequence's end is followed by nothing yet."""
-        stop = min(len(token_ids), self._num_indexed + _MOST_INDEXED_AT_ONCE)
-        for at in range(self._num_indexed, stop):
-            for length in _LENGTHS:
-                if at >= length:
-                    self._followers[tuple(token_ids[at - length : at])] = at
+        """Indexes what precedes each token; nothing follows the sequence's end yet."""
+        stop = min(len(token_ids), self._num_indexed + _MAX_INDEXED_AT_ONCE)
+        for position in range(self._num_indexed, stop):
+            for size in _NGRAM_SIZES:
+                if position >= size:
+                    self._followers[tuple(token_ids[position - size : position])] = position
         self._num_indexed = stop
 
     def _find(self, token_ids: Sequence[int]) -> int | None:
-        """Where what last followed the sequence's end begins."""
-        ends = (tuple(token_ids[-length:]) for length in _LENGTHS if len(token_ids) >= length)
+        """The position after the latest earlier occurrence of the sequence's end."""
+        ends = (tuple(token_ids[-size:]) for size in _NGRAM_SIZES if len(token_ids) >= size)
         return next((self._followers[end] for end in ends if end in self._followers), None)
 
 
 def _continue(token_ids: Sequence[int], start: int, count: int) -> TokenIds:
-    """So many tokens from a place on; where that runs into the sequence's end, the proposal goes on from itself."""
+    """Copies `count` tokens from a position on; where the sequence ends, the draft continues from itself."""
     distance = len(token_ids) - start
-    proposed = list(token_ids[start : start + count])
-    while len(proposed) < count:
-        proposed.append(proposed[-distance])  # as far back as the place was
-    return tuple(proposed)
+    drafts = list(token_ids[start : start + count])
+    while len(drafts) < count:
+        drafts.append(drafts[-distance])
+    return tuple(drafts)

@@ -10,7 +10,7 @@ import pytest
 
 from model.spec.generation import NO_WISHES, GenerationError, GenerationRules, GenerationSettings
 from service.engine.batch import BeamRow
-from service.engine.logits import make_beam_rules, make_rules, make_wishes
+from service.engine.logits import make_beam_rules, make_model_rules, make_rules
 from service.engine.sampling.sampler import Sampler
 from service.engine.types import BeamSearchParams, FinishReason, SamplingParams, StoppingParams
 from service.errors import InvalidRequest
@@ -84,7 +84,7 @@ def test_forced_token_counts_as_certain_and_what_is_left_only_if_it_is_wished() 
     everything = math.log(sum(math.exp(value) for value in row[0]))
 
     def logprobs(rules: GenerationRules, max_tokens: int) -> dict[int, float]:
-        wishes = make_wishes(rules, max_tokens=max_tokens, is_begun=False)
+        wishes = make_model_rules(rules, max_tokens=max_tokens, has_prefix=False)
         made = make_beam_rules(
             BeamSearchParams(beam_size=2), StoppingParams(), (), (), wishes, renormalize=rules.renormalize
         )
@@ -103,7 +103,7 @@ def test_forced_token_counts_as_certain_and_what_is_left_only_if_it_is_wished() 
 
 
 def test_rules_are_forked_with_their_wishes() -> None:
-    wishes = make_wishes(RULES, max_tokens=2, is_begun=False)
+    wishes = make_model_rules(RULES, max_tokens=2, has_prefix=False)
     rules = make_beam_rules(BeamSearchParams(beam_size=2), StoppingParams(), (), (), wishes, renormalize=True)
     assert rules is not None
     fork = rules.fork()
@@ -139,7 +139,7 @@ def test_patience_is_the_models_where_a_request_says_nothing_of_it() -> None:
 
 
 def test_a_model_without_wishes_has_no_rules() -> None:
-    assert make_wishes(NO_WISHES, max_tokens=3, is_begun=False) == ()
+    assert make_model_rules(NO_WISHES, max_tokens=3, has_prefix=False) == ()
     assert make_rules(SamplingParams(), StoppingParams(), (), ()) is None
 
 

@@ -61,19 +61,6 @@ def test_engine_output_continues_its_target_prefix(prefix_length: int) -> None:
     assert events_of(outputs, "a")[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_engine_target_prefix_does_not_depend_on_company() -> None:
-    prefixes = [range(3, 3 + (5 * i) % 13) for i in range(9)]
-    engine = fake_engine(encoder_decoder=True)
-    outputs = []
-    for index, prefix in enumerate(prefixes):
-        engine.add_request(request(f"r{index}", [5, 6 + index], max_tokens=3 + index, target_prefix=prefix))
-        outputs.append(engine.step())
-    outputs += drain(engine)
-    for index, prefix in enumerate(prefixes):
-        expected = expected_tokens([5, 6 + index], 3 + index, encoder_decoder=True, target_prefix=prefix)
-        assert tokens_of(outputs, f"r{index}") == expected
-
-
 def test_engine_refuses_target_prefixes_that_leave_no_room_or_have_no_place() -> None:
     with pytest.raises(PromptTooLong, match=f"target_prefix: must have at most {CONTEXT - 2} tokens"):
         fake_engine(encoder_decoder=True).add_request(request("a", target_prefix=[5] * (CONTEXT - 1)))
@@ -108,63 +95,12 @@ def test_engine_repetition_penalty_counts_the_target_prefix_and_the_others_do_no
     assert tokens["repetition_penalty"] != favourite
 
 
-@FAMILIES
-def test_engine_ragged_joining_requests_each_get_their_own_tokens(encoder_decoder: bool) -> None:
-    engine = fake_engine(encoder_decoder=encoder_decoder)
-    prompts = {f"r{i}": range(3, 4 + (i * 7) % 23) for i in range(12)}
-    outputs = []
-    for index, (name, prompt) in enumerate(prompts.items()):
-        engine.add_request(request(name, prompt, max_tokens=2 + index % 5))
-        outputs.append(engine.step())
-    outputs += drain(engine)
-    for index, (name, prompt) in enumerate(prompts.items()):
-        expected = expected_tokens(prompt, 2 + index % 5, encoder_decoder=encoder_decoder)
-        assert tokens_of(outputs, name) == expected
-
-
-@FAMILIES
-def test_engine_sampled_tokens_do_not_depend_on_company(encoder_decoder: bool) -> None:
-    sampling = SamplingParams(temperature=1.3, top_p=0.9, seed=7)
-    wanted = request("a", range(3, 20), max_tokens=8, sampling=sampling)
-    alone = fake_engine(encoder_decoder=encoder_decoder)
-    alone.add_request(wanted)
-    crowded = fake_engine(encoder_decoder=encoder_decoder)
-    for index in range(5):
-        crowded.add_request(request(f"before{index}", range(3, 5 + index), max_tokens=3 + index))
-    crowded.step()
-    crowded.add_request(wanted)
-    assert tokens_of(drain(crowded), "a") == tokens_of(drain(alone), "a")
-
-
 def test_engine_unseeded_requests_differ() -> None:
     engine = fake_engine()
     for name in "ab":
         engine.add_request(request(name, [5], max_tokens=20, sampling=SamplingParams()))
     outputs = drain(engine)
     assert tokens_of(outputs, "a") != tokens_of(outputs, "b")
-
-
-def test_engine_new_request_joins_the_next_step_and_a_finished_ones_slot_is_refilled() -> None:
-    runner = FakeRunner(num_slots=2)
-    engine = fake_engine(runner, limits=EngineLimits(max_batch_size=2, prefill_chunk=8, max_prefill_tokens=8))
-    engine.add_request(request("a", max_tokens=2))
-    engine.step()
-    engine.add_request(request("b", max_tokens=9))
-    engine.add_request(request("c", max_tokens=9))
-    output = engine.step()
-    assert [(event.request_id, event.is_terminal) for event in output.events] == [("a", True), ("b", False)]
-    output = engine.step()
-    assert {event.request_id for event in output.events} == {"b", "c"}
-    assert output.stats.num_running == 2
-
-
-def test_engine_end_of_sequence_token_is_reported_and_has_no_text() -> None:
-    engine = fake_engine(FakeRunner(next_token=script("hi")))
-    engine.add_request(request("a", stopping=StoppingParams(max_tokens=9, stop=("zzz",))))
-    events = events_of(drain(engine), "a")
-    assert [event.token_id for event in events] == [*spell("hi"), EOS]
-    assert "".join(event.text or "" for event in events) == "hi"
-    assert events[-1].finish_reason is FinishReason.END_OF_SEQUENCE
 
 
 def test_engine_ignore_eos_goes_on_to_the_limit() -> None:
@@ -269,7 +205,7 @@ def test_engine_rules_are_made_once_for_all_outputs_and_not_to_look_up_what_is_c
         made.append(make_rules(*arguments))
         return made[-1]
 
-    monkeypatch.setattr("service.engine.intake.make_rules", make)
+    monkeypatch.setattr("service.engine.queueing.intake.make_rules", make)
     engine, prompt = fake_engine(), range(3, 23)
     sampling = SamplingParams(
         seed=3, n=4, repetition_penalty=1.5, presence_penalty=1.0, allowed_token_ids=tuple(range(3, 30))
@@ -338,12 +274,6 @@ def test_engine_text_held_back_for_a_stop_string_comes_with_the_last_token() -> 
     assert [event.text for event in events_of(drain(engine), "a")] == ["a", "b", "c"]
 
 
-def test_engine_requests_without_stop_strings_have_no_text() -> None:
-    engine = fake_engine()
-    engine.add_request(request("a"))
-    assert {event.text for event in events_of(drain(engine), "a")} == {None}
-
-
 def test_engine_output_ends_where_the_context_does() -> None:
     engine = fake_engine()
     engine.add_request(request("a", range(3, 3 + 20), max_tokens=1000))
@@ -365,23 +295,6 @@ def test_engine_logprobs_come_with_every_token_where_asked() -> None:
     assert all(event.logprobs is None for event in events_of(outputs, "b"))
 
 
-@FAMILIES
-def test_engine_abort_frees_the_slot_within_one_step_and_changes_nobody(encoder_decoder: bool) -> None:
-    engine = fake_engine(encoder_decoder=encoder_decoder)
-    prompts = {name: range(3, 3 + length) for name, length in {"a": 3, "b": 9, "c": 4, "d": 12}.items()}
-    for name, prompt in prompts.items():
-        engine.add_request(request(name, prompt, max_tokens=10))
-    outputs = [engine.step() for _ in range(3)]
-    engine.abort("a")
-    engine.abort("c")
-    outputs.append(engine.step())
-    assert outputs[-1].stats.num_running == 2
-    assert [e.finish_reason for e in outputs[-1].events if e.is_terminal] == [FinishReason.CANCELLED] * 2
-    outputs += drain(engine)
-    for name in "bd":
-        assert tokens_of(outputs, name) == expected_tokens(prompts[name], 10, encoder_decoder=encoder_decoder)
-
-
 def test_engine_aborted_while_waiting_never_runs() -> None:
     engine = fake_engine()
     engine.add_request(request("a"))
@@ -391,15 +304,6 @@ def test_engine_aborted_while_waiting_never_runs() -> None:
     assert event.timings is not None
     assert event.timings.scheduled_time is None
     assert not engine.has_work
-
-
-def test_engine_id_of_an_aborted_request_can_be_used_again() -> None:
-    engine = fake_engine()
-    engine.add_request(request("a"))
-    engine.abort("a")
-    engine.step()
-    engine.add_request(request("a", max_tokens=3))
-    assert tokens_of(drain(engine), "a") == expected_tokens([5], 3)
 
 
 def test_engine_abort_of_an_unknown_or_finished_request_is_ignored() -> None:

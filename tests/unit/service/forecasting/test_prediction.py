@@ -66,7 +66,7 @@ class Machine:
             context=CONTEXT,
             clock=lambda: self.now,
         )
-        self.forecaster = Forecaster(CostModel(config, self.engine.pieces), LIMITS.max_batch_size, patience)
+        self.forecaster = Forecaster(CostModel(config, self.engine.chunk_rules), LIMITS.max_batch_size, patience)
         self.told: dict[str, dict[int, int]] = {}
         self.quotes: dict[str, tuple[GenerationRequest, Quote]] = {}
         self.costs: dict[str, Cost | None] = {}
@@ -529,7 +529,7 @@ def test_company_of_nobody_changes_nothing() -> None:
     warm = machine()
     warm.warm()
     asked = request("a", range(3, 40))
-    work = CostModel(decoder_only(vocab_size=32, context=CONTEXT), warm.engine.pieces).work(asked)
+    work = CostModel(decoder_only(vocab_size=32, context=CONTEXT), warm.engine.chunk_rules).work(asked)
     rates = warm.quotes["warm39"][1].rates
     for phase in (work.prefill, work.decode):
         assert rates.seconds(phase) == rates.seconds(phase, Company(0.0, 50.0, 1.0))

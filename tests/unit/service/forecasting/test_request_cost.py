@@ -244,7 +244,7 @@ def run_alone(
     rows = tuple(told.values())
     if asked.beam_search is not None:
         rows = (num_search_steps,) * asked.num_rows
-    return steps, held, CostModel(config, engine.pieces).shape(asked, num_cached, rows)
+    return steps, held, CostModel(config, engine.chunk_rules).shape(asked, num_cached, rows)
 
 
 LIMITS = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=8, short_prompt=8)
@@ -283,7 +283,7 @@ def test_work_is_what_an_engine_runs_for_a_request_alone(config: ModelConfig, le
 
 
 def test_outputs_are_taken_to_be_as_long_as_they_may() -> None:
-    costs = CostModel(decoder_only(context=32), fake_engine(limits=LIMITS, context=32).pieces)
+    costs = CostModel(decoder_only(context=32), fake_engine(limits=LIMITS, context=32).chunk_rules)
     asked = request("a", range(3, 13), max_tokens=100, sampling=SamplingParams(n=2))
     assert costs.shape(asked).generated_tokens == (22, 22)
     assert costs.shape(request("a", max_tokens=7)).generated_tokens == (7,)

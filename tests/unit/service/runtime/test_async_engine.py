@@ -61,7 +61,7 @@ async def started(
 ) -> AsyncIterator[AsyncEngine]:
     engines = engines or {MODEL: fake_engine(runner, context=ENDLESS + 1)}
     metrics = Metrics(registry or CollectorRegistry())
-    costs = {name: fake_costs(engine.pieces) for name, engine in engines.items()}
+    costs = {name: fake_costs(engine.chunk_rules) for name, engine in engines.items()}
     limits = LaneLimits(max_batch_size=SLOTS, max_queue_size=QUEUE, admits_by_deadline=admits_by_deadline)
     engine = AsyncEngine(engines, metrics, costs, limits, clock=clock)
     engine.start()
@@ -485,7 +485,7 @@ async def test_stop_ends_open_streams_with_not_serving() -> None:
 
 
 async def test_nothing_is_admitted_before_start() -> None:
-    costs, metrics = {MODEL: fake_costs(fake_engine().pieces)}, Metrics(CollectorRegistry())
+    costs, metrics = {MODEL: fake_costs(fake_engine().chunk_rules)}, Metrics(CollectorRegistry())
     limits = LaneLimits(max_batch_size=1, max_queue_size=0)
     engine = AsyncEngine({MODEL: fake_engine()}, metrics, costs, limits)
     with pytest.raises(NotServing, match="starting"):
@@ -605,7 +605,7 @@ async def test_of_a_request_that_is_not_streamed_single_steps_are_not_told(
     monkeypatch.setattr("service.runtime.engine_thread._GATHER_SECONDS", FOREVER)
     gate = Gate()
     fakes = {MODEL: fake_engine(FakeRunner(before_run=gate), context=ENDLESS + 1)}
-    costs = {MODEL: fake_costs(fakes[MODEL].pieces)}
+    costs = {MODEL: fake_costs(fakes[MODEL].chunk_rules)}
     limits = LaneLimits(max_batch_size=SLOTS, max_queue_size=QUEUE)
     engine = Deliveries(fakes, Metrics(CollectorRegistry()), costs, limits)
     engine.start()
@@ -732,11 +732,11 @@ async def test_what_is_known_of_a_models_step_times_outlives_a_reload_that_leave
         assert await run(engine, request("a"))
         engine.install(MODEL, fake_engine(context=ENDLESS + 1), known.costs)
         assert lane.forecaster is known
-        engine.install(MODEL, other, fake_costs(other.pieces))
+        engine.install(MODEL, other, fake_costs(other.chunk_rules))
         assert lane.forecaster is not known
         assert lane.forecaster.costs.config.context == 64
         unknown, calibrated = lane.forecaster, fake_engine(context=64)
-        engine.install(MODEL, calibrated, fake_costs(other.pieces), calibrated.calibrate(10.0))
+        engine.install(MODEL, calibrated, fake_costs(other.chunk_rules), calibrated.calibrate(10.0))
         assert lane.forecaster is not unknown
         assert lane.forecaster.forecast_alone(request("c", max_tokens=2)) is not None
         assert await run(engine, request("b"))
@@ -921,7 +921,7 @@ async def test_what_was_learned_of_deadlines_goes_with_the_model_it_was_learned_
         learned = lane.admission
         engine.install(MODEL, fake_engine(context=ENDLESS + 1), lane.forecaster.costs)
         assert lane.admission is learned
-        engine.install(MODEL, other, fake_costs(other.pieces))
+        engine.install(MODEL, other, fake_costs(other.chunk_rules))
         assert lane.admission is not None
         assert lane.admission is not learned
         assert lane.admission._forecaster is lane.forecaster

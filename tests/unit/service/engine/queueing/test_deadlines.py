@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engine.queueing.deadlines import Deadlines
+from service.engine.queueing.deadlines import MomentHeap
 from service.engine.sequence import SequenceGroup
 from tests.fakes import request
 
@@ -30,7 +30,7 @@ def group(deadline: float | None) -> SequenceGroup:
 def test_deadlines_expire_in_order_and_once_unless_discarded(
     members: list[tuple[int | None, bool]], times: list[int]
 ) -> None:
-    deadlines = Deadlines()
+    deadlines = MomentHeap()
     kept: list[SequenceGroup] = []
     for deadline, is_over in members:
         one = group(deadline)
@@ -47,7 +47,7 @@ def test_deadlines_expire_in_order_and_once_unless_discarded(
 
 
 def test_deadlines_of_requests_that_are_over_do_not_pile_up() -> None:
-    deadlines = Deadlines()
+    deadlines = MomentHeap()
     for _ in range(10_000):
         one = group(1e9)
         deadlines.add(one, 1e9)

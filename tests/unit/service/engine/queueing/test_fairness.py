@@ -12,17 +12,18 @@ import pytest
 from hypothesis import event as note
 from hypothesis import settings
 
-from service.engine.batch import KVRestore, KVSave, ScheduledBatch
+from service.engine.batch import KVSave, ScheduledBatch
 from service.engine.kv.ledger import KVBudget, KVLedger
 from service.engine.plan import StepPlan
 from service.engine.queueing.tenants import SLICE_STEPS
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.sequence import SequenceGroup
 from service.engine.types import BeamSearchParams, GenerationRequest, SamplingParams
+from tests.engine_life import BUDGET, PAGED_BUDGET, Life, chunks_of
+from tests.engine_life import LIMITS as LIFE_LIMITS
 from tests.fakes import CONTEXT, FakeRunner, fake_engine, fake_model, letters, request
 from tests.paged import PagedFakeRunner
-from tests.unit.service.engine.test_scheduler import BUDGET, PAGED_BUDGET, Life, chunks_of, commit, step
-from tests.unit.service.engine.test_scheduler import LIMITS as LIFE_LIMITS
+from tests.unit.service.engine.test_scheduler import commit, step
 
 ROWS = 8
 LIMITS = EngineLimits(max_batch_size=ROWS, prefill_chunk=8, max_prefill_tokens=8)
@@ -42,14 +43,6 @@ def rows_of(scheduler: Scheduler, *tenants: str) -> list[int]:
     """Rows that running requests of each tenant have, or have reserved."""
     rows = scheduler._ledger._num_rows
     return [sum(count for group, count in rows.items() if group.request.tenant == tenant) for tenant in tenants]
-
-
-def test_a_tenant_alone_uses_every_row() -> None:
-    scheduler = make_scheduler()
-    for index in range(ROWS + 2):
-        scheduler.add(request(f"a{index}", max_tokens=30, tenant="a"))
-    step(scheduler)
-    assert rows_of(scheduler, "a") == [ROWS]
 
 
 def test_a_tenant_below_its_share_gets_a_row_with_the_next_step_until_it_has_its_share() -> None:
@@ -122,18 +115,6 @@ def test_prompt_tokens_are_shared_by_weight() -> None:
         scheduler.add(request(tenant, [3 + int(weight), *LONG][: len(LONG)], tenant=tenant, weight=weight))
     slots = [slot for _ in range(9) for slot, _, _ in chunks_of(step(scheduler))]
     assert sorted((slots.count(0), slots.count(1))) == [3, 6]
-
-
-def test_a_flood_of_prompts_takes_turns_with_another_tenants() -> None:
-    scheduler = make_scheduler()
-    for index in range(50):
-        scheduler.add(request(f"a{index}", [3 + index % 20, *range(3, 10)], max_tokens=1, tenant="a"))
-    for _ in range(5):
-        step(scheduler)
-    for index in range(3):
-        scheduler.add(request(f"b{index}", [3 + index, *range(13, 20)], max_tokens=1, tenant="b"))
-    seen = [event.request_id[0] for _ in range(6) for event in commit(scheduler, scheduler.schedule(0.0))]
-    assert seen == ["b", "a", "b", "a", "b", "a"]
 
 
 def test_prompts_that_hold_no_row_for_long_do_not_starve_a_tenant_that_holds_rows() -> None:
@@ -470,18 +451,6 @@ def test_no_attack_makes_a_first_token_wait_more_than_twice_as_long_as_a_fair_co
 ) -> None:
     fair, attacked = longest_wait(fair_competitor, length), longest_wait(ATTACKS[name], length)
     assert attacked <= 2 * fair, f"{attacked} steps, {fair} beside a fair competitor"
-
-
-def test_a_request_that_gave_way_goes_on_where_it_was() -> None:
-    scheduler = make_scheduler(dataclasses.replace(LIMITS, max_batch_size=1))
-    scheduler.add(request("a", max_tokens=30, tenant="a"))
-    for _ in range(12):
-        step(scheduler)
-    scheduler.add(request("b", max_tokens=2, tenant="b"))
-    operations = [type(each) for _ in range(40) for each in step(scheduler).kv_operations if scheduler.has_work]
-    assert KVSave in operations
-    assert KVRestore in operations
-    assert not scheduler.has_work
 
 
 class TenantLife(Life):

@@ -270,17 +270,6 @@ def test_search_that_is_stopped_tells_the_best_of_what_was_finished_and_what_was
         assert each.score == pytest.approx(task.score(each.token_ids), rel=1e-15)
 
 
-@given(TASKS)
-def test_hypotheses_are_distinct_ranked_and_end_once(task: Task) -> None:
-    found = search(task)
-    assert 1 <= len(found) <= task.params.num_hypotheses
-    assert [each.score for each in found] == sorted((each.score for each in found), reverse=True)
-    assert len({each.token_ids for each in found}) == len(found)
-    for each in found:
-        assert not task.ends.intersection(each.token_ids[:-1])
-        assert len(each.logprobs) == len(each.token_ids) <= task.max_tokens
-
-
 def expansion(*candidates: tuple[int, float]) -> Expansion:
     token_ids, logprobs = zip(*candidates, strict=True) if candidates else ((), ())
     return Expansion(np.array(token_ids, np.int64), np.array(logprobs, np.float64))
@@ -327,29 +316,6 @@ def test_hypotheses_with_equal_scores_stand_in_the_order_in_which_they_finished(
     assert [each.token_ids for each in beams.hypotheses()] == [(0,), (4, 5)]
 
 
-def test_candidates_suffice_though_every_end_is_among_the_best() -> None:
-    beams = search_of(2, stop_token_ids=frozenset({0, 1}), num_hypotheses=2, patience=2.0)
-    assert (beams.num_beams, beams.num_candidates) == (1, 4)
-    assert beams.advance([expansion((0, -1.0), (1, -2.0), (2, -3.0), (3, -4.0))]) == (Extension(0, 2), Extension(0, 3))
-    assert [each.finish_reason for each in beams.hypotheses()] == [FinishReason.END_OF_SEQUENCE, FinishReason.STOP]
-    assert [each.matched_stop for each in beams.hypotheses()] == [None, 1]
-
-
-def test_end_that_is_not_among_the_best_is_no_hypothesis() -> None:
-    beams = search_of(2)
-    assert len(beams.advance([expansion((1, -1.0), (2, -2.0), (0, -3.0))])) == 2
-    assert beams.hypotheses() == ()
-
-
-def test_search_does_not_end_before_there_are_the_hypotheses_asked_for() -> None:
-    impatient = search_of(4, num_hypotheses=2, patience=0.25)
-    impatient.advance([expansion((0, -1.0), (2, -2.0))])
-    assert not impatient.is_over
-    impatient.advance([expansion((0, -1.0), (2, -2.0))])
-    assert impatient.is_over
-    assert [each.token_ids for each in impatient.hypotheses()] == [(0,), (2, 0)]
-
-
 def test_search_without_patience_ends_at_a_guess() -> None:
     """With the length to divide by, a beam at -1.5 could still become better than a hypothesis at -1."""
     for best, is_over in [(-1.5, True), (-0.5, False)]:
@@ -373,14 +339,6 @@ def test_search_ends_when_no_beam_can_still_win() -> None:
         assert beams.num_beams == (not is_over)
 
 
-def test_end_of_the_context_finishes_the_best_whatever_they_are() -> None:
-    beams = search_of(2, num_hypotheses=2, max_tokens=1)
-    assert beams.advance([expansion((3, -1.0), (0, -2.0), (5, -3.0))]) == ()
-    assert beams.is_over
-    found = [(each.token_ids, each.finish_reason) for each in beams.hypotheses()]
-    assert found == [((3,), FinishReason.LENGTH), ((0,), FinishReason.END_OF_SEQUENCE)]
-
-
 @pytest.mark.parametrize("length_penalty", [1e300, -1e300, 200.0, -200.0])
 @pytest.mark.parametrize("max_tokens", [1, 2, 100_000])
 def test_search_survives_any_length_penalty(length_penalty: float, max_tokens: int) -> None:
@@ -389,13 +347,6 @@ def test_search_survives_any_length_penalty(length_penalty: float, max_tokens: i
         if not beams.is_over:
             beams.advance([expansion((3, -1.0), (0, -1.5), (4, -2.0))] * beams.num_beams)
     assert not any(math.isnan(each.score) for each in beams.hypotheses())
-
-
-def test_beam_that_nothing_may_follow_is_dropped_while_there_are_others() -> None:
-    beams = search_of(2, max_tokens=2)
-    beams.advance([expansion((3, -1.0), (4, -2.0))])
-    beams.advance([expansion(), expansion((5, -1.0))])
-    assert [each.token_ids for each in beams.hypotheses()] == [(4, 5)]
 
 
 def test_search_that_nothing_may_follow_keeps_what_there_is() -> None:
@@ -415,8 +366,3 @@ def test_hypothesis_tells_the_alternatives_of_each_token() -> None:
     for i, (token_id, logprobs) in enumerate(zip(found.token_ids, found.logprobs, strict=True)):
         row = task.model.logits(found.token_ids[:i])
         assert logprobs == compute_logprobs(row, token_id, 2)
-
-
-def test_expansions_must_be_those_of_the_beams() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        search_of(2).advance([expansion((1, -1.0)), expansion((1, -1.0))])

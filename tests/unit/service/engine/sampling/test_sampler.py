@@ -14,7 +14,8 @@ from hypothesis.extra import numpy as hnp
 
 from service.engine.batch import BeamRow, SampleRow
 from service.engine.logits import make_beam_rules, make_rules
-from service.engine.sampling.sampler import Draws, Expansion, SampledToken, Sampler, compute_logprobs, truncate
+from service.engine.sampling.filters import truncate
+from service.engine.sampling.sampler import Draws, Expansion, SampledToken, Sampler, compute_logprobs
 from service.engine.types import BeamSearchParams, SamplingParams, StoppingParams
 
 Float32 = npt.NDArray[np.float32]
@@ -120,17 +121,6 @@ def test_sampler_never_draws_what_has_no_weight() -> None:
     row[[3, 300]] = 0.0
     results = Sampler().sample(np.stack([row] * 100), [row_of(slot, slot) for slot in range(100)])
     assert {result.token_id for result in results if isinstance(result, SampledToken)} == {3, 300}
-
-
-def test_sampler_uniform_draws_differ_by_position_by_seed_and_by_output() -> None:
-    draws = {
-        Draws().uniform(seed, output_index, position)
-        for seed in (0, 1, 2**64 - 1)
-        for output_index in (0, 1, 2, 1000)
-        for position in range(100)
-    }
-    assert len(draws) == 1200
-    assert all(0 <= draw < 1 for draw in draws)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 1000), st.integers(0, 2**40)), max_size=20))
@@ -310,16 +300,6 @@ def test_expansion_does_not_depend_on_company_slot_or_order(
     for slots, expansions in zip(groups, crowded, strict=True):
         assert expansions is not None
         assert [as_lists(each) for each in expansions] == [alone[order[slot]] for slot in slots]
-
-
-def test_outputs_are_the_same_whatever_their_number() -> None:
-    """Several outputs of one row: each by draws of its own, the first as if it were alone."""
-    logits = np.zeros((1, 1000), np.float32)
-    rows = [SampleRow(0, i, 7, SamplingParams(n=8), 5, None) for i in range(8)]
-    together = Sampler().sample(logits, rows)
-    assert [Sampler().sample(logits, [row])[0] for row in rows] == list(together)
-    assert together[0] == Sampler().sample(logits, [row_of(0, 7, seed=5)])[0]
-    assert len({result.token_id for result in together if result is not None}) > 4
 
 
 def test_logprobs_do_not_feel_temperature_or_truncation() -> None:

@@ -1,6 +1,6 @@
-"""From a request to what the engine has of it while it lives: lengths checked, outputs laid out, rules and text ready.
+"""From a request to its `SequenceGroup`: lengths checked, outputs laid out, rules and text streams made.
 
-Knows the model and no slots, no memory and no other request.
+Knows the model, and no slots, no memory and no other request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from model.spec.generation import NO_WISHES, GenerationRules
-from service.engine.logits import LogitsRules, make_beam_rules, make_rules, make_wishes
+from service.engine.logits import LogitsRules, make_beam_rules, make_model_rules, make_rules
 from service.engine.queueing.waiting import due_time
 from service.engine.sampling.beam import BeamSearch
 from service.engine.sampling.text import Decode, TextStream
@@ -21,10 +21,7 @@ from service.errors import InvalidRequest, PromptTooLong
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What scheduling must know of a model: `source_context` and `decoder_start_id` make it an encoder-decoder.
-
-    `generation` is what it wants of every output.
-    """
+    """What scheduling must know of a model; `source_context` and `decoder_start_id` make it an encoder-decoder."""
 
     context: int
     eos_ids: frozenset[int]
@@ -38,8 +35,8 @@ class ModelShape:
         return self.source_context is not None
 
     @property
-    def why_unguessed(self) -> str | None:
-        """Why none of its tokens can be drafted (`service.engine.speculation.prompt_lookup`); None where some can."""
+    def speculation_obstacle(self) -> str | None:
+        """Why there can be no draft tokens, whatever computes them; None where there can be."""
         if self.is_encoder_decoder:
             return "its decoder computes token by token"
         if names := list(dict.fromkeys(name for name, _ in self.generation.named_ids)):
@@ -48,13 +45,13 @@ class ModelShape:
 
 
 class Intake:
-    """Makes groups of requests, in the order of arrival.
+    """Makes sequence groups, numbered in the order of arrival.
 
     Args:
         model: what the model dictates.
         decode: ids to text, for requests with stop strings.
-        draw_seed: a fresh uint64 for each request that brings no seed.
-        patience: how long a request may be overtaken by its equals, in seconds; see `service.engine.queueing.waiting`.
+        draw_seed: a fresh uint64 for each request without a seed.
+        patience: seconds for which equals may overtake a request; see `service.engine.queueing.waiting`.
     """
 
     def __init__(
@@ -67,78 +64,71 @@ class Intake:
         self._orders = itertools.count()
 
     def measure(self, request: GenerationRequest) -> SequenceGroup:
-        """A request with its lengths checked and no outputs yet: all that a look-up of cached tokens reads.
+        """Checks lengths; the group has no outputs yet, which suffices to look up its cached tokens.
 
         Raises:
             InvalidRequest: when something is out of range.
         """
         self._check(request)
-        prompt, prefix, stopping = request.prompt_token_ids, request.target_prefix_token_ids, request.stopping
-        given = (self._model.decoder_start_id, *prefix) if self._model.is_encoder_decoder else prompt
-        eos_ids = frozenset() if stopping.ignore_eos else self._model.eos_ids
-        max_num_tokens = min(self._model.context, len(given) + stopping.max_tokens)
-        beam_search = request.beam_search
-        if beam_search is not None and beam_search.patience is None:
-            beam_search = replace(beam_search, patience=self._model.generation.patience)
+        model, prompt, stopping = self._model, request.prompt_token_ids, request.stopping
+        given = (model.decoder_start_id, *request.target_prefix_token_ids) if model.is_encoder_decoder else prompt
+        eos_ids = frozenset() if stopping.ignore_eos else model.eos_ids
+        max_num_tokens = min(model.context, len(given) + stopping.max_tokens)
+        beams, beam_search = None, request.beam_search
+        if beam_search is not None:
+            if beam_search.patience is None:
+                beam_search = replace(beam_search, patience=model.generation.patience)
+            beams = BeamSearch(beam_search, max_num_tokens - len(given), eos_ids, stopping.stop_token_ids)
         return SequenceGroup(
             request=request,
             order=next(self._orders),
             due=due_time(request, self._patience),
-            source_token_ids=prompt if self._model.is_encoder_decoder else (),
+            source_token_ids=prompt if model.is_encoder_decoder else (),
             prompt_token_ids=given,
             max_num_tokens=max_num_tokens,
             eos_ids=eos_ids,
-            is_forked=request.beam_search is not None or request.sampling.n == 1,
-            beams=None
-            if beam_search is None
-            else BeamSearch(
-                beam_search,
-                eos_ids=eos_ids,
-                stop_token_ids=stopping.stop_token_ids,
-                max_tokens=max_num_tokens - len(given),
-            ),
+            is_forked=beams is not None or request.sampling.n == 1,
+            beams=beams,
         )
 
     def add_outputs(self, group: SequenceGroup) -> None:
-        """Gives a request that was measured its outputs, with their rules: one sequence each, or the first beam."""
-        sampling = group.request.sampling
+        """Gives a measured request its outputs: one sequence each, or the first beam."""
+        request, given = group.request, group.prompt_token_ids
+        sampling, stopping = request.sampling, request.stopping
         seed = self._draw_seed() if sampling.seed is None else sampling.seed
-        # Once, however many outputs there are: rules may name all of the prompt and of the vocabulary.
+        # Made once and forked: rules may name all of the prompt and of the vocabulary.
         rules = self._make_rules(group)
         for index in range(1 if group.beams is not None else sampling.n):
-            own_rules = rules if rules is None or index == 0 else rules.fork()
-            group.sequences.append(self._new_sequence(group, index, seed, own_rules))
-
-    def _new_sequence(self, group: SequenceGroup, index: int, seed: int, rules: LogitsRules | None) -> Sequence:
-        request, given = group.request, group.prompt_token_ids
-        prefix, stopping = request.target_prefix_token_ids, request.stopping
-        return Sequence(
-            group=group,
-            index=index,
-            # Nothing comes after the last token of a prompt that is only scored.
-            token_ids=list(given if group.generates else given[:-1]),
-            seed=seed,
-            text=TextStream(
-                self._decode, stopping.stop, include_stop=stopping.include_stop_in_output, prefix_token_ids=prefix
+            text = None
+            if stopping.stop:
+                text = TextStream(
+                    self._decode,
+                    stopping.stop,
+                    include_stop=stopping.include_stop_in_output,
+                    prefix_token_ids=request.target_prefix_token_ids,
+                )
+            sequence = Sequence(
+                group=group,
+                index=index,
+                # The last token of a prompt that is only scored is never fed.
+                token_ids=list(given if group.generates else given[:-1]),
+                seed=seed,
+                text=text,
+                rules=rules if rules is None or index == 0 else rules.fork(),
             )
-            if stopping.stop
-            else None,
-            rules=rules,
-        )
+            group.sequences.append(sequence)
 
     def _make_rules(self, group: SequenceGroup) -> LogitsRules | None:
         request, given, model = group.request, group.prompt_token_ids, self._model
         prefix = request.target_prefix_token_ids
         seen = prefix if model.is_encoder_decoder else given
         max_tokens = group.max_num_tokens - len(given)
-        wishes = make_wishes(model.generation, max_tokens=max_tokens, is_begun=bool(prefix))
+        own = make_model_rules(model.generation, max_tokens=max_tokens, has_prefix=bool(prefix))
         if request.beam_search is None:
             arrays = request.sampling_arrays
-            return make_rules(request.sampling, request.stopping, model.eos_ids, seen, wishes, arrays)
+            return make_rules(request.sampling, request.stopping, model.eos_ids, seen, own, arrays)
         renormalize = model.generation.renormalize
-        return make_beam_rules(
-            request.beam_search, request.stopping, model.eos_ids, seen, wishes, renormalize=renormalize
-        )
+        return make_beam_rules(request.beam_search, request.stopping, model.eos_ids, seen, own, renormalize=renormalize)
 
     def _check(self, request: GenerationRequest) -> None:
         """Refuses lengths out of range: something must be given, and there must be room to generate or to score."""

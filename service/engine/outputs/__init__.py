@@ -1,0 +1,1 @@
+"""Outputs of live requests: extended by a step's results, reported as events, and ended."""

@@ -1,0 +1,53 @@
+"""Draft tokens for the one row that decodes alone: when there are any, how many, and how many were accepted.
+
+Drafts come from `prompt_lookup`. A sequence among others gets none, as batched decoding already uses the cores.
+The scheduler is the only user.
+"""
+
+from __future__ import annotations
+
+import itertools
+from weakref import WeakKeyDictionary
+
+from service.engine.sequence import Sequence
+from service.engine.speculation.prompt_lookup import PromptLookup, TokenIds
+
+
+class Drafter:
+    """Draft tokens of all sequences. Off until `enable`.
+
+    Args:
+        max_provable_tokens: draft tokens of one step if they are proven to change no bit; 0 where the model forbids
+            drafts.
+    """
+
+    def __init__(self, max_provable_tokens: int) -> None:
+        self.max_provable_tokens = max_provable_tokens
+        self.max_tokens = 0
+        """Draft tokens of one step at most; 0 while speculation is off."""
+        self.num_accepted = 0
+        """Draft tokens accepted so far."""
+        self._lookups: WeakKeyDictionary[Sequence, PromptLookup] = WeakKeyDictionary()
+
+    def enable(self, *, is_proven: bool = True) -> None:
+        """Switches speculation on, or off where a token has other bits in a chunk than computed by itself."""
+        self.max_tokens = self.max_provable_tokens if is_proven else 0
+
+    def draft(self, sequence: Sequence) -> TokenIds:
+        """Draft tokens that may follow a sequence, short of its end; none for the first token after a prompt."""
+        group = sequence.group
+        # One token is sampled behind the last accepted draft.
+        room = min(self.max_tokens, group.max_num_tokens - sequence.num_tokens - 1)
+        if room < 1 or sequence.num_tokens == len(group.prompt_token_ids):
+            return ()
+        lookup = self._lookups.get(sequence)
+        if lookup is None:
+            lookup = self._lookups[sequence] = PromptLookup(self.max_tokens)
+        ends = group.eos_ids | group.request.stopping.stop_token_ids
+        drafts = lookup.propose(sequence.token_ids, room)
+        return tuple(itertools.takewhile(lambda token_id: token_id not in ends, drafts))
+
+    def report(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Reports how many of the last drafts were accepted."""
+        self.num_accepted += num_accepted
+        self._lookups[sequence].report(num_drafted, num_accepted)

@@ -1,0 +1,119 @@
+"""The proof of speculation: it meets every chunk length, costs what is documented, and finds any other bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from model.spec.golden import Feed, GoldenCase
+from service.engine.batch import ScheduledBatch
+from service.engine.proof.chunk_proof import describe_foreign, find_difference
+from tests.environment import ROOT
+from tests.fakes import CONTEXT, FakeRunner, Float32
+from tests.unit.service.engine.proof.test_replay import make_case
+
+
+class Rounding(FakeRunner):
+    """Gives what is computed as one of several tokens at a time another last bit, from some length and position on."""
+
+    def __init__(self, length: int, position: int) -> None:
+        super().__init__()
+        self._length, self._position = length, position
+
+    def run(self, batch: ScheduledBatch) -> Float32:
+        logits = super().run(batch).copy()
+        chunk = next(iter(batch.prefills), None)
+        if chunk is not None and chunk.num_scored and len(chunk.token_ids) >= self._length:
+            index = self._position - chunk.start
+            if 0 <= index < len(chunk.token_ids):
+                row = logits[4 + index]
+                row[7] = np.nextafter(row[7], np.float32(9))
+        return logits
+
+
+def long_case(length: int) -> GoldenCase:
+    return make_case((3, length), ((Feed(1, 0, length),),), with_sources=False)
+
+
+def differs(
+    runner: FakeRunner, length: int, longest_chunk: int, max_tokens: int = 16, context: int = CONTEXT
+) -> str | None:
+    """What the proof says on a sequence of so many tokens."""
+    return find_difference(
+        runner,
+        [long_case(length)],
+        num_slots=4,
+        longest_chunk=longest_chunk,
+        max_tokens=max_tokens,
+        context=context,
+    )
+
+
+@pytest.mark.parametrize("length", [1, 2, 9, 16, 17, 40])
+@pytest.mark.parametrize("longest_chunk", [2, 5, 16])
+def test_proof_passes_where_chunks_change_nothing_and_meets_every_length(length: int, longest_chunk: int) -> None:
+    runner = FakeRunner()
+    assert differs(runner, length, longest_chunk) is None
+    met = {len(chunk.token_ids) for batch in runner.batches for chunk in batch.prefills if chunk.num_scored}
+    assert met >= set(range(2, longest_chunk + 1))
+    assert max(met) <= 16
+
+
+def test_proof_needs_no_row_that_is_longer_than_the_context() -> None:
+    runner = FakeRunner()
+    assert differs(runner, 3, 16, context=5) is None
+    chunks = [chunk for batch in runner.batches for chunk in batch.prefills]
+    assert {len(chunk.token_ids) for chunk in chunks} == {2, 3, 4, 5}
+    assert max(chunk.start + len(chunk.token_ids) for chunk in chunks) == 5
+
+
+@pytest.mark.parametrize(
+    ("longest_chunk", "num_tokens", "num_alone", "num_logits"), [(9, 437, 74, 255), (17, 967, 82, 524)]
+)
+def test_proof_costs_as_many_tokens_as_is_written(
+    longest_chunk: int, num_tokens: int, num_alone: int, num_logits: int
+) -> None:
+    runner = FakeRunner()
+    assert differs(runner, 200, longest_chunk, max_tokens=128, context=512) is None
+    chunks = [chunk for batch in runner.batches for chunk in batch.prefills]
+    alone = sum(len(batch.decode) for batch in runner.batches)
+    assert alone == num_alone
+    assert alone + sum(len(chunk.token_ids) for chunk in chunks) == 200 - longest_chunk + num_tokens
+    assert alone + sum(chunk.num_logits for chunk in chunks) == num_logits, "none of what is only to lie in the cache"
+    document = " ".join((ROOT / "docs" / "engine.md").read_text(encoding="utf-8").split())
+    assert f"{num_tokens} tokens with K = {longest_chunk - 1}, {num_alone} of them one by one" in document
+
+
+@pytest.mark.parametrize(("length", "position"), [(2, 1), (5, 4), (2, 15), (16, 9), (3, 39), (5, 35)])
+def test_proof_names_where_a_chunk_has_other_bits(length: int, position: int) -> None:
+    found = differs(Rounding(length, position), 40, 5)
+    assert found is not None
+    assert found.startswith(f"position {position} of golden case case has other bits in a chunk of ")
+
+
+class Forgetful(FakeRunner):
+    """Computes short chunks that nobody finds in the cache afterwards: what was there before is there still."""
+
+    def run(self, batch: ScheduledBatch) -> Float32:
+        chunk = next(iter(batch.prefills), None)
+        before = list(self._tokens[0])
+        logits = super().run(batch)
+        if chunk is not None and len(chunk.token_ids) < 8 <= len(before):
+            self._tokens[0] = before
+        return logits
+
+
+def test_proof_finds_that_a_chunk_is_not_kept() -> None:
+    found = differs(Forgetful(), 12, 3)
+    assert found is not None
+    # The first chunk of two is right, and what follows is computed upon something else.
+    assert found.startswith("position 2 of golden case case has other bits")
+
+
+def test_what_standard_operators_compute_is_named() -> None:
+    own = {"onward.Linear", "onward.GroupQueryAttention", "Gather", "Add"}
+    assert describe_foreign(own) == []
+    (problem,) = describe_foreign({*own, "MatMul", "com.microsoft.GroupQueryAttention"})
+    assert problem.startswith("the decoder has standard operators for MatMul, com.microsoft.GroupQueryAttention, and ")
+    (problem,) = describe_foreign({"Gather"})
+    assert "all operators" in problem

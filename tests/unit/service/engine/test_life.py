@@ -1,0 +1,61 @@
+"""Whole lives of requests, by a state machine: both families, with speculation, over slots and over blocks."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from tests.engine_life import LIMITS, PAGED_BUDGET, Life
+from tests.fakes import FakeRunner, request
+from tests.paged import PagedFakeRunner
+
+
+class EncoderDecoderLife(Life):
+    """The same life for the other family."""
+
+    encoder_decoder = True
+
+
+class GuessedLife(Life):
+    """The same life where who computes alone is guessed ahead, and texts come back to where they were."""
+
+    memory = 1
+    look_up = 5
+
+    @rule(first=st.integers(4, 9), max_tokens=st.integers(10, 50), count=st.integers(1, 20))
+    @precondition(lambda self: not self.scheduler.has_work)
+    def add_alone(self, first: int, max_tokens: int, count: int) -> None:
+        """Nobody else is there, so that most steps are guessed."""
+        name = f"r{len(self.requests)}"
+        one = request(name, [first, 5, 6, 7] * 2, max_tokens=max_tokens, arrival_time=self.now)
+        self.requests[name], self.scores[name], self.tokens[name, 0] = one, [], []
+        self.engine.add_request(one)
+        self.step(count)
+
+
+class PagedLife(Life):
+    """The same life over blocks: whatever is copied, kept and given back, each row holds what it should."""
+
+    budget = PAGED_BUDGET
+
+    def make_runner(self) -> FakeRunner:
+        return PagedFakeRunner(self.budget, LIMITS.max_batch_size, before_run=self.on_batch)
+
+
+class PagedEncoderDecoderLife(PagedLife):
+    """And for the other family."""
+
+    encoder_decoder = True
+
+
+Life.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
+EncoderDecoderLife.TestCase.settings = Life.TestCase.settings
+GuessedLife.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
+PagedLife.TestCase.settings = settings(max_examples=75, stateful_step_count=30)
+PagedEncoderDecoderLife.TestCase.settings = PagedLife.TestCase.settings
+TestDecoderOnlyLife = Life.TestCase
+TestEncoderDecoderLife = EncoderDecoderLife.TestCase
+TestGuessedLife = GuessedLife.TestCase
+TestPagedLife = PagedLife.TestCase
+TestPagedEncoderDecoderLife = PagedEncoderDecoderLife.TestCase
