@@ -98,8 +98,9 @@ def _verify_parser() -> argparse.ArgumentParser:
 def _export(options: argparse.Namespace) -> int:
     # Torch takes seconds to load: `verify` and `--help` do without it.
     from export.emit import EmitError
-    from export.exporter import ParityError, Refused, export
+    from export.exporter import Refused, export
     from export.golden_cases import GoldenCaseError
+    from export.job import ParityError
     from model import checkpoint
 
     began = time.monotonic()

@@ -51,11 +51,8 @@ Knows ONNX and no model.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,7 +88,7 @@ _VERSION = 1
 # Past every length: where a slice has no end.
 _END = np.iinfo(np.int64).max
 # Inputs of the contrib operator, by its own names.
-_ATTENTION_INPUTS = (
+ATTENTION_INPUTS = (
     "query",
     "key",
     "value",
@@ -102,23 +99,17 @@ _ATTENTION_INPUTS = (
     "cos_cache",
     "sin_cache",
 )
-_UNUSED_INPUTS = ("position_ids", "attention_bias")
-_INT8_INPUTS = ("head_sink", "k_scale", "v_scale")
-_ATTENTION_OUTPUTS = ("output", "present_key", "present_value")
-_ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "do_rotary", "local_window_size")
+UNUSED_INPUTS = ("position_ids", "attention_bias")
+INT8_INPUTS = ("head_sink", "k_scale", "v_scale")
+ATTENTION_OUTPUTS = ("output", "present_key", "present_value")
+ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "do_rotary", "local_window_size")
 _EIGHT_BIT_ROWS = 4  # an accuracy level
-_INT8_ATTRIBUTES: dict[str, Any] = {
+INT8_ATTRIBUTES: dict[str, Any] = {
     "k_quant_type": b"PER_CHANNEL",
     "v_quant_type": b"PER_CHANNEL",
     "kv_cache_bit_width": 8,
 }
-_EVERYTHING = -1  # a window without an end
-# By what is fused with the sum before it: its own operator, and how many weights it has.
-_NORMS = {"RMSNormalization": (ADD_RMS_NORM, 1), "LayerNormalization": (ADD_LAYER_NORM, 2)}
-_LINEARS = frozenset(f"{bias}{kind}" for bias in ("", BIASED) for kind in (LINEAR, INT8_LINEAR, INT4_LINEAR))
-# Of `[B, S, width]`, which is what everything between embedding and head is.
-_LAST_AXES = (-1, 2)
-_PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits"}) | _LINEARS
+LINEARS = frozenset(f"{bias}{kind}" for bias in ("", BIASED) for kind in (LINEAR, INT8_LINEAR, INT4_LINEAR))
 
 
 def pack_panels(weight: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
@@ -144,148 +135,6 @@ def pack_int4_scales(scales: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]
     padded = np.pad(scales, [(0, -outer % INT4_PANEL_COLUMNS), (0, 0)])
     panels = padded.reshape(-1, INT4_PANEL_COLUMNS, num_blocks).transpose(0, 2, 1)
     return np.ascontiguousarray(panels).astype(np.float16)
-
-
-def use_own_file(path: Path) -> None:
-    """`use_own` on an ONNX file, with the functions; the weights beside it stay as they are."""
-    model = onnx.load(path, load_external_data=False)
-    use_own(model)
-    add_functions(model)
-    onnx.save(model, path)
-    onnx.checker.check_model(path, full_check=True)
-
-
-def use_own(model: onnx.ModelProto) -> None:
-    """Rewrites a model's graph to operators of `DOMAIN` wherever it says what one of them means.
-
-    But for products, which `export.quantize` rewrites before: they take along the GELU that follows.
-    """
-    graph = model.graph
-    shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in graph.input}
-    for node in graph.node:
-        if node.op_type == ATTENTION and node.domain == CONTRIB:
-            head_dim = shapes.get(node.input[3], [0])[-1]
-            if head_dim > 0 and head_dim % HEAD_DIM_MULTIPLE == 0:
-                _use_own_attention(node)
-    outputs = {output.name for output in graph.output}
-    stored = {tensor.name for tensor in graph.initializer}
-    writers = {name: node for node in graph.node for name in node.output}
-    readers = Counter(name for node in graph.node for name in node.input)
-    places: dict[str, onnx.NodeProto] = {}
-    gone: set[str] = set()
-    for node in graph.node:
-        fused = _swiglu(node, writers) or _add_norm(node, writers, stored) or _gelu(node, writers)
-        if fused is None or fused.place in places:  # a sum goes with one norm
-            continue
-        # What is written in between must be nobody else's.
-        if all(readers[name] == count and name not in outputs for name, count in fused.reads.items()):
-            places[fused.place] = fused.node
-            gone.update(each.output[0] for each in fused.replaced)
-    kept = [places.get(node.output[0], node) for node in graph.node if node.output[0] not in gone - places.keys()]
-    del graph.node[:]
-    graph.node.extend(kept)
-    written = {name for node in kept for name in node.output}
-    typed = [value for value in graph.value_info if value.name in written]
-    del graph.value_info[:]
-    graph.value_info.extend(typed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fused:
-    """One operator in the place of several.
-
-    `node` goes where the node stood that wrote `place`, the others of `replaced` go; `reads` says how often each tensor
-    that is written in between is read by them.
-    """
-
-    node: onnx.NodeProto
-    place: str
-    replaced: Sequence[onnx.NodeProto]
-    reads: Mapping[str, int]
-
-
-def _use_own_attention(node: onnx.NodeProto) -> None:
-    """Makes a node of `CONTRIB` one of `DOMAIN`, if one of those computes the same."""
-    attributes = _attributes(node)
-    inputs, kind = list(node.input), ATTENTION
-    if attributes.keys() & _INT8_ATTRIBUTES.keys():
-        if any(attributes.pop(name, None) != value for name, value in _INT8_ATTRIBUTES.items()):
-            return
-        unused = slice(len(_ATTENTION_INPUTS), len(_ATTENTION_INPUTS) + len(_UNUSED_INPUTS))
-        if any(inputs[unused]) or len(inputs) != unused.stop + len(_INT8_INPUTS):
-            return
-        del inputs[unused]
-        kind = INT8_ATTENTION
-    elif len(inputs) > len(_ATTENTION_INPUTS):
-        return
-    if not attributes.keys() <= set(_ATTENTION_ATTRIBUTES) or len(node.output) > len(_ATTENTION_OUTPUTS):
-        return
-    own = helper.make_node(kind, inputs, list(node.output), name=node.name, domain=DOMAIN)
-    attributes.setdefault("local_window_size", _EVERYTHING)
-    attributes.setdefault("do_rotary", 0)
-    own.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
-    node.CopyFrom(own)
-
-
-def _swiglu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto]) -> _Fused | None:
-    """`silu(gate) · up` of the halves of one tensor, as PyTorch's exporter writes it."""
-    if node.op_type != "Mul":
-        return None
-    silu = writers.get(node.input[0])
-    if silu is None or silu.op_type != "Mul":
-        return None
-    sigmoid, split = writers.get(silu.input[1]), writers.get(silu.input[0])
-    if sigmoid is None or sigmoid.op_type != "Sigmoid" or split is None or split.op_type != "Split":
-        return None
-    if len(split.output) != 2 or len(split.input) != 1:  # with a second input, not halves
-        return None
-    if _attributes(split).get("axis", 0) not in _LAST_AXES:
-        return None
-    gate, up = split.output
-    if (sigmoid.input[0], silu.input[0], node.input[1]) != (gate, gate, up):
-        return None
-    fused = helper.make_node(SWIGLU, list(split.input), list(node.output), name=_named(node, SWIGLU), domain=DOMAIN)
-    reads = {gate: 2, up: 1, sigmoid.output[0]: 1, silu.output[0]: 1}
-    return _Fused(fused, node.output[0], (split, sigmoid, silu, node), reads)
-
-
-def _add_norm(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto], stored: set[str]) -> _Fused | None:
-    """The norm of a residual stream with what a block adds: both of one shape, as no product is a mere row."""
-    kind, num_weights = _NORMS.get(node.op_type, ("", 0))
-    weights = node.input[1:]
-    if not kind or len(weights) != num_weights or not set(weights) <= stored or len(node.output) != 1:
-        return None
-    attributes, add = _attributes(node), writers.get(node.input[0])
-    if attributes.get("axis", -1) != -1 or add is None or add.op_type != "Add" or set(add.input) & stored:
-        return None
-    if not any(_is_product(name, writers, stored) for name in add.input) or not set(add.input) <= writers.keys():
-        return None
-    inputs, outputs = [*add.input, *weights], [add.output[0], node.output[0]]
-    fused = helper.make_node(kind, inputs, outputs, name=_named(node, kind), domain=DOMAIN)
-    fused.attribute.append(helper.make_attribute("epsilon", attributes.get("epsilon", 1e-5)))
-    return _Fused(fused, add.output[0], (add, node), {})
-
-
-def _gelu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto]) -> _Fused | None:
-    """GELU of one of our own products, by the approximation with tanh."""
-    product = writers.get(node.input[0]) if node.op_type == GELU and not node.domain else None
-    if product is None or product.domain != DOMAIN or product.op_type not in _LINEARS:
-        return None
-    if _attributes(node).get("approximate") != b"tanh":
-        return None
-    fused = onnx.NodeProto()
-    fused.CopyFrom(product)
-    fused.op_type += GELU
-    fused.output[:] = node.output
-    return _Fused(fused, node.output[0], (product, node), {product.output[0]: 1})
-
-
-def _is_product(name: str, writers: Mapping[str, onnx.NodeProto], stored: set[str]) -> bool:
-    """Whether a tensor is rows times a stored matrix, with a bias or without."""
-    writer = writers.get(name)
-    if writer is not None and writer.op_type == "Add" and set(writer.input) & stored:
-        writer = next((writers[each] for each in writer.input if each in writers), None)
-    return writer is not None and writer.op_type in _PRODUCTS and bool(set(writer.input) & stored)
 
 
 def add_functions(model: onnx.ModelProto) -> None:
@@ -461,21 +310,21 @@ def _add_norm_function(kind: str, norm: str, weights: Sequence[str]) -> onnx.Fun
 
 
 def _attention() -> onnx.FunctionProto:
-    return _attention_function(ATTENTION, _ATTENTION_INPUTS, _ATTENTION_INPUTS, {})
+    return _attention_function(ATTENTION, ATTENTION_INPUTS, ATTENTION_INPUTS, {})
 
 
 def _int8_attention() -> onnx.FunctionProto:
-    inputs = [*_ATTENTION_INPUTS, *_INT8_INPUTS]
-    given = [*_ATTENTION_INPUTS, *[""] * len(_UNUSED_INPUTS), *_INT8_INPUTS]
-    return _attention_function(INT8_ATTENTION, inputs, given, _INT8_ATTRIBUTES)
+    inputs = [*ATTENTION_INPUTS, *INT8_INPUTS]
+    given = [*ATTENTION_INPUTS, *[""] * len(UNUSED_INPUTS), *INT8_INPUTS]
+    return _attention_function(INT8_ATTENTION, inputs, given, INT8_ATTRIBUTES)
 
 
 def _attention_function(
     name: str, inputs: Sequence[str], given: Sequence[str], constants: Mapping[str, Any]
 ) -> onnx.FunctionProto:
-    node = helper.make_node(ATTENTION, list(given), list(_ATTENTION_OUTPUTS), domain=CONTRIB, **constants)
-    node.attribute.extend(_reference(each, each, onnx.AttributeProto.INT) for each in _ATTENTION_ATTRIBUTES)
-    return _function(name, inputs, _ATTENTION_OUTPUTS, [node], _ATTENTION_ATTRIBUTES)
+    node = helper.make_node(ATTENTION, list(given), list(ATTENTION_OUTPUTS), domain=CONTRIB, **constants)
+    node.attribute.extend(_reference(each, each, onnx.AttributeProto.INT) for each in ATTENTION_ATTRIBUTES)
+    return _function(name, inputs, ATTENTION_OUTPUTS, [node], ATTENTION_ATTRIBUTES)
 
 
 _FUNCTIONS: Mapping[str, Callable[[], onnx.FunctionProto]] = {
@@ -491,15 +340,6 @@ _FUNCTIONS: Mapping[str, Callable[[], onnx.FunctionProto]] = {
     ADD_RMS_NORM: partial(_add_norm_function, ADD_RMS_NORM, "RMSNormalization", ["weight"]),
     ADD_LAYER_NORM: partial(_add_norm_function, ADD_LAYER_NORM, "LayerNormalization", ["weight", "bias"]),
 }
-
-
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    return {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
-
-
-def _named(node: onnx.NodeProto, kind: str) -> str:
-    """A name in the scope of the node that this one replaces."""
-    return "/".join(part for part in (node.name.rpartition("/")[0], kind) if part)
 
 
 def _function(
