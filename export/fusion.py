@@ -1,6 +1,6 @@
-"""A graph rewritten to the project's own operators: several standard nodes become one, where it says what they mean.
+"""Fuses several standard nodes of a graph into one of the project's own operators.
 
-Products are rewritten before, by `export.quantize`; they take in the GELU that follows.
+`export.quantize` rewrites products before; here they absorb the GELU that follows.
 """
 
 from __future__ import annotations

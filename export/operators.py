@@ -1,24 +1,23 @@
-"""The project's own operators, domain `onward`: each with its meaning in standard ones, as a function in the graph.
+"""The project's own operators, domain `onward`: each is defined by a function of standard operators in the graph.
 
-A processor that a kernel exists for computes a node by it (`model.kernels`). Everywhere else, and in any program that
-reads ONNX, the node is what its function says: ONNX Runtime puts the function's nodes in its place and computes what
-depends on weights alone once, when it loads. So one file is as fast as the machine allows and runs on all.
+Where a kernel exists (`model.kernels`), it computes the node. Elsewhere ONNX Runtime expands the node to the function's
+nodes, and computes what depends on weights alone once, at load time. One file thus runs everywhere.
 
     Linear(rows [..., K], weight [N, K]) → [..., N]
-        Rows times a matrix in float32, which lies as PyTorch has it.
+        Rows times a float32 matrix in PyTorch's layout.
 
     Int8Linear(rows [..., K], panels, scales [N]) → [..., N]
-        Rows times a matrix of bytes. Rows are rounded to bytes, each with a scale of its own:
+        Rows times an int8 matrix. Each row is quantized to bytes with a scale of its own:
 
             scale = max(max |x|, tiny) · step        byte = round(x / scale) + zero
             y = Σ (byte - zero) · weight · column scale · scale
 
-        `panels` `[⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8` is the matrix `[K, N]` as a processor reads it: 32 columns together,
-        of which four rows lie together, zeros where the matrix ends. Kernel and function give the same bits.
+        `panels` `[⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8` is the matrix `[K, N]` in panels of 32 columns, four rows of K
+        adjacent, padded with zeros. Kernel and function give the same bits.
 
     Int4Linear(rows [..., K], panels, scales) → [..., N]
-        Rows times a matrix of four bits a weight, in blocks of 32 along K. Its function is `MatMulNBits`,
-        which rounds rows block by block; the kernel rounds them as a whole, to signed bytes:
+        Rows times a matrix of four bits per weight, in blocks of 32 along K. Its function is `MatMulNBits`,
+        which quantizes rows block by block; the kernel quantizes whole rows, to signed bytes:
 
             y = Σ over blocks (Σ byte · (code - 8) · block scale) · scale
 
@@ -30,23 +29,21 @@ depends on weights alone once, when it loads. So one file is as fast as the mach
         The same with one more input, a bias `[N]`, which is added last.
 
     LinearGelu, BiasedLinearGelu, Int8LinearGelu and so on
-        Any of these six, and then GELU of what comes out, by its approximation with tanh.
+        Any of these six followed by GELU in its tanh approximation.
 
     SwiGLU(rows [..., 2 F]) → [..., F]
         silu(gate) · up of each row's first and second half (Shazeer, 2020).
 
-    AddRMSNorm(left, right, weight), AddLayerNorm(left, right, weight, bias) → left + right, and the norm of that
-        The end of one residual block and the norm that opens the next.
+    AddRMSNorm(left, right, weight), AddLayerNorm(left, right, weight, bias) → left + right, and its norm
+        The end of one residual block and the norm that begins the next.
 
     GroupQueryAttention(query, key?, value?, past_key, past_value, last, total, cosines?, sines?)
             → output, present_key, present_value
-        The operator of this name of `com.microsoft`, with float32 K/V, and that is its function.
+        The operator of this name of `com.microsoft` with float32 K/V; that is also its function.
 
     Int8CacheAttention(query, key?, value?, past_key, past_value, last, total, cosines?, sines?, sinks?,
                        key_scales [1, Hkv, 1, D], value_scales) → output, present_key, present_value
-        The same over K/V in int8, each channel with a scale. Kernel and function round new K/V alike.
-
-Knows ONNX and no model.
+        The same over int8 K/V with a scale per channel. Kernel and function quantize new K/V alike.
 """
 
 from __future__ import annotations
@@ -66,9 +63,9 @@ LINEAR = "Linear"
 INT8_LINEAR = "Int8Linear"
 INT4_LINEAR = "Int4Linear"
 BIASED = "Biased"
-"""What begins the name of each of these where a bias is added."""
+"""Prefix of an operator's name with a bias."""
 GELU = "Gelu"
-"""What ends the name where GELU follows, with a bias or without."""
+"""Suffix of an operator's name followed by GELU."""
 ATTENTION = "GroupQueryAttention"
 INT8_ATTENTION = "Int8CacheAttention"
 SWIGLU = "SwiGLU"
@@ -80,12 +77,12 @@ GROUP_ROWS = 4
 INT4_PANEL_COLUMNS = 16
 INT4_BLOCK = 32
 HEAD_DIM_MULTIPLE = 16
-"""How wide heads must be a multiple of for attention by the project's own operator."""
+"""Head widths of attention by the project's own operator are multiples of this."""
 LEAST_PEAK = np.float32(1e-30)
-"""What a row's largest magnitude counts as at least: a row of zeros stays one, and nothing divides by zero."""
+"""Lower bound of a row's largest magnitude: a row of zeros stays zero without a division by zero."""
 
 _VERSION = 1
-# Past every length: where a slice has no end.
+# The end of an unbounded slice.
 _END = np.iinfo(np.int64).max
 # Inputs of the contrib operator, by its own names.
 ATTENTION_INPUTS = (
@@ -103,7 +100,7 @@ UNUSED_INPUTS = ("position_ids", "attention_bias")
 INT8_INPUTS = ("head_sink", "k_scale", "v_scale")
 ATTENTION_OUTPUTS = ("output", "present_key", "present_value")
 ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "do_rotary", "local_window_size")
-_EIGHT_BIT_ROWS = 4  # an accuracy level
+_EIGHT_BIT_ROWS = 4  # accuracy level
 INT8_ATTRIBUTES: dict[str, Any] = {
     "k_quant_type": b"PER_CHANNEL",
     "v_quant_type": b"PER_CHANNEL",
@@ -138,7 +135,7 @@ def pack_int4_scales(scales: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]
 
 
 def add_functions(model: onnx.ModelProto) -> None:
-    """Gives a model the functions of those operators of `DOMAIN` that it uses and has none for yet."""
+    """Adds the functions of the operators of `DOMAIN` that a model uses and lacks."""
     used = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
     known = {function.name for function in model.functions if function.domain == DOMAIN}
     for name in sorted(used - known):
@@ -151,7 +148,7 @@ def add_functions(model: onnx.ModelProto) -> None:
     model.opset_import.extend(
         helper.make_opsetid(domain, version) for domain, version in wanted.items() if domain not in domains
     )
-    # ONNX knows nothing of what `CONTRIB` computes, and checks no function whose inputs have no type.
+    # ONNX infers no types of `CONTRIB`'s outputs, and checks no function with untyped inputs.
     typed = {value.name for value in (*model.graph.output, *model.graph.value_info)}
     model.graph.value_info.extend(
         helper.make_tensor_value_info(name, TensorProto.INT8 if is_cache else TensorProto.FLOAT, None)
@@ -195,7 +192,7 @@ def _int8_linear(*, is_biased: bool) -> onnx.FunctionProto:
         helper.make_node("Concat", ["height", "num_columns"], ["ends"], axis=0),
         helper.make_node("Concat", ["first", "first"], ["starts"], axis=0),
         helper.make_node("Slice", ["padded", "starts", "ends"], ["weight"]),
-        # The operator has room for one scale of rows only: theirs follow.
+        # The operator takes a single scale for all rows; multiply by theirs afterwards.
         helper.make_node(
             "MatMulIntegerToFloat", ["bytes", "weight", "one", "scales", "zero_byte"], ["sums"], domain=CONTRIB
         ),
@@ -204,7 +201,7 @@ def _int8_linear(*, is_biased: bool) -> onnx.FunctionProto:
         helper.make_node("Shape", ["rows"], ["shape"]),
         helper.make_node("Slice", ["shape", "first", "last"], ["leading"]),
         helper.make_node("Concat", ["leading", "num_columns"], ["new_shape"], axis=0),
-        # There may be no row, as behind the last attention where nobody wants logits.
+        # There may be no row, as after the last attention of a step without requested logits.
         helper.make_node("Reshape", ["products", "new_shape"], [_product(is_biased)], allowzero=1),
     ]
     return _product_function(
@@ -234,7 +231,7 @@ def _int4_linear(*, is_biased: bool) -> onnx.FunctionProto:
     body = [
         *(_constant(name, value) for name, value in constants.items()),
         _attribute("N", "int"),
-        # Panels to bytes of neighbours along K, as `MatMulNBits` has them: [N, K / 32, 16].
+        # Panels to bytes of neighbors along K, as `MatMulNBits` has them: [N, K / 32, 16].
         helper.make_node("BitwiseAnd", ["panels", "low_bits"], ["low"]),
         helper.make_node("BitShift", ["panels", "four"], ["high"], direction="RIGHT"),
         helper.make_node("Unsqueeze", ["low", "high_axis"], ["low_half"]),
@@ -269,7 +266,7 @@ def _int4_linear(*, is_biased: bool) -> onnx.FunctionProto:
 
 
 def _product(is_biased: bool) -> str:  # noqa: FBT001 (it has no other argument)
-    """What a product's function calls what its bias is to be added to."""
+    """The tensor that a bias is added to, in a product's function."""
     return "unbiased" if is_biased else "output"
 
 
@@ -283,7 +280,7 @@ def _product_function(
 
 
 def _gelu_function(product: onnx.FunctionProto) -> onnx.FunctionProto:
-    """A product's, and then GELU."""
+    """The function of a product followed by GELU."""
     (output,) = product.output
     for node in product.node:
         node.output[:] = ["linear" if name == output else name for name in node.output]
@@ -345,7 +342,7 @@ _FUNCTIONS: Mapping[str, Callable[[], onnx.FunctionProto]] = {
 def _function(
     name: str, inputs: Sequence[str], outputs: Sequence[str], body: Iterable[onnx.NodeProto], attributes: Sequence[str]
 ) -> onnx.FunctionProto:
-    opsets = [helper.make_opsetid(CONTRIB, 1)]  # standard operators' is the model's
+    opsets = [helper.make_opsetid(CONTRIB, 1)]  # the opset of standard operators is the model's
     return helper.make_function(DOMAIN, name, list(inputs), list(outputs), list(body), opsets, list(attributes))
 
 

@@ -35,7 +35,7 @@ from model.spec.config import ModelConfig
 def unsupported(
     config: ModelConfig, precision: Precision, kv_precision: KVPrecision, extras: Collection[str]
 ) -> list[str]:
-    """Why a model cannot be exported over slots; empty when it can. `extras` are PREFILL and EXPLAIN, if wanted."""
+    """Why a model cannot be exported over slots; empty when it can. `extras`: of PREFILL and EXPLAIN."""
     problems = []
     if precision not in CPU_PRECISIONS:
         problems.append(f"precision {precision} is not for {Device.CPU}, only {', '.join(CPU_PRECISIONS)}")
