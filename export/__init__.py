@@ -2,5 +2,5 @@
 
 import os
 
-# As in `service.engine`: before ONNX Runtime is imported, which reports its use to its makers from then on.
+# Before ONNX Runtime is imported: it sends telemetry otherwise.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # noqa: TID251 (not the server's own)

@@ -5,9 +5,9 @@
     python -m export CHECKPOINT --out DIR --device cuda --precision fp16|bf16
     python -m export verify ARTIFACT
 
-Progress goes to stderr; stdout holds the parity table and, as its last line, one JSON object. Exit status: 0 proven,
-or written for a device that is to prove it; 1 parity failed or the artifact is damaged; 2 what was asked for cannot be
-done, such as a proof on a device that is not at hand.
+Progress goes to stderr; stdout has the parity table and, as its last line, one JSON object. Exit status: 0 proven, or
+written for a device that is to prove it; 1 parity failed or the artifact is damaged; 2 the request cannot be served,
+such as a proof on a missing device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _export_parser() -> argparse.ArgumentParser:
         description="Turns a checkpoint folder into an artifact folder: ONNX graphs, golden cases, proof.",
         epilog="`python -m export verify ARTIFACT` proves an artifact again.",
     )
-    parser.add_argument("checkpoint", type=Path, help="folder that `python -m model train` or `init` wrote")
+    parser.add_argument("checkpoint", type=Path, help="checkpoint folder of `python -m model`")
     parser.add_argument("--out", type=Path, required=True, help="artifact folder; an artifact there is replaced")
     parser.add_argument("--device", type=Device, choices=list(Device), default=Device.CPU)
     parser.add_argument(
@@ -53,35 +53,35 @@ def _export_parser() -> argparse.ArgumentParser:
         type=Precision,
         choices=list(Precision),
         default=Precision.FP32,
-        help="what products with weights are computed in (default: fp32)",
+        help="arithmetic of products with weights (default: fp32)",
     )
     parser.add_argument(
         "--kv-cache",
         type=KVPrecision,
         choices=[KVPrecision.FP32, KVPrecision.INT8],
         default=KVPrecision.FP32,
-        help="what keys and values are stored in, those of sources too; int8 takes a quarter of the memory and decodes "
-        "faster, but prompts of 512 tokens take a decoder-only model 1.6 times as long (default: fp32)",
+        help="precision of cached keys and values; int8 takes a quarter of the memory and decodes faster, but a "
+        "decoder-only model takes 1.6 times as long for prompts of 512 tokens (default: fp32)",
     )
     parser.add_argument(
         "--kv-layout",
         type=KVLayout,
         choices=list(KVLayout),
         default=KVLayout.SLOTS,
-        help="how keys and values lie: a buffer for each row, or blocks of a pool that rows share; cuda is always "
-        "paged, and on a CPU that is for testing, in fp32 and slower (default: slots)",
+        help="layout of cached keys and values: a buffer per row, or blocks of a shared pool; cuda is always paged, "
+        "on a CPU paged is slow, fp32 only, and for testing (default: slots)",
     )
     parser.add_argument(
         "--prefill-graph",
         action="store_true",
-        help="write a graph for prompts besides, which `serve --prefill-provider openvino` needs; beside an int8 or "
-        "int4 decoder it has fp32 weights of its own; for decoder-only models",
+        help="also write a graph for prompts, which `serve --prefill-provider openvino` needs; its weights are fp32; "
+        "for decoder-only models",
     )
     parser.add_argument(
         "--explain-graph",
         action="store_true",
-        help="write a graph of attention weights besides, which `Explain` and `python -m service explain` need; it has "
-        "no weights of its own; not with int8 K/V",
+        help="also write a graph of attention weights, which `Explain` and `python -m service explain` need; it shares "
+        "the decoder's weights; not with int8 K/V",
     )
     return parser
 
@@ -96,10 +96,11 @@ def _verify_parser() -> argparse.ArgumentParser:
 
 
 def _export(options: argparse.Namespace) -> int:
-    # Torch takes seconds to load: `verify` and `--help` do without it.
+    # Importing torch takes seconds; `verify` and `--help` do not need it.
     from export.emit import EmitError
-    from export.exporter import ParityError, Refused, export
+    from export.exporter import Refused, export
     from export.golden_cases import GoldenCaseError
+    from export.job import ParityError
     from model import checkpoint
 
     began = time.monotonic()
@@ -146,7 +147,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _summary(report: ParityReport) -> dict[str, Any]:
-    """Draws the table, which belongs before the last line, and returns what that line says of it."""
+    """Prints the parity table and the warnings; returns the report's part of the last line."""
     Console().print(draw(report))
     for warning in report.warnings:
         print(warning, file=sys.stderr)
@@ -165,7 +166,7 @@ def _summary(report: ParityReport) -> dict[str, Any]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """What is being done, on stderr: a line that changes on a terminal, a line for each stage elsewhere."""
+    """Shows the current stage on stderr: a spinner on a terminal, a line for each stage elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda stage: print(stage, file=sys.stderr)

@@ -1,12 +1,13 @@
-"""Additive scores in a graph: standard operators, as ONNX Runtime has no fused attention for them.
+"""Additive scores in a graph: standard operators, since ONNX Runtime has no fused attention for them.
 
-    decoder, to itself      TensorScatter (opset 24) puts new keys and values into the buffers, in place where input and
-                            output are one tensor; then the written-out attention over the whole buffer under a mask
-    decoder, to the source  the same over the source's buffers, which Identity hands back
+    decoder, to itself      TensorScatter (opset 24) writes new keys and values into the buffers, in place where input
+        and
+                            output are one tensor; then masked attention over the whole buffer
+    decoder, to the source  the same over the source's buffers, which Identity returns
     encoder, to itself      the same under a mask of lengths
 
-Time and memory follow the capacity of the buffers and not the length of a row: it is the price of the law of company
-without an operator that knows ragged rows. So a model whose scores would take too much is refused.
+Time and memory follow the capacity of the buffers, not the length of a row: batch invariance without an operator for
+ragged rows requires it. A model whose scores would be too large is rejected.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from model.nn.attention import (
 from model.nn.transformer import Decoder, EncoderDecoder
 from model.spec.config import ModelConfig
 
-# The paper's base model, 512 wide, over the longest context that additive scores are allowed.
+# The paper's base model, 512 wide, over the longest supported context.
 _MAX_SCORE_BYTES = 2**29
 
 
 def unsupported(config: ModelConfig) -> list[str]:
-    """Scores `[H, T, T, D] float32` of one row, over a whole prompt or source, that are too large to hold."""
+    """Why one row's scores `[H, T, T, D] float32` over a whole prompt or source are too large; empty if they fit."""
     name = "source_context" if config.is_encoder_decoder else "context"
     length = config.source_context if config.is_encoder_decoder else config.context
     num_bytes = 4 * config.num_heads * length**2 * config.head_dim
@@ -50,8 +51,8 @@ def unsupported(config: ModelConfig) -> list[str]:
 class AdditiveDecoderAttention:
     """One step's attention to the cache and to the source; an `export.backend.DecoderAttention`.
 
-    Buffers hold stale memory past a row's length, NaN perhaps. A mask keeps it out of the scores; out of the weighted
-    sum, where zero times NaN is NaN, only zeros in its place do.
+    Past a row's length, buffers hold stale values, possibly NaN. A mask removes them from the scores; the weighted sum
+    needs zeros in their place, because zero times NaN is NaN.
     """
 
     def __init__(self, model: Decoder, feeds: Feeds) -> None:
@@ -92,11 +93,10 @@ class AdditiveEncoderAttention:
 
 
 def additive_scores(vector: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """`AdditiveScore`, laid out so that its bits depend on no other row.
+    """`AdditiveScore`, computed so that its bits do not depend on other rows.
 
-    The sum over D is a product of one row `v` with a matrix whose columns are the keys. Taken as a matrix times a
-    column, or as ReduceSum, it adds in an order that depends on where threads and vector lanes happen to divide the
-    batch.
+    The sum over D is a product of one row `v` with a matrix whose columns are the keys. As a matrix times a column, or
+    as ReduceSum, its order of addition would depend on how threads and vector lanes divide the batch.
 
     Args:
         vector: `[H, D]`.
@@ -113,7 +113,7 @@ def additive_scores(vector: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def tensor_scatter(past: Tensor, update: Tensor, starts: Tensor) -> Tensor:
     """ONNX `TensorScatter`: `past` `[B, Hkv, capacity, D]` with `update` `[B, Hkv, S, D]` from each row's `starts` on.
 
-    ONNX Runtime writes in place where `past` and the result are bound to the same memory, and copies where not.
+    ONNX Runtime writes in place where `past` and the result are bound to the same memory; otherwise it copies.
     """
     written: Tensor = symbolic(
         "TensorScatter",

@@ -1,14 +1,13 @@
 """Scaled dot products in a graph: ONNX Runtime's fused attention around the model's own projections.
 
     decoder, to itself      GroupQueryAttention on packed Q, K, V: rotates, appends to the cache in place, attends. One
-                            operator for prefill, for chunks of it and for ragged decoding. Where queries and keys
-                            are normed first, the same on Q, K, V apart
-    decoder, to the source  GroupQueryAttention again, given no new keys and the source's K/V as its past
-    encoder, to itself      MultiHeadAttention, whose flash variant holds no scores of a whole source. It takes no mask,
-                            so one more dimension of every head carries it
+                            operator for whole prompts, chunks and ragged decoding. With normed queries and keys, the
+                            same on separate Q, K, V
+    decoder, to the source  GroupQueryAttention again, without new keys and with the source's K/V as its past
+    encoder, to itself      MultiHeadAttention, whose flash variant does not store the scores of a whole source. It has
+                            no mask; an extra dimension of every head carries one
 
-The operators are symbolic: they exist in the exported graph, and running these modules in torch yields zeros where they
-stand.
+The operators are symbolic: they exist in the exported graph, and return zeros when run in torch.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from model.spec.config import ModelConfig, Positions
 
 _HEAD_DIM_MULTIPLE = 8
 _ROTARY_HEAD_DIM_MULTIPLE = 16
-# Added to a score, it leaves no weight whatever the score was, and nothing infinite.
+# Added to a score, it makes the weight exactly zero without an infinity.
 _NEVER = -1e9
 
 
 def unsupported(config: ModelConfig) -> list[str]:
-    """Heads of a width that GroupQueryAttention does not take."""
+    """Why GroupQueryAttention cannot compute heads of this width; empty if it can."""
     rotary = config.positions is Positions.ROTARY
     multiple = _ROTARY_HEAD_DIM_MULTIPLE if rotary else _HEAD_DIM_MULTIPLE
     if config.head_dim % multiple:
@@ -50,7 +49,7 @@ class DotDecoderAttention:
         self._seqlens_k = feeds["seqlens_k"]
         self._total_sequence_length = feeds["total_sequence_length"]
         if model.config.is_encoder_decoder:
-            # These take the places of the operator's `seqlens_k` and `total_sequence_length`; nothing is appended.
+            # These are passed as the operator's `seqlens_k` and `total_sequence_length`; nothing is appended.
             lengths = feeds["source_lengths"]
             width = model.config.num_kv_heads * model.config.head_dim
             self._no_keys = feeds["cross_key_0"].new_zeros(lengths.shape[0], 0, width)
@@ -111,13 +110,13 @@ def group_query_attention(
 
     Args:
         config: head counts and sizes.
-        operands: Q `[B, S, H * D]`, and what to append as K and V, each `[B, S, Hkv * D]`, or `[B, 0, Hkv * D]` to
-            append nothing; or all of them packed, `[B, S, (H + 2 Hkv) * D]`, and twice None.
+        operands: Q `[B, S, H * D]` and new K and V `[B, S, Hkv * D]` each, or `[B, 0, Hkv * D]` to append nothing; or
+            all packed, `[B, S, (H + 2 Hkv) * D]`, and two Nones.
         past: key and value buffers `[B, Hkv, capacity, D]`.
         seqlens_k: `[B] int32`, each row's cached and new tokens together, minus one.
         total_sequence_length: `[] int32`, the largest of those plus one.
-        rotary: turns queries and new keys; None where positions were added to the embeddings or keys are not turned.
-        window: how many tokens a query sees, itself among them; 0 all.
+        rotary: rotates queries and new keys; None to rotate neither.
+        window: how many tokens a query attends to, itself included; 0 all.
 
     Returns:
         The output `[B, S, H * D]` and the two buffers.
@@ -145,20 +144,20 @@ def group_query_attention(
 
 
 def padded_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, penalties: Tensor) -> Tensor:
-    """`com.microsoft.MultiHeadAttention`, both ways, over right-padded rows.
+    """`com.microsoft.MultiHeadAttention`, bidirectional, over right-padded rows.
 
     Every query gets a 1 as its last number and every key its penalty, so that the penalty is added to their product. A
-    mask as an input would do the same, and the operator would hold all scores at once: 4 H S² bytes a row.
+    mask input would make the operator store all scores: 4 H S² bytes per row.
 
     Args:
         config: head counts and sizes.
         q: `[B, S, H * D]`.
         k: `[B, S, Hkv * D]`.
         v: as `k`.
-        penalties: `[B, S]`, 0 for keys to attend to, and for others so far below that their weight is exactly 0.
+        penalties: `[B, S]`, 0 for keys to attend to, else so low that the weight is exactly 0.
 
     Returns:
-        `[B, S, H * D]`, meaningless past each length.
+        `[B, S, H * D]`, undefined past each length.
     """
     heads, groups = config.num_heads, config.num_heads // config.num_kv_heads
     size = q.shape[:2]
@@ -177,7 +176,7 @@ def padded_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, penal
 
 
 def rotary_embedding(x: Tensor, rotary: RotaryPositions, num_heads: int) -> Tensor:
-    """`com.microsoft.RotaryEmbedding`: `[B, S, num_heads * D]` turned by positions 0…S-1."""
+    """`com.microsoft.RotaryEmbedding`: rotates `[B, S, num_heads * D]` by positions 0…S-1."""
     first_position = torch.zeros(1, dtype=torch.int64)
     (output,) = symbolic_multi_out(
         "com.microsoft::RotaryEmbedding",
@@ -191,4 +190,4 @@ def rotary_embedding(x: Tensor, rotary: RotaryPositions, num_heads: int) -> Tens
 
 
 DOT = AttentionBackend(unsupported, DotDecoderAttention, DotEncoderAttention)
-"""Any model whose heads are wide by the right multiple."""
+"""Any model whose head width is a multiple of the operators'."""

@@ -1,8 +1,7 @@
-"""A graph module of `export.graphs` written as an ONNX file: traced, named, stripped, and read back to be checked.
+"""A graph module written as an ONNX file: traced, named, stripped, and read back to be checked.
 
-What PyTorch's exporter leaves is right but not fit to ship: weights that folding reshaped are called `val_17`, nodes
-`node_linear_3`, and every node carries the stack trace of the machine that traced it. So names are taken from the
-modules, and the rest is removed.
+PyTorch's exporter calls folded weights `val_17` and nodes `node_linear_3`, and attaches a stack trace of the exporting
+machine to every node. Here weights and nodes are named after their modules, and the traces are removed.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ import onnx
 import torch
 from torch import Tensor
 
-from export.explain import ExplainGraph
-from export.graphs import OPSET, DecoderGraph, EncoderGraph
-from export.paged import MoveGraph, PagedDecoderGraph, PagedEncoderGraph
-from export.prefill import PrefillGraph
+from export.backend import Graph
+from export.graphs import OPSET
 from model.spec.artifact import GraphSpec, TensorSpec
 
 _DTYPES = {
@@ -33,14 +30,12 @@ _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-Graph = DecoderGraph | EncoderGraph | PrefillGraph | ExplainGraph | PagedDecoderGraph | PagedEncoderGraph | MoveGraph
-"""Whatever can be written: it says its own inputs and outputs."""
 _NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 _MODEL_PREFIX = "model."
 
 
 class EmitError(Exception):
-    """The written graph is not the one asked for; `problems` lists every difference."""
+    """The written graph differs from its signature; `problems` lists every difference."""
 
     def __init__(self, file: str, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -51,7 +46,7 @@ def emit(graph: Graph, path: Path, opset: int = OPSET) -> GraphSpec:
     """Writes `graph` to `path` and its weights to the same name with `.data` added, and returns the file's signature.
 
     Raises:
-        EmitError: when the file's inputs and outputs are not the signature's.
+        EmitError: when the file's inputs or outputs differ from the signature.
     """
     with _quiet_exporter(), torch.no_grad():
         program = torch.onnx.export(
@@ -80,12 +75,10 @@ def emit(graph: Graph, path: Path, opset: int = OPSET) -> GraphSpec:
 
 
 def share_weights(path: Path, *others: Path) -> None:
-    """Lets the graph in `path` read its weights from the data files of `others`, and removes its own.
-
-    All lie in one folder and come from one model, so tensors of one name are one tensor; each is compared all the same.
+    """Points the weights of the graph in `path` at the data files of `others` in its folder, and deletes its own file.
 
     Raises:
-        EmitError: naming the first weight that is not the same in any of them.
+        EmitError: naming the first weight that differs from its namesake in every one of `others`.
     """
     graph, values = onnx.load(path, load_external_data=False), onnx.load(path)
     places = [_initializers(onnx.load(other, load_external_data=False)) for other in others]
@@ -113,13 +106,13 @@ def _initializers(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
 
 
 def read_signature(path: Path) -> GraphSpec:
-    """The inputs and outputs that an ONNX file declares; its weights are not read."""
+    """The inputs and outputs that an ONNX file declares; reads no weights."""
     graph = onnx.load(path, load_external_data=False).graph
     return GraphSpec(path.name, tuple(map(_spec, graph.input)), tuple(map(_spec, graph.output)))
 
 
 def _example_inputs(specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
-    """Tensors to trace with: sizes above one and different for each symbol, so that none is taken for a constant."""
+    """Tensors to trace with: each symbol has its own size above 1, so that no axis is specialized to a constant."""
     symbols = dict.fromkeys(axis for spec in specs for axis in spec.shape if isinstance(axis, str))
     sizes = {symbol: size for size, symbol in enumerate(symbols, start=2)}
     return tuple(
@@ -137,10 +130,10 @@ def _dynamic_axes(specs: Sequence[TensorSpec]) -> tuple[dict[int, torch.export.D
 
 @contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """Silences what torch 2.13's exporter says of itself, by exact message; any other warning still shows.
+    """Silences three known messages of torch 2.13's exporter by their text; any other warning still shows.
 
-    It registers operators of torchvision, which no model here uses; it pickles a class of its own that it has
-    deprecated; and it tells us of every second input that shares an axis with a first, which is the point of a name.
+    They are about missing torchvision operators, a deprecated class that torch itself pickles, and inputs that share a
+    named axis.
     """
     registration = logging.getLogger("torch.onnx._internal.exporter._registration")
 
@@ -170,7 +163,7 @@ def _name_by_module(graph: onnx.GraphProto) -> None:
             node.name += f"_{used[node.name]}"
         if node.op_type == "MatMul" and node.input[1] in stored:
             renamed.setdefault(node.input[1], f"{scope}.weight_transposed")
-        elif node.op_type == "MatMul" and node.input[0] in stored:  # no layer multiplies from the left, scores do
+        elif node.op_type == "MatMul" and node.input[0] in stored:  # only additive scores multiply from the left
             renamed.setdefault(node.input[0], f"{scope}.score_vector")
     for old in stored.keys() - renamed.keys():
         renamed[old] = old.removeprefix(_MODEL_PREFIX)
@@ -183,20 +176,20 @@ def _name_by_module(graph: onnx.GraphProto) -> None:
 
 
 def _scope(node: onnx.NodeProto) -> str:
-    """The path of the module that a node was traced in; empty for the graph module itself and what is outside."""
+    """The path of the module that a node was traced in; empty outside the model."""
     scopes = next((entry.value for entry in node.metadata_props if entry.key == _NAME_SCOPES), "[]")
     modules: list[str] = ast.literal_eval(scopes)[:-1]
     return modules[-1].removeprefix(_MODEL_PREFIX) if modules and modules[-1].startswith(_MODEL_PREFIX) else ""
 
 
 def _strip_metadata(model: onnx.ModelProto) -> None:
-    """Removes what describes the tracing: stack traces with this machine's paths, most of the file's size."""
+    """Removes stack traces and doc strings, which hold this machine's paths and most of the file's size."""
     graph = model.graph
     described: tuple[Any, ...] = (model, graph, *graph.node, *graph.initializer, *graph.input, *graph.output)
     for item in described:
         del item.metadata_props[:]
         item.doc_string = ""
-    # Intermediate shapes can be inferred again; as traced they hold names of the tracing's own.
+    # Intermediate shapes can be inferred again; the traced ones contain generated axis names.
     del graph.value_info[:]
 
 

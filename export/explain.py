@@ -1,23 +1,22 @@
-"""The torch module that becomes explain.onnx: where every head of every layer looked, over one whole sequence.
+"""The torch module that becomes explain.onnx: the attention weights of every head and layer over one whole sequence.
 
-The fused operators of the decoder and encoder graphs keep their attention weights to themselves. Here attention is
-written out in standard operators and its softmax is the output; values, output projections and feed-forward networks
-are there because the next layer needs them, and what the last layer does after its softmax is not there at all.
+The fused operators of the decoder and encoder graphs do not return attention weights. Here attention is written out in
+standard operators, and its softmax is the output. The last layer ends at its softmax.
 
-Its weights are the decoder's and encoder's own, rounded where theirs are, so that the file holds none.
-
-Knows the model's layers; neither a cache nor who asks.
+The graph reads the decoder's and encoder's weights, rounded where theirs are; its file holds none. It has no cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from export.additive import additive_scores
+from export.backend import Feeds, Graph
 from model.nn.attention import (
     AdditiveScore,
     CrossAttention,
@@ -37,74 +36,72 @@ from model.spec.artifact import AttentionKind, KVPrecision, attention_output, ex
 def unsupported(kv_precision: KVPrecision) -> list[str]:
     """Why a model can have no explain graph beside K/V of this precision; empty when it can."""
     if kv_precision is not KVPrecision.FP32:
-        # The decoder attends to keys that were rounded, and the graph would show what unrounded ones get.
+        # The decoder attends to rounded keys; the graph would show the weights of unrounded ones.
         return [f"an explain graph is for {KVPrecision.FP32} K/V, asked for is {kv_precision}"]
     return []
 
 
-class ExplainGraph(nn.Module):
+class ExplainGraph(Graph):
     """One whole sequence in, with its source where there is one; every attention matrix out."""
 
     def __init__(self, model: Decoder) -> None:
-        super().__init__()
+        super().__init__(explain_signature(model.config))
         self.model = model
-        self.inputs, self.outputs = explain_signature(model.config)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors as `explain_signature` lists its inputs → tensors as it lists its outputs."""
-        feeds = {spec.name: tensor for spec, tensor in zip(self.inputs, tensors, strict=True)}
+    def compute(self, feeds: Feeds) -> Mapping[str, Tensor]:
+        """See `Graph`."""
         fetches: dict[str, Tensor] = {}
         model = self.model
         memory = _encode(model.encoder, feeds["source_ids"], fetches) if isinstance(model, EncoderDecoder) else None
         length = feeds["input_ids"].shape[1]
         position_ids = torch.arange(length)[None]
         hidden = model.embed(feeds["input_ids"], position_ids)
-        turns = _turns(model.rotary, position_ids)
+        rotations = _rotations(model.rotary, position_ids)
         for index, layer in enumerate(model.layers):
-            attention = _Attention(fetches, index, turns, _own_mask(length, model.config.window(index)), memory)
+            attention = _Attention(fetches, index, rotations, _decoder_mask(length, model.config.window(index)), memory)
             hidden = layer(hidden, attention.attend_self, None if memory is None else attention.attend_cross)
-        return tuple(fetches[spec.name] for spec in self.outputs)
+        return fetches
 
 
-Turns = tuple[Tensor, Tensor]
+Rotations = tuple[Tensor, Tensor]
 """Cosines and sines for each position, `[1, S, D / 2]` each."""
 
 
 def _encode(encoder: Encoder, source_ids: Tensor, fetches: dict[str, Tensor]) -> Tensor:
     """Source `[1, S]` → memory `[1, S, d]`."""
-    turns = _turns(encoder.rotary, torch.arange(source_ids.shape[1])[None])
+    rotations = _rotations(encoder.rotary, torch.arange(source_ids.shape[1])[None])
     hidden = encoder.embedding(source_ids)
     for index, layer in enumerate(encoder.layers):
-        hidden = layer(hidden, _Attention(fetches, index, turns, None, None).attend_self)
+        hidden = layer(hidden, _Attention(fetches, index, rotations, None, None).attend_self)
     memory: Tensor = encoder.final_norm(hidden)
     return memory
 
 
-def _own_mask(length: int, window: int) -> Tensor:
-    """What a decoder layer may look at, `[S, S]`: all before it and itself, or the last `window` of these."""
+def _decoder_mask(length: int, window: int) -> Tensor:
+    """The causal mask of a decoder layer `[S, S]`, limited to the last `window` positions where there is a window."""
     mask = causal_mask(length)
     return mask & window_mask(length, window) if window else mask
 
 
-def _turns(rotary: RotaryPositions | None, position_ids: Tensor) -> Turns | None:
+def _rotations(rotary: RotaryPositions | None, position_ids: Tensor) -> Rotations | None:
     return None if rotary is None else (F.embedding(position_ids, rotary.cos), F.embedding(position_ids, rotary.sin))
 
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """One layer's, of the decoder where there is a causal mask and of the encoder where there is none."""
+    """One layer's attention: the decoder's with a causal mask, the encoder's without."""
 
     fetches: dict[str, Tensor]
     index: int
-    turns: Turns | None
+    rotations: Rotations | None
     mask: Tensor | None
     memory: Tensor | None
 
     def attend_self(self, module: SelfAttention, x: Tensor) -> Tensor:
         """`[1, S, d]` → joined heads `[1, S, H * D]`."""
         q, k, v = module.split(module.project(x))
-        if self.turns is not None:
-            q, k = rotate(q, *self.turns), rotate(k, *self.turns)
+        if self.rotations is not None:
+            q, k = rotate(q, *self.rotations), rotate(k, *self.rotations)
         kind = AttentionKind.ENCODER if self.mask is None else AttentionKind.DECODER
         return self._attend(kind, module, (q, k, v), self.mask)
 

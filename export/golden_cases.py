@@ -1,13 +1,12 @@
-"""Which golden cases an artifact carries, and PyTorch's answers to them.
+"""Plans an artifact's golden cases and computes PyTorch's answers.
 
-The schedules cover what a server does: prefill of several lengths, whole and in even and uneven chunks, decoding after
-it and from the very first token, rows that join and leave a ragged batch, and rows with hardly a past beside one that
-fills the context. Tokens are random, from a fixed seed. The answers come from the cache-less reference, to which every
-way of splitting a sequence is held.
+The schedules cover a server's steps: prompts of several lengths, whole and in even and uneven chunks, decoding after a
+prompt and from the first token, rows that join and leave a ragged batch, and short pasts beside one that fills the
+context. Tokens are random with a fixed seed. The answers come from the reference without a cache.
 
-Bounded for large models: a case's length by what the reference may hold in memory and what a replay may cost at every
-start of a server, the number of logits by the file's size, about 40 rows where the vocabulary is large. So a large
-model may not be proven to the end of its context; parity.json says how far it is.
+For large models the cases are bounded: their length by the reference's memory and by the time of a replay at every
+server start, the number of logits by the file size, about 40 rows for a large vocabulary. parity.json says up to which
+length a large model is proven.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from model.spec.golden import Feed, Float32, GoldenCase, Int64, Step, staggered
 from model.spec.golden_attention import AttentionCase
 
 CHUNK = 128
-"""The prefill chunk that the cases straddle: the server's default."""
+"""The prefill chunk that the cases cross: the server's default."""
 
 _SEED = 20170612
 _LARGE_VOCABULARY = 8192
@@ -39,12 +38,12 @@ _MAX_ATTENTION_WEIGHTS = 2**17
 
 
 class GoldenCaseError(Exception):
-    """The reference's own answers are no measure: they are not finite."""
+    """The reference's own answers are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A case before its answers: lengths of its rows, lengths of their sources, its schedule."""
+    """A case without answers: lengths of its rows and their sources, and its schedule."""
 
     name: str
     lengths: tuple[int, ...]
@@ -65,7 +64,7 @@ def make_cases(model: Transformer) -> tuple[GoldenCase, ...]:
 
 
 def make_attention_cases(model: Transformer) -> tuple[AttentionCase, ...]:
-    """Attention weights by `model.nn.reference`: one token, a few, and as many as half a megabyte of weights allows.
+    """Attention weights by `model.nn.reference` for one token, a few, and as many as half a megabyte of weights allows.
 
     Raises:
         GoldenCaseError: when a weight is not finite.
@@ -78,7 +77,7 @@ def make_attention_cases(model: Transformer) -> tuple[AttentionCase, ...]:
         sequence, source = _tokens(length, length, config.vocab_size), np.empty(0, np.int64)
         if config.is_encoder_decoder:
             sequence[0] = config.bos_id
-            # Another length than the sequence's, or which is which would not show.
+            # Not the sequence's length, so that swapped axes show.
             source = _tokens(length, min(config.source_context, max(1, length * 2 // 3)), config.source_vocab_size)
         given = source.tolist() if config.is_encoder_decoder else None
         weights = {
@@ -95,7 +94,7 @@ def make_attention_cases(model: Transformer) -> tuple[AttentionCase, ...]:
 
 def _plan_decoder_only(config: ModelConfig, size: int) -> Iterator[_Plan]:
     longest = _longest(config.context, _numbers_per_pair(config), _MAX_PREFILL_MULTIPLICATIONS / size)
-    # A chunk, and one token more, are the first that the long pasts' rows are fed, if these have the room.
+    # Long enough rows of `_long_pasts` already feed a chunk, and one token more.
     chunks = () if longest > CHUNK + 1 else (CHUNK, CHUNK + 1)
     for length in _fitting((1, 2, 31, *chunks), longest):
         yield _Plan(f"prefill-{length}", (length,), _split(0, (length,)))
@@ -134,7 +133,7 @@ def _plan_encoder_decoder(config: ModelConfig, size: int) -> Iterator[_Plan]:
 
 
 def _long_pasts(longest: int) -> _Plan:
-    """A row prefilled in even chunks feeds the last token there is room for beside rows of shorter pasts."""
+    """A row prefilled in even chunks feeds its last token beside rows of shorter pasts."""
     pasts = _clipped((longest, CHUNK + 1, 33), max(1, longest - 1))
     even = [CHUNK] * (pasts[0] // CHUNK) + [pasts[0] % CHUNK]
     prefills = [*_split(0, even), *(step for row in (1, 2) for step in _split(row, (pasts[row],)))]
@@ -158,12 +157,12 @@ def _ragged(config: ModelConfig, longest: int) -> tuple[int, ...]:
 
 
 def _numbers_per_pair(config: ModelConfig) -> int:
-    """What the reference holds of each query and key: a score for each head, or what an additive one is the sum of."""
+    """Numbers that the reference stores per query and key: a score per head, or the terms of an additive score."""
     return config.num_heads * (config.head_dim if config.attention_score is AttentionScore.ADDITIVE else 1)
 
 
 def _longest(context: int, numbers_per_pair: int, max_tokens: float) -> int:
-    """The context, unless the reference's float32 numbers for all pairs or the replay would cost too much."""
+    """The context, or fewer tokens where the reference's memory or the replay's time would be too large."""
     return max(1, min(context, math.isqrt(_MAX_SCORE_BYTES // (4 * numbers_per_pair)), int(max_tokens)))
 
 
@@ -172,25 +171,25 @@ def _clipped(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
 
 
 def _fitting(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
-    """The lengths clipped to the longest that fits, each once."""
+    """The lengths clipped to the longest that fits, without duplicates."""
     return tuple(dict.fromkeys(_clipped(lengths, longest)))
 
 
 def _split(row: int, counts: Iterable[int]) -> tuple[Step, ...]:
-    """One row fed in pieces of these sizes, empty ones left out."""
+    """One row fed in chunks of these sizes, without empty ones."""
     bounds = accumulate((count for count in counts if count), initial=0)
     return tuple((Feed(row, start, end - start),) for start, end in pairwise(bounds))
 
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """The reference's logits; cases that split one sequence differently share one computation."""
+    """The reference's logits, cached by sequence: cases that split one sequence differently share them."""
 
     model: Transformer
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], Float32] = field(default_factory=dict)
 
     def complete(self, plan: _Plan) -> GoldenCase:
-        """Draws the tokens and looks up the logits after every feed."""
+        """Draws the tokens and adds the logits after every feed."""
         config = self.model.config
         sequences = tuple(_tokens(row, length, config.vocab_size) for row, length in enumerate(plan.lengths))
         if config.is_encoder_decoder:
@@ -218,5 +217,5 @@ class _Answers:
 
 
 def _tokens(row: int, length: int, vocab_size: int) -> Int64:
-    """Random tokens, the same for the same row and length."""
+    """Random tokens, a function of row and length."""
     return np.random.default_rng((_SEED, row)).integers(0, vocab_size, length, dtype=np.int64)

@@ -1,25 +1,23 @@
 """The torch modules that become decoder.onnx and encoder.onnx: the model's own layers around a graph's attention.
 
-Each takes and returns tensors in the order of the artifact's signature. Embeddings, projections, norms and feed-forward
-networks are the trained modules themselves; only the way from queries, keys and values to an output is replaced, by the
-backend of the model's score (`export.backend`), which may emit operators that torch cannot run.
-
+Embeddings, projections, norms and feed-forward networks are the trained modules themselves. The backend of the model's
+score (`export.backend`) replaces the attention between projections; its operators may be ones that torch cannot run.
 What a graph computes is proven by replaying golden cases on ONNX Runtime.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from export.additive import ADDITIVE
-from export.backend import AttentionBackend, Buffers, DecoderAttention, Feeds
+from export.backend import AttentionBackend, Buffers, DecoderAttention, Feeds, Graph
 from export.dot import DOT
 from model.nn.attention import CrossAttention, SelfAttention
 from model.nn.transformer import Decoder, EncoderDecoder
-from model.spec.artifact import TensorSpec, decoder_signature, encoder_signature
+from model.spec.artifact import decoder_signature, encoder_signature
 from model.spec.config import AttentionScore, ModelConfig
 
 OPSET = 24
@@ -32,29 +30,26 @@ def unsupported(config: ModelConfig) -> list[str]:
     return _BACKENDS[config.attention_score].unsupported(config)
 
 
-class DecoderGraph(nn.Module):
-    """One step of cached decoding: new tokens and K/V buffers in, the wanted logits out, the buffers extended in place.
+class DecoderGraph(Graph):
+    """One step of cached decoding: new tokens and K/V buffers in, selected logits out, buffers extended in place.
 
-    Only the positions that `logits_indices` names go on after the last layer's attention: the rest of that layer, the
-    final norm and the head, which for a large vocabulary costs more than all layers together. Of the others keys and
-    values are all that is ever asked for again.
+    After the last layer's attention only the positions in `logits_indices` are computed: the rest of that layer, the
+    final norm and the head, which for a large vocabulary costs more than all layers. Other positions need K/V alone.
     """
 
     def __init__(self, model: Decoder) -> None:
-        super().__init__()
+        super().__init__(decoder_signature(model.config))
         self.model = model
-        self.inputs, self.outputs = decoder_signature(model.config)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors as `decoder_signature` lists its inputs → tensors as it lists its outputs."""
+    def compute(self, feeds: Feeds) -> Mapping[str, Tensor]:
+        """See `Graph`."""
         config = self.model.config
-        feeds = _by_name(self.inputs, tensors)
         fetches: dict[str, Tensor] = {}
         hidden = self.model.embed(feeds["input_ids"], feeds.get("position_ids"))
         attention = _BACKENDS[config.attention_score].in_decoder(self.model, feeds)
 
         def wanted(x: Tensor) -> Tensor:
-            # `[1, num_logits, width]`: of three axes like all before it, which `export.operators` goes by.
+            # `[1, num_logits, width]`: three axes as everywhere before, which `export.fusion` relies on.
             return x.reshape(1, -1, x.shape[-1]).index_select(1, feeds["logits_indices"])
 
         for index, layer in enumerate(self.model.layers):
@@ -63,7 +58,7 @@ class DecoderGraph(nn.Module):
             select = wanted if index + 1 == config.num_layers else None
             hidden = layer(hidden, cache.attend_self, attend_cross, select)
         fetches["logits"] = self.model.unembed(self.model.final_norm(hidden).squeeze(0))
-        return tuple(fetches[spec.name] for spec in self.outputs)
+        return fetches
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +84,15 @@ class _Cache:
         return self.feeds[f"{kind}_key_{self.index}"], self.feeds[f"{kind}_value_{self.index}"]
 
 
-class EncoderGraph(nn.Module):
+class EncoderGraph(Graph):
     """The whole encoder and every decoder layer's keys and values of its memory, computed once per source."""
 
     def __init__(self, model: EncoderDecoder) -> None:
-        super().__init__()
+        super().__init__(encoder_signature(model.config))
         self.model = model
-        self.inputs, self.outputs = encoder_signature(model.config)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors as `encoder_signature` lists its inputs → tensors as it lists its outputs."""
-        feeds = _by_name(self.inputs, tensors)
+    def compute(self, feeds: Feeds) -> Mapping[str, Tensor]:
+        """See `Graph`."""
         encoder = self.model.encoder
         attention = _BACKENDS[self.model.config.attention_score].in_encoder(self.model, feeds)
         memory = encoder.embedding(feeds["source_ids"])
@@ -110,8 +103,4 @@ class EncoderGraph(nn.Module):
         readers = (module for module in self.model.layers.modules() if isinstance(module, CrossAttention))
         for index, reader in enumerate(readers):
             fetches[f"cross_key_{index}"], fetches[f"cross_value_{index}"] = reader.project_memory(memory)
-        return tuple(fetches[spec.name] for spec in self.outputs)
-
-
-def _by_name(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
+        return fetches

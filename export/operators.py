@@ -1,24 +1,23 @@
-"""The project's own operators, domain `onward`: each with its meaning in standard ones, as a function in the graph.
+"""The project's own operators, domain `onward`: each is defined by a function of standard operators in the graph.
 
-A processor that a kernel exists for computes a node by it (`model.kernels`). Everywhere else, and in any program that
-reads ONNX, the node is what its function says: ONNX Runtime puts the function's nodes in its place and computes what
-depends on weights alone once, when it loads. So one file is as fast as the machine allows and runs on all.
+Where a kernel exists (`model.kernels`), it computes the node. Elsewhere ONNX Runtime expands the node to the function's
+nodes, and computes what depends on weights alone once, at load time. One file thus runs everywhere.
 
     Linear(rows [..., K], weight [N, K]) → [..., N]
-        Rows times a matrix in float32, which lies as PyTorch has it.
+        Rows times a float32 matrix in PyTorch's layout.
 
     Int8Linear(rows [..., K], panels, scales [N]) → [..., N]
-        Rows times a matrix of bytes. Rows are rounded to bytes, each with a scale of its own:
+        Rows times an int8 matrix. Each row is quantized to bytes with a scale of its own:
 
             scale = max(max |x|, tiny) · step        byte = round(x / scale) + zero
             y = Σ (byte - zero) · weight · column scale · scale
 
-        `panels` `[⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8` is the matrix `[K, N]` as a processor reads it: 32 columns together,
-        of which four rows lie together, zeros where the matrix ends. Kernel and function give the same bits.
+        `panels` `[⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8` is the matrix `[K, N]` in panels of 32 columns, four rows of K
+        adjacent, padded with zeros. Kernel and function give the same bits.
 
     Int4Linear(rows [..., K], panels, scales) → [..., N]
-        Rows times a matrix of four bits a weight, in blocks of 32 along K. Its function is `MatMulNBits`,
-        which rounds rows block by block; the kernel rounds them as a whole, to signed bytes:
+        Rows times a matrix of four bits per weight, in blocks of 32 along K. Its function is `MatMulNBits`,
+        which quantizes rows block by block; the kernel quantizes whole rows, to signed bytes:
 
             y = Σ over blocks (Σ byte · (code - 8) · block scale) · scale
 
@@ -30,32 +29,27 @@ depends on weights alone once, when it loads. So one file is as fast as the mach
         The same with one more input, a bias `[N]`, which is added last.
 
     LinearGelu, BiasedLinearGelu, Int8LinearGelu and so on
-        Any of these six, and then GELU of what comes out, by its approximation with tanh.
+        Any of these six followed by GELU in its tanh approximation.
 
     SwiGLU(rows [..., 2 F]) → [..., F]
         silu(gate) · up of each row's first and second half (Shazeer, 2020).
 
-    AddRMSNorm(left, right, weight), AddLayerNorm(left, right, weight, bias) → left + right, and the norm of that
-        The end of one residual block and the norm that opens the next.
+    AddRMSNorm(left, right, weight), AddLayerNorm(left, right, weight, bias) → left + right, and its norm
+        The end of one residual block and the norm that begins the next.
 
     GroupQueryAttention(query, key?, value?, past_key, past_value, last, total, cosines?, sines?)
             → output, present_key, present_value
-        The operator of this name of `com.microsoft`, with float32 K/V, and that is its function.
+        The operator of this name of `com.microsoft` with float32 K/V; that is also its function.
 
     Int8CacheAttention(query, key?, value?, past_key, past_value, last, total, cosines?, sines?, sinks?,
                        key_scales [1, Hkv, 1, D], value_scales) → output, present_key, present_value
-        The same over K/V in int8, each channel with a scale. Kernel and function round new K/V alike.
-
-Knows ONNX and no model.
+        The same over int8 K/V with a scale per channel. Kernel and function quantize new K/V alike.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,9 +63,9 @@ LINEAR = "Linear"
 INT8_LINEAR = "Int8Linear"
 INT4_LINEAR = "Int4Linear"
 BIASED = "Biased"
-"""What begins the name of each of these where a bias is added."""
+"""Prefix of an operator's name with a bias."""
 GELU = "Gelu"
-"""What ends the name where GELU follows, with a bias or without."""
+"""Suffix of an operator's name followed by GELU."""
 ATTENTION = "GroupQueryAttention"
 INT8_ATTENTION = "Int8CacheAttention"
 SWIGLU = "SwiGLU"
@@ -83,15 +77,15 @@ GROUP_ROWS = 4
 INT4_PANEL_COLUMNS = 16
 INT4_BLOCK = 32
 HEAD_DIM_MULTIPLE = 16
-"""How wide heads must be a multiple of for attention by the project's own operator."""
+"""Head widths of attention by the project's own operator are multiples of this."""
 LEAST_PEAK = np.float32(1e-30)
-"""What a row's largest magnitude counts as at least: a row of zeros stays one, and nothing divides by zero."""
+"""Lower bound of a row's largest magnitude: a row of zeros stays zero without a division by zero."""
 
 _VERSION = 1
-# Past every length: where a slice has no end.
+# The end of an unbounded slice.
 _END = np.iinfo(np.int64).max
 # Inputs of the contrib operator, by its own names.
-_ATTENTION_INPUTS = (
+ATTENTION_INPUTS = (
     "query",
     "key",
     "value",
@@ -102,23 +96,17 @@ _ATTENTION_INPUTS = (
     "cos_cache",
     "sin_cache",
 )
-_UNUSED_INPUTS = ("position_ids", "attention_bias")
-_INT8_INPUTS = ("head_sink", "k_scale", "v_scale")
-_ATTENTION_OUTPUTS = ("output", "present_key", "present_value")
-_ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "do_rotary", "local_window_size")
-_EIGHT_BIT_ROWS = 4  # an accuracy level
-_INT8_ATTRIBUTES: dict[str, Any] = {
+UNUSED_INPUTS = ("position_ids", "attention_bias")
+INT8_INPUTS = ("head_sink", "k_scale", "v_scale")
+ATTENTION_OUTPUTS = ("output", "present_key", "present_value")
+ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "do_rotary", "local_window_size")
+_EIGHT_BIT_ROWS = 4  # accuracy level
+INT8_ATTRIBUTES: dict[str, Any] = {
     "k_quant_type": b"PER_CHANNEL",
     "v_quant_type": b"PER_CHANNEL",
     "kv_cache_bit_width": 8,
 }
-_EVERYTHING = -1  # a window without an end
-# By what is fused with the sum before it: its own operator, and how many weights it has.
-_NORMS = {"RMSNormalization": (ADD_RMS_NORM, 1), "LayerNormalization": (ADD_LAYER_NORM, 2)}
-_LINEARS = frozenset(f"{bias}{kind}" for bias in ("", BIASED) for kind in (LINEAR, INT8_LINEAR, INT4_LINEAR))
-# Of `[B, S, width]`, which is what everything between embedding and head is.
-_LAST_AXES = (-1, 2)
-_PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits"}) | _LINEARS
+LINEARS = frozenset(f"{bias}{kind}" for bias in ("", BIASED) for kind in (LINEAR, INT8_LINEAR, INT4_LINEAR))
 
 
 def pack_panels(weight: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
@@ -146,150 +134,8 @@ def pack_int4_scales(scales: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]
     return np.ascontiguousarray(panels).astype(np.float16)
 
 
-def use_own_file(path: Path) -> None:
-    """`use_own` on an ONNX file, with the functions; the weights beside it stay as they are."""
-    model = onnx.load(path, load_external_data=False)
-    use_own(model)
-    add_functions(model)
-    onnx.save(model, path)
-    onnx.checker.check_model(path, full_check=True)
-
-
-def use_own(model: onnx.ModelProto) -> None:
-    """Rewrites a model's graph to operators of `DOMAIN` wherever it says what one of them means.
-
-    But for products, which `export.quantize` rewrites before: they take along the GELU that follows.
-    """
-    graph = model.graph
-    shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in graph.input}
-    for node in graph.node:
-        if node.op_type == ATTENTION and node.domain == CONTRIB:
-            head_dim = shapes.get(node.input[3], [0])[-1]
-            if head_dim > 0 and head_dim % HEAD_DIM_MULTIPLE == 0:
-                _use_own_attention(node)
-    outputs = {output.name for output in graph.output}
-    stored = {tensor.name for tensor in graph.initializer}
-    writers = {name: node for node in graph.node for name in node.output}
-    readers = Counter(name for node in graph.node for name in node.input)
-    places: dict[str, onnx.NodeProto] = {}
-    gone: set[str] = set()
-    for node in graph.node:
-        fused = _swiglu(node, writers) or _add_norm(node, writers, stored) or _gelu(node, writers)
-        if fused is None or fused.place in places:  # a sum goes with one norm
-            continue
-        # What is written in between must be nobody else's.
-        if all(readers[name] == count and name not in outputs for name, count in fused.reads.items()):
-            places[fused.place] = fused.node
-            gone.update(each.output[0] for each in fused.replaced)
-    kept = [places.get(node.output[0], node) for node in graph.node if node.output[0] not in gone - places.keys()]
-    del graph.node[:]
-    graph.node.extend(kept)
-    written = {name for node in kept for name in node.output}
-    typed = [value for value in graph.value_info if value.name in written]
-    del graph.value_info[:]
-    graph.value_info.extend(typed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fused:
-    """One operator in the place of several.
-
-    `node` goes where the node stood that wrote `place`, the others of `replaced` go; `reads` says how often each tensor
-    that is written in between is read by them.
-    """
-
-    node: onnx.NodeProto
-    place: str
-    replaced: Sequence[onnx.NodeProto]
-    reads: Mapping[str, int]
-
-
-def _use_own_attention(node: onnx.NodeProto) -> None:
-    """Makes a node of `CONTRIB` one of `DOMAIN`, if one of those computes the same."""
-    attributes = _attributes(node)
-    inputs, kind = list(node.input), ATTENTION
-    if attributes.keys() & _INT8_ATTRIBUTES.keys():
-        if any(attributes.pop(name, None) != value for name, value in _INT8_ATTRIBUTES.items()):
-            return
-        unused = slice(len(_ATTENTION_INPUTS), len(_ATTENTION_INPUTS) + len(_UNUSED_INPUTS))
-        if any(inputs[unused]) or len(inputs) != unused.stop + len(_INT8_INPUTS):
-            return
-        del inputs[unused]
-        kind = INT8_ATTENTION
-    elif len(inputs) > len(_ATTENTION_INPUTS):
-        return
-    if not attributes.keys() <= set(_ATTENTION_ATTRIBUTES) or len(node.output) > len(_ATTENTION_OUTPUTS):
-        return
-    own = helper.make_node(kind, inputs, list(node.output), name=node.name, domain=DOMAIN)
-    attributes.setdefault("local_window_size", _EVERYTHING)
-    attributes.setdefault("do_rotary", 0)
-    own.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
-    node.CopyFrom(own)
-
-
-def _swiglu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto]) -> _Fused | None:
-    """`silu(gate) · up` of the halves of one tensor, as PyTorch's exporter writes it."""
-    if node.op_type != "Mul":
-        return None
-    silu = writers.get(node.input[0])
-    if silu is None or silu.op_type != "Mul":
-        return None
-    sigmoid, split = writers.get(silu.input[1]), writers.get(silu.input[0])
-    if sigmoid is None or sigmoid.op_type != "Sigmoid" or split is None or split.op_type != "Split":
-        return None
-    if len(split.output) != 2 or len(split.input) != 1:  # with a second input, not halves
-        return None
-    if _attributes(split).get("axis", 0) not in _LAST_AXES:
-        return None
-    gate, up = split.output
-    if (sigmoid.input[0], silu.input[0], node.input[1]) != (gate, gate, up):
-        return None
-    fused = helper.make_node(SWIGLU, list(split.input), list(node.output), name=_named(node, SWIGLU), domain=DOMAIN)
-    reads = {gate: 2, up: 1, sigmoid.output[0]: 1, silu.output[0]: 1}
-    return _Fused(fused, node.output[0], (split, sigmoid, silu, node), reads)
-
-
-def _add_norm(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto], stored: set[str]) -> _Fused | None:
-    """The norm of a residual stream with what a block adds: both of one shape, as no product is a mere row."""
-    kind, num_weights = _NORMS.get(node.op_type, ("", 0))
-    weights = node.input[1:]
-    if not kind or len(weights) != num_weights or not set(weights) <= stored or len(node.output) != 1:
-        return None
-    attributes, add = _attributes(node), writers.get(node.input[0])
-    if attributes.get("axis", -1) != -1 or add is None or add.op_type != "Add" or set(add.input) & stored:
-        return None
-    if not any(_is_product(name, writers, stored) for name in add.input) or not set(add.input) <= writers.keys():
-        return None
-    inputs, outputs = [*add.input, *weights], [add.output[0], node.output[0]]
-    fused = helper.make_node(kind, inputs, outputs, name=_named(node, kind), domain=DOMAIN)
-    fused.attribute.append(helper.make_attribute("epsilon", attributes.get("epsilon", 1e-5)))
-    return _Fused(fused, add.output[0], (add, node), {})
-
-
-def _gelu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto]) -> _Fused | None:
-    """GELU of one of our own products, by the approximation with tanh."""
-    product = writers.get(node.input[0]) if node.op_type == GELU and not node.domain else None
-    if product is None or product.domain != DOMAIN or product.op_type not in _LINEARS:
-        return None
-    if _attributes(node).get("approximate") != b"tanh":
-        return None
-    fused = onnx.NodeProto()
-    fused.CopyFrom(product)
-    fused.op_type += GELU
-    fused.output[:] = node.output
-    return _Fused(fused, node.output[0], (product, node), {product.output[0]: 1})
-
-
-def _is_product(name: str, writers: Mapping[str, onnx.NodeProto], stored: set[str]) -> bool:
-    """Whether a tensor is rows times a stored matrix, with a bias or without."""
-    writer = writers.get(name)
-    if writer is not None and writer.op_type == "Add" and set(writer.input) & stored:
-        writer = next((writers[each] for each in writer.input if each in writers), None)
-    return writer is not None and writer.op_type in _PRODUCTS and bool(set(writer.input) & stored)
-
-
 def add_functions(model: onnx.ModelProto) -> None:
-    """Gives a model the functions of those operators of `DOMAIN` that it uses and has none for yet."""
+    """Adds the functions of the operators of `DOMAIN` that a model uses and lacks."""
     used = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
     known = {function.name for function in model.functions if function.domain == DOMAIN}
     for name in sorted(used - known):
@@ -302,7 +148,7 @@ def add_functions(model: onnx.ModelProto) -> None:
     model.opset_import.extend(
         helper.make_opsetid(domain, version) for domain, version in wanted.items() if domain not in domains
     )
-    # ONNX knows nothing of what `CONTRIB` computes, and checks no function whose inputs have no type.
+    # ONNX infers no types of `CONTRIB`'s outputs, and checks no function with untyped inputs.
     typed = {value.name for value in (*model.graph.output, *model.graph.value_info)}
     model.graph.value_info.extend(
         helper.make_tensor_value_info(name, TensorProto.INT8 if is_cache else TensorProto.FLOAT, None)
@@ -346,7 +192,7 @@ def _int8_linear(*, is_biased: bool) -> onnx.FunctionProto:
         helper.make_node("Concat", ["height", "num_columns"], ["ends"], axis=0),
         helper.make_node("Concat", ["first", "first"], ["starts"], axis=0),
         helper.make_node("Slice", ["padded", "starts", "ends"], ["weight"]),
-        # The operator has room for one scale of rows only: theirs follow.
+        # The operator takes a single scale for all rows; multiply by theirs afterwards.
         helper.make_node(
             "MatMulIntegerToFloat", ["bytes", "weight", "one", "scales", "zero_byte"], ["sums"], domain=CONTRIB
         ),
@@ -355,7 +201,7 @@ def _int8_linear(*, is_biased: bool) -> onnx.FunctionProto:
         helper.make_node("Shape", ["rows"], ["shape"]),
         helper.make_node("Slice", ["shape", "first", "last"], ["leading"]),
         helper.make_node("Concat", ["leading", "num_columns"], ["new_shape"], axis=0),
-        # There may be no row, as behind the last attention where nobody wants logits.
+        # There may be no row, as after the last attention of a step without requested logits.
         helper.make_node("Reshape", ["products", "new_shape"], [_product(is_biased)], allowzero=1),
     ]
     return _product_function(
@@ -385,7 +231,7 @@ def _int4_linear(*, is_biased: bool) -> onnx.FunctionProto:
     body = [
         *(_constant(name, value) for name, value in constants.items()),
         _attribute("N", "int"),
-        # Panels to bytes of neighbours along K, as `MatMulNBits` has them: [N, K / 32, 16].
+        # Panels to bytes of neighbors along K, as `MatMulNBits` has them: [N, K / 32, 16].
         helper.make_node("BitwiseAnd", ["panels", "low_bits"], ["low"]),
         helper.make_node("BitShift", ["panels", "four"], ["high"], direction="RIGHT"),
         helper.make_node("Unsqueeze", ["low", "high_axis"], ["low_half"]),
@@ -420,7 +266,7 @@ def _int4_linear(*, is_biased: bool) -> onnx.FunctionProto:
 
 
 def _product(is_biased: bool) -> str:  # noqa: FBT001 (it has no other argument)
-    """What a product's function calls what its bias is to be added to."""
+    """The tensor that a bias is added to, in a product's function."""
     return "unbiased" if is_biased else "output"
 
 
@@ -434,7 +280,7 @@ def _product_function(
 
 
 def _gelu_function(product: onnx.FunctionProto) -> onnx.FunctionProto:
-    """A product's, and then GELU."""
+    """The function of a product followed by GELU."""
     (output,) = product.output
     for node in product.node:
         node.output[:] = ["linear" if name == output else name for name in node.output]
@@ -461,21 +307,21 @@ def _add_norm_function(kind: str, norm: str, weights: Sequence[str]) -> onnx.Fun
 
 
 def _attention() -> onnx.FunctionProto:
-    return _attention_function(ATTENTION, _ATTENTION_INPUTS, _ATTENTION_INPUTS, {})
+    return _attention_function(ATTENTION, ATTENTION_INPUTS, ATTENTION_INPUTS, {})
 
 
 def _int8_attention() -> onnx.FunctionProto:
-    inputs = [*_ATTENTION_INPUTS, *_INT8_INPUTS]
-    given = [*_ATTENTION_INPUTS, *[""] * len(_UNUSED_INPUTS), *_INT8_INPUTS]
-    return _attention_function(INT8_ATTENTION, inputs, given, _INT8_ATTRIBUTES)
+    inputs = [*ATTENTION_INPUTS, *INT8_INPUTS]
+    given = [*ATTENTION_INPUTS, *[""] * len(UNUSED_INPUTS), *INT8_INPUTS]
+    return _attention_function(INT8_ATTENTION, inputs, given, INT8_ATTRIBUTES)
 
 
 def _attention_function(
     name: str, inputs: Sequence[str], given: Sequence[str], constants: Mapping[str, Any]
 ) -> onnx.FunctionProto:
-    node = helper.make_node(ATTENTION, list(given), list(_ATTENTION_OUTPUTS), domain=CONTRIB, **constants)
-    node.attribute.extend(_reference(each, each, onnx.AttributeProto.INT) for each in _ATTENTION_ATTRIBUTES)
-    return _function(name, inputs, _ATTENTION_OUTPUTS, [node], _ATTENTION_ATTRIBUTES)
+    node = helper.make_node(ATTENTION, list(given), list(ATTENTION_OUTPUTS), domain=CONTRIB, **constants)
+    node.attribute.extend(_reference(each, each, onnx.AttributeProto.INT) for each in ATTENTION_ATTRIBUTES)
+    return _function(name, inputs, ATTENTION_OUTPUTS, [node], ATTENTION_ATTRIBUTES)
 
 
 _FUNCTIONS: Mapping[str, Callable[[], onnx.FunctionProto]] = {
@@ -493,19 +339,10 @@ _FUNCTIONS: Mapping[str, Callable[[], onnx.FunctionProto]] = {
 }
 
 
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    return {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
-
-
-def _named(node: onnx.NodeProto, kind: str) -> str:
-    """A name in the scope of the node that this one replaces."""
-    return "/".join(part for part in (node.name.rpartition("/")[0], kind) if part)
-
-
 def _function(
     name: str, inputs: Sequence[str], outputs: Sequence[str], body: Iterable[onnx.NodeProto], attributes: Sequence[str]
 ) -> onnx.FunctionProto:
-    opsets = [helper.make_opsetid(CONTRIB, 1)]  # standard operators' is the model's
+    opsets = [helper.make_opsetid(CONTRIB, 1)]  # the opset of standard operators is the model's
     return helper.make_function(DOMAIN, name, list(inputs), list(outputs), list(body), opsets, list(attributes))
 
 

@@ -1,105 +1,84 @@
 """The torch modules that become the graphs over blocks: packed tokens of all rows, K/V found through tables.
 
     decoder, to itself      PagedAttention (`com.microsoft`, CUDA): rotates, writes to the pool in place, attends
-    decoder, to the source  PagedAttention again, both ways over the source's blocks, writing nothing
+    decoder, to the source  PagedAttention again, bidirectional over the source's blocks, writing nothing
     encoder                 Attention (opset 24) with a length for each row; then ScatterND writes its K/V to the pool,
                             in place where input and output are bound to one buffer
-    copies                  Gather and ScatterND, from place to place in the pool
+    copies                  Gather and ScatterND, from slot to slot in the pool
 
-PagedAttention has kernels for CUDA alone. `STAND_IN` says the same in standard operators, which any provider runs: it
-is there to test whatever surrounds the operator where no GPU is, not to be fast. Every query meets every row's keys
-there, and a mask keeps the rows apart.
+PagedAttention has kernels for CUDA alone. `STAND_IN` computes the same with standard operators on any provider. It
+tests everything around the operator without a GPU and is slow: every query is scored against every row's keys, and a
+mask keeps the rows apart.
 
-Cross-attention by the same operator needs no second kind of memory, and its cost follows a source's length and not a
-buffer's. What it asks for: FlashAttention, as no other of the operator's kernels looks both ways, and no more queries
-than the source has tokens, as the operator counts them into the length of what they attend to.
+Cross-attention by the same operator needs no second kind of memory, and its cost follows the source's length. It
+requires FlashAttention, the operator's only bidirectional kernel. A step may not have more queries than the source has
+tokens, because the operator counts queries into the length of what they attend to.
 
-Behind the last layer's attention the graph goes on with the tokens whose logits are wanted. At its end it singles out
-what sampling needs (`model.spec.artifact.paged_decoder_signature`).
+After the last layer's attention only tokens with requested logits are computed. The graph returns what sampling needs
+(`model.spec.artifact.paged_decoder_signature`).
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.onnx.ops import symbolic, symbolic_multi_out
 
-from export import dot
-from export.backend import Buffers, Feeds
+from export.backend import Buffers, Feeds, Graph
 from export.dot import rotary_embedding
 from model.nn.attention import CrossAttention, SelfAttention
 from model.nn.positions import rotate
 from model.nn.transformer import Decoder, EncoderDecoder
 from model.spec.artifact import (
-    CUDA_PRECISIONS,
-    Device,
     KVPrecision,
-    Precision,
     paged_decoder_signature,
     paged_encoder_signature,
     paged_move_signature,
 )
-from model.spec.config import AttentionScore, ModelConfig
+from model.spec.config import ModelConfig
 
 _DTYPES = {KVPrecision.FP32: torch.float32, KVPrecision.FP16: torch.float16, KVPrecision.BF16: torch.bfloat16}
 
 
-def unsupported(config: ModelConfig, device: Device, precision: Precision, kv_precision: KVPrecision) -> list[str]:
-    """Why a model can have no graphs over blocks for this device and precision; empty when it can."""
-    problems = []
-    if config.attention_score is not AttentionScore.DOT:
-        problems.append(f"K/V in blocks are for dot-product attention, this model's score is {config.attention_score}")
-    else:
-        problems += dot.unsupported(config)
-    precisions = CUDA_PRECISIONS if device is Device.CUDA else (Precision.FP32,)
-    if precision not in precisions:
-        problems.append(f"K/V in blocks are for {' or '.join(precisions)} on {device}, asked for is {precision}")
-    if kv_precision is KVPrecision.INT8:
-        problems.append(f"K/V in blocks have the precision of the graph, asked for is {kv_precision}")
-    return problems
-
-
 class PagedAttention(Protocol):
-    """The attention of one step over packed tokens; what all its layers need is derived once, when it is made."""
+    """The attention of one step over packed tokens; what all layers share is computed once, in the constructor."""
 
     def attend_self(self, module: SelfAttention, x: Tensor, cache: Buffers) -> tuple[Tensor, Buffers]:
-        """New tokens `[T, d]` and the pool → joined heads `[T, H * D]` and the pool with their K/V in place."""
+        """New tokens `[T, d]` and the pool → joined heads `[T, H * D]` and the pool with their K/V written."""
         ...
 
     def attend_cross(self, module: CrossAttention, x: Tensor, cache: Buffers) -> Tensor:
-        """The same over the sources' blocks, to which nothing is written."""
+        """The same over the sources' blocks, without writing to them."""
         ...
 
 
 MakePagedAttention = Callable[[Decoder, Feeds], PagedAttention]
 
 
-class PagedDecoderGraph(nn.Module):
-    """One step over packed tokens: chunks of prompts and single tokens of any rows beside each other.
+class PagedDecoderGraph(Graph):
+    """One step over packed tokens: chunks of prompts and single tokens of any rows, in any mix.
 
     Args:
-        model: its weights are what the graph computes in.
+        model: in the graph's precision.
         attention: `CONTRIB` or `STAND_IN`.
         precision: of the weights and of K/V.
         block_size: tokens in a block.
     """
 
     def __init__(self, model: Decoder, attention: MakePagedAttention, precision: KVPrecision, block_size: int) -> None:
-        super().__init__()
+        super().__init__(paged_decoder_signature(model.config, precision, block_size))
         self.model = model
         self.attention = attention
-        self.inputs, self.outputs = paged_decoder_signature(model.config, precision, block_size)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors as `paged_decoder_signature` lists its inputs → tensors as it lists its outputs."""
-        feeds = {spec.name: tensor for spec, tensor in zip(self.inputs, tensors, strict=True)}
+    def compute(self, feeds: Feeds) -> Mapping[str, Tensor]:
+        """See `Graph`."""
         fetches: dict[str, Tensor] = {}
         hidden = self.model.embed(feeds["input_ids"], feeds.get("position_ids"))
         attention = self.attention(self.model, feeds)
@@ -114,7 +93,7 @@ class PagedDecoderGraph(nn.Module):
             select = wanted if index + 1 == config.num_layers else None
             hidden = layer(hidden, pool.attend_self, attend_cross, select)
         fetches |= _candidates(self.model.unembed(self.model.final_norm(hidden)).float(), self.outputs[1].shape[1])
-        return tuple(fetches[spec.name] for spec in self.outputs)
+        return fetches
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,22 +112,20 @@ class _Pool:
         return y
 
     def attend_cross(self, module: CrossAttention, x: Tensor) -> Tensor:
-        # What comes out of the operator before is the same buffer, and is there when that has run.
+        # The previous operator's output is the same buffer; reading it orders the two.
         cache = self.fetches[f"key_cache_out_{self.index}"], self.fetches[f"value_cache_out_{self.index}"]
         return self.attention.attend_cross(module, x, cache)
 
 
-class PagedEncoderGraph(nn.Module):
-    """The whole encoder, and its memory's keys and values for every decoder layer written to the pool."""
+class PagedEncoderGraph(Graph):
+    """The whole encoder; writes every decoder layer's keys and values of its memory to the pool."""
 
     def __init__(self, model: EncoderDecoder, precision: KVPrecision, block_size: int) -> None:
-        super().__init__()
+        super().__init__(paged_encoder_signature(model.config, precision, block_size))
         self.model = model
-        self.inputs, self.outputs = paged_encoder_signature(model.config, precision, block_size)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors as `paged_encoder_signature` lists its inputs → tensors as it lists its outputs."""
-        feeds = {spec.name: tensor for spec, tensor in zip(self.inputs, tensors, strict=True)}
+    def compute(self, feeds: Feeds) -> Mapping[str, Tensor]:
+        """See `Graph`."""
         encoder = self.model.encoder
         attention = EncoderAttention(self.model, feeds)
         memory = encoder.embedding(feeds["source_ids"])
@@ -162,13 +139,13 @@ class PagedEncoderGraph(nn.Module):
             for part, tensor in zip(("key", "value"), reader.project_memory(memory), strict=True):
                 values = tensor.transpose(1, 2).flatten(0, 1)
                 fetches[f"{part}_cache_out_{index}"] = scatter(feeds[f"{part}_cache_{index}"], places, values)
-        return tuple(fetches[spec.name] for spec in self.outputs)
+        return fetches
 
 
 class EncoderAttention:
-    """A source to itself, by ONNX `Attention` with a length for each row; an `export.backend.EncoderAttention`.
+    """Encoder self-attention by ONNX `Attention` with a length for each row; an `export.backend.EncoderAttention`.
 
-    Not as over slots, where one more dimension of the heads carries a penalty that sixteen bits cannot hold.
+    Over slots, an extra dimension of the heads carries a penalty, which 16 bits cannot represent.
     """
 
     def __init__(self, model: EncoderDecoder, feeds: Feeds) -> None:
@@ -194,17 +171,22 @@ class EncoderAttention:
         return y
 
 
-class MoveGraph(nn.Module):
-    """Copies of tokens' K/V from place to place in the pool: no weights, and no arithmetic."""
+class MoveGraph(Graph):
+    """Copies tokens' K/V from slot to slot in the pool: no weights, no arithmetic."""
 
     def __init__(self, config: ModelConfig, precision: KVPrecision, block_size: int) -> None:
-        super().__init__()
-        self.inputs, self.outputs = paged_move_signature(config, precision, block_size)
+        super().__init__(paged_move_signature(config, precision, block_size))
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors as `paged_move_signature` lists its inputs → tensors as it lists its outputs."""
-        sources, targets, *caches = tensors
-        return tuple(scatter(cache, targets, cache.flatten(0, 1).index_select(0, sources)) for cache in caches)
+    def compute(self, feeds: Feeds) -> Mapping[str, Tensor]:
+        """See `Graph`."""
+        caches = {name: cache for name, cache in feeds.items() if "_cache_" in name}
+        sources, targets = feeds["sources"], feeds["targets"]
+        return {
+            name.replace("_cache_", "_cache_out_"): scatter(
+                cache, targets, cache.flatten(0, 1).index_select(0, sources)
+            )
+            for name, cache in caches.items()
+        }
 
 
 class ContribAttention:
@@ -214,7 +196,7 @@ class ContribAttention:
         self._config = model.config
         self._rotary = model.rotary
         self._feeds = feeds
-        # Without looking at its shape: a run with such nodes in it, which are a CPU's, is harder to record.
+        # Derived without a Shape node, which runs on the CPU and complicates capture as a CUDA graph.
         self._nowhere = feeds["slot_mapping"] * 0 - 1
 
     def attend_self(self, module: SelfAttention, x: Tensor, cache: Buffers) -> tuple[Tensor, Buffers]:
@@ -238,7 +220,7 @@ class ContribAttention:
     def attend_cross(self, module: CrossAttention, x: Tensor, cache: Buffers) -> Tensor:
         """See `PagedAttention`."""
         query = module.project_query(x)
-        # The operator wants new keys and values, which it then writes nowhere: any of their shape will do.
+        # The operator requires new keys and values but writes them nowhere: any tensor of that shape will do.
         unused = query[:, : self._config.num_kv_heads * self._config.head_dim]
         feeds = self._feeds
         past, table = feeds["source_past_seqlens"], feeds["source_block_table"]
@@ -256,10 +238,10 @@ class ContribAttention:
         attributes: dict[str, Any],
         num_outputs: int,
     ) -> tuple[Tensor, ...]:
-        """The node. `tables` are its inputs 6 to 10: past lengths, block table, cosines, sines, places to write to."""
+        """The node. `tables` are inputs 6 to 10: past lengths, block table, cosines, sines, slots to write to."""
         config, query = self._config, operands[0]
         cumulative = self._feeds["cumulative_sequence_length"]
-        # Between them lie sinks, weights of norms and scales of rounded caches.
+        # The inputs left out are sinks, norm weights and scales of quantized caches.
         inputs = [*operands, *cache, cumulative, *tables, None, None, None, None, None, metadata]
         shapes = ((query.shape[0], config.num_heads * config.head_dim), cache[0].shape, cache[1].shape)
         return tuple(
@@ -275,10 +257,10 @@ class ContribAttention:
 
 
 class StandInAttention:
-    """The same in standard operators and float32; a `PagedAttention`.
+    """The same with standard operators in float32; a `PagedAttention`.
 
-    Blocks hold stale memory past a row's length, NaN perhaps: a mask keeps it out of the scores, and zeros in its place
-    out of the weighted sum.
+    Past a row's length, blocks hold stale values, possibly NaN. A mask removes them from the scores, zeros from the
+    weighted sum.
     """
 
     def __init__(self, model: Decoder, feeds: Feeds) -> None:
@@ -348,11 +330,11 @@ class _Keys:
     lengths: Tensor
 
     def capacity(self, blocks: Tensor) -> int:
-        """How many keys a row's blocks have room for."""
+        """How many keys a row's blocks can hold."""
         return self.table.shape[1] * blocks.shape[1]
 
     def is_written(self, blocks: Tensor) -> Tensor:
-        """`[B, L]` boolean, True where a row has a key; in nobody's block there is none."""
+        """`[B, L]` boolean, True where a row has a key; the null block 0 has none."""
         size = blocks.shape[1]
         is_block = (self.table != 0)[:, :, None].expand(-1, -1, size).reshape(self.table.shape[0], -1)
         return is_block & (torch.arange(self.capacity(blocks)) < self.lengths[:, None])
@@ -364,9 +346,9 @@ class _Keys:
 
 
 def scatter(blocks: Tensor, places: Tensor, values: Tensor) -> Tensor:
-    """ONNX `ScatterND`: the pool with `values` in it; what has no place goes to the block that is nobody's.
+    """ONNX `ScatterND`: the pool with `values` written; values without a slot go to the null block 0.
 
-    ONNX Runtime writes in place where the pool and the result are bound to the same memory, and copies where not.
+    ONNX Runtime writes in place where pool and result are bound to the same memory; otherwise it copies.
 
     Args:
         blocks: `[num_blocks, block_size, Hkv, D]`.
@@ -374,7 +356,7 @@ def scatter(blocks: Tensor, places: Tensor, values: Tensor) -> Tensor:
         values: `[N, Hkv, D]`.
     """
     flat, size = places.long().clamp(min=0), blocks.shape[1]
-    # As torch exports a division of integers, it would go through float32.
+    # Torch exports integer division through float32.
     block: Tensor = symbolic("Div", (flat, torch.tensor(size)), {}, dtype=flat.dtype, shape=flat.shape, version=14)
     indices = torch.stack((block, flat - block * size), dim=-1)
     written: Tensor = symbolic(
@@ -384,7 +366,7 @@ def scatter(blocks: Tensor, places: Tensor, values: Tensor) -> Tensor:
 
 
 def in_precision(model: Decoder, precision: KVPrecision) -> Decoder:
-    """The model itself in float32, a copy with rounded weights and tables in anything less."""
+    """The model itself for float32, otherwise a copy with rounded weights and tables."""
     return model if precision is KVPrecision.FP32 else copy.deepcopy(model).to(_DTYPES[precision])
 
 
@@ -392,13 +374,13 @@ def _candidates(logits: Tensor, num_candidates: int | str) -> dict[str, Tensor]:
     values, ids = torch.topk(logits, int(num_candidates), dim=-1)
     highest = values[:, :1]
     normalizer = (logits - highest).exp().sum(-1).log() + highest[:, 0]
-    # Minus infinity would not show in the sum, and whoever sees the highest logits alone must hear of it.
+    # Minus infinity vanishes in the sum; a NaN normalizer reports it where only the top logits are read.
     is_finite = logits.amin(-1) > float("-inf")
     normalizer = torch.where(is_finite, normalizer, float("nan"))
     return {"logits": logits, "candidate_ids": ids, "candidate_logits": values, "log_normalizer": normalizer}
 
 
 CONTRIB: MakePagedAttention = ContribAttention
-"""ONNX Runtime's own operator, for CUDA."""
+"""ONNX Runtime's operator, for CUDA."""
 STAND_IN: MakePagedAttention = StandInAttention
 """Standard operators, for tests on any provider."""

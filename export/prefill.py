@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from export.backend import Feeds, Graph
 from model.nn.attention import SelfAttention
 from model.nn.positions import rotate
 from model.nn.transformer import Decoder
@@ -42,17 +43,15 @@ def unsupported(config: ModelConfig, kv_precision: KVPrecision) -> list[str]:
     return problems
 
 
-class PrefillGraph(nn.Module):
+class PrefillGraph(Graph):
     """New tokens and the K/V of those before in, the wanted logits and the new tokens' K/V out."""
 
     def __init__(self, model: Decoder) -> None:
-        super().__init__()
+        super().__init__(prefill_signature(model.config))
         self.model = model
-        self.inputs, self.outputs = prefill_signature(model.config)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors as `prefill_signature` lists its inputs → tensors as it lists its outputs."""
-        feeds = {spec.name: tensor for spec, tensor in zip(self.inputs, tensors, strict=True)}
+    def compute(self, feeds: Feeds) -> Mapping[str, Tensor]:
+        """See `Graph`."""
         fetches: dict[str, Tensor] = {}
         config = self.model.config
         position_ids = feeds["position_ids"]
@@ -74,7 +73,7 @@ class PrefillGraph(nn.Module):
             attention = _Attention(config, index, feeds, fetches, masks[config.window(index)], turns)
             hidden = layer(hidden, attention.attend, select=wanted if index + 1 == config.num_layers else None)
         fetches["logits"] = self.model.unembed(self.model.final_norm(hidden).squeeze(0))
-        return tuple(fetches[spec.name] for spec in self.outputs)
+        return fetches
 
 
 def _mask(distances: Tensor, window: int) -> Tensor:

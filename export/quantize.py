@@ -1,25 +1,22 @@
-"""A graph rewritten so that its products with weights take fewer bits, or are our own: a pure function on ONNX models.
+"""Rewrites a graph's products with weights to fewer bits, or to the project's own operator: functions on ONNX models.
 
-    fp32    what it was, by the operator of this project's own (`onward.Linear`, see `export.operators`)
-    int8    weights have one scale for each output channel and activations one for each row, that is each token;
-            products of bytes add up exactly in int32 (`onward.Int8Linear`)
-    int4    weights have one scale for each block of 32 along their input, and activations one for each row or, by
-            standard operators, each block of a row (`onward.Int4Linear`; `MatMulNBits` where an input is not a multiple
-            of 32 or float16 holds no scale)
+    fp32    unchanged in value, by the operator `onward.Linear` (see `export.operators`)
+    int8    one scale per output channel for weights, one per row (token) for activations; products of bytes add up
+            exactly in int32 (`onward.Int8Linear`)
+    int4    one scale per block of 32 inputs for weights; for activations one per row or, by standard operators, per
+            block of a row (`onward.Int4Linear`; `MatMulNBits` where an input is not a multiple of 32 or a scale exceeds
+            float16)
 
-Rewritten is every product of activations with a stored matrix: the projections around attention, the feed-forward
-networks, the output head. All else stays float32: attention itself with its scores and K/V, norms, biases, and the
-table that token vectors are looked up in. A head that is tied to that table gets a rounded copy of it.
+Every product of activations with a stored matrix is rewritten: projections around attention, feed-forward networks, the
+output head. Attention itself with its scores and K/V, norms, biases and embedding lookups stay float32. A head tied to
+the embedding table gets a quantized copy of it.
 
-A token's result depends on its own row alone, so the law of company holds where it held. The plain way of dynamic
-quantisation, one scale for a whole tensor, would break it, and so would int4 in blocks of 64 or more: there ONNX
-Runtime 1.31 adds up a row by itself in another order than two rows together.
+A token's result depends on its own row alone, which keeps batch invariance. Ordinary dynamic quantization, one scale
+per tensor, would break it; so would int4 in blocks of 64 or more, where ONNX Runtime 1.31 adds a single row in another
+order than two rows together.
 
-Rows are rounded to unsigned bytes, as ONNX Runtime's kernels for u8 times s8 are the fast ones. On a processor without
-VNNI those may saturate where two neighbouring products are large together; the golden cases, replayed where an artifact
-is served, are what finds that out.
-
-Knows ONNX and no model; the weights' names say which modules they are of, and go on to say so.
+Rows are quantized to unsigned bytes, for which ONNX Runtime's u8 × s8 kernels are fastest. Without VNNI these may
+saturate where two neighboring products are large; replaying the golden cases detects that.
 """
 
 from __future__ import annotations
@@ -56,25 +53,25 @@ Int8 = npt.NDArray[np.int8]
 UInt8 = npt.NDArray[np.uint8]
 
 BLOCK_SIZES = (32, 16)
-"""Along a weight's input, in int4: the first that divides it."""
+"""Block sizes along a weight's input in int4: the first that divides it is used."""
 
 ROW_LIMIT = np.float32(127.0)
-"""The largest magnitude of a rounded activation, and of a weight in int8."""
+"""The largest magnitude of a quantized activation, and of an int8 weight."""
 ROW_ZERO = 128
-"""The byte that stands for zero in a row."""
+"""The byte for zero in a row."""
 POSITIVE_ROW_LIMIT = np.float32(255.0)
-"""The largest rounded activation of a row that a ReLU wrote, in which zero is the byte 0."""
+"""The largest quantized activation of a row after a ReLU, whose byte for zero is 0."""
 _BYTES = (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
 _INT4_ZERO = 8
-# By how much of its largest magnitude a block's scale reaches; the least squared error decides.
+# Candidates for the share of a block's largest magnitude that its scale covers; the least squared error decides.
 _INT4_REACHES = np.linspace(1.0, 0.7, 7, dtype=np.float32)
-# What float16 holds in full.
+# The range of normal float16 numbers.
 _LEAST_FLOAT16, _LARGEST_FLOAT16 = np.finfo(np.float16).tiny, np.finfo(np.float16).max
 _ACCURACY_LEVEL = 4  # activations in eight bits
 
 
 def unsupported(config: ModelConfig, precision: Precision) -> list[str]:
-    """Widths of a model that a precision's blocks do not divide, by name; empty when all do."""
+    """Why a precision's blocks do not divide a model's widths; empty if they do."""
     if precision is not Precision.INT4:
         return []
     widths = {
@@ -91,22 +88,27 @@ def unsupported(config: ModelConfig, precision: Precision) -> list[str]:
 
 def quantize_file(path: Path, precision: Precision) -> None:
     """Rewrites an ONNX file and the external data beside it, which is the same name with `.data` added."""
-    model = quantize(onnx.load(path), precision)
+    save(path, quantize(onnx.load(path), precision))
+
+
+def save(path: Path, model: onnx.ModelProto) -> None:
+    """Replaces an ONNX file and its external data, and checks it."""
     data = path.with_name(f"{path.name}.data")
-    data.unlink()  # it would be appended to
+    data.unlink()  # onnx.save would append to it
     onnx.save(model, path, save_as_external_data=True, location=data.name)
     onnx.checker.check_model(path, full_check=True)
 
 
 def quantize(model: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
-    """The model with its products with stored matrices in `precision`; inputs, outputs and all else as they were.
+    """The model with its products with stored matrices in `precision`; everything else unchanged.
 
     Args:
-        model: with its weights loaded; left as it is.
-        precision: float32 gives products as they were, by the operator of this project's own.
+        model: with its weights loaded; it is not modified.
+        precision: float32 rewrites products to the project's own operator.
 
     Raises:
-        ValueError: when a weight's input is not a multiple of any block (int4), or the precision is none of these.
+        ValueError: when a weight's input is not a multiple of any block (int4), or there is no rewrite to the
+            precision.
     """
     if precision not in _REWRITES:
         raise ValueError(f"no graph is rewritten to {precision}")
@@ -120,7 +122,7 @@ def quantize(model: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
         if product is not None:
             taken.add(product.output)
             graph.new_nodes += rewrite(product)
-        elif node.output[0] not in taken:  # and not a bias that went into its product
+        elif node.output[0] not in taken:  # not a bias that became part of its product
             graph.new_nodes.append(node)
     graph.write(quantized.graph)
     add_functions(quantized)
@@ -130,7 +132,7 @@ def quantize(model: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
 
 
 def quantize_columns(weight: Float32) -> tuple[Int8, Float32]:
-    """A weight `[K, N]` as bytes `[K, N]` in ±127 and one scale for each column `[N]`, its largest magnitude / 127."""
+    """A weight `[K, N]` as bytes `[K, N]` in ±127 and one scale per column `[N]`, its largest magnitude / 127."""
     peaks = np.abs(weight).max(axis=0)
     scales = (np.where(peaks > 0, peaks, 1) / ROW_LIMIT).astype(np.float32)
     return np.clip(np.rint(weight / scales), -ROW_LIMIT, ROW_LIMIT).astype(np.int8), scales
@@ -139,8 +141,8 @@ def quantize_columns(weight: Float32) -> tuple[Int8, Float32]:
 def quantize_blocks(weight: Float32, block_size: int) -> tuple[UInt8, Float32]:
     """A weight `[K, N]` as nibbles `[N, K/block, block/2]`, low one first, and scales `[N, K/block]`; zero is 8.
 
-    A block's extreme goes to -8 or near it, as the range of four bits reaches one further below zero than above. How
-    near is tried out: giving up a little of the extremes leaves the others a finer scale.
+    A block's extreme maps to about -8, since four bits reach one step further below zero than above. Several scales are
+    tried: clipping the extremes a little gives the other weights a finer scale.
     """
     inner, outer = weight.shape
     blocks = np.ascontiguousarray(weight.T).reshape(outer, inner // block_size, block_size)
@@ -184,9 +186,9 @@ class _Product:
 
 @dataclass(slots=True)
 class _Graph:
-    """A graph under rewriting: its nodes and weights as they were, and what replaces them.
+    """A graph being rewritten: its original nodes and weights, and the nodes that replace them.
 
-    No number in `positives` is below zero; `readers` says who reads what.
+    `positives` are tensors without negative numbers; `readers` are the nodes that read each tensor.
     """
 
     nodes: Sequence[onnx.NodeProto]
@@ -208,7 +210,7 @@ class _Graph:
         return cls(list(graph.node), outputs, positives, readers, stored)
 
     def product(self, node: onnx.NodeProto) -> _Product | None:
-        """What a node multiplies, if it is activations with a stored matrix; None for any other node."""
+        """The product of activations with a stored matrix that a node computes; None for other nodes."""
         is_own = node.domain == DOMAIN and node.op_type in (LINEAR, f"{BIASED}{LINEAR}")
         if not is_own and (node.op_type not in ("MatMul", "Gemm") or node.domain):
             return None
@@ -239,11 +241,11 @@ class _Graph:
         return name in self.stored and list(self.stored[name].dims) == [length]
 
     def values(self, name: str) -> npt.NDArray[Any]:
-        """Of a stored tensor."""
+        """The values of a stored tensor."""
         return numpy_helper.to_array(self.stored[name])
 
     def _bias_of(self, product: str, outer: int) -> onnx.NodeProto | None:
-        """The node that adds a stored row to a product that nobody else reads."""
+        """The node that adds a stored row to a product, if it is the product's only reader."""
         readers = self.readers.get(product, [])
         if len(readers) != 1 or readers[0].op_type != "Add" or product in self.outputs:
             return None
@@ -251,25 +253,25 @@ class _Graph:
         return readers[0] if len(others) == 1 and self._is_row(others[0], outer) else None
 
     def store(self, name: str, values: npt.ArrayLike) -> str:
-        """Adds a tensor, once for each name; returns the name."""
+        """Adds a tensor once per name; returns the name."""
         if name not in self.stored:
             self.stored[name] = numpy_helper.from_array(np.array(values, order="C"), name)
         return name
 
     def write(self, graph: onnx.GraphProto) -> None:
-        """Puts the new nodes in, with the tensors that they still read."""
+        """Replaces the graph's nodes, and keeps the tensors that are still read."""
         read = {name for node in self.new_nodes for name in node.input}
         del graph.node[:]
         graph.node.extend(self.new_nodes)
         del graph.initializer[:]
-        # Bytes go last: a file packs tensors as they come, and floats should lie where floats may.
+        # Bytes go last: a file packs tensors in order, and floats should stay aligned.
         kept = [tensor for name, tensor in self.stored.items() if name in read]
         graph.initializer.extend(sorted(kept, key=lambda tensor: tensor.data_type in _BYTES))
 
 
 @dataclass(slots=True)
 class _Float:
-    """Leaves products what they are, by the operator of our own, which takes matrices as PyTorch stores them."""
+    """Rewrites products to the project's own operator, which takes matrices in PyTorch's layout."""
 
     graph: _Graph
 
@@ -282,10 +284,7 @@ class _Float:
 
 @dataclass(slots=True)
 class _Int8:
-    """Rewrites products to int8: `export.operators` says how rows are rounded.
-
-    Rows without a number below zero have all bytes for those above it.
-    """
+    """Rewrites products to int8; rows after a ReLU use all bytes for positive numbers."""
 
     graph: _Graph
 
@@ -350,13 +349,13 @@ _REWRITES: Mapping[Precision, Callable[[_Graph], Callable[[_Product], Iterator[o
 
 
 def _own_node(product: _Product, kind: str, inputs: Sequence[str], **attributes: Any) -> onnx.NodeProto:
-    """The product by an operator of this project's own, with its bias if it has one."""
+    """The product by one of the project's own operators, with its bias if it has one."""
     if product.bias is not None:
         kind, inputs = f"{BIASED}{kind}", [*inputs, product.bias]
     return _node(product, kind, inputs, product.output, domain=DOMAIN, **attributes)
 
 
 def _node(product: _Product, kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:
-    """A node that is named after the module whose product it is a part of."""
+    """A node named after the module of its product."""
     name = "/".join(part for part in (product.scope, kind) if part)
     return helper.make_node(kind, list(inputs), [output], name=name, **attributes)

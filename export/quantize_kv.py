@@ -1,17 +1,16 @@
-"""Graphs whose keys and values are kept in eight bits: scales from what the model computes, then a rewrite.
+"""Int8 K/V: calibrates scales with the float32 graphs, then rewrites the graphs.
 
-Each channel of each head has one scale, fixed at export: 1/127 of the largest magnitude that calibration met there. A
-number beyond it saturates. Channels that rotary positions turn in pairs share the length of the pair, which no rotation
-changes, so that what was met at one position holds at every other.
+Each channel of each head has one scale, fixed at export: 1/127 of the largest magnitude in calibration. Larger values
+saturate. Channels that rotary positions rotate in pairs share a scale from the pair's norm, which no rotation changes,
+so that it holds at every position.
 
-Calibration needs no data: half of its sequences are drawn evenly from the vocabulary, which shows what rare tokens do,
-half are sampled from the model itself, which are as close to what it will see as it knows. An encoder-decoder has no
-way to sample sources, so all of them are drawn, of lengths far apart: a short source's keys and values are larger than
-a long one's, in which attention averages over more.
+Calibration needs no data: half of its sequences are drawn uniformly from the vocabulary, to cover rare tokens, half are
+sampled from the model itself, to resemble real text. An encoder-decoder's sources are all drawn uniformly. Their
+lengths differ widely, because short sources have larger keys and values: attention averages over fewer tokens.
 
-`GroupQueryAttention` rounds what it appends and attends to what it rounded, so a token's K/V depends on its own row
-alone, as with float32. It rounds after rotating, and so does calibration look at rotated keys. A source's K/V are
-rounded by the encoder graph, once, with the scales by which the decoder graph reads them.
+`GroupQueryAttention` quantizes what it appends and attends to the quantized values, so a token's K/V depends on its own
+row alone. It quantizes rotated keys, and so calibration looks at rotated keys. A source's K/V are quantized once, by
+the encoder graph, with the scales that the decoder graph reads them with.
 """
 
 from __future__ import annotations
@@ -27,40 +26,41 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from export.operators import CONTRIB
+from export.quantize import save
 from model.spec.config import AttentionScore, ModelConfig, Positions
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 
 NUM_SEQUENCES = 4
-"""Of either kind."""
+"""Sequences of either kind."""
 LENGTH = 256
-"""Of a calibration sequence, or the context where that is shorter."""
+"""Tokens of a calibration sequence, or the context if that is shorter."""
 SOURCE_STEP = 4
-"""How many times as long as the next shorter a calibration source is; there are as many lengths as sequences."""
+"""Ratio of successive lengths of calibration sources; there are as many lengths as sequences."""
 
 LIMIT = np.float32(127.0)
 LEAST_PEAK = np.float32(1e-30)
-"""What a channel's largest magnitude counts as at least."""
+"""Lower bound of a channel's largest magnitude."""
 
 _SEED = 20170612
 _OPERATOR = "GroupQueryAttention"
 _CROSS = "cross_"
-# Where the operator takes its sinks and its scales; positions and biases, which lie before, are not given.
+# The operator's inputs for sinks and scales; positions and biases before them are not given.
 _SINKS_AT, _SCALES_AT = 11, 12
-# A score that leaves no weight beside any other, and nothing infinite.
+# A score whose weight is exactly zero beside any other, without an infinity.
 _NEVER = np.float32(-1e30)
 
 
 def unsupported(config: ModelConfig) -> list[str]:
-    """Why a model's K/V cannot be kept in eight bits; empty when it can."""
+    """Why a model's K/V cannot be stored in int8; empty if they can."""
     if config.attention_score is not AttentionScore.DOT:
         return [f"int8 K/V is for dot-product attention, this model's score is {config.attention_score}"]
     return []
 
 
 def calibrate(path: Path, config: ModelConfig, encoder: Path | None = None) -> tuple[dict[str, Float32], str]:
-    """Scales of every layer's keys and values, and in words what they were taken from.
+    """Scales of every layer's keys and values, and a description of the calibration.
 
     Args:
         path: the decoder graph in float32.
@@ -68,8 +68,7 @@ def calibrate(path: Path, config: ModelConfig, encoder: Path | None = None) -> t
         encoder: the encoder graph in float32, of an encoder-decoder.
 
     Returns:
-        By name (`key_0`, `value_0`, …, and for a source's `cross_key_0`, …) `[Hkv, D]`: what one step of the eight bits
-        is worth.
+        By name (`key_0`, `value_0`, …, and for a source `cross_key_0`, …) `[Hkv, D]`: the size of one int8 step.
     """
     session = _open(path)
     rng = np.random.default_rng(_SEED)
@@ -96,26 +95,26 @@ def calibrate(path: Path, config: ModelConfig, encoder: Path | None = None) -> t
 
 
 def quantize_kv_file(path: Path, scales: Mapping[str, Float32]) -> None:
-    """Rewrites a decoder's file and the external data beside it, which is the same name with `.data` added."""
-    _save(path, quantize_kv(onnx.load(path), scales))
+    """Rewrites a decoder's file and the external data beside it, which has the same name with `.data` added."""
+    save(path, quantize_kv(onnx.load(path), scales))
 
 
 def quantize_sources_file(path: Path, scales: Mapping[str, Float32]) -> None:
-    """The same of an encoder's."""
-    _save(path, quantize_sources(onnx.load(path), scales))
+    """Rewrites an encoder's file likewise."""
+    save(path, quantize_sources(onnx.load(path), scales))
 
 
 def quantize_kv(model: onnx.ModelProto, scales: Mapping[str, Float32]) -> onnx.ModelProto:
-    """The decoder with its K/V buffers in int8 and these scales; all else as it was.
+    """The decoder with int8 K/V buffers and these scales; everything else unchanged.
 
-    The decoder of an encoder-decoder gets sinks besides, of no weight. ONNX Runtime has two ways of attending to eight
-    bits: one that takes rows of different lengths one after the other, and a lone row's keys apart where there are
-    threads to spare, so that company would be felt; and one that takes all rows and heads at once and holds a row of
-    scores for each. For single tokens the latter is right, and sinks are what it alone has.
+    The decoder of an encoder-decoder also gets sinks of weight zero. ONNX Runtime has two algorithms for int8 K/V. One
+    processes rows of different lengths one by one, and splits a lone row's keys over idle threads, which breaks batch
+    invariance. The other processes all rows and heads together and stores a row of scores for each, which suits single
+    tokens; only it supports sinks, so sinks select it.
 
     Args:
-        model: with its weights loaded; left as it is.
-        scales: `[Hkv, D]` by the name of a buffer, without the `past_` of those that are the decoder's own.
+        model: with its weights loaded; it is not modified.
+        scales: `[Hkv, D]` by the name of a buffer, without `past_`.
     """
     quantized = onnx.ModelProto()
     quantized.CopyFrom(model)
@@ -128,7 +127,7 @@ def quantize_kv(model: onnx.ModelProto, scales: Mapping[str, Float32]) -> onnx.M
     for node in graph.node:
         if node.op_type != _OPERATOR:
             continue
-        node.domain = CONTRIB  # the project's own takes K/V in float32 alone
+        node.domain = CONTRIB  # the project's own operator takes float32 K/V alone
         names = [name.removeprefix("past_") for name in node.input[3:5]]
         for name in names:
             values = np.ascontiguousarray(scales[name][None, :, None, :])
@@ -145,11 +144,11 @@ def quantize_kv(model: onnx.ModelProto, scales: Mapping[str, Float32]) -> onnx.M
 
 
 def quantize_sources(model: onnx.ModelProto, scales: Mapping[str, Float32]) -> onnx.ModelProto:
-    """The encoder with the K/V that it writes in int8, by these scales; all else as it was.
+    """The encoder with int8 K/V outputs in these scales; everything else unchanged.
 
     Args:
-        model: with its weights loaded; left as it is.
-        scales: as `quantize_kv` has them.
+        model: with its weights loaded; it is not modified.
+        scales: as in `quantize_kv`.
     """
     quantized = onnx.ModelProto()
     quantized.CopyFrom(model)
@@ -160,7 +159,7 @@ def quantize_sources(model: onnx.ModelProto, scales: Mapping[str, Float32]) -> o
             for index, name in enumerate(names):
                 if name in written:
                     names[index] = f"{name}.whole"
-    # In steps of one: by channels, the operator would go one number at a time.
+    # In steps of one: per channel, the operator processes one number at a time.
     graph.initializer.append(numpy_helper.from_array(np.array(1, np.float32), "int8_kv.step"))
     graph.initializer.append(numpy_helper.from_array(np.array(0, np.int8), "int8_kv.zero"))
     for name, output in written.items():
@@ -177,16 +176,13 @@ def quantize_sources(model: onnx.ModelProto, scales: Mapping[str, Float32]) -> o
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """Encoded sources, one for each row: their lengths, and their K/V `[rows, Hkv, longest, D]` by the decoder's input.
-
-    What lies behind a source is zeros.
-    """
+    """Encoded sources, one per row: lengths, and K/V `[rows, Hkv, longest, D]` by the decoder's input, zero-padded."""
 
     lengths: list[int]
     buffers: dict[str, Float32]
 
     def add(self, row: int, name: str, values: Float32) -> None:
-        """Puts a source's K/V `[Hkv, length, D]` into a row."""
+        """Writes a source's K/V `[Hkv, length, D]` to a row."""
         if name not in self.buffers:
             num_heads, _, head_dim = values.shape
             self.buffers[name] = np.zeros((len(self.lengths), num_heads, max(self.lengths), head_dim), np.float32)
@@ -201,7 +197,7 @@ def _source_lengths(config: ModelConfig) -> list[int]:
 def _encode(
     session: ort.InferenceSession, config: ModelConfig, lengths: list[int], rng: np.random.Generator
 ) -> Iterator[dict[str, Float32]]:
-    """K/V of sources of each length, `[sources, Hkv, length, D]` by name: the shorter, the more, without padding."""
+    """K/V of sources of each length, `[sources, Hkv, length, D]` by name, unpadded; more sources of short lengths."""
     names = [output.name for output in session.get_outputs()]
     for length in lengths:
         count = NUM_SEQUENCES * max(lengths) // length
@@ -225,8 +221,8 @@ def _compute(
         session: the decoder in float32.
         config: of its model.
         tokens: `[rows, length]`.
-        rng: given, each row's tokens but the first are the model's own, sampled.
-        sources: of an encoder-decoder, which takes single tokens.
+        rng: if given, all tokens of a row but the first are sampled from the model.
+        sources: of an encoder-decoder, which is fed single tokens.
 
     Returns:
         `[rows, Hkv, length, D]` by name.
@@ -254,7 +250,7 @@ def _compute(
         logits = _run_in_place(session, inputs, buffers)
         if rng is None:
             fed = tokens[:, end : end + count]
-        else:  # the largest of logits with Gumbel noise is a sample
+        else:  # the argmax of logits plus Gumbel noise is a sample
             fed = (logits + rng.gumbel(size=logits.shape)).argmax(axis=-1)[:, None]
     return cache
 
@@ -262,7 +258,7 @@ def _compute(
 def _run_in_place(
     session: ort.InferenceSession, inputs: Mapping[str, npt.NDArray[np.generic]], buffers: Mapping[str, Float32]
 ) -> Float32:
-    """Runs the decoder with each buffer, named as scales are, as input and as the output that continues it."""
+    """Runs the decoder with each buffer bound as input and as the output that continues it."""
     binding = session.io_binding()
     binding.bind_output("logits")
     for name, values in inputs.items():
@@ -291,7 +287,7 @@ def _num_heads(graph: onnx.GraphProto) -> int:
 
 
 def _magnitudes(values: Float32, config: ModelConfig, *, is_key: bool) -> Float32:
-    """How large `[B, Hkv, T, D]` may become, wherever in a sequence its token stands."""
+    """Upper bound of the magnitudes of `[B, Hkv, T, D]` at any position of its token."""
     if not (is_key and config.positions is Positions.ROTARY):
         return np.abs(values)
     first, second = np.split(values, 2, axis=-1)
@@ -300,10 +296,3 @@ def _magnitudes(values: Float32, config: ModelConfig, *, is_key: bool) -> Float3
 
 def _open(path: Path) -> ort.InferenceSession:
     return ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-
-def _save(path: Path, model: onnx.ModelProto) -> None:
-    data = path.with_name(f"{path.name}.data")
-    data.unlink()  # it would be appended to
-    onnx.save(model, path, save_as_external_data=True, location=data.name)
-    onnx.checker.check_model(path, full_check=True)

@@ -1,7 +1,7 @@
 """Golden cases replayed on the exported graphs through plain ONNX Runtime sessions.
 
-A runner in a page, apart from the server's on purpose: what two independent readers of the same graphs agree on is the
-graphs' doing. Buffers are bound as past and present at once, as the graphs expect.
+Deliberately independent of the server's runner, so that an error in either shows as a disagreement. Buffers are bound
+as past and present at once, as the graphs expect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ORT_DTYPES = {
 
 Array = npt.NDArray[np.generic]
 RunGraph = Callable[[str, Mapping[str, Array], Mapping[str, Array]], Mapping[str, Float32]]
-"""Runs a graph over blocks: its name, its inputs and its caches, which change in place → its other outputs."""
+"""Runs a graph over blocks: its name, its inputs, and its caches, updated in place → its other outputs."""
 
 
 class ReplayError(Exception):
@@ -56,11 +56,11 @@ class Replayer:
 
     Args:
         folder: the artifact.
-        manifest: what it says of them.
-        by_prefill_graph: whether steps of several tokens are the prefill graph's, and only those of one the decoder's.
+        manifest: its manifest.
+        by_prefill_graph: whether the prefill graph runs steps of several tokens.
 
     Raises:
-        ArtifactError: when ONNX Runtime refuses a graph or reads another signature in it than the manifest's.
+        ArtifactError: when ONNX Runtime rejects a graph, or its signature differs from the manifest's.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, *, by_prefill_graph: bool = False) -> None:
@@ -80,7 +80,7 @@ class Replayer:
         return np.concatenate([self._step(case, step, rows) for step in case.steps])
 
     def _rows(self, case: GoldenCase) -> list[_Row]:
-        """Zeroed K/V for every row, and its source's K/V where there is one."""
+        """Zeroed K/V for every row, and its source's K/V if there is one."""
         config = self._config
         capacity = max(len(sequence) for sequence in case.sequences)
         names = [f"past_{part}_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
@@ -93,7 +93,7 @@ class Replayer:
         ]
 
     def _encode(self, sources: Sequence[npt.NDArray[np.int64]]) -> list[dict[str, Array]]:
-        """Each source's cross-attention K/V, in rows of one width; sources of equal padded length share a batch."""
+        """Each source's cross-attention K/V, padded to one length; sources of equal padded length share a batch."""
         if self._encoder is None:
             return []
         limit = self._config.source_context
@@ -116,8 +116,8 @@ class Replayer:
         return encoded
 
     def _step(self, case: GoldenCase, step: Step, rows: Sequence[_Row]) -> Float32:
-        """Runs one step and leaves the new K/V in the rows that it fed."""
-        if self._prefill is not None and step[0].count > 1:  # and so the step's only feed
+        """Runs one step and writes the new K/V to the rows that it fed."""
+        if self._prefill is not None and step[0].count > 1:  # the step's only feed
             return self._run_by_value(self._prefill, case, step[0], rows[step[0].row])
         fed = [rows[feed.row] for feed in step]
         buffers = {name: np.concatenate([row.buffers[name] for row in fed]) for name in fed[0].buffers}
@@ -126,7 +126,7 @@ class Replayer:
             "input_ids": np.stack([case.sequences[feed.row][feed.start : feed.start + feed.count] for feed in step]),
             "seqlens_k": np.array(ends, np.int32) - np.int32(1),
             "total_sequence_length": np.array(max(ends), np.int32),
-            # The last position of every row, flat: a step is one row of many tokens or many rows of one.
+            # The last position of every row, flattened: a step is one row of many tokens or many rows of one.
             "logits_indices": np.cumsum([feed.count for feed in step], dtype=np.int64) - 1,
         }
         if self._config.positions is not Positions.ROTARY:
@@ -140,7 +140,7 @@ class Replayer:
         return logits
 
     def _run_by_value(self, session: ort.InferenceSession, case: GoldenCase, feed: Feed, row: _Row) -> Float32:
-        """Has the prefill graph compute a feed, and writes the K/V that it answers with to the row."""
+        """Runs a feed on the prefill graph, and writes the K/V it returns to the row."""
         end = feed.start + feed.count
         inputs: dict[str, Array] = {
             "input_ids": case.sequences[feed.row][np.newaxis, feed.start : end],
@@ -174,13 +174,13 @@ class Replayer:
 class PagedReplayer:
     """Sessions over one artifact's graphs over blocks; the CPU provider's alone.
 
-    Every row's blocks lie apart from each other, and are NaN until something is written to them: whoever reads past a
-    length, or in another row's blocks, is found out.
+    Every row has separate blocks, which are NaN until they are written: a read past a row's length or in another row's
+    blocks shows.
 
     Args:
         folder: the artifact.
-        manifest: what it says of them.
-        run: what runs a graph, given by name, in place on caches; None has ONNX Runtime do it.
+        manifest: its manifest.
+        run: runs a graph by name, in place on caches; None is ONNX Runtime.
 
     Raises:
         ArtifactError: as `Replayer`.
@@ -215,7 +215,7 @@ class PagedReplayer:
         return np.concatenate([self._step(case, step, own, sources, caches) for step in case.steps])
 
     def _tables(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Blocks for rows of these lengths, dealt round from the last to the first; block 0 is nobody's."""
+        """Blocks for rows of these lengths, assigned round-robin from last to first; block 0 is the null block."""
         needed = [-(-length // self._block_size) for length in lengths]
         tables: list[list[int]] = [[] for _ in lengths]
         free = list(range(1, sum(needed) + 1))
@@ -230,7 +230,7 @@ class PagedReplayer:
         return [table[position // size] * size + position % size for position in range(start, stop)]
 
     def _encode(self, source: npt.NDArray[np.int64], table: Sequence[int], caches: Mapping[str, Array]) -> None:
-        """Has the encoder write a source's K/V to its blocks."""
+        """Runs the encoder, which writes a source's K/V to its blocks."""
         limit = self._config.source_context
         padded = min(-(-len(source) // _SOURCE_MULTIPLE) * _SOURCE_MULTIPLE, limit)
         source_ids = np.full((1, padded), self._config.pad_id, np.int64)
@@ -275,7 +275,7 @@ class PagedReplayer:
 
 
 def _padded(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
-    """Block tables of one width, `[B, M]`; what is missing is nobody's block."""
+    """Block tables of one width, `[B, M]`, padded with the null block."""
     padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
@@ -285,7 +285,7 @@ def _padded(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
 def _run_over_blocks(
     sessions: Mapping[str, ort.InferenceSession], name: str, inputs: Mapping[str, Array], caches: Mapping[str, Array]
 ) -> dict[str, Float32]:
-    """Binds every cache as input and as the output that continues it; the other outputs by name."""
+    """Binds every cache as input and as the output that continues it; returns the other outputs by name."""
     session = sessions[name]
     binding = session.io_binding()
     for given, values in inputs.items():
@@ -305,10 +305,6 @@ def _run_over_blocks(
 
 class AttentionReplayer:
     """A session over one artifact's explain graph.
-
-    Args:
-        folder: the artifact.
-        manifest: what it says of the graph.
 
     Raises:
         ArtifactError: as `Replayer`.
@@ -330,7 +326,7 @@ class AttentionReplayer:
 
 @contextmanager
 def _naming_failures() -> Iterator[None]:
-    """Gives ONNX Runtime's exceptions, which share no base class, the name that callers expect."""
+    """Wraps ONNX Runtime's exceptions, which share no base class, in `ReplayError`."""
     try:
         yield
     except Exception as error:
@@ -346,10 +342,10 @@ def _continuation(name: str) -> str:
 def _open(folder: Path, graph: GraphSpec) -> ort.InferenceSession:
     try:
         settings = ort.SessionOptions()
-        if (library := kernels.library()) is not None:  # as a server would
+        if (library := kernels.library()) is not None:  # as a server does
             settings.register_custom_ops_library(str(library))
         session = ort.InferenceSession(str(folder / graph.file), settings, providers=[PROVIDER])
-    except Exception as error:  # as above
+    except Exception as error:  # ONNX Runtime's exceptions share no base class
         raise ArtifactError(folder, [f"{graph.file}: {error}"]) from error
     problems = [
         f"{graph.file} {kind} are {_names(found)}, the manifest says {_names(wanted)}"

@@ -1,7 +1,4 @@
-"""The proof: golden cases replayed on an artifact's graphs, judged, and drawn up for people and for machines.
-
-Needs the artifact alone, so that it runs where no checkpoint is at hand.
-"""
+"""The proof: replays golden cases on an artifact's graphs and reports the errors. Needs the artifact alone."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from model.spec.golden_attention import ATTENTION_TOLERANCES, AttentionCase, Att
 
 
 class Verdict(StrEnum):
-    """What came of a case or of all of them."""
+    """The result of a case, or of all of them."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -39,13 +36,12 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """How an artifact's graphs compared with PyTorch in float32: parity.json.
+    """How an artifact's graphs compare with PyTorch in float32: parity.json.
 
-    What they are held to is their precision's (`model.spec.golden.tolerance_of`); each case says what that came to.
-    Where there is a prefill graph, cases with several tokens in a step are there twice, the second time by that graph.
-    `attention` is how an explain graph's weights compared, and empty where there is none. The other cases reach
-    `proven_context` of the decoder's `context` positions and `proven_source_context` of the encoder's `source_context`,
-    which are both 0 for a decoder-only model.
+    The tolerance is that of the precision (`model.spec.golden.tolerance_of`); each case has its value for it. With a
+    prefill graph, cases with several tokens in a step occur twice, the second time on that graph. `attention` compares
+    an explain graph's weights; it is empty without one. The other cases reach `proven_context` of the decoder's
+    `context` positions and `proven_source_context` of the encoder's `source_context`, both 0 without an encoder.
     """
 
     provider: str
@@ -61,7 +57,7 @@ class ParityReport:
 
     @property
     def verdict(self) -> Verdict:
-        """Passed when every case did, and there was one."""
+        """Passed when every case did, and there was at least one."""
         if not self.cases:
             return Verdict.NOT_RUN
         return Verdict.FAILED if self.failed else Verdict.PASSED
@@ -74,7 +70,7 @@ class ParityReport:
 
     @property
     def tolerance(self) -> Tolerance:
-        """What every case was held to."""
+        """The tolerance of every case."""
         return tolerance_of(self.precision, self.kv_precision)
 
     @property
@@ -89,9 +85,9 @@ class ParityReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the cases leave unproven, in words."""
+        """Warnings about what the cases leave unproven."""
         if self.verdict is Verdict.NOT_RUN:
-            return (f"warning: nothing is proven, as {self.provider} does not run these graphs",)
+            return (f"warning: nothing is proven, since {self.provider} does not run these graphs",)
         reaches = (
             ("context", self.context, self.proven_context),
             ("source context", self.source_context, self.proven_source_context),
@@ -140,17 +136,18 @@ def replay(
     on_case: Callable[[str], None],
     attention: tuple[AttentionCase, ...] = (),
 ) -> ParityReport:
-    """Replays cases on the graphs in `folder`; those for another device than this provider's are not run.
+    """Replays cases on the graphs in `folder`; graphs for another device are not run.
 
     Args:
         folder: holds the graphs.
-        manifest: says what they are and in which precision; its checksums are not looked at.
-        cases: what PyTorch answered.
-        on_case: told the name of each case before it runs, and why it could not run, which fails it.
-        attention: the weights that it computed, for an artifact with an explain graph.
+        manifest: their description; its checksums are not checked.
+        cases: PyTorch's answers.
+        on_case: called with the name of each case before it runs, and with the error of a case that cannot run and
+            fails.
+        attention: PyTorch's attention weights, for an artifact with an explain graph.
 
     Raises:
-        ArtifactError: when ONNX Runtime refuses a graph.
+        ArtifactError: when ONNX Runtime rejects a graph.
     """
     kv_precision = manifest.kv_cache.precision
     tolerance = tolerance_of(manifest.precision, kv_precision)
@@ -217,14 +214,14 @@ def _replay_attention(
 
 
 def _by_prefill_graph(case: GoldenCase) -> GoldenCase | None:
-    """The case under the name that it has when the prefill graph computes a part of it; None when it computes none."""
+    """The case, renamed for the prefill graph; None if that graph computes no part of it."""
     if all(feed.count == 1 for step in case.steps for feed in step):
         return None
     return dataclasses.replace(case, name=f"{case.name} by {PREFILL} graph")
 
 
 def _prefill_tolerance(case: GoldenCase, tolerance: Tolerance) -> Tolerance:
-    """What a case is held to there: float32's, unless the decoder computes single tokens of it in its own precision."""
+    """The tolerance on the prefill graph: float32's, unless the decoder computes single tokens in its own precision."""
     is_whole = all(feed.count > 1 for step in case.steps for feed in step)
     return tolerance_of(Precision.FP32, KVPrecision.FP32) if is_whole else tolerance
 
@@ -246,7 +243,7 @@ def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:
 
 
 def runtime_versions() -> dict[str, str]:
-    """What computes a replay; `kernels` is the library that computes our own operators, or "standard"."""
+    """Versions of what computes a replay; `kernels` is the library of our own operators, or "standard"."""
     library = kernels.library() if kernels.operators() else None
     return {
         "python": platform.python_version(),
@@ -257,15 +254,15 @@ def runtime_versions() -> dict[str, str]:
 
 
 def finite(value: Any) -> Any:
-    """None for an infinite or undefined number, which JSON has no way to write; anything else as it is."""
+    """None for a float that is not finite, which JSON cannot represent; other values unchanged."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def draw(report: ParityReport) -> Table:
-    """The report for people: one line for each case.
+    """The report as a table, one line for each case.
 
     `relative` divides the error by the spread of the golden logits; `greedy` is the share of equal arg-maxima. For
-    attention, `relative` is the mean distance of rows divided by theirs from even ones, which has the tolerance.
+    attention, `relative` is the mean distance of rows divided by that from uniform rows.
     """
     table = Table(
         box=box.SIMPLE_HEAD,

@@ -94,7 +94,6 @@ def _train_in(parallel: Parallel, recipe: Recipe, options: argparse.Namespace) -
                 options.out,
                 reporter,
                 resume_run=options.resume,
-                tensorboard=options.tensorboard,
                 parallel=parallel,
             )
             said = _describe(result)
@@ -238,7 +237,6 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     train = commands.add_parser("train", help="train a model; under torchrun, in several processes")
     train.add_argument("--resume", action="store_true", help="go on from the last state that --out holds")
-    train.add_argument("--tensorboard", action="store_true", help="write event files to DIR/tensorboard too")
     checks = train.add_mutually_exclusive_group()
     checks.add_argument("--dry-run", action="store_true", help="measure two steps and write nothing")
     checks.add_argument(

@@ -24,7 +24,7 @@ from model.spec.artifact import TOKENIZER, Device, GraphSpec, KVFormat, KVLayout
 from model.spec.config import Architecture, ModelConfig
 
 if TYPE_CHECKING:
-    from export.emit import Graph
+    from export.backend import Graph
     from model.nn.transformer import Transformer
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -215,7 +215,7 @@ def _graphs_written_once(of: Hashable) -> Iterator[None]:
                 shutil.copy(file, path.parent)
         return spec
 
-    with patch("export.exporter.emit", write_once):
+    with patch("export.job.emit", write_once):
         yield
 
 

@@ -13,6 +13,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from export.fusion import fuse
 from export.operators import (
     ATTENTION,
     BIASED,
@@ -23,7 +24,6 @@ from export.operators import (
     INT8_LINEAR,
     add_functions,
     pack_panels,
-    use_own,
 )
 from model import kernels
 from model.kernels.build import COMPILERS
@@ -170,7 +170,7 @@ class AttentionCase:
         self.standard_model.opset_import.append(helper.make_opsetid(CONTRIB, 1))
         own = onnx.ModelProto()
         own.CopyFrom(self.standard_model)
-        use_own(own)
+        fuse(own)
         add_functions(own)
         assert [node.op_type for node in own.graph.node] == [INT8_ATTENTION if int8 else ATTENTION]
         assert own.graph.node[0].domain == DOMAIN

@@ -22,7 +22,7 @@ from model.training import curves
 from model.training.config import TrainConfig
 from model.training.loop import batch_loss
 from model.training.presets import Recipe
-from model.training.progress import Progress
+from model.training.progress import Progress, Reporter
 from model.training.task import Criterion, Scores
 from model.training.trainer import TrainResult, train
 
@@ -32,18 +32,12 @@ CLOCK = frozenset({"seconds", "tokens_per_second"})
 """What a point of the curve has from the clock, and no two runs alike."""
 
 
-class Quiet:
+class Quiet(Reporter):
     """A reporter that remembers."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.updates: list[Progress] = []
-
-    def __enter__(self) -> Quiet:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def update(self, progress: Progress) -> None:
         self.updates.append(progress)

@@ -1,11 +1,9 @@
-"""From token sequences to padded or packed arrays, in an order that a seed fixes for good.
+"""Batches of token sequences, padded or packed, in an order that a seed fixes.
 
-Two ways. A language model reads windows cut from one long stream. An encoder-decoder reads pairs, batched with others
-of nearly the same length so that little is padding. Either sequence is endless and shuffled anew in every pass, and no
-batch straddles two. Batch i is a function of the arguments and of i alone: a position in the data is a number, from
-which a resumed run goes on, and which several processes can share out.
-
-Knows the control tokens that our own tokenizers share, and nothing else of text or models.
+A language model reads windows cut from one long stream. An encoder-decoder reads pairs, batched with others of similar
+length to save padding. Both sequences of batches are endless and shuffled anew in every pass, and no batch spans two
+passes. Batch i is a function of the arguments and i alone: a resumed run continues from a number, and processes share
+out the numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from model.spec.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 Int64 = npt.NDArray[np.int64]
 IGNORED = -100
-"""Stands in `labels` where nothing is predicted; what torch's cross-entropy leaves out unless told otherwise."""
+"""Label of positions without a prediction; torch's cross-entropy ignores it by default."""
 
 _LENGTH_MULTIPLE = 4
 _MIN_BATCHES = 4
@@ -32,8 +30,8 @@ _MIN_BATCHES = 4
 class Batch:
     """One step's input, padded on the right.
 
-    `input_ids` `[B, T]` go into the decoder and `labels` `[B, T]` are the tokens that should follow each. `source_ids`
-    `[B, S]` with their `source_lengths` `[B]` are there for an encoder-decoder only.
+    `input_ids` `[B, T]` go into the decoder; `labels` `[B, T]` are the tokens that follow each. An encoder-decoder also
+    has `source_ids` `[B, S]` and `source_lengths` `[B]`.
     """
 
     input_ids: Int64
@@ -43,7 +41,7 @@ class Batch:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are predicted, padding not counted."""
+        """Predicted tokens, without padding."""
         return int((self.labels != IGNORED).sum())
 
 
@@ -64,16 +62,16 @@ def pack(documents: Iterable[Sequence[int] | Int64]) -> Int64:
 
 
 class Windows:
-    """Batches of windows over a stream, no token of it twice in a pass.
+    """Batches of windows over a stream; no token occurs twice in a pass.
 
-    Every pass starts at another offset, so that windows are not cut at the same places twice, and holds equally many
-    batches: windows that do not fill one more are left for another pass.
+    Every pass starts at another offset, so that windows are cut at different places, and has the same number of
+    batches. Windows that do not fill a batch are left out of the pass.
 
     Args:
         stream: `[N] int64`.
-        row_tokens: tokens in a window; it predicts as many, the last being the first one after it.
-        batch_tokens: tokens in a batch, rounded down to whole windows, but at least one and no more than there are.
-        seed: fixes order and offsets.
+        row_tokens: tokens in a window; it predicts as many, the last being the first token after it.
+        batch_tokens: tokens in a batch, rounded down to whole windows; at least one window, at most all.
+        seed: of order and offsets.
 
     Raises:
         ValueError: when the stream is shorter than one window and its last label.
@@ -91,18 +89,18 @@ class Windows:
 
     @property
     def batches_per_pass(self) -> int:
-        """How many batches read the stream once."""
+        """Batches in one pass over the stream."""
         return self._num_windows // self._rows
 
     def batch(self, index: int) -> Batch:
-        """The batch of that index, from 0 on: `[rows, row_tokens]`; the same whatever was asked for before."""
+        """The batch of an index from 0 on, `[rows, row_tokens]`; independent of earlier calls."""
         number, position = divmod(index, self.batches_per_pass)
         starts = self._starts(number)[position * self._rows : (position + 1) * self._rows]
         tokens = self._stream[starts[:, None] + np.arange(self._row_tokens + 1)]
         return Batch(tokens[:, :-1], tokens[:, 1:])
 
     def _starts(self, number: int) -> Int64:
-        """Where the windows of a pass begin, in the order of that pass; kept, since the next batch is of the same."""
+        """Starts of a pass's windows in its order; cached for the next batch."""
         if self._plan is None or self._plan[0] != number:
             generator = np.random.default_rng((self._seed, number))
             slack = len(self._stream) - 1 - self._num_windows * self._row_tokens
@@ -113,19 +111,18 @@ class Windows:
 
 
 class LengthBuckets:
-    """Batches of pairs of like lengths, every pair at least once in a pass.
+    """Batches of pairs of similar length; every pair occurs at least once in a pass.
 
-    All batches of a bucket have the same shape. That is worth the padding: matrix libraries prepare a kernel for each
-    shape they meet, which for a small batch costs more than using it. The last batch of a bucket in a pass is filled
-    up from the beginning of the pass, so a few pairs come twice; hence a bucket is never much smaller than four batches
-    where there are that many pairs, and pairs of rare lengths share one with shorter ones.
+    All batches of a bucket have the same shape, because matrix libraries prepare a kernel for each shape they meet. The
+    last batch of a bucket in a pass is filled with pairs from the start of the pass. To keep such repeats few, a bucket
+    has about four batches or more if there are enough pairs, and rare lengths share a bucket with shorter ones.
 
     Args:
         pairs: at least one.
         batch_tokens: bound on the padded tokens of source and target together; a longer pair is a batch by itself.
-        seed: fixes the order.
-        limits: most tokens of source and target that the model has positions for, at least the longest pair's; padding
-            keeps to them too. None is no limit.
+        seed: of the order.
+        limits: the model's maximum tokens of source and target, at least those of the longest pair; padding stays
+            within them. None is no limit.
 
     Raises:
         ValueError: when there are no pairs.
@@ -151,11 +148,11 @@ class LengthBuckets:
 
     @property
     def batches_per_pass(self) -> int:
-        """How many batches it takes to read every pair."""
+        """Batches in one pass over the pairs."""
         return len(self._turns)
 
     def batch(self, index: int) -> Batch:
-        """The batch of that index, from 0 on; the same whatever was asked for before."""
+        """The batch of an index from 0 on; independent of earlier calls."""
         number, position = divmod(index, self.batches_per_pass)
         turns, orders = self._order(number)
         chosen, turn = turns[position].tolist()
@@ -164,7 +161,7 @@ class LengthBuckets:
         return pad([self._pairs[member] for member in members.tolist()], bucket.shape)
 
     def _order(self, number: int) -> tuple[Int64, list[Int64]]:
-        """The turns of a pass and each bucket's members in their order; kept, since the next batch is of the same."""
+        """A pass's order of batches and of each bucket's members; cached for the next batch."""
         if self._plan is None or self._plan[0] != number:
             generator = np.random.default_rng((self._seed, number))
             turns = generator.permutation(self._turns)
@@ -174,7 +171,7 @@ class LengthBuckets:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Pairs by their numbers, what source and target of each are padded to, and how many make a batch."""
+    """Pairs by index, their padded source and target length, and the rows of a batch."""
 
     members: Int64
     shape: tuple[int, int]
@@ -182,10 +179,10 @@ class _Bucket:
 
 
 def _make_buckets(pairs: Sequence[Pair], batch_tokens: int, limits: tuple[int, int] | None) -> list[_Bucket]:
-    """Pairs by padded shape, neighbouring shapes together until they fill `_MIN_BATCHES` batches.
+    """Groups pairs by padded shape; neighboring shapes share a bucket until they fill `_MIN_BATCHES` batches.
 
-    Shapes are taken by source and then by target. What is too little at the end of a source length are its longest
-    targets, and they wait for the next source length's longest: together with short ones they would only be padding.
+    Shapes are visited by source length, then by target length. The remainder of a source length, its longest targets,
+    joins the longest targets of the next source length, where it costs the least padding.
     """
     cells: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, pair in enumerate(pairs):
@@ -217,15 +214,15 @@ def _make_buckets(pairs: Sequence[Pair], batch_tokens: int, limits: tuple[int, i
 
 
 def _grid(length: int) -> int:
-    """A length rounded up so that about an eighth at most is padding: to fours up to 64, eights up to 128."""
+    """A length rounded up by an eighth at most: to a multiple of 4 up to 64, of 8 up to 128, and so on."""
     step = max(_LENGTH_MULTIPLE, 1 << max(0, (length - 1).bit_length() - 4))
     return math.ceil(length / step) * step
 
 
 def pad(pairs: Sequence[Pair], shape: tuple[int, int] | None = None) -> Batch:
-    """One batch of at least one pair, padded to `shape`, or to the longest source and target as `padded_shape` has it.
+    """One batch of at least one pair, padded to `shape`, by default to `padded_shape`.
 
-    `shape` is in tokens of source and target, the target with its bos or eos, and no pair may exceed it.
+    `shape` is in tokens of source and target, the target with its bos or eos; no pair may exceed it.
     """
     source_length, target_length = shape or padded_shape(pairs)
     sources = np.full((len(pairs), source_length), PAD_ID, dtype=np.int64)
@@ -239,7 +236,7 @@ def pad(pairs: Sequence[Pair], shape: tuple[int, int] | None = None) -> Batch:
 
 
 def padded_shape(pairs: Sequence[Pair]) -> tuple[int, int]:
-    """The longest source and target, the target with its bos or eos, rounded up to a multiple of four."""
+    """The longest source and target (with its bos or eos), rounded up to a multiple of four."""
     longest = max(len(pair.source) for pair in pairs), max(len(pair.target) + 1 for pair in pairs)
     source, target = (math.ceil(length / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE for length in longest)
     return source, target

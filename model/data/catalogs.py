@@ -1,8 +1,8 @@
-"""Gettext catalogs, .po and .mo: translators' work as pairs of message and translation.
+"""Gettext catalogs, .po and .mo: pairs of message and translation.
 
-Left out: what is untranslated, fuzzy (a guess that nobody has confirmed) or obsolete, and the header. The context of a
-message is ignored. Of a message with plural forms both are taken where the translation has two as well, else the first
-alone. Texts are decoded strictly, by the charset that the header names, UTF-8 where it names none.
+Left out: untranslated, fuzzy (unconfirmed) and obsolete entries, and the header. The context of a message is ignored.
+If message and translation both have two plural forms, both are taken, otherwise the first alone. Texts are decoded
+strictly in the header's charset, by default UTF-8.
 
 Source of both formats: the GNU gettext manual, chapters "The Format of PO Files" and "The Format of GNU MO Files".
 """
@@ -25,25 +25,25 @@ SUFFIXES = frozenset({".po", ".mo"})
 
 _MAGIC = 0x950412DE
 _CHARSET = re.compile(r"charset=([\w.:-]+)", re.ASCII)
-_PLACEHOLDER = "charset"  # What a template says before anybody has filled it in.
+_PLACEHOLDER = "charset"  # The charset of an unfilled template.
 _LINE = re.compile(r'(?:msgid|msgid_plural|msgctxt|msgstr(?:\[\d+\])?)?\s*"(?:[^"\\]|\\.)*"')
-# Babel reads dates and languages out of the header and refuses whole catalogs for one that is oddly written, as every
-# thirtieth is. All that is needed is room for as many plural forms as any language has; the comment ends the message.
+# Babel rejects catalogs over odd dates or languages in the header, about every thirtieth. This header replaces theirs:
+# it allows as many plural forms as any language has; the comment ends the message.
 _HEADER = ('msgid ""', 'msgstr "Plural-Forms: nplurals=6; plural=0;\\n"', "#")
 
 
 def read(path: Path) -> Reading[TextPair]:
-    """The pairs of one catalog, .mo by its suffix and else .po.
+    """The pairs of one catalog: .mo by its suffix, otherwise .po.
 
     Raises:
-        DataError: naming the file, and the line or entry, when it is damaged.
+        DataError: naming the file, and the line or entry that is damaged.
     """
     data = read_bytes(path)
     return _read_mo(path, data) if path.suffix == ".mo" else _read_po(path, data)
 
 
 def _read_po(path: Path, data: bytes) -> Reading[TextPair]:
-    # Whatever the header is in, a byte is a character in Latin-1, and what it says of its charset is ASCII.
+    # Latin-1 decodes any bytes, and the header names its charset in ASCII.
     draft = data.decode("latin-1").split("\n")
     header = _header_lines(draft)
     lines = decode(path, data, _charset("".join(draft[header.start : header.stop]))).split("\n")
@@ -54,7 +54,7 @@ def _read_po(path: Path, data: bytes) -> Reading[TextPair]:
     except PoFileError as error:
         problem = str(error.args[0]).rpartition(" on ")[0]
         raise DataError(f"{path}:{error.lineno + 1 - len(_HEADER)}: {problem}") from error
-    except Exception as error:  # Its parser has no error of its own for some orders of lines.
+    except Exception as error:  # Babel's parser raises various exceptions for some orders of lines.
         raise DataError(f"{path}: not a gettext catalog: {error}") from error
     left_out = Counter({"obsolete": num_obsolete})
     pairs = []
@@ -71,9 +71,9 @@ def _read_po(path: Path, data: bytes) -> Reading[TextPair]:
 
 
 def _checked(path: Path, lines: Sequence[str]) -> Iterator[str]:
-    """The lines that make up messages, blank ones for all others, so that numbers stay.
+    """The lines of messages; all others become blank, which keeps line numbers.
 
-    Babel would drop the last character of an unfinished string without a word, hence the check.
+    Babel silently drops the last character of an unterminated string, hence the check.
     """
     header = _header_lines(lines)
     for number, line in enumerate(map(str.strip, lines)):
@@ -86,11 +86,11 @@ def _checked(path: Path, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _header_lines(lines: Sequence[str]) -> range:
-    """Where the header is: the message without a text, with all that is said of it."""
+    """The lines of the header: the message with an empty id, and its comments."""
     stripped = [line.strip() for line in lines]
     for number, (line, after) in enumerate(pairwise(stripped)):
         if line == 'msgid ""' and after.startswith("msgstr "):
-            # A context would make it a message like any other, whose text only happens to be empty.
+            # With a context it is an ordinary message with an empty text.
             if number and stripped[number - 1].startswith("msgctxt"):
                 continue
             end = number + 2
@@ -158,7 +158,7 @@ def _charset(header: str) -> str:
 
 
 def _forms(text: str | Sequence[str | None] | None) -> list[str]:
-    """Babel's one text or several as a list."""
+    """Babel's one or several texts as a list."""
     return [text or ""] if isinstance(text, str | None) else [form or "" for form in text]
 
 

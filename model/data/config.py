@@ -1,4 +1,4 @@
-"""Which data a model is trained on and how text becomes tokens, as plain data. Standard library only."""
+"""Data configuration: training data and tokenizers, as plain data. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from model.spec.fields import coerce_enums, from_json_values, to_json_values
 
 
 class DataConfigError(ValueError):
-    """A data configuration is invalid; `problems` lists everything that is wrong with it."""
+    """Invalid data configuration; `problems` lists every reason."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = tuple(problems)
@@ -20,7 +20,7 @@ class DataConfigError(ValueError):
 
 
 class DataSource(StrEnum):
-    """Where examples come from. The first two need no files."""
+    """The source of examples. The first two need no files."""
 
     DATES = "dates"
     STDLIB = "stdlib"
@@ -46,7 +46,7 @@ ARCHITECTURES: Mapping[DataSource, frozenset[Architecture]] = {
     DataSource.GETTEXT: frozenset({Architecture.ENCODER_DECODER}),
     DataSource.JSONL: frozenset(Architecture),
 }
-"""The families that can learn from each source: pairs are translated, text is continued."""
+"""The model families that can train on each source."""
 
 NEEDS_FILES = frozenset({DataSource.TEXT, DataSource.TSV, DataSource.GETTEXT, DataSource.JSONL})
 
@@ -56,23 +56,23 @@ class DataConfig:
     """One data set.
 
     Attributes:
-        source: the format, or one of the two that need no files.
-        paths: files and folders to train on, relative to the working directory; folders are read recursively. One alone
-            need not be in a list.
-        validation_paths: what scores a run under way; empty takes `validation_fraction` out of `paths`.
-        test_paths: what scores a finished run; empty takes `test_fraction` out of `paths`.
+        source: see `DataSource`.
+        paths: files and folders to train on, relative to the working directory; folders are read recursively. A single
+            path may be a plain string.
+        validation_paths: for scores during a run; if empty, `validation_fraction` of `paths`.
+        test_paths: for scores of the finished run; if empty, `test_fraction` of `paths`.
         validation_fraction: share of the examples (of a text: of its characters), chosen by a hash of their source.
         test_fraction: as `validation_fraction`.
-        max_examples: at most so many training examples; 0 is all. `dates` draws as many, and needs at least 1.
+        max_examples: maximum number of training examples; 0 is all. `dates` draws this many and needs at least 1.
         text_field: of a JSON line, for a decoder-only model.
         source_field: of a JSON line, for an encoder-decoder.
         target_field: of a JSON line, for an encoder-decoder.
-        strip_markup: takes `<tags>` out of both sides of a pair; a pair whose tags differ in number is left out.
-        min_words: shorter sources or targets are left out.
-        tokenizer: the kind that is made, from training data alone, within the model's vocabulary.
-        shared_tokenizer: one tokenizer for source and target; False makes one for each.
-        tokenizer_file: a tokenizer.json to use instead of making one.
-        target_tokenizer_file: the same for the target, where it is not shared.
+        strip_markup: removes `<tags>` from both sides of a pair; a pair with unequal numbers of tags is left out.
+        min_words: pairs with a shorter source or target are left out.
+        tokenizer: the kind to train, on training data alone, within the model's vocabulary size.
+        shared_tokenizer: one tokenizer for source and target; False trains one for each.
+        tokenizer_file: a tokenizer.json to use instead of training one.
+        target_tokenizer_file: the same for the target, if it has its own.
 
     Raises:
         DataConfigError: listing every invalid field.
@@ -97,12 +97,12 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         problems = coerce_enums(self, {"source": DataSource, "tokenizer": TokenizerKind})
-        # JSON and TOML have lists; the instance is still being made, so nothing sees the change.
+        # JSON and TOML have lists; the instance is still under construction.
         for name in ("paths", "validation_paths", "test_paths"):
             paths = getattr(self, name)
             object.__setattr__(self, name, (paths,) if isinstance(paths, str) else tuple(paths))
             if "" in getattr(self, name):
-                # To the system it would be the working directory; to people it is a variable that was not set.
+                # The system reads it as the working directory; usually it is an unset variable.
                 problems.append(f"{name} holds an empty path")
         for name in ("validation_fraction", "test_fraction"):
             if not 0.0 <= (share := getattr(self, name)) < 1.0:
@@ -125,7 +125,7 @@ class DataConfig:
 
     @property
     def lacks_files(self) -> bool:
-        """Whether a source that reads files has been given none to train on."""
+        """Whether the source reads files and has none to train on."""
         return self.source in NEEDS_FILES and not self.paths
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,9 +134,9 @@ class DataConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DataConfig:
-        """Builds from JSON; unknown, missing and wrongly typed fields are all reported at once.
+        """Builds from JSON.
 
         Raises:
-            DataConfigError: listing every problem.
+            DataConfigError: listing every unknown, missing or invalid field.
         """
         return from_json_values(cls, values, DataConfigError)

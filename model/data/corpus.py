@@ -1,8 +1,7 @@
-"""What every data set comes to: examples for training, validation and test, and an account of where they came from.
+"""`Corpus`: examples for training, validation and test, with an account of their origin.
 
-Each example comes once, and none that is scored is learned. Sides are chosen by a hash of what an example is known by,
-so they do not depend on the order of files, on the seed, or on what else is there. Standard library only; knows no
-format.
+Duplicates are removed, and no scored example is trained on. An example's side follows from a hash of its key, so it
+does not depend on the order of files, the seed or the other examples. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from model.data.config import DataConfig
 from model.data.files import DataError, DataFile, find
 
 EMPTY = "empty"
-"""Why an example of nothing but blanks is left out."""
+"""Reason for leaving out an example of whitespace alone."""
 
 _MAX_FILES_LISTED = 100
 
@@ -31,34 +30,34 @@ class TextPair(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What sides are told apart by: capitals and blanks do not make another source."""
+        """The key that decides the side: case and whitespace do not matter."""
         return fold(self.source)
 
     @property
     def content(self) -> tuple[str, ...]:
-        """What is learned; whoever has the same is a copy."""
+        """What is trained on; an example with equal content is a duplicate."""
         return self
 
 
 class Document(NamedTuple):
-    """A text to continue. `name` says where it is from and is not learned."""
+    """A text to continue. `name` is its origin, which is not trained on."""
 
     name: str
     text: str
 
     @property
     def key(self) -> str:
-        """What sides are told apart by."""
+        """The key that decides the side."""
         return self.text
 
     @property
     def content(self) -> tuple[str, ...]:
-        """What is learned; whoever has the same is a copy."""
+        """What is trained on; an example with equal content is a duplicate."""
         return (self.text,)
 
 
 class Side(StrEnum):
-    """What an example is for: learning, choosing, or the last word."""
+    """The use of an example."""
 
     TRAINING = "training"
     VALIDATION = "validation"
@@ -69,7 +68,7 @@ E = TypeVar("E", TextPair, Document)
 
 
 class Reading(NamedTuple, Generic[E]):
-    """What files hold: examples, and how many entries were left out by reason."""
+    """Examples read from files, and how many entries were left out, by reason."""
 
     examples: list[E]
     left_out: Counter[str]
@@ -77,7 +76,7 @@ class Reading(NamedTuple, Generic[E]):
 
 @dataclass(frozen=True, slots=True)
 class Corpus(Generic[E]):
-    """Examples by side, none of them empty, with `facts` for the run's manifest and `notes` for people."""
+    """Examples by side, none of them empty, with `facts` for the run's manifest and `notes` to print."""
 
     training: tuple[E, ...]
     validation: tuple[E, ...]
@@ -94,14 +93,14 @@ def gather(
     read: Callable[[DataFile], Reading[E]],
     split: Callable[[Sequence[E]], tuple[dict[Side, list[E]], str]],
 ) -> Corpus[E]:
-    """Everything that the configuration's paths hold.
+    """All examples in the configuration's paths.
 
     Args:
-        config: paths, fractions, and how many examples at most.
-        what: an example's name for people.
-        suffixes: of the files to read in folders; none is all.
-        read: one file.
-        split: the examples of `paths` by side, and in a word how they were told apart.
+        config: paths, fractions, and the maximum number of examples.
+        what: an example's name in messages.
+        suffixes: of the files to read in folders; empty is all.
+        read: reads one file.
+        split: splits the examples of `paths`; returns them by side, and the name of the method.
 
     Raises:
         DataError: when a path is missing, a file is empty or damaged, or a side has no example.
@@ -133,10 +132,10 @@ def gather(
 
 
 def _read_all(files: Sequence[DataFile], what: str, read: Callable[[DataFile], Reading[E]]) -> Reading[E]:
-    """All files together, copies left out.
+    """All files together, deduplicated.
 
     Raises:
-        DataError: naming a file that was given by name and has nothing in it; in a folder it is passed over.
+        DataError: naming a file without examples that was given by name; in a folder it is skipped.
     """
     examples: dict[tuple[str, ...], E] = {}
     left_out: Counter[str] = Counter()
@@ -152,12 +151,12 @@ def _read_all(files: Sequence[DataFile], what: str, read: Callable[[DataFile], R
 
 
 def share_of(key: str) -> float:
-    """A number in [0, 1) that a text always has: where its hash falls."""
+    """A hash of a text as a number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(_encode(key)).digest()[:7], "big") / 2**56
 
 
 def side_of(key: str, validation_fraction: float, test_fraction: float) -> Side:
-    """The side of an example by what it is known by; the same on every machine."""
+    """The side of an example by its key; the same on every machine."""
     share = share_of(key)
     if share < test_fraction:
         return Side.TEST
@@ -165,17 +164,17 @@ def side_of(key: str, validation_fraction: float, test_fraction: float) -> Side:
 
 
 def fold(text: str) -> str:
-    """What texts are known by when they are told apart: capitals and blanks do not make a new one."""
+    """A text without differences of case and whitespace."""
     return " ".join(text.casefold().split())
 
 
 def in_hash_order(examples: Sequence[E]) -> list[E]:
-    """The examples in an order that depends on each alone, so that the first n are a fair sample of all."""
+    """The examples in an order that depends on each alone, so that the first n are a random sample."""
     return sorted(examples, key=lambda example: (share_of("\0".join(example)), example))
 
 
 def sample(examples: Sequence[E], max_examples: int) -> tuple[E, ...]:
-    """At most so many of the examples, all for 0: the first in hash order, left in the order they had."""
+    """The first `max_examples` in hash order, in their original order; all for 0."""
     if not max_examples or len(examples) <= max_examples:
         return tuple(examples)
     kept = set(in_hash_order(examples)[:max_examples])
@@ -183,7 +182,7 @@ def sample(examples: Sequence[E], max_examples: int) -> tuple[E, ...]:
 
 
 def digest(texts: Iterable[Iterable[str]]) -> str:
-    """Sha256 (hex) over texts in order, each with its length, so that no two lists look alike."""
+    """Sha256 (hex) over texts in order, each with its length."""
     state = hashlib.sha256()
     for group in texts:
         for text in group:
@@ -202,7 +201,7 @@ def side_facts(corpus: Mapping[Side, Sequence[E]]) -> dict[str, Any]:
 
 
 def fractions(config: DataConfig) -> tuple[float, float]:
-    """Shares to take out of `paths` for validation and for test: none for a side that has paths of its own."""
+    """Shares of `paths` for validation and for test: 0 for a side with paths of its own."""
     return (
         0.0 if config.validation_paths else config.validation_fraction,
         0.0 if config.test_paths else config.test_fraction,
@@ -210,9 +209,9 @@ def fractions(config: DataConfig) -> tuple[float, float]:
 
 
 def separate(sides: dict[Side, list[E]]) -> Counter[str]:
-    """Takes out of training what validation or test holds too, and out of validation what test holds; returns counts.
+    """Removes from training what validation or test contains, and from validation what test contains; returns counts.
 
-    Examples that lie on two sides would be learned by heart and then count as understood.
+    An example on two sides would be memorized and count as generalization.
     """
     scored = {example.key for example in sides[Side.TEST]}
     left_out: Counter[str] = Counter()
@@ -227,10 +226,10 @@ def separate(sides: dict[Side, list[E]]) -> Counter[str]:
 def _require_all_sides(
     sides: Mapping[Side, Sequence[E]], config: DataConfig, what: str, left_out: Mapping[str, int]
 ) -> None:
-    """Refuses data of which one side is empty.
+    """Rejects data with an empty side.
 
     Raises:
-        DataError: naming the sizes, and what to change.
+        DataError: with the sizes, and what to change.
     """
     total = sum(len(examples) for examples in sides.values())
     size = sum(len(example[-1].encode()) for examples in sides.values() for example in examples)
@@ -257,5 +256,5 @@ def _require_all_sides(
 
 
 def _encode(text: str) -> bytes:
-    """UTF-8, and something for the names of files that are none."""
+    """UTF-8; also encodes file names that are not valid UTF-8."""
     return text.encode(errors="surrogateescape")

@@ -1,10 +1,8 @@
-"""Dates written out in twelve languages, and what they are in ISO 8601: "vendredi 20 novembre 2026" → "2026-11-20".
+"""Dates written out in twelve languages with their ISO 8601 form: "vendredi 20 novembre 2026" → "2026-11-20".
 
-The texts come from the CLDR data that Babel carries, so nothing is downloaded. Two days in sixteen, chosen by a hash,
-are never trained on in any language: one is held out for the test of a finished model, the other is for validation on
-the way there. Every text names exactly one day, hence an answer is right or wrong and can be scored by exact match.
-
-Knows nothing of tokens, batches or models.
+The texts come from Babel's CLDR data, without a download. Two sixteenths of the days, chosen by a hash, are never
+trained on in any language: one for validation, one for the final test. Every text names exactly one day, so an answer
+is scored by exact match.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _VALIDATION_SHARE = 1
 
 
 class DateExample(NamedTuple):
-    """`text` as CLDR writes it in `locale` (no-break blanks included), and `iso`, the same day as YYYY-MM-DD."""
+    """`text` as CLDR writes it in `locale`, no-break spaces included, and `iso`, the same day as YYYY-MM-DD."""
 
     text: str
     iso: str
@@ -39,17 +37,17 @@ class DateExample(NamedTuple):
 
 
 def is_held_out(day: datetime.date) -> bool:
-    """Whether this day is for the test of finished models only; the same on every machine and for every seed."""
+    """Whether this day is in the final test; independent of seed and machine."""
     return _share(day) == _HELD_OUT_SHARE
 
 
 def is_validation(day: datetime.date) -> bool:
-    """Whether this day scores a run under way; the same on every machine and for every seed."""
+    """Whether this day is in the validation set; independent of seed and machine."""
     return _share(day) == _VALIDATION_SHARE
 
 
 def training(n: int, seed: int) -> list[DateExample]:
-    """`n` texts of training days; day, language and format are drawn independently, and texts may repeat."""
+    """`n` texts of training days, locale and format drawn independently; texts may repeat."""
     days = _split_days().training
     generator = np.random.default_rng(seed)
     draws = zip(
@@ -62,19 +60,15 @@ def training(n: int, seed: int) -> list[DateExample]:
 
 
 def validation(n: int, seed: int) -> list[DateExample]:
-    """As `held_out`, of validation days.
-
-    Raises:
-        ValueError: when `n` is negative or there are not so many validation days.
-    """
+    """As `held_out`, of validation days."""
     return _take_turns(_split_days().validation, n, seed, "validation")
 
 
 def held_out(n: int, seed: int) -> list[DateExample]:
-    """`n` texts, each of another held-out day; languages and formats take turns, so that all count alike.
+    """`n` texts, each of another held-out day; locales and formats rotate.
 
     Raises:
-        ValueError: when `n` is negative or there are not so many held-out days.
+        ValueError: when there are fewer such days than `n`, or `n` is negative.
     """
     return _take_turns(_split_days().held_out, n, seed, "held-out")
 
@@ -85,14 +79,14 @@ def write(day: datetime.date, locale: str, style: str) -> DateExample:
 
 
 def alphabet() -> list[str]:
-    """Texts that between them hold every character that any text can hold."""
-    # Names of months and weekdays repeat every year; the digits all occur.
+    """Texts that together contain every character of any date."""
+    # Names of months and weekdays repeat every year.
     year = [datetime.date(2019, 1, 1) + datetime.timedelta(days=offset) for offset in range(365)]
     return [write(day, locale, style).text for day in year for locale in LOCALES for style in FORMATS] + ["0123456789-"]
 
 
 class _Days(NamedTuple):
-    """The days of each side, in order."""
+    """Each side's days in order."""
 
     training: Sequence[datetime.date]
     validation: Sequence[datetime.date]

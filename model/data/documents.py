@@ -1,8 +1,8 @@
-"""Texts for a decoder-only model: plain files and folders, or one text a JSON line, split into three sides.
+"""Texts for a decoder-only model: plain files and folders, or one text per JSON line, split into three sides.
 
-Files go by a hash of their path inside the folder, JSON lines by a hash of their text. One file alone, and files too
-few for every side to get one, are each split near the end: the last part is for test, the one before it for validation.
-Standard library only; knows nothing of tokens.
+Files are assigned by a hash of their path inside the folder, JSON lines by a hash of their text. If a side would get no
+file, as with a single file, every file is split near its end: the last part is for test, the one before it for
+validation. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BY_PATHS = "paths"
 
 
 def load(config: DataConfig) -> Corpus[Document]:
-    """Everything that the configuration's paths hold.
+    """All texts in the configuration's paths.
 
     Raises:
         DataError: when a path is missing, a file is empty or damaged, or a side has no text.
@@ -41,12 +41,12 @@ def load(config: DataConfig) -> Corpus[Document]:
     }
     notes: tuple[str, ...] = ()
     if corpus.facts["split_by"] == _BY_END and len(corpus.training) > 1:
-        notes = (f"{len(corpus.training)} files are too few to keep some apart: each is split near its end",)
+        notes = (f"{len(corpus.training)} files are too few for one per side: each is split near its end",)
     return replace(corpus, facts={**corpus.facts, **sizes}, notes=notes)
 
 
 def _read(config: DataConfig, file: DataFile) -> Reading[Document]:
-    """The texts of one file; counts those of nothing but blanks."""
+    """The texts of one file, with a count of those of whitespace alone."""
     if config.source is DataSource.TEXT:
         found = [Document(file.name, read_text(file.path))]
     else:
@@ -77,7 +77,7 @@ def _split(config: DataConfig, documents: Sequence[Document]) -> tuple[dict[Side
 
 
 def _cut(text: str, validation_fraction: float, test_fraction: float) -> dict[Side, str]:
-    """The three parts of a text, which are training, validation and test in the order that it has them."""
+    """The three parts of a text: training, validation and test in this order."""
     test_at = _cut_at(text, test_fraction)
     validation_at = min(test_at, _cut_at(text, validation_fraction + test_fraction))
     return {
@@ -88,9 +88,9 @@ def _cut(text: str, validation_fraction: float, test_fraction: float) -> dict[Si
 
 
 def _cut_at(text: str, share: float) -> int:
-    """Where the last `share` of a text begins, or up to twice as much of it: after a line break, else after a blank.
+    """Where the last `share` of a text begins: after the closest line break before it, else after a blank.
 
-    A text that has neither there, as one in Chinese may, is cut between any two characters.
+    The part grows to twice the share at most; a text without either there is cut between any two characters.
     """
     at = int(len(text) * (1.0 - share))
     earliest = max(0, 2 * at - len(text))

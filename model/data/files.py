@@ -1,7 +1,7 @@
-"""Files of training data: which ones a path stands for, and their text as strict UTF-8.
+"""Files of training data: which files a path stands for, and their text as strict UTF-8.
 
-Nothing is ever guessed or replaced in silence: a byte that is not UTF-8 stops the run and is named, and so is a NUL,
-which no text has but what was taken for one has often. Standard library only; knows no format.
+A byte that is not valid UTF-8 stops the run with its position, and so does a NUL, which a text never contains. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _BYTE_ORDER_MARK = "\ufeff"
 
 
 class DataError(ValueError):
-    """Data are missing, damaged or not what they should be: one line that names the file, and the line where it can."""
+    """Missing or damaged data: one line that names the file, and the line number where possible."""
 
 
 class DataFile(NamedTuple):
-    """A file to read. `name` is its path inside the folder that was given, with forward slashes, or its own name."""
+    """A file to read. `name` is its path inside the given folder, with forward slashes, or its own name."""
 
     path: Path
     name: str
@@ -27,14 +27,13 @@ class DataFile(NamedTuple):
 
 
 def find(paths: Sequence[str], suffixes: Collection[str] = ()) -> list[DataFile]:
-    """The files that paths stand for: files as they are, folders read recursively in the order of their names.
+    """The files that paths stand for: files themselves, folders recursively in the order of their names.
 
-    A file given by name is taken whatever it is called. In a folder, hidden files and folders are left out, and so is
-    whatever does not end in one of `suffixes`, where there are any; links to folders are not followed. No file comes
-    twice.
+    A file given by name is taken regardless of its name. In a folder, hidden files, hidden folders and files without
+    one of `suffixes` (if there are any) are skipped; links to folders are not followed. Duplicates are removed.
 
     Raises:
-        DataError: naming a path that is not there, a folder without such a file, or one that cannot be read.
+        DataError: naming a path that is missing, a folder without such a file, or one that cannot be read.
     """
     found: dict[Path, DataFile] = {}
     for given in paths:
@@ -65,10 +64,10 @@ def read_bytes(path: Path) -> bytes:
 
 
 def decode(path: Path, data: bytes, encoding: str = "utf-8") -> str:
-    """The text of a file's bytes, without the byte order mark that some editors put first.
+    """The text of a file's bytes, without a byte order mark.
 
     Raises:
-        DataError: naming file, line and offset of the first byte that is not valid.
+        DataError: naming file, line and offset of the first invalid byte.
     """
     if (nul := data.find(0)) >= 0:
         raise DataError(f"{path}:{_line_of(nul, data)}: NUL at offset {nul}: not a text in UTF-8")
@@ -84,7 +83,7 @@ def decode(path: Path, data: bytes, encoding: str = "utf-8") -> str:
 
 
 def read_text(path: Path) -> str:
-    """A whole file as strict UTF-8, line ends as they are.
+    """A whole file as strict UTF-8, line ends unchanged.
 
     Raises:
         DataError: as `read_bytes` and `decode`.
@@ -93,7 +92,7 @@ def read_text(path: Path) -> str:
 
 
 def numbered_lines(path: Path) -> list[tuple[int, str]]:
-    """The lines of a file from 1 on, without their ends; only line feeds, alone or after a return, end a line.
+    """The numbered lines of a file from 1 on, without their ends: line feeds, with or without a carriage return.
 
     Raises:
         DataError: as `read_text`.

@@ -1,4 +1,4 @@
-"""JSON lines: one object a line, its texts under configured names; blank lines do not count."""
+"""JSON lines: one object per line with texts in configured fields; blank lines are skipped."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SUFFIXES = frozenset({".jsonl", ".ndjson"})
 
 
 def read(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """The number of each line and the texts of its `fields`, in their order.
+    """Line number and texts of `fields`, in their order, for each line.
 
     Raises:
-        DataError: naming file and line of what is not UTF-8, not an object, or has no such text.
+        DataError: naming file and line of invalid UTF-8, a line that is not an object, or a missing text.
     """
     for number, line in numbered_lines(path):
         if not line.strip():
@@ -41,6 +41,6 @@ def _text(values: dict[str, object], field: str, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        # JSON can spell half of a surrogate pair, which is no character.
+        # JSON can escape half of a surrogate pair, which is not a character.
         raise DataError(f"{where}: field {field!r} holds U+{ord(value[error.start]):04X}, half a character") from error
     return value

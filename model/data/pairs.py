@@ -1,7 +1,7 @@
-"""Pairs of texts for an encoder-decoder: read, cleaned, without copies, and split so that no source is on two sides.
+"""Pairs of texts for an encoder-decoder: read, cleaned, deduplicated, and split so that no source is on two sides.
 
-Two sources that differ in capitals or blanks alone are the same source. Standard library and Babel only; knows nothing
-of tokens.
+Sources are compared without case and whitespace. Tab-separated files have two columns, source and target, without
+quoting or header.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from model.data import catalogs, jsonl, parallel
+from model.data import catalogs, jsonl
 from model.data.config import DataConfig, DataSource
 from model.data.corpus import EMPTY, Corpus, Reading, Side, TextPair, fractions, gather, side_of
-from model.data.files import DataFile
+from model.data.files import DataError, DataFile, numbered_lines
 from model.data.markup import strip
 
 _SUFFIXES = {
-    DataSource.TSV: parallel.SUFFIXES,
+    DataSource.TSV: frozenset({".tsv"}),
     DataSource.GETTEXT: catalogs.SUFFIXES,
     DataSource.JSONL: jsonl.SUFFIXES,
 }
 
 
 def load(config: DataConfig) -> Corpus[TextPair]:
-    """Everything that the configuration's paths hold.
+    """All pairs in the configuration's paths.
 
     Raises:
         DataError: when a path is missing, a file is empty or damaged, or a side has no pair.
@@ -48,7 +48,7 @@ def _split(config: DataConfig, pairs: Sequence[TextPair]) -> tuple[dict[Side, li
 
 
 def _read(read: Callable[[Path], Reading[TextPair]], config: DataConfig, file: DataFile) -> Reading[TextPair]:
-    """The clean pairs of one file; counts what is left out."""
+    """The clean pairs of one file, with counts of those left out."""
     raw, left_out = read(file.path)
     pairs = []
     for each in raw:
@@ -60,8 +60,18 @@ def _read(read: Callable[[Path], Reading[TextPair]], config: DataConfig, file: D
     return Reading(pairs, left_out)
 
 
+def _read_tsv(path: Path) -> Reading[TextPair]:
+    pairs = []
+    for number, line in numbered_lines(path):
+        columns = line.split("\t")
+        if len(columns) != 2:
+            raise DataError(f"{path}:{number}: columns are {len(columns)}, must be 2 (source, tab, target)")
+        pairs.append(TextPair(*columns))
+    return Reading(pairs, Counter())
+
+
 def _clean(pair: TextPair, config: DataConfig) -> tuple[TextPair, str]:
-    """The pair as it is trained on, and why it is left out, if it is."""
+    """The pair as it is trained on, and the reason if it is left out."""
     source, target = pair.source.strip(), pair.target.strip()
     if config.strip_markup:
         (source, source_tags), (target, target_tags) = strip(source), strip(target)
@@ -76,7 +86,7 @@ def _clean(pair: TextPair, config: DataConfig) -> tuple[TextPair, str]:
 
 def _reader(config: DataConfig) -> Callable[[Path], Reading[TextPair]]:
     readers: Mapping[DataSource, Callable[[Path], Reading[TextPair]]] = {
-        DataSource.TSV: parallel.read,
+        DataSource.TSV: _read_tsv,
         DataSource.GETTEXT: catalogs.read,
         DataSource.JSONL: lambda path: Reading(
             [TextPair(*texts) for _, texts in jsonl.read(path, (config.source_field, config.target_field))], Counter()

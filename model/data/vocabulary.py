@@ -1,7 +1,7 @@
-"""Which tokenizers a run uses: made from its training texts, or brought along and then held against model and data.
+"""The tokenizers of a run: trained on its training texts, or loaded from a file and checked against model and data.
 
-A tokenizer that does not match would train without complaint and write nonsense, so everything that can be known of it
-beforehand is: its control tokens, how it frames a prompt, its size, and whether the data survive it. Needs no torch.
+A tokenizer that does not match would train without an error and produce nonsense. Checked are its control tokens, its
+framing of a prompt, its size, and whether the data survive encoding and decoding. Needs no torch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from model.spec.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer, TokenizerErr
 from model.tokenizer_training import byte_level_bpe, characters, single_bytes
 
 MAX_UNKNOWN_SHARE = 0.01
-"""More unknown tokens than this in the training texts, and the tokenizer is not one for them."""
+"""Maximum share of unknown tokens in the training texts."""
 
 MAX_CHANGED_SHARE = 0.05
-"""More texts than this that come back as others, capitals, blanks and composition apart, likewise."""
+"""Maximum share of texts that decode to other texts, apart from case, whitespace and Unicode composition."""
 
 _SAMPLE_TEXTS = 1000
 _SAMPLE_CHARACTERS = 1000
@@ -36,14 +36,14 @@ _PIECES_AT_A_TIME = 512
 
 @dataclass(frozen=True, slots=True)
 class Tokenizers:
-    """What reads the source (or the text) and what writes the target; one and the same where they share."""
+    """The tokenizer of the source, or of the text, and that of the target; one object if they share."""
 
     source: Tokenizer
     target: Tokenizer
 
     @property
     def by_file(self) -> Mapping[str, Tokenizer]:
-        """As a checkpoint holds them."""
+        """By file name in a checkpoint."""
         if self.source is self.target:
             return {TOKENIZER: self.source}
         return {TOKENIZER: self.source, TARGET_TOKENIZER: self.target}
@@ -59,14 +59,14 @@ def for_pairs(
     """The tokenizers of an encoder-decoder.
 
     Args:
-        config: says which.
+        config: the data.
         model: its vocabulary sizes are bounds.
         sources: texts of the training side.
         targets: texts of the training side.
-        alphabet: texts that hold every character there can be, where that is known; characters are folded then.
+        alphabet: texts with every possible character, if that is known; characters are then case-folded.
 
     Raises:
-        DataError: when a vocabulary is too small, or a tokenizer that was brought along does not match.
+        DataError: when a vocabulary is too small, or a given tokenizer does not match.
     """
     if not config.shared_tokenizer:
         source = _one(config, config.tokenizer_file, "source_vocab_size", model, [sources], alphabet)
@@ -82,7 +82,7 @@ def for_pairs(
 
 
 def for_text(config: DataConfig, model: ModelConfig, texts: Sequence[str], pattern: str | None = None) -> Tokenizers:
-    """The tokenizer of a decoder-only model; `pattern` is what bounds its merges, None for natural language.
+    """The tokenizer of a decoder-only model; `pattern` bounds its merges, None for natural language.
 
     Raises:
         DataError: as `for_pairs`.
@@ -92,7 +92,7 @@ def for_text(config: DataConfig, model: ModelConfig, texts: Sequence[str], patte
 
 
 def unknown_share(tokenizer: Tokenizer, texts: Sequence[str]) -> float:
-    """Share of the texts' tokens that stand for something the vocabulary cannot spell."""
+    """Share of unknown tokens in the texts."""
     if (unknown := tokenizer.unknown_id) is None:
         return 0.0
     encoded = tokenizer.encode_plain_batch(texts)
@@ -100,10 +100,10 @@ def unknown_share(tokenizer: Tokenizer, texts: Sequence[str]) -> float:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A long text in parts that are tokenised one by one, in bounded memory, to the same tokens as the whole.
+    """A long text in parts that tokenize to the same tokens as the whole, in bounded memory.
 
-    A cut comes before the line break that ends a line with something on it, where no splitter joins what is before to
-    what is after. A text without any stays whole.
+    A cut is before a line break that follows a visible character, where no pre-tokenizer joins the two sides. A text
+    without such a place stays whole.
     """
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
@@ -118,7 +118,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[npt.NDArray[np.int64]]:
-    """The plain ids of each text, `[N] int64`; many are encoded at a time, but never all."""
+    """The ids of each text without control tokens, `[N] int64`; encodes in groups of bounded size."""
     waiting: list[list[str]] = []
     for number, text in enumerate(texts, start=1):
         waiting.append(list(pieces(text)))
@@ -178,7 +178,7 @@ def _make(
 
 
 def _load(file: str, vocab_size: int, size_field: str, architecture: Architecture) -> Tokenizer:
-    """A tokenizer that somebody brought along.
+    """Loads a tokenizer file and checks it.
 
     Raises:
         DataError: naming the file and what is wrong with it.
@@ -212,7 +212,7 @@ _FRAMED = "a 1"
 
 
 def _frame(tokenizer: Tokenizer, plain: Sequence[int]) -> str:
-    """How a tokenizer frames a prompt, in words."""
+    """A tokenizer's framing of a prompt, in words."""
     ids = tokenizer.encode(_FRAMED)
     for start in range(len(ids) - len(plain) + 1):
         if plain and ids[start : start + len(plain)] == list(plain):
@@ -223,19 +223,19 @@ def _frame(tokenizer: Tokenizer, plain: Sequence[int]) -> str:
 
 
 def _sample(texts: Sequence[str]) -> list[str]:
-    """Beginnings of texts, in an order that does not depend on which come first."""
+    """Beginnings of texts, sampled by hash."""
     chosen = texts if len(texts) <= _SAMPLE_TEXTS else sorted(texts, key=share_of)[:_SAMPLE_TEXTS]
     return [text[:_SAMPLE_CHARACTERS] for text in chosen]
 
 
 def _misfit(tokenizer: Tokenizer, texts: Sequence[str]) -> str:
-    """What of the texts is lost on the way to ids and back, if more than may be."""
+    """The problem if encoding and decoding lose too much of the texts, else empty."""
     if (share := unknown_share(tokenizer, texts)) > MAX_UNKNOWN_SHARE:
         return f"{share:.1%} of its tokens are unknown, at most {MAX_UNKNOWN_SHARE:.0%} may be"
     unknown, exact = tokenizer.unknown_id, tokenizer.is_byte_level
     changed = 0
     for text, ids in zip(texts, tokenizer.encode_plain_batch(texts), strict=True):
-        # Of those with unknown tokens the share above has judged.
+        # Texts with unknown tokens count in the share above.
         if unknown is not None and unknown in ids:
             continue
         back = tokenizer.decode(ids)
@@ -248,5 +248,5 @@ def _misfit(tokenizer: Tokenizer, texts: Sequence[str]) -> str:
 
 
 def _bare(text: str) -> str:
-    """What a normaliser may not change: not blanks, not capitals, not how accents are composed."""
+    """A text without what a normalizer may change: whitespace, case, composition of accents."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())

@@ -1,4 +1,4 @@
-"""The non-linearities of networks without a gate, by their names in Hugging Face's configurations."""
+"""Activations of networks without a gate, by their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ ACTIVATIONS = {
 
 
 def read_activation(values: Values, name: str, default: str) -> Activation:
-    """The field `name`, `default` where it is absent."""
+    """The activation in field `name`, by default `default`."""
     return ACTIVATIONS[values.word(name, default, tuple(ACTIVATIONS))]

@@ -1,9 +1,9 @@
-"""BART and Marian: encoder and decoder with LayerNorm behind each part, biases throughout.
+"""BART and Marian: encoder and decoder with LayerNorm after each part, biases throughout.
 
-    bart        learned positions, of which the first two rows are of no use; a norm behind the embeddings
-    marian      sinusoidal positions, all sines before all cosines; vocabularies shared or apart
+    bart        learned positions, of which the first two rows are unused; a norm after the embeddings
+    marian      sinusoidal positions, all sines before all cosines; shared or separate vocabularies
 
-Both add a bias to the logits, which their files may leave out. Standard library only.
+Both add a bias to the logits, which their files may omit. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNSUPPORTED = ("normalize_before", "add_final_layer_norm")
 
 
 def describe(values: Values, stored: Mapping[str, Stored], problems: list[str]) -> Described | None:
-    """What config.json amounts to; None where problems leave nothing to be said."""
+    """Reads config.json; None if problems prevent it."""
     is_marian = values.get("model_type") == "marian"
     width = values.integer("d_model")
     heads = _same(values, "attention_heads", problems)
@@ -68,7 +68,7 @@ def describe(values: Values, stored: Mapping[str, Stored], problems: list[str]) 
 
 
 def _same(values: Values, name: str, problems: list[str]) -> int:
-    """A size that encoder and decoder must have in common."""
+    """A size that must be equal in encoder and decoder."""
     sizes = {side: values.integer(f"{side}_{name}") for side in ("encoder", "decoder")}
     if len(set(sizes.values())) > 1:
         problems.append(f"{CONFIG}: encoder_{name} {sizes['encoder']} and decoder_{name} {sizes['decoder']} differ")
@@ -76,7 +76,7 @@ def _same(values: Values, name: str, problems: list[str]) -> int:
 
 
 def _layout(config: ModelConfig, stored: Mapping[str, Stored], prefix: str, *, is_marian: bool) -> Layout:
-    # The first BARTs carry a number that says how they were written.
+    # The first BART checkpoints contain a version tensor.
     layout = Layout(ignored=(rf"{re.escape(prefix)}(encoder|decoder)\.version",))
     _add_tables(layout, config, stored, prefix)
     stacks = {"": ("decoder", config.num_layers), "encoder.": ("encoder", config.num_encoder_layers)}
@@ -98,7 +98,7 @@ def _layout(config: ModelConfig, stored: Mapping[str, Stored], prefix: str, *, i
 
 
 def _add_tables(layout: Layout, config: ModelConfig, stored: Mapping[str, Stored], prefix: str) -> None:
-    """Token tables and head, under whichever of their names the file has them; the others must be copies."""
+    """Token tables and head, under whichever of their names the file has; the other names must be copies."""
     names = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
     shared, source, target = (f"{prefix}{name}.weight" for name in names)
     head = "lm_head.weight"
@@ -115,7 +115,7 @@ def _add_tables(layout: Layout, config: ModelConfig, stored: Mapping[str, Stored
         add("embedding.tokens.weight", config.vocab_size, target, head)
         add("encoder.embedding.tokens.weight", config.source_vocab_size, source)
     else:
-        # Whatever has no table of its own reads the shared one, and where both have, nobody does.
+        # A side without a table of its own reads the shared one; if both have one, the shared table is unused.
         add("embedding.tokens.weight", config.vocab_size, target if target in stored else shared)
         add("encoder.embedding.tokens.weight", config.source_vocab_size, source if source in stored else shared)
         add("head.weight", config.vocab_size, head)

@@ -1,7 +1,7 @@
-"""A folder in Hugging Face's layout, opened with suspicion: its JSON, and the headers of its weights.
+"""A folder in Hugging Face's layout, treated as untrusted: its JSON files and the headers of its weights.
 
-Nothing is unpickled, no path leaves the folder, and no number of the weights is read: what a safetensors file's header
-says of names, dtypes and shapes is all that checks need. Everything that is wrong is collected. Needs no torch.
+Nothing is unpickled, no path leaves the folder, and no weight is read: the header of a safetensors file has the names,
+dtypes and shapes that the checks need. All problems are collected. Needs no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 DTYPES = ("F32", "F16", "BF16")
-"""What weights may be stored in."""
+"""Supported dtypes of weights."""
 
 _MAX_JSON_BYTES = 256 * 2**20
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
@@ -40,7 +40,7 @@ class ImportRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor on disk: its file in the folder, its dtype by safetensors' name, its shape."""
+    """One tensor on disk: its file, its dtype by safetensors' name, its shape."""
 
     file: str
     dtype: str
@@ -49,10 +49,10 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfFolder:
-    """What a folder holds; empty objects stand for files that are missing and need not be there.
+    """The contents of a folder; optional files that are missing are empty objects.
 
-    `tensors` has everything that the weights' headers name, `unread` what the index puts into files that are missing
-    or damaged.
+    `tensors` has everything in the weights' headers; `unread` are the names that the index puts into missing or damaged
+    files.
     """
 
     path: Path
@@ -64,25 +64,25 @@ class HfFolder:
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """The folder's name."""
         return self.path.resolve().name
 
     def file(self, name: str) -> Path | None:
-        """A file by its name; None where there is none, or what there is lies elsewhere."""
+        """The path of a file; None if it is missing or a link out of the folder."""
         path = self.path / name
         return path if path.is_file() and not _escapes(self.path, name) else None
 
     def read_text(self, name: str, problems: list[str]) -> str | None:
-        """A text file's contents; None where there is none, or it cannot be read, which is a problem."""
+        """A text file's contents; None if it is missing, or unreadable, which is a problem."""
         return _read_text(self.path, name, problems)
 
     def read_json(self, name: str, problems: list[str]) -> dict[str, Any]:
-        """A JSON object; an empty one where the file is missing, or is not one, which is a problem."""
+        """A JSON object; empty if the file is missing, or is not an object, which is a problem."""
         return _read_json(self.path, name, problems)
 
 
 def read_folder(path: Path, problems: list[str]) -> HfFolder:
-    """Reads the JSON and the headers; what is wrong goes to `problems`."""
+    """Reads the JSON files and the headers; appends to `problems`."""
     if not path.is_dir():
         problems.append(f"{path} is not a folder")
         return HfFolder(path=path, config={}, generation={}, tokenizer_config={})
@@ -102,7 +102,7 @@ def read_folder(path: Path, problems: list[str]) -> HfFolder:
 
 
 def _escapes(folder: Path, name: str) -> bool:
-    """Whether a name is no plain file name, or a link out of the folder."""
+    """Whether a name is not a plain file name, or is a link out of the folder."""
     if name != Path(name).name or name in ("", ".", "..") or "\\" in name or "\0" in name:
         return True
     try:
@@ -144,13 +144,13 @@ def _read_json(folder: Path, name: str, problems: list[str]) -> dict[str, Any]:
 
 
 _Headers = tuple[dict[str, Stored], set[str]]
-"""What was found, and the names of what could not be looked for."""
+"""The tensors found, and the names of those in unreadable files."""
 
 
 def _read_headers(folder: Path, problems: list[str]) -> _Headers:
     has_index, has_single = (folder / INDEX).is_file(), (folder / WEIGHTS).is_file()
     if has_index and has_single:
-        problems.append(f"both {WEIGHTS} and {INDEX} are there: which of them is the model?")
+        problems.append(f"both {WEIGHTS} and {INDEX} are there: only one may be the model")
         return {}, set()
     if has_single:
         return _read_header(folder, WEIGHTS, problems) or {}, set()
@@ -159,8 +159,8 @@ def _read_headers(folder: Path, problems: list[str]) -> _Headers:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         problems.append(
-            f"weights are in {shorten(pickles)}: pickled files can run programs and are not read; whoever trusts them "
-            "can load them with transformers and save_pretrained(…) the model anew, which writes safetensors"
+            f"weights are in {shorten(pickles)}: pickled files can run programs and are not read; if you trust "
+            "them, load them with transformers and save_pretrained(…) the model again, which writes safetensors"
         )
     else:
         problems.append(f"neither {WEIGHTS} nor {INDEX} is there")
@@ -168,7 +168,7 @@ def _read_headers(folder: Path, problems: list[str]) -> _Headers:
 
 
 def _read_shards(folder: Path, problems: list[str]) -> _Headers:
-    """All tensors of all shards, each where the index says."""
+    """All tensors of all shards, checked against the index."""
     placed = _read_json(folder, INDEX, problems).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()) or not placed:
         problems.append(f"{INDEX}: weight_map is {shorten(placed)}, must be an object of file names")
@@ -196,7 +196,7 @@ def _read_shards(folder: Path, problems: list[str]) -> _Headers:
 
 
 def _read_header(folder: Path, file: str, problems: list[str]) -> dict[str, Stored] | None:
-    """What a file says it holds; None where it cannot be read, which is a problem."""
+    """A file's tensors; None if it cannot be read, which is a problem."""
     if _escapes(folder, file):
         problems.append(f"{file} is a link out of the folder; copy the folder with what its links point to (cp -rL)")
         return None

@@ -1,7 +1,7 @@
-"""Which tokens end, begin, force and forbid: generation_config.json, or config.json where there is none.
+"""Reads the tokens that end, begin, force and forbid outputs: generation_config.json, else config.json.
 
-And when a beam search ends, which requests seldom say. What else a request can say for itself (sampling, beams,
-lengths) stays the request's to say: such defaults are told, not applied. Standard library only.
+Also reads when a beam search ends. Defaults that a request can set itself (sampling, beams, lengths) are reported, not
+applied. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     | {"forced_eos_token_id": 2},
     "marian": {"eos_token_id": 0, "pad_token_id": 58100, "decoder_start_token_id": 58100, "forced_eos_token_id": 0},
 }
-"""What transformers takes for tokens that config.json leaves out, by `model_type`."""
+"""Transformers' defaults for tokens that config.json omits, by `model_type`."""
 
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "begin_suppress_tokens": (),
@@ -36,7 +36,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "guidance_scale": (1.0,),
     "sequence_bias": (),
 }
-"""What would change outputs and nobody here can do, and the values that change nothing."""
+"""Unsupported settings that change outputs, and their neutral values."""
 
 _REQUESTS: Mapping[str, tuple[Any, ...]] = {
     "do_sample": (False,),
@@ -55,12 +55,12 @@ _REQUESTS: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1.0,),
     "typical_p": (1.0,),
 }
-"""What a request says for itself, and what transformers takes where nothing is said."""
+"""Settings of a request, and transformers' defaults for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Settings, and the ids that a `ModelConfig` has; `defaults` are a request's to repeat, by their names there."""
+    """Settings, ids for a `ModelConfig`, and `defaults` that requests must repeat, by transformers' names."""
 
     settings: GenerationSettings
     pad_id: int
@@ -69,7 +69,7 @@ class Tokens:
 
 
 def read_tokens(folder: HfFolder, problems: list[str], notes: list[str], *, is_encoder_decoder: bool) -> Tokens | None:
-    """Settings and tokens of a model; None where no token ends an output."""
+    """The settings and tokens of a model; None if no token ends an output."""
     has_file = folder.file(GENERATION) is not None
     model_type = str(folder.config.get("model_type"))
     described = Values(CONFIG, {**_DEFAULTS.get(model_type, {}), **folder.config}, problems)
@@ -116,7 +116,7 @@ def read_tokens(folder: HfFolder, problems: list[str], notes: list[str], *, is_e
 
 
 def _suppressed(asked: Values, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Words of one token that are never to be said; an end of sequence is not taken at its word, nor is it there."""
+    """Tokens that are never generated; tokens that end an output are kept, as in transformers."""
     banned = list(asked.tokens("suppress_tokens"))
     words = asked.get("bad_words_ids")
     for word in words if isinstance(words, list) else [] if words is None else [words]:
@@ -129,7 +129,7 @@ def _suppressed(asked: Values, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _patience(asked: Values) -> float:
-    """When a beam search ends: at a guess, when enough hypotheses have ended, or when nothing can be better."""
+    """When a beam search ends: by an estimate, when enough hypotheses have ended, or when none can improve."""
     value = asked.get("early_stopping")
     if value == "never":
         return MAX_PATIENCE
@@ -139,7 +139,7 @@ def _patience(asked: Values) -> float:
 
 
 def _pad(values: Values) -> int | None:
-    """The first Llamas said -1 for none."""
+    """The first Llama checkpoints have -1 for none."""
     return None if values.get("pad_token_id") in (None, -1) else values.token("pad_token_id")
 
 
@@ -151,7 +151,7 @@ _THEIR_NAMES = {
 
 
 def check_tokens(tokens: Tokens, config: ModelConfig) -> list[str]:
-    """Which ids a model's vocabulary does not have."""
+    """The ids outside a model's vocabulary."""
     size = config.vocab_size
     fillable = min(size, config.source_vocab_size) if config.is_encoder_decoder else size
     named = [("pad_token_id", tokens.pad_id, fillable), ("decoder_start_token_id", tokens.start_id, size)]

@@ -20,7 +20,7 @@ _UNSUPPORTED = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
 
 
 def describe(values: Values, stored: Mapping[str, Stored], problems: list[str]) -> Described | None:
-    """What config.json amounts to; None where problems leave nothing to be said."""
+    """Reads config.json; None if problems prevent it."""
     width, heads = values.integer("n_embd"), values.integer("n_head")
     if width % heads:
         problems.append(f"{CONFIG}: n_embd {width} is not a multiple of n_head {heads}")
@@ -53,7 +53,7 @@ def describe(values: Values, stored: Mapping[str, Stored], problems: list[str]) 
         mlp_bias=True,
         tie_embeddings=is_tied,
     )
-    # The first checkpoints were saved without the name of the part that they are of the whole.
+    # The first checkpoints omit this prefix.
     prefix = "" if "wte.weight" in stored else "transformer."
     return Described(config, _layout(config, prefix))
 

@@ -1,7 +1,7 @@
-"""From a folder in Hugging Face's layout to a checkpoint of ours: `plan` checks everything, `write` moves the numbers.
+"""From a Hugging Face folder to a checkpoint: `plan` checks everything, `write` converts the weights.
 
-`plan` reads JSON and headers alone and needs no torch; it refuses with all reasons at once. What only the numbers can
-tell, whether two tensors that must be one are one, `write` finds out before it writes.
+`plan` reads JSON and headers alone and needs no torch; it reports all problems at once. `write` checks the rest,
+whether tensors that must be equal are, before it writes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SINUSOID_TOLERANCE = 2e-3
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A `model_type`: the class that its weights are of, what that is, and who understands its configuration."""
+    """A `model_type`: its transformers class, its architecture, and the function that reads its configuration."""
 
     architecture: str
     kind: Architecture
@@ -55,7 +55,7 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will be written, but for the numbers.
+    """Everything that will be written except the weights.
 
     `tokenizers` and `extras` are texts by file name, `manifest` the contents of run.json; `notes` are for people.
     """
@@ -70,12 +70,12 @@ class Plan:
 
 
 def plan(path: Path, *, context: int | None = None, chat: bool = True) -> Plan:
-    """Checks a folder as a whole.
+    """Checks a whole folder.
 
     Args:
         path: the folder.
-        context: given, the checkpoint's contexts are cut to so many tokens.
-        chat: whether to take a chat template over.
+        context: shortens the checkpoint's contexts to this many tokens.
+        chat: whether to import a chat template.
 
     Raises:
         ImportRefused: listing everything that is wrong or not supported.
@@ -85,7 +85,7 @@ def plan(path: Path, *, context: int | None = None, chat: bool = True) -> Plan:
     folder = read_folder(path, problems)
     if not path.is_dir():
         raise ImportRefused(path, problems)
-    # Each part is looked at as far as it goes, whatever is wrong with the others: all of it is to be told at once.
+    # Each part is checked as far as possible whatever is wrong with the others, to report all problems at once.
     family = _family(folder)
     described = _describe(folder, family, problems) if folder.config else None
     problems += (Layout() if described is None else described.layout).check_dtypes(folder.tensors)
@@ -134,12 +134,12 @@ def plan(path: Path, *, context: int | None = None, chat: bool = True) -> Plan:
 
 
 def write(plan: Plan, out: Path) -> int:
-    """Reads the weights, as float32, and writes or replaces the checkpoint `out`; how many numbers it has.
+    """Reads the weights as float32 and writes or replaces the checkpoint `out`; returns the number of parameters.
 
     Raises:
-        ImportRefused: when tensors that must be alike are not.
+        ImportRefused: when tensors that must be equal differ.
         OSError: when a file cannot be read or written.
-        ValueError: when `out` is a folder of others'.
+        ValueError: when `out` is another program's folder.
     """
     from model import checkpoint
     from model.spec.files import StagedFiles
@@ -176,7 +176,7 @@ def _describe(folder: HfFolder, family: Family | None, problems: list[str]) -> D
     architectures = folder.config.get("architectures")
     if architectures is not None and architectures != [family.architecture]:
         values.refuse("architectures", f"{kind} must be [{family.architecture!r}]")
-    # A configuration is read on its own: what is wrong elsewhere must not hide what is wrong in it.
+    # Problems elsewhere must not hide those of the configuration.
     own: list[str] = []
     try:
         described = family.describe(Values(CONFIG, folder.config, own), folder.tensors, own)
@@ -188,7 +188,7 @@ def _describe(folder: HfFolder, family: Family | None, problems: list[str]) -> D
 
 
 def _cut(config: ModelConfig, context: int) -> ModelConfig:
-    """With a shorter context, and without a window that reaches over all of it."""
+    """With a shorter context, and without a window that covers all of it."""
     changes: dict[str, Any] = {"context": context}
     if config.is_encoder_decoder:
         changes["source_context"] = context
@@ -198,7 +198,7 @@ def _cut(config: ModelConfig, context: int) -> ModelConfig:
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of a model, none of which is made."""
+    """The shapes of a model's parameters, without allocating them."""
     import torch
 
     from model.nn.transformer import build
@@ -210,7 +210,7 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Open files, read tensor by tensor: what is in memory is what is asked for."""
+    """Open weight files, read tensor by tensor to bound memory."""
 
     stored: Mapping[str, Stored]
     files: Mapping[str, Any]
@@ -229,7 +229,7 @@ class _Weights:
                 raise OSError(f"{folder.path}: {error}") from error
 
     def check(self, layout: Layout) -> list[str]:
-        """Tensors that are there twice and not the same, and sinusoids that are none."""
+        """Duplicate tensors that differ, and stored sinusoids that are not sinusoids."""
         import torch
 
         from model.nn.positions import sinusoidal_table
@@ -263,7 +263,7 @@ class _Weights:
             read.append(tensor[part.skipped_rows :])
         whole = read[0] if len(read) == 1 else torch.cat(read)
         if whole.dim() == len(shape):
-            # A context that is cut leaves the first positions.
+            # A shorter context keeps the first positions.
             whole = whole[: shape[0]]
         return whole.reshape(shape).contiguous()
 

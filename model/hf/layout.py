@@ -1,6 +1,6 @@
-"""Where each tensor of ours comes from: named parts of theirs, with the shapes that they must have.
+"""A layout: which tensors of a Hugging Face checkpoint make up each of ours, with their shapes.
 
-A layout is checked against the weights' headers as a whole, before a number is read. Standard library only.
+It is checked against the weights' headers before any weight is read. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from model.spec.config import ModelConfig
 Shape = tuple[int, ...]
 
 MAX_LAYERS = 1024
-"""Every layer's tensors are named before it is known whether they are there."""
+"""Bounds the names that are generated before the weights are checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of their tensors, and what is to be done with it.
-
-    `transposed` ones are stored input first; the first `skipped_rows` are of no use.
-    """
+    """One of their tensors. `transposed` ones are stored input first; the first `skipped_rows` are unused."""
 
     name: str
     shape: Shape
@@ -35,9 +32,9 @@ class Part:
 class Layout:
     """All of a model's tensors.
 
-    `tensors` are ours, each made of parts one behind another. `copies` are theirs that may be there besides and must
-    then hold what another one holds; `sinusoids` may be there too, and must then hold the sinusoids that are computed
-    here. `ignored` are patterns of whole names of theirs that are of no use: masks, frequencies.
+    `tensors` are ours, each a concatenation of parts. `copies` may also be stored and must then equal another tensor;
+    `sinusoids` may be stored and must then equal the computed ones. `ignored` are patterns of full names that are
+    unused, such as masks and frequencies.
     """
 
     tensors: dict[str, tuple[Part, ...]] = field(default_factory=dict)
@@ -46,24 +43,24 @@ class Layout:
     ignored: tuple[str, ...] = ()
 
     def add(self, name: str, *parts: Part) -> None:
-        """Makes one of ours of parts, which lie one behind another in the order given."""
+        """Adds one of our tensors as the concatenation of `parts`."""
         self.tensors[name] = parts
 
     def add_linear(self, name: str, theirs: Mapping[str, int], width: int, *, bias: bool) -> None:
-        """A product with a matrix, and its bias.
+        """Adds a linear layer.
 
         Args:
             name: our module.
-            theirs: their modules, output first, with the width of each one's output.
+            theirs: their modules in order, with the width of each one's output.
             width: of the input.
-            bias: whether there is one.
+            bias: whether it has one.
         """
         self.add(f"{name}.weight", *(Part(f"{module}.weight", (rows, width)) for module, rows in theirs.items()))
         if bias:
             self.add(f"{name}.bias", *(Part(f"{module}.bias", (rows,)) for module, rows in theirs.items()))
 
     def add_norm(self, name: str, theirs: str, width: int, *, bias: bool) -> None:
-        """A norm's weight, and its bias if it has one."""
+        """Adds a norm's weight, and its bias if it has one."""
         for part in ("weight", "bias") if bias else ("weight",):
             self.add(f"{name}.{part}", Part(f"{theirs}.{part}", (width,)))
 
@@ -73,11 +70,11 @@ class Layout:
         return (part for parts in self.tensors.values() for part in parts)
 
     def check(self, stored: Mapping[str, Stored], unread: Collection[str] = ()) -> list[str]:
-        """What the weights lack, what they have too much, and what has the wrong shape.
+        """Missing tensors, unexpected tensors, and wrong shapes.
 
         Args:
-            stored: what is there.
-            unread: what may be there as well, in files of which it is known already that they cannot be read.
+            stored: the tensors in the weights' headers.
+            unread: names in files that could not be read.
         """
         parts = {part.name: part for part in self.parts}
         problems = [
@@ -100,7 +97,7 @@ class Layout:
         return problems
 
     def check_dtypes(self, stored: Mapping[str, Stored]) -> list[str]:
-        """What is stored in a way that is not read; what is of no use may be, masks of bytes for one."""
+        """Tensors of unsupported dtypes; ignored ones may have any."""
         return [
             f"{tensor.file}: {name} is {tensor.dtype}, must be {', '.join(DTYPES)}"
             for name, tensor in sorted(stored.items())
@@ -108,15 +105,15 @@ class Layout:
         ]
 
     def ignores(self, name: str) -> bool:
-        """Whether one of theirs is of no use."""
+        """Whether one of their tensors is unused."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What a folder's configuration amounts to: our configuration, the layout of its weights, and what to tell people.
+    """Our configuration for a folder, the layout of its weights, and notes for people.
 
-    `config` has no tokens yet that only generation settings know.
+    `config` lacks the tokens that only generation settings have.
     """
 
     config: ModelConfig

@@ -1,9 +1,9 @@
-"""Llama and its kin: rotary positions, RMSNorm before each part, SwiGLU, grouped queries.
+"""Llama and its relatives: rotary positions, RMSNorm before each part, SwiGLU, grouped queries.
 
-    llama       biases around attention or in the network, if it says so
+    llama       biases around attention or in the network, if configured
     mistral     a sliding window over all layers
-    qwen2       biases of queries, keys and values, none behind attention; a window over its upper layers, perhaps
-    qwen3       queries and keys normalised head by head, heads of their own width; windows as qwen2
+    qwen2       biases of queries, keys and values, none after attention; optionally a window over the upper layers
+    qwen3       queries and keys normalized per head, heads of configurable width; windows as qwen2
 
 Standard library only.
 """
@@ -21,13 +21,13 @@ from model.spec.config import Activation, Architecture, LayerType, ModelConfig, 
 
 _LAYER_TYPES = {"full_attention": LayerType.FULL, "sliding_attention": LayerType.SLIDING}
 _KEY_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
-"""What transformers takes where nothing is said at all; null is as many as there are heads."""
+"""Transformers' default; null means as many as there are heads."""
 _MAX_CONTEXT = 2**22
-"""No weight says how long a context is, and tables of its rotations are made."""
+"""The context is not checked by any weight, and rotation tables of its length are allocated."""
 
 
 def describe(values: Values, _: Mapping[str, Stored], problems: list[str]) -> Described | None:
-    """What config.json amounts to; None where problems leave nothing to be said."""
+    """Reads config.json; None if problems prevent it."""
     kind, notes = str(values.get("model_type")), list[str]()
     is_qwen = kind in ("qwen2", "qwen3")
     heads = values.integer("num_attention_heads")
@@ -38,7 +38,7 @@ def describe(values: Values, _: Mapping[str, Stored], problems: list[str]) -> De
     key_heads = values.integer("num_key_value_heads", heads if is_said else _KEY_HEADS.get(kind, heads))
     if heads % key_heads:
         problems.append(f"{CONFIG}: num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}")
-    # Transformers' own default for qwen3; the others have no room for another width than d / heads, or derive it.
+    # Transformers' default for qwen3; the others derive the width as d / heads.
     head_dim = values.integer("head_dim", 128 if kind == "qwen3" else max(1, width // heads))
     if kind != "qwen3" and values.get("head_dim") is None and width % heads:
         problems.append(f"{CONFIG}: hidden_size {width} is not a multiple of num_attention_heads {heads}")
@@ -76,13 +76,13 @@ def describe(values: Values, _: Mapping[str, Stored], problems: list[str]) -> De
 
 
 def _window(values: Values) -> int:
-    """0 for none; transformers' own default where nothing is said at all."""
+    """0 for none; transformers' default if the field is absent."""
     is_said = "sliding_window" in values.names
     return values.integer("sliding_window", 0 if is_said else 4096)
 
 
 def _upper_windows(values: Values, layers: int, problems: list[str]) -> dict[str, Any]:
-    """The layers above the first `max_window_layers` have one, unless they are told one by one."""
+    """Windows on the layers above the first `max_window_layers`, or as `layer_types` lists them."""
     window = _window(values) if values.flag("use_sliding_window", default=False) else 0
     if not window:
         return {}

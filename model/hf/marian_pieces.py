@@ -1,17 +1,15 @@
-"""Marian's SentencePiece pair as two of our tokenizers: pieces of each side's own model, numbered by the vocabulary.
+"""Converts Marian's SentencePiece pair to two tokenizers: pieces of each side's model, with the ids of the vocabulary.
 
     source.spm + vocab.json                             → tokenizer.json
     target.spm + vocab.json or target_vocab.json        → target_tokenizer.json
 
-SentencePiece's unigram model chooses the likeliest pieces of a whole text (Kudo, 2018), and so does that of the
-`tokenizers` library: what has to be carried over are the pieces' scores, the normalisation, and the numbers, which are
-Marian's own. Numbers without a piece of this side stand under names that no text can match, and are still read out as
-what they are, since a model may say the other side's words; but for single characters, which Marian looks up by
-themselves where this side has no piece for them. Pieces without a number are left out, so that a text which would have
-become unknown is spelled with shorter ones.
+SentencePiece's unigram model (Kudo, 2018) is also implemented by the `tokenizers` library. Converted are the pieces'
+scores, the normalization, and Marian's ids. An id without a piece on this side gets a name that no text matches, but
+decodes to its word, since a model may generate the other side's words. Single characters are the exception: Marian
+encodes them even where this side has no piece. Pieces without an id are left out, so that their text is spelled with
+shorter ones.
 
-SentencePiece's file is one protobuf message; the few fields that matter are described here. Source: its
-`sentencepiece_model.proto`.
+SentencePiece's file is one protobuf message; the fields needed are declared here. Source: `sentencepiece_model.proto`.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _MAX_MODEL_BYTES = 64 * 2**20
 
 
 def convert(folder: HfFolder, problems: list[str], notes: list[str]) -> dict[str, str]:
-    """The texts of both tokenizers by name; none where something is missing or not to be converted."""
+    """The texts of both tokenizers by name; empty if something is missing or cannot be converted."""
     apart = folder.tokenizer_config.get("separate_vocabs") is True
     vocabularies = {SOURCE_MODEL: VOCABULARY, TARGET_MODEL: TARGET_VOCABULARY if apart else VOCABULARY}
     made = {}
@@ -72,7 +70,7 @@ def _read_vocabulary(folder: HfFolder, name: str, problems: list[str]) -> dict[s
 
 
 def _read_model(folder: HfFolder, name: str, problems: list[str]) -> Any:
-    """The parsed file, if it is one that can be converted."""
+    """The parsed file; None if it cannot be converted."""
     path = folder.file(name)
     if path is None:
         problems.append(f"{name} is missing")
@@ -115,7 +113,7 @@ def _convert(model: Any, vocabulary: Mapping[str, int], file: str, notes: list[s
     inner = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=vocabulary[_UNKNOWN], byte_fallback=False))
     inner.normalizer = normalizers.Sequence([*_normalizers(model.normalizer_spec)])
     inner.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in control])
-    # A code says what to translate into, and is not the translator's own to say: text may well hold it.
+    # A code names the target language. It is not special: texts may contain it.
     inner.add_tokens([tokenizers.AddedToken(code, special=False, normalized=False) for code in languages])
     inner.post_processor = processors.TemplateProcessing(single=f"$A {_EOS}", special_tokens=[(_EOS, vocabulary[_EOS])])
     inner.decoder = decoders.Sequence(
@@ -126,12 +124,12 @@ def _convert(model: Any, vocabulary: Mapping[str, int], file: str, notes: list[s
 
 
 def _language_codes(vocabulary: Iterable[str]) -> list[str]:
-    """`>>fra<<` and its like, by which a model of many languages is told which."""
+    """Tokens such as `>>fra<<`, which select the target language of a multilingual model."""
     return sorted(piece for piece in vocabulary if piece.startswith(">>") and piece.endswith("<<"))
 
 
 def _normalizers(spec: Any) -> Iterable[Any]:
-    """SentencePiece's own normalisation, and its spaces: none too many, each a character of a piece."""
+    """SentencePiece's normalization and its spaces: no duplicates, each a character of a piece."""
     if spec.precompiled_charsmap:
         yield normalizers.Precompiled(spec.precompiled_charsmap)
     if spec.remove_extra_whitespaces:
@@ -144,7 +142,7 @@ def _normalizers(spec: Any) -> Iterable[Any]:
 
 @cache
 def _message_class() -> Any:
-    """The message of a SentencePiece file, as far as it matters here."""
+    """The message class of a SentencePiece file, with the fields needed."""
     kinds = descriptor_pb2.FieldDescriptorProto
     fields = {
         "Piece": [

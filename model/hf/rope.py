@@ -1,7 +1,7 @@
-"""How a configuration says that positions turn: the two places where it may say so, and the ways that are known.
+"""Rotary positions in a configuration.
 
-Transformers 5 keeps everything in `rope_parameters`; before, `rope_theta` stood beside the other fields and all else in
-`rope_scaling`. Standard library only.
+Transformers 5 keeps everything in `rope_parameters`; earlier versions have `rope_theta` beside the other fields and the
+rest in `rope_scaling`. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def read_rope(values: Values, context: int, problems: list[str], notes: list[str
     Args:
         values: the whole configuration.
         context: its `max_position_embeddings`.
-        problems: what is wrong is added here.
-        notes: what people should know is added here.
+        problems: appended to.
+        notes: appended to.
     """
     new, old = values.table("rope_parameters"), values.table("rope_scaling")
     if new and old and dict(new) != dict(old):
@@ -48,10 +48,11 @@ def read_rope(values: Values, context: int, problems: list[str], notes: list[str
     if kind == "default":
         return fields
     original = rope.integer("original_max_position_embeddings", context)
-    # Where it stands beside the other fields, it counts more.
+    # Beside the other fields, it takes precedence.
     original = values.integer("original_max_position_embeddings", original)
     if kind == "dynamic":
-        # Frequencies that change as a sequence grows would have to turn all cached keys anew. Up to here they do not.
+        # Frequencies that change with the length would invalidate all cached keys. Up to this context they are
+        # constant.
         rope.number("factor")
         notes.append(f"dynamic rope scaling begins beyond {context} tokens, where the context ends")
         return fields
@@ -75,7 +76,7 @@ def read_rope(values: Values, context: int, problems: list[str], notes: list[str
 
 
 def _yarn_attention_factor(rope: Values, factor: float) -> float:
-    """As given, or 0.1 ln(factor) + 1 (Peng et al., 2023, equation 22), or DeepSeek's ratio of two of these."""
+    """The given factor, or 0.1 ln(factor) + 1 (Peng et al., 2023, equation 22), or DeepSeek's ratio of two of these."""
     if rope.get("attention_factor") is not None:
         return rope.number("attention_factor")
 

@@ -1,7 +1,7 @@
-"""Tokenizers and chat templates: taken over as they are, but that every control token is said to be one.
+"""Tokenizers and chat templates: imported unchanged, except that every control token is declared special.
 
-A `tokenizer.json` is what transformers' fast tokenizers read, too. Marian's models come with a pair of SentencePiece
-models instead, which are converted (`model.hf.marian_pieces`). Needs no torch.
+`tokenizer.json` is the format of transformers' fast tokenizers. Marian's SentencePiece models are converted
+(`model.hf.marian_pieces`). Needs no torch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _LISTS = ("additional_special_tokens", "extra_special_tokens")
 def read_tokenizers(
     folder: HfFolder, config: ModelConfig | None, eos_ids: Collection[int], problems: list[str], notes: list[str]
 ) -> dict[str, str]:
-    """Texts of our files by name: tokenizer.json, and target_tokenizer.json where a pair is there.
+    """Texts of our files by name: tokenizer.json, and target_tokenizer.json for a pair.
 
-    Without a configuration, whose vocabularies they must fit, they are read all the same, for what else is wrong.
+    Without a configuration, the tokenizers are checked for everything but their vocabulary sizes.
     """
     names = _special_spellings(folder, problems)
     text = folder.read_text(TOKENIZER, problems)
     if text is not None:
         made = {TOKENIZER: text}
     elif folder.config.get("model_type") == "marian":
-        # Needs a package of its own, which only this needs.
+        # Imports protobuf, which only this needs.
         from model.hf.marian_pieces import convert
 
         made = convert(folder, problems, notes)
@@ -52,7 +52,7 @@ def read_tokenizers(
     for name, each in made.items():
         try:
             tokenizer = Tokenizer(_declare(tokenizers.Tokenizer.from_str(each), names, eos_ids))
-        except Exception as error:  # the library's own, which has no other name
+        except Exception as error:  # the library raises plain exceptions
             problems.append(f"{name}: {error}")
             continue
         if name in limits and tokenizer.vocab_size > limits[name]:
@@ -64,7 +64,7 @@ def read_tokenizers(
 def read_chat(folder: HfFolder, tokenizer_json: str | None, problems: list[str], notes: list[str]) -> dict[str, str]:
     """The text of chat.json by its name, if the folder has a template.
 
-    Without a tokenizer a template is compiled all the same, for what may be wrong with it.
+    Without a tokenizer, a template is still compiled to report problems.
     """
     source = folder.read_text(CHAT_TEMPLATE, problems)
     if source is None:
@@ -90,7 +90,7 @@ def read_chat(folder: HfFolder, tokenizer_json: str | None, problems: list[str],
 
 
 def _default_template(value: Any, problems: list[str], notes: list[str]) -> str | None:
-    """A template, or the one called default of several."""
+    """A template, or the one named default among several."""
     if isinstance(value, list):
         named = [(each.get("name"), each.get("template")) for each in value if isinstance(each, dict)]
         value = next((template for name, template in named if name == "default"), None)
@@ -103,12 +103,12 @@ def _default_template(value: Any, problems: list[str], notes: list[str]) -> str 
 
 
 def _special_values(folder: HfFolder, problems: list[str]) -> dict[str, Any]:
-    """Control tokens by name; what tokenizer_config.json says counts more than the older file."""
+    """Control tokens by name; tokenizer_config.json overrides the older file."""
     return {**folder.read_json(SPECIAL_TOKENS, problems), **folder.tokenizer_config}
 
 
 def _special_spellings(folder: HfFolder, problems: list[str]) -> set[str]:
-    """How the folder spells its control tokens, wherever it says so."""
+    """The spellings of the folder's control tokens, from all of its files."""
     values = _special_values(folder, problems)
     given = [values.get(name) for name in VARIABLES]
     for name in _LISTS:
@@ -121,18 +121,18 @@ def _special_spellings(folder: HfFolder, problems: list[str]) -> set[str]:
 
 
 def _spelling(value: Any) -> str | None:
-    """A token is its spelling, or an object with that as its content."""
+    """The spelling of a token: a string, or the `content` of an object."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) and content else None
 
 
 def _declare(inner: tokenizers.Tokenizer, names: Collection[str], eos_ids: Collection[int]) -> tokenizers.Tokenizer:
-    """Says of every control token that it is special, which a file may leave to others; none gets a new id.
+    """Declares every control token special, which a file may omit; ids stay.
 
     Args:
-        inner: the file's.
-        names: spellings of control tokens, such as it has.
-        eos_ids: tokens that end outputs; one that is a word like others stays one.
+        inner: the file's tokenizer.
+        names: spellings of control tokens.
+        eos_ids: tokens that end outputs; an ordinary word among them stays ordinary.
     """
     described = json.loads(inner.to_str())
     listed = {token["content"]: token for token in described["added_tokens"]}

@@ -1,7 +1,4 @@
-"""A JSON object that others wrote, read field by field: what is wrong with it is collected, not raised.
-
-Standard library only; knows nothing of what the fields mean.
-"""
+"""Typed, checked access to a JSON object's fields; problems are collected, not raised. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ _MOST = 2**31 - 1
 
 
 class Values:
-    """Typed access to an object's fields. A field that is null counts as absent, as it does to those who wrote it.
+    """Typed access to an object's fields. As in transformers, a null field counts as absent.
 
     Args:
         source: the file's name, for problems.
         values: the object.
-        problems: what is found wrong is added here; a value that will do until then is returned in its place.
+        problems: appended to; a valid stand-in is then returned for the value.
     """
 
     def __init__(self, source: str, values: Mapping[str, Any], problems: list[str]) -> None:
@@ -28,19 +25,19 @@ class Values:
 
     @property
     def names(self) -> Collection[str]:
-        """The fields that are there, null ones too."""
+        """The names of all fields, null ones included."""
         return self._values.keys()
 
     def get(self, name: str) -> Any:
-        """Whatever is there, None for nothing."""
+        """The raw value, or None."""
         return self._values.get(name)
 
     def refuse(self, name: str, wanted: str) -> None:
-        """Notes that a field is not what it must be."""
+        """Reports that a field has a wrong value."""
         self._problems.append(f"{self._source}: {name} is {shorten(self.get(name))}, {wanted}")
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = _MOST) -> int:
-        """A whole number; without a default it must be there."""
+        """An integer; required if there is no default."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -55,7 +52,7 @@ class Values:
         return least
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number; without a default it must be there."""
+        """A finite number; required if there is no default."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -78,7 +75,7 @@ class Values:
         return value
 
     def word(self, name: str, default: str, allowed: Collection[str]) -> str:
-        """One of these."""
+        """One of the allowed words."""
         value = self.get(name)
         if value is None:
             return default
@@ -88,14 +85,14 @@ class Values:
         return str(value)
 
     def token(self, name: str) -> int | None:
-        """A token id, None where there is none; a list of one is as good."""
+        """A token id, or None; a list of one id is accepted."""
         tokens = self.tokens(name)
         if len(tokens) > 1:
             self.refuse(name, "must be a single token id")
         return tokens[0] if tokens else None
 
     def tokens(self, name: str) -> tuple[int, ...]:
-        """Token ids: one, a list of them, or none."""
+        """Token ids: none, one, or a list."""
         value = self.get(name)
         given = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in given):
@@ -104,7 +101,7 @@ class Values:
         return tuple(dict.fromkeys(given))
 
     def table(self, name: str) -> Mapping[str, Any]:
-        """An object within the object, an empty one where there is none."""
+        """A nested object, by default an empty one."""
         value = self.get(name)
         if value is None:
             return {}
@@ -115,6 +112,6 @@ class Values:
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """A value as it is written, or as much of it as a line can take."""
+    """A value's repr, shortened to `limit` characters."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,4 +1,4 @@
-"""What to know before a long run: what a step costs, and whether the model can learn at all. Neither writes a file."""
+"""Checks before a long run: the cost of a step, and whether the model can learn. Neither writes a file."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _OVERFIT_WARMUP = 0.1
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What two updates have shown.
+    """The result of a dry run.
 
-    `first_shape` and `last_shape` are those of the first and the last micro-batch of the run; rows may grow on the way.
-    `step_seconds` is the second update's, `train_seconds` what all updates will take at that pace, without evaluation.
-    `peak_bytes` is the most memory held: of the card where there is one, else of this process.
+    `first_shape` and `last_shape` are those of the run's first and last micro-batch. `step_seconds` is the second
+    update's time, `train_seconds` its multiple for all updates, without evaluation. `peak_bytes` is the peak memory of
+    the card, or of this process on a CPU.
     """
 
     num_parameters: int
@@ -45,7 +45,7 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class Overfit:
-    """How a model took to one batch: loss at the start and at the end, after `steps`; whether that is learning."""
+    """Loss on one batch at the start and after `steps`, and whether the model learned it."""
 
     steps: int
     first_loss: float
@@ -62,9 +62,9 @@ def dry_run(
     """Reads the data, builds the model and measures two updates.
 
     Raises:
-        TaskError: when the data are not there or do not fit the model.
-        SetupError: when the recipe does not go with this machine or these processes.
-        TrainingError: when the loss is no finite number.
+        TaskError: when the data are missing or do not fit the model.
+        SetupError: when this machine or these processes cannot run the recipe.
+        TrainingError: when the loss is not finite.
     """
     config = recipe_config(recipe)
     parallel = alone(config) if parallel is None else parallel
@@ -91,15 +91,13 @@ def overfit_one_batch(
     parallel: Parallel | None = None,
     make: Callable[[Recipe], Task] = make_task,
 ) -> Overfit:
-    """Shows the model its first batch over and over: what cannot learn that by heart, cannot learn.
+    """Trains the model on its first batch alone; a model that cannot memorize one batch cannot learn.
 
-    Dropout and label smoothing are off, as neither lets a loss fall to nothing; the rates rise briefly and then stay.
-    It has learned when the loss is down to a twentieth, within 300 steps.
+    Dropout and label smoothing are off, since both keep the loss above zero; the rates warm up briefly and stay. The
+    batch is learned when the loss is down to a twentieth within 300 steps.
 
     Raises:
-        TaskError: when the data are not there or do not fit the model.
-        SetupError: when the recipe does not go with this machine or these processes.
-        TrainingError: when the loss is no finite number.
+        TaskError, SetupError, TrainingError: as `dry_run`.
     """
     config = recipe_config(recipe)
     parallel = alone(config) if parallel is None else parallel
@@ -123,7 +121,7 @@ def _without_dropout(recipe: Recipe) -> Recipe:
 
 
 def _overfit_config(config: TrainConfig, parallel: Parallel) -> TrainConfig:
-    """One batch per process and update, at rates that rise briefly and then stay."""
+    """One batch per process and update; the rates warm up briefly and stay."""
     return replace(
         config,
         steps=_OVERFIT_STEPS,

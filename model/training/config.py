@@ -1,4 +1,4 @@
-"""How a model is trained, as plain data. Standard library only; knows nothing of models, data or torch."""
+"""Training configuration as plain data. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from model.spec.fields import coerce_enums, from_json_values, to_json_values
 
 
 class TrainConfigError(ValueError):
-    """A training configuration is invalid; `problems` lists everything that is wrong with it."""
+    """Invalid training configuration; `problems` lists every reason."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = tuple(problems)
@@ -27,9 +27,9 @@ class OptimizerName(StrEnum):
 
 
 class Schedule(StrEnum):
-    """What follows the warm-up's line: half a cosine to zero, the inverse square root of the step, or nothing.
+    """The learning rate after warm-up: half a cosine to zero, the inverse square root of the step, or constant.
 
-    The second is the paper's, known as Noam after one of its authors: Vaswani et al. (2017), section 5.3.
+    `noam` is the paper's schedule: Vaswani et al. (2017), section 5.3.
     """
 
     COSINE = "cosine"
@@ -38,7 +38,7 @@ class Schedule(StrEnum):
 
 
 class TrainDevice(StrEnum):
-    """Where the steps are computed; `auto` takes a CUDA device where there is one."""
+    """The device of the updates; `auto` takes a CUDA device if there is one."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -46,7 +46,7 @@ class TrainDevice(StrEnum):
 
 
 class TrainPrecision(StrEnum):
-    """The arithmetic of matrix products; weights and optimiser state are float32 always. `auto` asks the machine."""
+    """The arithmetic of matrix products; weights and optimizer state are always float32. `auto` asks the device."""
 
     AUTO = "auto"
     FP32 = "fp32"
@@ -55,7 +55,7 @@ class TrainPrecision(StrEnum):
 
 
 class Parallelism(StrEnum):
-    """What several processes share under `torchrun`: gradients of whole copies, or also every weight's storage."""
+    """What processes under `torchrun` do: average the gradients of whole copies, or shard the weights."""
 
     DDP = "ddp"
     FSDP = "fsdp"
@@ -63,34 +63,33 @@ class Parallelism(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One training run. A run is so many steps, not so many seconds, so that it repeats.
+    """One training run. Its length is in steps, not seconds, so that it is reproducible.
 
     Attributes:
         steps: updates of the weights.
-        batch_tokens: tokens of a batch, padding included; source and target together for an encoder-decoder.
-        gradient_accumulation: batches per update, over all processes together: however many there are, an update is the
-            same mean over the same tokens.
+        batch_tokens: tokens of a batch with padding; source and target together for an encoder-decoder.
+        gradient_accumulation: batches per update, over all processes together; an update is the same for any.
         row_tokens: tokens in a row of a decoder-only model's batch; 0 is the whole context.
-        long_fraction: share of the steps, the last ones, whose rows are as long as the context.
-        optimizer: who moves the matrices.
+        long_fraction: share of the steps, at the end, whose rows are as long as the context.
+        optimizer: see `OptimizerName`.
         learning_rate: AdamW's peak.
         matrix_learning_rate: Muon's peak.
-        schedule: how the rates go on after the warm-up.
+        schedule: see `Schedule`.
         warmup_fraction: share of the steps over which the rates rise.
         weight_decay: decoupled, per unit of learning rate.
         momentum: Muon's.
         beta2: decay of AdamW's second moment.
-        epsilon: AdamW's guard against division by nothing.
+        epsilon: AdamW's.
         label_smoothing: share of each label's probability that is spread over the vocabulary.
         gradient_clip: bound on the norm of all gradients together.
         device: see `TrainDevice`.
         precision: see `TrainPrecision`.
         parallelism: see `Parallelism`.
-        seed: fixes weights, data order and dropout.
+        seed: of weights, data order and dropout.
         log_every: steps between points of the learning curve.
-        evaluate_every: steps between scores on validation data; 0 is at the end only.
-        checkpoint_every: steps between checkpoints to resume from; 0 writes none before the end.
-        patience: scores in a row without a new best after which the run ends early; 0 is never.
+        evaluate_every: steps between validation scores; 0 is at the end only.
+        checkpoint_every: steps between checkpoints; 0 is at the end only.
+        patience: scores in a row without a new best before the run stops early; 0 is never.
 
     Raises:
         TrainConfigError: listing every invalid field.
@@ -141,7 +140,7 @@ class TrainConfig:
 
     @property
     def long_steps(self) -> int:
-        """Steps at the end whose rows fill the context."""
+        """Steps at the end whose rows are as long as the context."""
         return round(self.long_fraction * self.steps)
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,10 +149,10 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """Builds from JSON; unknown, missing and wrongly typed fields are all reported at once.
+        """Builds from JSON.
 
         Raises:
-            TrainConfigError: listing every problem.
+            TrainConfigError: listing every unknown, missing or invalid field.
         """
         return from_json_values(cls, values, TrainConfigError)
 

@@ -1,8 +1,7 @@
-"""Learning curves: one JSON object per line while a model trains, and a picture when it is done.
+"""Learning curves: one JSON object per line during training, a picture at the end.
 
-A line has `step` and either what training saw (`loss` in nats per token, `learning_rate_factor`, `gradient_norm`,
-`num_target_tokens`, `num_skipped`, and on the clock `seconds` and `tokens_per_second`) or figures on validation data
-(`scores`). Knows nothing of training.
+A line has `step` and either training figures (`loss` in nats per token, `learning_rate_factor`, `gradient_norm`,
+`num_target_tokens`, `num_skipped`, `seconds`, `tokens_per_second`) or validation figures (`scores`).
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ Point = Mapping[str, Any]
 
 
 class CurveLog:
-    """The points of one run, in memory and in a file that anybody may follow.
+    """The points of one run, in memory and in a file that is written as the run proceeds.
 
     Args:
-        path: the file, begun anew.
-        points: what an earlier part of the run has already seen.
+        path: the file; it is replaced.
+        points: of an earlier part of the run.
     """
 
     def __init__(self, path: Path, points: Sequence[Point] = ()) -> None:
@@ -41,13 +40,13 @@ class CurveLog:
         return tuple(self._points)
 
     def append(self, point: Point) -> None:
-        """Adds a point and writes it at once."""
+        """Adds a point and writes it."""
         self._points.append(point)
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(_line(point))
 
     def flush(self) -> None:
-        """Makes sure that the disk has all of it, before a state is saved that goes on from here."""
+        """Flushes the file to the disk, before a resume state that refers to it is saved."""
         descriptor = os.open(self._path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -56,7 +55,7 @@ class CurveLog:
 
 
 def read(path: Path, last_step: int) -> list[Point]:
-    """Points up to and including a step; what follows was computed after the state that a run resumes from."""
+    """Points up to and including a step, which is the last one of the state that a run resumes from."""
     if not path.is_file():
         return []
     points = []
@@ -64,13 +63,13 @@ def read(path: Path, last_step: int) -> list[Point]:
         try:
             points.append(json.loads(line))
         except ValueError:
-            break  # A run that was killed may have left half a line, and nothing after it.
+            break
     return [point for point in points if point["step"] <= last_step]
 
 
 def draw(points: Sequence[Point], title: str) -> bytes:
     """A PNG: training loss over steps, with validation scores below it where there are any."""
-    # Takes long to import and is needed once, at the end.
+    # Slow to import, and needed once, at the end.
     from matplotlib.figure import Figure
 
     seen = [point for point in points if "loss" in point]

@@ -1,11 +1,11 @@
-"""A run's folder: what is written into it in which order, so that whatever ends the run leaves something whole.
+"""A run's folder. The order of its writes leaves a complete checkpoint whenever the run is killed.
 
-    config.json … run.json   the last whole checkpoint (`model.checkpoint`)
-    resume.safetensors       what going on from there needs (`model.training.resume`); gone when the run is over
-    best/                    the checkpoint with the best validation score, where there are scores under way
+    config.json … run.json   the last checkpoint (`model.checkpoint`)
+    resume.safetensors       the state to resume from (`model.training.resume`); deleted at the end of the run
+    best/                    the checkpoint with the best validation score, if the run is evaluated
     curves.png               drawn at the end
 
-Only the first process has one; weights and optimiser state come to it whole. Knows nothing of when something is due.
+Only the first process writes; weights and optimizer state reach it unsharded.
 """
 
 from __future__ import annotations
@@ -28,13 +28,7 @@ BEST = "best"
 
 
 class RunFolder:
-    """The files of one run.
-
-    Args:
-        path: made by `clear`, if missing.
-        config: the model's.
-        tokenizers: texts by file name.
-    """
+    """The files of one run; `clear` makes the folder. `tokenizers` are texts by file name."""
 
     def __init__(self, path: Path, config: ModelConfig, tokenizers: Mapping[str, str]) -> None:
         self.path = path
@@ -43,7 +37,7 @@ class RunFolder:
 
     @property
     def state(self) -> Path:
-        """The file that a run resumes from."""
+        """The file of the resume state."""
         return self.path / resume.STATE
 
     @property
@@ -52,9 +46,9 @@ class RunFolder:
         return self.path / BEST
 
     def clear(self, *, keeps_run: bool) -> None:
-        """Makes room: what another run has left is neither resumed from nor called this one's.
+        """Deletes leftovers and, unless `keeps_run`, the resume state and best checkpoint of another run.
 
-        Its last checkpoint stays until there is another.
+        The other run's last checkpoint stays until a new one replaces it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.best):
@@ -67,7 +61,7 @@ class RunFolder:
         """Replaces the best checkpoint.
 
         Raises:
-            TrainingError: when a weight is no finite number.
+            TrainingError: when a weight is not finite.
         """
         self._write(self.best, weights, manifest)
 
@@ -78,15 +72,15 @@ class RunFolder:
         state: RunState,
         manifest: Mapping[str, Any],
     ) -> None:
-        """Replaces the last checkpoint and, first, the state to resume from: that one is whole by itself.
+        """Replaces the resume state and then the last checkpoint.
 
         Raises:
-            TrainingError: when a weight is no finite number.
+            TrainingError: when a weight is not finite.
         """
         self._write(self.path, weights, manifest, lambda files: resume.stage(files, weights, optimizer_state, state))
 
     def finish(self, points: Sequence[Point], title: str, manifest: Mapping[str, Any]) -> None:
-        """Draws the curves, lets run.json say what the run came to, and drops what only a resumed run would need."""
+        """Draws the curves, writes the final run.json and deletes the resume state."""
         write_atomically(self.path / curves.PICTURE, curves.draw(points, title))
         checkpoint.amend(self.path, manifest)
         self.state.unlink(missing_ok=True)
@@ -98,7 +92,7 @@ class RunFolder:
         manifest: Mapping[str, Any],
         stage_more: Callable[[StagedFiles], None] = lambda _: None,
     ) -> None:
-        # The loss that shows it is only computed after the next step: never let it replace what can still be used.
+        # The loss would show it only after the next step: check before a usable checkpoint is replaced.
         if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
             raise TrainingError(f"{broken[0]} has values that are no finite numbers after step {manifest['step']}")
         with StagedFiles(folder) as files:

@@ -1,7 +1,4 @@
-"""SIGTERM and Ctrl-C while a model trains: noted, so that the step is finished and saved; the second one ends at once.
-
-Knows nothing of training.
-"""
+"""SIGTERM and Ctrl-C during training: the first signal lets the step finish and save, the second ends the process."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(BaseException):
-    """A signal arrived where nothing has to be finished first; like KeyboardInterrupt, it is no `Exception`."""
+    """A signal arrived while nothing has to be finished; like KeyboardInterrupt, not an `Exception`."""
 
     def __init__(self, number: signal.Signals) -> None:
         self.number = number
@@ -22,9 +19,9 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """Takes the signals over while it is entered, in the main thread; puts the handlers back afterwards.
+    """Handles the signals inside its context, in the main thread, and restores the handlers afterwards.
 
-    `number` is the signal that has arrived, None while none has.
+    `number` is the signal that arrived, or None.
     """
 
     def __init__(self) -> None:
@@ -33,7 +30,7 @@ class Interruption:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        # Python lets the main thread alone handle signals; whoever trains in another one ends it in another way.
+        # Python allows signal handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._receive) for number in _SIGNALS}
         return self
@@ -48,10 +45,10 @@ class Interruption:
         return self.number is not None
 
     def end_at_once(self) -> None:
-        """From here on nothing needs to be finished: a signal raises where it arrives, or here if it has already.
+        """From now on a signal raises where it arrives, or here if it has already arrived.
 
         Raises:
-            Interrupted: see above; later from anywhere.
+            Interrupted: here, or later anywhere.
         """
         self._ends_at_once = True
         if self.number is not None:
@@ -60,7 +57,7 @@ class Interruption:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.number = signal.Signals(number)
-        # The next one meets the handlers of before, which end the process.
+        # The second signal reaches the original handlers, which end the process.
         self._put_back()
         if self._ends_at_once:
             raise Interrupted(self.number)

@@ -1,13 +1,13 @@
-"""One update of the weights: forward, backward, clip, step; and nothing else.
+"""One update of the weights: forward, backward, clip, step.
 
-Teacher forcing: the model sees every true token and is asked for the next, all positions at once, and cross-entropy
-says how surprised it was. An update's loss is the sum over all labels of its micro-batches divided by their number, so
-that it does not matter into how many micro-batches or processes they are split.
+Teacher forcing: the model reads every true token and predicts the next, all positions at once, under cross-entropy. An
+update's loss is the sum over all labels of its micro-batches divided by their number. It does not depend on how many
+micro-batches or processes share the labels.
 
-Dropout draws from a generator that is seeded anew for every micro-batch, by its index: masks are a function of the
-micro-batch, there is no generator to save, and any number of processes draws the same.
+Dropout's generator is seeded for every micro-batch by its index. Masks are thus a function of the micro-batch: there is
+no generator state to save, and any number of processes draws the same masks.
 
-Knows nothing of files, scores or recipes; any module that is called like a `Transformer` can be trained.
+Trains any module that is called like a `Transformer`.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from model.training.optimizers import learning_rate_factor, make_optimizers, set
 from model.training.parallel import Parallel, SetupError, alone
 from model.training.precision import autocast, avoid_broken_amx, make_scaler, resolve_precision
 
-# The written-out formula trains faster on CPUs than the fused kernel's backward pass, until its S×T matrix gets large.
+# On CPUs the plain formula trains faster than the fused kernel's backward pass until the S×T matrix gets large.
 _MAX_PLAIN_ATTENTION = 512
-# A scale that starts at 2^16 has come down to 2^-8 by then: the gradients themselves are no numbers.
+# By then a scale of 2^16 is down to 2^-8: the gradients themselves are not finite.
 _MAX_SKIPPED_IN_ROW = 24
 
 
 class TrainingError(Exception):
-    """A run cannot go on."""
+    """A run cannot continue."""
 
 
 class StopRequested(Exception):
-    """Some process was asked to stop; nothing of the next update has been done in any."""
+    """A process was asked to stop; no process has begun the next update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one update came to, over all processes.
+    """One update's figures, over all processes.
 
-    `loss` is what was minimised, in nats per label: with label smoothing, that is not the surprise alone.
-    `gradient_norm` is before clipping. `num_targets` labels were predicted in `seconds`. `skipped`: a gradient
-    overflowed float16, the weights stayed as they were, and the figures are no numbers.
+    `loss` is the minimized loss in nats per label; it includes label smoothing. `gradient_norm` is before clipping.
+    `num_targets` labels were predicted in `seconds`. `skipped`: a gradient overflowed float16 and the weights were not
+    changed; the figures are then not finite.
     """
 
     loss: float
@@ -63,18 +63,18 @@ class Update:
 
 
 class Loop:
-    """A model, its optimisers and its place in the data, `step` updates on.
+    """A model, its optimizers and its position in the data, `step` updates on.
 
     Args:
-        model: float32, with freshly made or loaded weights; it is moved to the device, and put in training mode.
+        model: float32; it is moved to the device and put in training mode.
         batch: micro-batch by its global index; update u takes indices u·G … u·G + G - 1, G = gradient_accumulation.
         config: everything else.
-        parallel: of R processes, process r takes every R-th of an update's micro-batches, beginning with its r-th; None
-            is one process on the configuration's device.
-        stop: asked before every update, in every process.
+        parallel: of R processes, process r takes every R-th micro-batch of an update from its r-th on; None is a single
+            process on the configuration's device.
+        stop: called before every update, in every process.
 
     Raises:
-        SetupError: when R does not divide G, or the configuration's device is not there.
+        SetupError: when R does not divide G, or the configuration's device is missing.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class Loop:
         self._stop = stop
 
     def update(self) -> Update:
-        """Does the next update.
+        """Runs the next update.
 
         Raises:
             StopRequested: before anything is computed, when any process was asked to stop.
-            TrainingError: when the loss or a gradient is no finite number; the weights are those of before.
+            TrainingError: when the loss or a gradient is not finite; the weights are unchanged.
         """
         started = time.perf_counter()
         config, parallel = self.config, self.parallel
         first = self.step * config.gradient_accumulation
         indices = range(first + parallel.rank, first + config.gradient_accumulation, parallel.world_size)
         batches = {index: self._batch(index) for index in indices}
-        # One exchange for both: how many labels there are, and whether to go on at all.
+        # One exchange for the number of labels and the stop request.
         labels, stops = parallel.sum(sum(batch.num_targets for batch in batches.values()), self._stop())
         if stops:
             raise StopRequested
@@ -126,7 +126,7 @@ class Loop:
         set_learning_rates(self.optimizers, self._peaks, factor)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        # Processes average their gradients, and a mean over labels is what is wanted.
+        # Processes average their gradients; the loss is a mean over labels.
         loss = self._accumulate(batches, scale=parallel.world_size / labels)
         norm = self._clip()
         (loss,) = parallel.sum(loss / parallel.world_size)
@@ -135,7 +135,7 @@ class Loop:
         return Update(loss, norm, factor, int(labels), time.perf_counter() - started, skipped)
 
     def _accumulate(self, batches: dict[int, Batch], scale: float) -> float:
-        """Adds up the gradients of this process's micro-batches; returns the sum of their scaled losses."""
+        """Accumulates the gradients of this process's micro-batches; returns the sum of their scaled losses."""
         device = self.parallel.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         last = next(reversed(batches))
@@ -160,7 +160,7 @@ class Loop:
         return self.parallel.number(norm)
 
     def _apply(self, loss: float, norm: float) -> bool:
-        """Moves the weights, or leaves them where a gradient has overflowed float16; whether it left them."""
+        """Steps the optimizers, or skips the step if a gradient overflowed float16; returns whether it was skipped."""
         overflowed = not (math.isfinite(loss) and math.isfinite(norm))
         self.num_skipped_in_row = self.num_skipped_in_row + 1 if overflowed else 0
         if overflowed and (self.scaler is None or self.num_skipped_in_row > _MAX_SKIPPED_IN_ROW):
@@ -183,11 +183,10 @@ def batch_loss(
     label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """Cross-entropy in nats over the batch's labels, their mean or their sum; padding does not count.
+    """Cross-entropy in nats over the batch's labels, their mean or their sum, without padding.
 
-    The model is called as its batch asks: with sources where there are some, as a causal language model where not.
-    With label smoothing ε each label keeps 1 - ε of its probability and the rest is spread over the whole vocabulary
-    (Szegedy et al., 2016; Vaswani et al., 2017, section 5.4).
+    A batch with sources is for an encoder-decoder, one without for a decoder-only model. With label smoothing ε each
+    label keeps 1 - ε of its probability, and the rest is spread over the whole vocabulary (Szegedy et al., 2016).
     """
     device = next(model.parameters()).device
     input_ids, labels = (torch.from_numpy(ids).to(device) for ids in (batch.input_ids, batch.labels))
@@ -209,13 +208,13 @@ def _attend_for(batch: Batch, device: torch.device) -> Attend:
 
 @contextlib.contextmanager
 def _own_generator(device: torch.device) -> Iterator[None]:
-    """The generators are the process's; whoever else draws from them must find them as they were."""
+    """Restores the process's random generators afterwards."""
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type="cuda"):
         yield
 
 
 def _seed_dropout(seed: int, index: int, device: torch.device) -> None:
-    """Mixes both numbers, so that neighbours have nothing in common."""
+    """Hashes both numbers, so that seeds of neighboring indices are independent."""
     mixed = int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0] >> np.uint64(1))
     if device.type == "cuda":
         torch.cuda.manual_seed(mixed)

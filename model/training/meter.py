@@ -1,4 +1,4 @@
-"""What many updates came to, as one point of the learning curve. Knows nothing of files."""
+"""Figures of several updates, averaged to one point of the learning curve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from model.training.loop import Update
 
 @dataclass(slots=True)
 class Meter:
-    """Sums over the updates since the last point; skipped ones count only in number and time."""
+    """Sums over the updates since the last point; skipped updates contribute only their number and time."""
 
     num_steps: int = 0
     num_skipped: int = 0
@@ -20,7 +20,7 @@ class Meter:
     seconds: float = 0.0
 
     def add(self, update: Update) -> None:
-        """One update more."""
+        """Adds one update."""
         self.num_steps += 1
         self.num_skipped += update.skipped
         if not update.skipped:
@@ -31,7 +31,7 @@ class Meter:
         self.seconds += update.seconds
 
     def point(self) -> dict[str, float]:
-        """Means; those of what a skipped update does not have are left out where all were skipped."""
+        """Means over the updates; loss and norm are missing where all were skipped."""
         applied = self.num_steps - self.num_skipped
         means = {"loss": self.loss / applied, "gradient_norm": self.gradient_norm / applied} if applied else {}
         return {

@@ -1,10 +1,10 @@
-"""How weights move: AdamW, or Muon on the layers' matrices with AdamW on the rest; warm-up, then a schedule.
+"""Optimizers: AdamW, or Muon on the layers' matrices with AdamW on the rest; warm-up, then a schedule.
 
-Muon orthogonalises each matrix's momentum, so that no direction is neglected. That is meant for matrices that map
-vectors to vectors inside the network: embeddings, heads, norms and biases stay with AdamW.
+Muon orthogonalizes each matrix's momentum. It is meant for matrices between hidden states: embeddings, heads, norms and
+biases stay with AdamW.
 
-Sources: AdamW, Loshchilov and Hutter (2019); Muon, Jordan et al. (2024), as in `torch.optim.Muon`; warm-up, Vaswani et
-al. (2017), section 5.3, and so the inverse square root; cosine, Loshchilov and Hutter, "SGDR" (2017).
+Sources: AdamW, Loshchilov and Hutter (2019); Muon, Jordan et al. (2024), as in `torch.optim.Muon`; warm-up and inverse
+square root, Vaswani et al. (2017), section 5.3; cosine, Loshchilov and Hutter, "SGDR" (2017).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from model.training.config import OptimizerName, Schedule, TrainConfig
 
 
 def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """The optimisers that together own every parameter once; each group's `lr` is its peak rate.
+    """Optimizers that own every parameter once; each group's `lr` is its peak rate.
 
-    The matrices that Muon takes are the weights of all `nn.Linear` but a transformer's head.
+    Muon takes the weights of all `nn.Linear` but a transformer's head.
     """
     matrices, others = _split_parameters(model)
     if config.optimizer is OptimizerName.ADAMW:
@@ -43,9 +43,9 @@ def set_learning_rates(
 
 
 def learning_rate_factor(config: TrainConfig, step: int) -> float:
-    """Share of the peak rate at a step counted from 0: a line that reaches 1 where the warm-up ends, then the schedule.
+    """Share of the peak rate at a step counted from 0: linear to 1 at the end of the warm-up, then the schedule.
 
-    `cosine` ends at 0 with the last step; `noam` is √(warm-up / steps done); `constant` stays.
+    `cosine` ends at 0 with the last step; `noam` is √(warm-up / steps done).
     """
     warmup = config.warmup_steps
     if step < warmup:
@@ -59,7 +59,7 @@ def learning_rate_factor(config: TrainConfig, step: int) -> float:
 
 
 def _make_adamw(matrices: list[nn.Parameter], others: list[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
-    # Decay is for what multiplies: a norm's scale or a bias pulled towards zero only loses.
+    # Weight decay of norm scales and biases only costs accuracy.
     groups = [
         {"params": [*matrices, *(p for p in others if p.ndim > 1)], "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},

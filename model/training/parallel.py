@@ -1,11 +1,10 @@
-"""Several processes that train one model, under `torchrun`; one process alone is the case where nothing is exchanged.
+"""Several processes that train one model under `torchrun`; a single process exchanges nothing.
 
-`ddp` gives every process a whole copy and averages gradients (Li et al., 2020). `fsdp` also cuts every weight, gradient
-and optimiser state into as many pieces as there are processes, and puts a layer together only while it computes (Zhao
-et al., 2023; torch's FSDP2): for a model that outgrows one card. Either way an update is the same as in one process.
+`ddp` gives every process a whole copy and averages gradients (Li et al., 2020). `fsdp` shards weights, gradients and
+optimizer state over the processes and assembles a layer only while it computes (Zhao et al., 2023; torch's FSDP2), for
+models larger than one card. Either way an update is the same as in one process.
 
-Numbers that steer (label counts, losses, scores) go over gloo, gradients and weights over NCCL where they are on GPUs.
-Knows nothing of data, optimisers or files.
+Numbers that decide something (label counts, losses, scores) go over gloo, gradients and weights over NCCL on GPUs.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ _GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 
 
 class ParallelError(Exception):
-    """The processes cannot work together, or another one failed."""
+    """The processes disagree, or another one failed."""
 
 
 class SetupError(ValueError):
-    """The configuration asks for what this machine, or this number of processes, cannot do."""
+    """This machine, or this number of processes, cannot run the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """One process among `world_size`; the defaults are one that is alone.
+    """One process among `world_size`, by default a single one, with its device.
 
-    `device` is this process's. The first process, rank 0, is the only one that writes files or speaks.
+    The first process, rank 0, is the only one that writes files or prints.
     """
 
     rank: int = 0
@@ -51,18 +50,18 @@ class Parallel:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes and speaks."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
     @property
     def shards(self) -> bool:
-        """Whether no process holds the whole model."""
+        """Whether the model is sharded."""
         return self.kind is Parallelism.FSDP and self.world_size > 1
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Moves a model to the device and returns what to call for its forward pass while it trains.
+        """Moves a model to the device; returns the module to call for a forward pass in training.
 
-        Under `fsdp` the parameters of `model` itself become pieces: optimisers are to be made afterwards.
+        Under `fsdp` the parameters of `model` are replaced by shards: make optimizers afterwards.
         """
         if self.shards:
             _sharding().shard(model, self.device.type, self.world_size)
@@ -75,9 +74,9 @@ class Parallel:
 
     @contextlib.contextmanager
     def accumulating(self, wrapped: nn.Module, *, is_last: bool) -> Iterator[None]:
-        """Around forward and backward pass of one micro-batch: whole copies exchange gradients after the last only.
+        """Around the forward and backward pass of one micro-batch: DDP exchanges gradients after the last one only.
 
-        Pieces are exchanged every time: no process could hold the gradients of a whole model that it cannot hold.
+        FSDP exchanges every time, since no process can hold the gradients of the whole model.
         """
         if isinstance(wrapped, DistributedDataParallel) and not is_last:
             with wrapped.no_sync():
@@ -87,7 +86,7 @@ class Parallel:
 
     @contextlib.contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Around evaluation, in which all processes take part: dropout off, and pieces cut again afterwards."""
+        """Around evaluation, a collective call: dropout off; reshards afterwards."""
         model.eval()
         try:
             yield
@@ -105,7 +104,7 @@ class Parallel:
         return [float(value) for value in total]
 
     def broadcast(self, value: T) -> T:
-        """The first process's value; it must be picklable."""
+        """The first process's value, which must be picklable."""
         if self.world_size == 1:
             return value
         box: list[Any] = [value]
@@ -114,10 +113,10 @@ class Parallel:
         return received
 
     def together(self, action: Callable[[], T]) -> T:
-        """Runs an action in every process; where one fails, all fail.
+        """Runs an action in every process; if it fails in one, it fails in all.
 
         Raises:
-            Exception: whatever the action raised here.
+            Exception: the action's own.
             ParallelError: when it raised in another process alone.
         """
         if self.world_size == 1:
@@ -133,11 +132,11 @@ class Parallel:
         return result
 
     def on_first(self, action: Callable[[], object]) -> None:
-        """Runs an action in the first process while the others wait; where it fails, all fail."""
+        """Runs an action in the first process while the others wait; if it fails, all fail."""
         self.together(action if self.is_first else lambda: None)
 
     def check_same(self, identity: Mapping[str, Any]) -> None:
-        """Makes sure that all processes train the same model on the same data.
+        """Checks that all processes train the same model on the same data.
 
         Raises:
             ParallelError: naming what differs.
@@ -152,7 +151,7 @@ class Parallel:
         self.together(compare)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors in the first process, none in the others; pieces are put together one by one on the CPU."""
+        """Unsharded tensors in the first process, none in the others; assembled one by one on the CPU."""
         whole = {}
         for name, tensor in tensors.items():
             value = tensor.detach()
@@ -163,11 +162,11 @@ class Parallel:
         return whole
 
     def cut_like(self, whole: Tensor, like: Tensor) -> Tensor:
-        """What this process keeps of a whole tensor that every process has: as much as it has of `like`."""
+        """This process's shard of a tensor that every process has whole, sharded like `like`."""
         return _sharding().cut_like(whole, like) if self.shards else whole
 
     def number(self, scalar: Tensor) -> float:
-        """The value of a tensor of one number, of which every process may have a part."""
+        """The value of a scalar tensor, which may be sharded."""
         return float(_sharding().assemble(scalar) if self.shards else scalar)
 
     def _gather(self, message: str | None) -> list[str | None]:
@@ -177,17 +176,17 @@ class Parallel:
 
 
 def _sharding() -> Any:
-    """`model.training.sharding`, imported late: few runs need it, and all would wait for it."""
+    """`model.training.sharding`, imported only under FSDP because it is slow to import."""
     from model.training import sharding
 
     return sharding
 
 
 def alone(config: TrainConfig) -> Parallel:
-    """One process on the device that the configuration asks for.
+    """A single process on the configuration's device.
 
     Raises:
-        SetupError: when it is not there, or the configuration's settings exclude each other.
+        SetupError: when the device is missing, or settings exclude each other.
     """
     check_combination(config)
     return Parallel(device=resolve_device(config.device), kind=config.parallelism)
@@ -195,10 +194,10 @@ def alone(config: TrainConfig) -> Parallel:
 
 @contextlib.contextmanager
 def start(config: TrainConfig) -> Iterator[Parallel]:
-    """Joins the other processes where `torchrun` started this one; a process group that is there already is used.
+    """Joins the other processes if `torchrun` started this one; uses an existing process group.
 
     Raises:
-        SetupError: when the device that the configuration asks for is not there, or its settings exclude each other.
+        SetupError: when the device is missing, or settings exclude each other.
     """
     is_mine = dist.is_torchelastic_launched() and not dist.is_initialized()
     if not (is_mine or dist.is_initialized()):
@@ -218,25 +217,24 @@ def start(config: TrainConfig) -> Iterator[Parallel]:
 
 
 def _join(device: torch.device) -> None:
-    # Functions in this module have the group of the moment of its import for a default argument, and DDP imports it at
-    # first use. A group that was there by then would outlive `_leave`, and gloo's threads with it, which can abort a
-    # process that is done while its interpreter ends.
+    # Functions in this module bind the process group of their import as a default argument, and DDP imports it at first
+    # use. A group bound that way would outlive `_leave` with gloo's threads, which can abort a process at exit.
     import torch.distributed.nn  # noqa: F401
 
     dist.init_process_group(_GLOO_AND_NCCL if device.type == "cuda" else _GLOO)
 
 
 def _leave() -> None:
-    # Wrapped models hold the group too, some of them in cycles.
+    # Wrapped models hold the group, some of them in reference cycles.
     gc.collect()
     dist.destroy_process_group()
 
 
 def resolve_device(wanted: TrainDevice, local_rank: int = 0) -> torch.device:
-    """Settles `auto`, and gives each process of a machine a card of its own.
+    """Resolves `auto`, and assigns each process of a machine its own card.
 
     Raises:
-        SetupError: when `cuda` is wanted, or taken, and there is no card for this process.
+        SetupError: when CUDA is chosen and there is no card for this process.
     """
     num_cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted is TrainDevice.CPU or (wanted is TrainDevice.AUTO and not num_cards):
@@ -249,7 +247,7 @@ def resolve_device(wanted: TrainDevice, local_rank: int = 0) -> torch.device:
 
 
 def check_combination(config: TrainConfig) -> None:
-    """Refuses what sharded training has no sound way to do.
+    """Rejects settings that sharded training does not support.
 
     Raises:
         SetupError: listing every setting that does not go with `fsdp`.
@@ -258,10 +256,10 @@ def check_combination(config: TrainConfig) -> None:
         return
     problems = []
     if config.optimizer is not OptimizerName.ADAMW:
-        # Muon needs whole matrices, and a process has only pieces.
+        # Muon needs whole matrices; a process has only shards.
         problems.append(f"parallelism fsdp needs optimizer adamw, not {config.optimizer}")
     if config.precision is TrainPrecision.FP16:
-        # The gradient scaler looks for overflow in its own process alone.
+        # The gradient scaler detects overflow in its own process alone.
         problems.append("parallelism fsdp needs precision bf16 or fp32, not fp16")
     if problems:
         raise SetupError("; ".join(problems))

@@ -1,7 +1,7 @@
-"""In which arithmetic matrix products are done; weights, gradients, norms and losses stay float32 always.
+"""The arithmetic of matrix products in training; weights, gradients, norms and losses are always float32.
 
-bfloat16 has float32's range and needs no care. float16 has not: small gradients would vanish, so the loss is multiplied
-by a large factor first, and updates in which something overflowed are left out (Micikevicius et al., 2018).
+bfloat16 has float32's range and needs no scaling. In float16 small gradients would underflow, so the loss is scaled up
+first, and updates that overflow are skipped (Micikevicius et al., 2018).
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ with torch.autocast("cpu", torch.bfloat16):
 
 
 def resolve_precision(precision: TrainPrecision, device: torch.device) -> TrainPrecision:
-    """Settles `auto`: bfloat16 where the device multiplies it in hardware, as emulating it is slower than float32.
-
-    A GPU that has no bfloat16 has float16.
-    """
+    """Resolves `auto`: bfloat16 where the device has it in hardware, else float32, or float16 on a GPU."""
     if precision is not TrainPrecision.AUTO:
         return precision
     if device.type == "cuda":
@@ -45,9 +42,9 @@ def resolve_precision(precision: TrainPrecision, device: torch.device) -> TrainP
 
 @cache
 def avoid_broken_amx() -> None:
-    """Keeps oneDNN from AMX where the processor announces it and its first instruction ends the process with SIGILL.
+    """Disables AMX in oneDNN where the processor announces it but its first instruction raises SIGILL.
 
-    Some virtual machines do so. A child process tries it, once, before this one's first product in bfloat16.
+    Some virtual machines do so. A child process tests it, once, before the first product in bfloat16.
     """
     if not torch.cpu.get_capabilities().get("amx_bf16", False):
         return
@@ -57,11 +54,11 @@ def avoid_broken_amx() -> None:
 
 
 def autocast(precision: TrainPrecision, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Matrix products in the given precision; nothing at all for float32."""
+    """Autocast to the given precision; a null context for float32."""
     dtype = _DTYPES.get(precision)
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def make_scaler(precision: TrainPrecision, device: torch.device) -> torch.amp.GradScaler | None:
-    """What keeps float16's gradients in range; None where nothing has to."""
+    """Float16's gradient scaler; None in other precisions."""
     return torch.amp.GradScaler(device.type) if precision is TrainPrecision.FP16 else None

@@ -1,7 +1,7 @@
-"""Recipes: which model, trained how, on which data. Named ones, files, and overrides on top of either.
+"""Recipes: model, training and data together. Named presets, files, and overrides on top of either.
 
 A recipe file (JSON or TOML) has the shape of the presets below: a table `model` with `ModelConfig`'s fields and, for
-training, a table `train` with `TrainConfig`'s and a table `data` with `DataConfig`'s. Needs no torch.
+training, the tables `train` (`TrainConfig`) and `data` (`DataConfig`). Needs no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from model.training.config import TrainConfig, TrainConfigError
 
 
 class RecipeError(ValueError):
-    """A recipe or an override is invalid; `problems` lists everything that is wrong with it."""
+    """Invalid recipe or override; `problems` lists every reason."""
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -44,7 +44,7 @@ class Recipe:
 _OF_PAIRS_ONLY = frozenset({"strip_markup", "min_words", "shared_tokenizer", "target_tokenizer_file"})
 _TABLES = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
 
-# Raw values rather than configurations: derived sizes (head_dim, …) must follow an override of what they derive from.
+# Raw values, not configurations: derived sizes (head_dim, …) follow an override of what they derive from.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "dates": {
         "data": {"source": "dates", "tokenizer": "characters", "max_examples": 40000},
@@ -73,7 +73,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "data": {"source": "stdlib"},
         "model": {
             "architecture": "decoder-only",
-            # A batch's float32 logits just fit 32 MiB; larger blocks glibc returns to the kernel after every use.
+            # A batch's float32 logits just fit 32 MiB; glibc returns larger blocks to the kernel after every use.
             "vocab_size": 4000,
             "context": 1024,
             "d_model": 192,
@@ -159,7 +159,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "d_ff": 2048,
         },
     },
-    # Little of everything but context, so that attention's n² is what a stopwatch sees.
+    # Small except for its context, so that attention's n² dominates the time of a step.
     "law": {
         "model": {
             "architecture": "decoder-only",
@@ -177,14 +177,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def resolve(source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a preset's name or a file's path, with `key=value` overrides of its fields.
+    """The recipe of a preset or a file, with `key=value` overrides of its fields.
 
     Args:
         source: a key of `PRESETS`, or the path of a `.json` or `.toml` file.
-        overrides: keys are field names of the three configurations, values JSON, or text where they are none.
+        overrides: keys are field names of the three configurations, values JSON or, failing that, text.
 
     Raises:
-        RecipeError: listing every problem of the model, the data, the training and the overrides together.
+        RecipeError: listing every problem of model, data, training and overrides.
     """
     values = PRESETS[source] if source in PRESETS else _read(source)
     problems = [f"unknown entry {key!r}" for key in values if key not in _TABLES]
@@ -197,7 +197,7 @@ def resolve(source: str, overrides: Sequence[str] = ()) -> Recipe:
     train = _build(TrainConfig.from_dict, tables["train"], problems) if "train" in given else None
     if ("data" in given) != ("train" in given):
         problems.append("data and train go together: one is missing")
-    # Whatever the recipe, its tokenizer has these, whether it is made here or a stand-in.
+    # Every tokenizer that is made here has these ids.
     if model and (model.pad_id, model.bos_id, model.eos_id) != (PAD_ID, BOS_ID, EOS_ID):
         problems.append(f"pad_id, bos_id, eos_id must be {PAD_ID}, {BOS_ID}, {EOS_ID} where the tokenizer is made here")
     if model and train and data:
@@ -210,7 +210,7 @@ def resolve(source: str, overrides: Sequence[str] = ()) -> Recipe:
 def _table(values: Mapping[str, Any], key: str, problems: list[str]) -> dict[str, Any]:
     table = values.get(key, {})
     if key == "data" and isinstance(table, str):
-        # The name alone is enough for a source without settings.
+        # A source without settings may be given by its name.
         return {"source": table}
     if not isinstance(table, Mapping):
         problems.append(f"{key} is not a table")
@@ -259,7 +259,7 @@ def _build(make: Any, values: Mapping[str, Any], problems: list[str]) -> Any:
 
 
 def _check(model: ModelConfig, train: TrainConfig, data: DataConfig) -> list[str]:
-    """What model, training and data ask of each other."""
+    """Constraints between model, training and data."""
     problems = []
     if model.architecture not in (wanted := ARCHITECTURES[data.source]):
         problems.append(f"architecture is {model.architecture}, {data.source} needs {' or '.join(wanted)}")

@@ -1,13 +1,10 @@
-"""What a person sees while a model trains: a bar on a terminal, plain lines anywhere else.
-
-Knows how to show a run's progress, and nothing of where it comes from.
-"""
+"""Progress of a run on stderr: a bar on a terminal, plain lines elsewhere, nothing where another process reports."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -16,7 +13,7 @@ from rich.progress import Progress as Bar
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """After `step` of `steps`: mean loss in nats per token lately, speed lately, and what is left at the run's pace."""
+    """After `step` of `steps`: recent mean loss in nats per token, recent speed, estimated time left."""
 
     step: int
     steps: int
@@ -28,25 +25,25 @@ class Progress:
         return f"loss {self.loss:.3f}  {self.tokens_per_second:,.0f} tokens/s  {self.seconds_left:.0f} s left"
 
 
-class Reporter(Protocol):
-    """Shows how far a run has come; a context manager around the run."""
+class Reporter:
+    """A context manager around a run that shows its progress; this base class shows nothing."""
 
     def __enter__(self) -> Self:
-        """Starts showing."""
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leaves the terminal as it was."""
+        pass
 
     def update(self, progress: Progress) -> None:
-        """The run has come so far."""
+        """Shows how far the run is."""
 
     def say(self, line: str) -> None:
-        """Something that stays on the screen."""
+        """Prints a line that stays on the screen."""
 
 
-class BarReporter:
+class BarReporter(Reporter):
     """A bar that redraws itself."""
 
     def __init__(self, console: Console) -> None:
@@ -63,7 +60,7 @@ class BarReporter:
         self._bar.stop()
 
     def update(self, progress: Progress) -> None:
-        """Redraws."""
+        """Redraws the bar."""
         self._bar.update(self._task, completed=progress.step, total=progress.steps, description=str(progress))
 
     def say(self, line: str) -> None:
@@ -71,29 +68,16 @@ class BarReporter:
         self._bar.console.print(line, markup=False, highlight=False)
 
 
-class LineReporter:
-    """One line now and then, for logs and pipes.
-
-    Args:
-        stream: where to.
-        num_lines: about how many lines a whole run prints.
-    """
+class LineReporter(Reporter):
+    """About `num_lines` lines per run, for logs and pipes."""
 
     def __init__(self, stream: TextIO, num_lines: int = 20) -> None:
         self._stream = stream
         self._num_lines = num_lines
         self._num_printed = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
     def update(self, progress: Progress) -> None:
-        """Prints when another share of the run is done."""
+        """Prints a line each time another `1 / num_lines` of the run is done."""
         due = progress.step * self._num_lines // progress.steps
         if due > self._num_printed:
             self._num_printed = due
@@ -104,27 +88,9 @@ class LineReporter:
         print(line, file=self._stream, flush=True)
 
 
-class SilentReporter:
-    """Shows nothing: of several processes one speaks."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def update(self, progress: Progress) -> None:
-        """Nothing."""
-
-    def say(self, line: str) -> None:
-        """Nothing."""
-
-
 def make_reporter(stream: TextIO, *, speaks: bool = True) -> Reporter:
-    """A bar where there is a terminal to draw it on; nothing where another process speaks."""
+    """A bar on a terminal, else lines; silent where another process speaks."""
     if not speaks:
-        return SilentReporter()
+        return Reporter()
     console = Console(file=stream)
     return BarReporter(console) if console.is_terminal else LineReporter(stream)

@@ -1,8 +1,7 @@
-"""What an interrupted run needs to go on as if nothing had happened, in one safetensors file, nothing pickled.
+"""The state to resume an interrupted run from, in one safetensors file without pickle.
 
-Weights and optimiser state are tensors, whole ones whatever the number of processes; how far the run had come, and
-which run it was, is JSON in the file's header. The position in the data is the step, because batches are a function of
-configuration and index alone; dropout's generator is a function of the index too (`model.training.loop`).
+Weights and optimizer state are unsharded tensors, whatever the number of processes. The run's progress and identity are
+JSON in the file's header. The position in the data is the step: batches and dropout masks are functions of their index.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ _HEADER = "run"
 
 
 class ResumeError(Exception):
-    """There is no state to resume from, it is damaged, or it belongs to another run."""
+    """The state to resume from is missing, damaged or another run's."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """How far a run had come.
+    """The progress of a run.
 
     Attributes:
-        identity: everything that must be the same for the run to go on: configurations, data, tokenizers.
-        environment: what the last bits depend on beside it; a run may go on in another, but not bit for bit.
+        identity: what must be equal for the run to be resumed: configurations, data, tokenizers.
+        environment: what else the last bits depend on; a run may resume in another, but not bit for bit.
         step: updates done.
         num_target_tokens: labels predicted so far.
         seconds: spent on updates so far.
-        num_skipped: updates left out because a gradient overflowed float16, all and in a row up to now.
+        num_skipped: updates skipped because a gradient overflowed float16: all, and the current series.
         meter: sums since the last point of the curve.
-        loss: of the last point of the curve, None before the first.
+        loss: of the last point of the curve; None before the first.
         validation: the last scores.
-        best: step and scores of the best; None before the first.
+        best: None before the first score.
         num_without_improvement: scores since the best.
-        scaler: state of float16's gradient scaler, None in other precisions.
+        scaler: state of float16's gradient scaler; None in other precisions.
     """
 
     identity: Mapping[str, Any]
@@ -67,21 +66,21 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best validation scores so far and the step that had them."""
+    """The best validation scores so far and their step."""
 
     step: int
     scores: Scores
 
 
 def optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """All state by names that do not depend on the number of processes; pieces are left as pieces."""
+    """All optimizer state by names that do not depend on the number of processes; shards stay shards."""
     tensors = {}
     for index, optimizer in enumerate(optimizers):
         for parameter, values in optimizer.state_dict()["state"].items():
             for name, value in values.items():
-                # Both AdamW and Muon keep tensors only; anything else would be lost in silence.
+                # AdamW and Muon keep tensors only; anything else would be lost silently.
                 if not isinstance(value, Tensor):
-                    raise TypeError(f"optimiser state {name} is a {type(value).__name__}, not a tensor")
+                    raise TypeError(f"optimizer state {name} is a {type(value).__name__}, not a tensor")
                 tensors[f"optimizer.{index}.{parameter}.{name}"] = value
     return tensors
 
@@ -89,17 +88,17 @@ def optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, 
 def stage(
     files: StagedFiles, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor], state: RunState
 ) -> None:
-    """Writes the file beside its place; all tensors are whole."""
+    """Stages the file; all tensors are unsharded."""
     tensors = {**{f"model.{name}": tensor for name, tensor in weights.items()}, **optimizer_state}
     header = {_HEADER: json.dumps(asdict(state), sort_keys=True, allow_nan=False)}
     files.add(STATE, partial(write_tensors, tensors, header))
 
 
 def load(path: Path, loop: Loop, identity: Mapping[str, Any]) -> RunState:
-    """Puts weights and optimiser state back; the loop must be freshly made for the same run. Every process reads.
+    """Restores weights and optimizer state into a fresh loop for the same run. Every process reads the file.
 
     Raises:
-        ResumeError: when the file is missing or damaged, or its identity is another; the differences are listed.
+        ResumeError: when the file is missing or damaged, or another run's; lists every difference in identity.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -132,7 +131,7 @@ def _check_identity(path: Path, identity: Mapping[str, Any], stored: Mapping[str
 
 
 def describe_differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """What is not as it was, one text for each entry."""
+    """Every entry that differs, as text."""
     return [
         f"{key} is {_show(now.get(key))}, was {_show(before.get(key))}"
         for key in sorted(now.keys() | before.keys())
@@ -153,7 +152,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, prefix: str, file: Any, pa
         if name.startswith(prefix):
             index, key = name.removeprefix(prefix).split(".", 1)
             state.setdefault(int(index), {})[key] = parallel.cut_like(file.get_tensor(name), parameters[int(index)])
-    # The groups are as configured; learning rates are set anew at every step.
+    # The groups come from the configuration; learning rates are set at every step.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

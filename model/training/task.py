@@ -1,4 +1,4 @@
-"""What the trainer asks of a data set made ready for one run. Knows nothing of any data set in particular."""
+"""`Task`: the data set of one run, as the trainer uses it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from model.nn.transformer import Transformer
 from model.spec.tokenizer import Tokenizer
 
 Scores = Mapping[str, float | str]
-"""Figures by name; a text is how a figure of nearly the same name was computed, such as sacrebleu's signature."""
+"""Figures by name; a text says how a figure was computed, such as sacrebleu's signature."""
 
 
 class TaskError(ValueError):
-    """The data are not there, are damaged, or do not fit the model."""
+    """The data are missing, damaged, or do not fit the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """The validation score that says which weights are best."""
+    """The validation score that selects the best weights."""
 
     name: str
     higher_is_better: bool
@@ -31,32 +31,31 @@ class Criterion:
 
 
 class Task(Protocol):
-    """A data set made ready: its tokenizers, its batches, its scores."""
+    """A prepared data set: its tokenizers, its batches, its scores."""
 
     @property
     def tokenizers(self) -> Mapping[str, Tokenizer]:
-        """By file name: tokenizer.json, and target_tokenizer.json where the target has another."""
+        """By file name: tokenizer.json, and target_tokenizer.json if the target has its own."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """JSON-ready: where the data come from, how much there is, and `sha256` over all that is trained on."""
+        """JSON-ready: origin and size of the data, and `sha256` over all training examples."""
 
     @property
     def criterion(self) -> Criterion:
-        """Which of `validate`'s scores counts."""
+        """The score of `validate` that selects the best weights."""
 
     def batch(self, index: int) -> Batch:
         """One batch of an endless sequence; a function of configuration and index alone.
 
-        So a position in the data is a number: a resumed run asks for the next one, and several processes share out
-        the indices among themselves.
+        A position in the data is thus a number: a resumed run continues from it, and processes share out the indices.
         """
 
     def validate(self, model: Transformer) -> Scores:
-        """Scores on validation data, quick enough for now and then; the model is in evaluation mode."""
+        """Scores on validation data, cheap enough to repeat; the model is in evaluation mode."""
 
     def test(self, model: Transformer) -> Scores:
-        """Scores on test data, which nothing was ever chosen by; the model is in evaluation mode."""
+        """Scores on test data, which select nothing; the model is in evaluation mode."""
 
     def baselines(self) -> Scores:
-        """The same figures of what needs no model."""
+        """The same figures for methods without a model."""

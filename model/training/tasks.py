@@ -1,10 +1,10 @@
-"""A data set made ready for one run: its tokenizers, its batches, its scores.
+"""Tasks: the tokenizers, batches and scores of each data source.
 
     dates                   written-out dates → ISO 8601       exact match
     tsv, gettext, jsonl     pairs, for an encoder-decoder      loss, perplexity, BLEU, chrF
-    stdlib, text, jsonl     text, for a decoder-only model     bits per byte, perplexity, compressors beside them
+    stdlib, text, jsonl     text, for a decoder-only model     bits per byte, perplexity, compressors as baselines
 
-A new task is a class with `Task`'s members and a row in `_MAKERS`. Knows nothing of optimisers, files or progress bars.
+A new task is a class with `Task`'s members and a row in `_MAKERS`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from model.training.presets import Recipe
 from model.training.task import Criterion, Scores, Task, TaskError
 
 MAX_VALIDATION_PAIRS = 500
-"""A run under way is scored on at most so many pairs, the same ones each time."""
+"""Pairs in a validation score during a run, the same ones each time."""
 
 MAX_VALIDATION_BYTES = 64 * 1024
-"""A run under way is scored on at most so much text, the same each time."""
+"""Bytes of text in a validation score during a run, the same ones each time."""
 
 MAX_TRANSLATED_PAIRS = 2000
-"""BLEU and chrF of a finished run are of at most so many test pairs: writing takes longer than reading."""
+"""Test pairs that BLEU and chrF are computed on: generation is slower than scoring."""
 
 NUM_SCORED_DATES = 500
-"""Dates on either of the sides that are scored."""
+"""Dates in the validation and in the test score."""
 
 _DATES_SEED = 0
 _TEXTS_AT_A_TIME = 10_000
-# How much longer than its source a translation may be: Vaswani et al. (2017), section 6.1.
+# How many tokens a translation may be longer than its source: Vaswani et al. (2017), section 6.1.
 _EXTRA_TARGET_TOKENS = 50
-# What xz can look back on with its largest preset; older text would only take time.
+# The window of xz's largest preset; older text would only cost time.
 _XZ_WINDOW_BYTES = 64 * 1024 * 1024
 
 
@@ -58,7 +58,7 @@ class _Side:
     ids: Sequence[Pair]
 
     def first(self, n: int) -> _Side:
-        """At most so many, chosen by hash."""
+        """At most `n` pairs, chosen by hash."""
         if len(self.texts) <= n:
             return self
         by_text = dict(zip(self.texts, self.ids, strict=True))
@@ -69,13 +69,7 @@ class _Side:
 class PairTask:
     """Sources and targets for an encoder-decoder.
 
-    Pairs that are longer than the model's context are left out, on every side, and counted.
-
-    Args:
-        corpus: the pairs, as text.
-        tokenizers: made for them.
-        model: its context and source context are the limits.
-        train: batches and their order.
+    Pairs longer than the model's contexts are left out of every side, and counted.
 
     Raises:
         TaskError: when no pair of a side fits.
@@ -113,15 +107,15 @@ class PairTask:
         }
 
     def batch(self, index: int) -> Batch:
-        """Pairs of like lengths."""
+        """Pairs of similar length."""
         return self._buckets.batch(index)
 
     def validate(self, model: Transformer) -> Scores:
-        """Nats per target token on validation pairs, and their exponential."""
+        """Loss in nats per target token on validation pairs, and perplexity."""
         return _loss(model, self._validation.ids)
 
     def test(self, model: Transformer) -> Scores:
-        """Loss and perplexity of all test pairs, BLEU and chrF of what greedy decoding writes for the first of them."""
+        """Loss and perplexity of all test pairs; BLEU and chrF of greedy translations of `MAX_TRANSLATED_PAIRS`."""
         chosen = self._test.first(MAX_TRANSLATED_PAIRS)
         sources = [pair.source for pair in chosen.ids]
         bounds = [len(source) + _EXTRA_TARGET_TOKENS for source in sources]
@@ -134,17 +128,17 @@ class PairTask:
         }
 
     def baselines(self) -> Scores:
-        """None: nothing simple translates."""
+        """None."""
         return {}
 
 
 class DatesTask(PairTask):
-    """Written-out dates to ISO 8601: an answer is right or wrong."""
+    """Written-out dates to ISO 8601, scored by exact match."""
 
     criterion = Criterion("exact_match", higher_is_better=True)
 
     def validate(self, model: Transformer) -> Scores:
-        """Share of validation days written exactly, and nats per target token."""
+        """Share of validation dates written exactly, and loss in nats per target token."""
         reader = _reads_pairs(model)
         return {
             "exact_match": evaluate.exact_match(reader, self._validation.ids),
@@ -152,18 +146,12 @@ class DatesTask(PairTask):
         }
 
     def test(self, model: Transformer) -> Scores:
-        """Share of held-out days written exactly."""
+        """Share of held-out dates written exactly."""
         return {"exact_match": evaluate.exact_match(_reads_pairs(model), self._test.ids)}
 
 
 class TextTask:
-    """Text for a decoder-only model: documents between control tokens, one after the other, cut into rows.
-
-    Args:
-        corpus: the documents.
-        tokenizers: made for them.
-        model: its context is the longest row.
-        train: batches and their order.
+    """Text for a decoder-only model: documents between control tokens, concatenated and cut into rows.
 
     Raises:
         TaskError: when the training text is shorter than one row.
@@ -203,7 +191,7 @@ class TextTask:
         }
 
     def batch(self, index: int) -> Batch:
-        """Short rows first, because they train faster; at the end rows that fill the context, so that it is known."""
+        """Short rows first, because they train faster; at the end rows that fill the context."""
         if index // self._accumulation < self._short_steps:
             return self._short.batch(index)
         return self._long.batch(index - self._short_steps * self._accumulation)
@@ -217,7 +205,7 @@ class TextTask:
         return self._score(model, self._test)
 
     def baselines(self) -> Scores:
-        """The compressors' bits per byte on the test text, primed with as much training text as they can see."""
+        """Compressors' bits per byte on the test text, primed with as much training text as their window holds."""
         training, test = ("".join(texts).encode() for texts in (self._training, self._test))
         return asdict(evaluate.compressors(training[-_XZ_WINDOW_BYTES:], test))
 
@@ -229,10 +217,10 @@ class TextTask:
 
 
 def make_task(recipe: Recipe) -> Task:
-    """Reads the data of a recipe that has some.
+    """Reads the data of a recipe.
 
     Raises:
-        TaskError: when the data are not there, are damaged, or do not fit the model.
+        TaskError: when the data are missing, damaged, or do not fit the model.
     """
     if recipe.data is None or recipe.train is None:
         raise TaskError(f"{recipe.name} has no data to train on")
@@ -247,9 +235,9 @@ def make_task(recipe: Recipe) -> Task:
 
 
 def fit_vocabulary(model: ModelConfig, task: Task) -> ModelConfig:
-    """The configuration with the vocabularies that the tokenizers came to.
+    """The configuration with the vocabulary sizes of the tokenizers.
 
-    Two tokenizers mean two token tables, however alike they are in size.
+    Two tokenizers mean two token tables, even of equal size.
     """
     source = task.tokenizers[TOKENIZER]
     target = task.tokenizers.get(TARGET_TOKENIZER, source)
@@ -288,10 +276,8 @@ def _make_stdlib(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Ta
         split = stdlib.split()
     except FileNotFoundError as error:
         raise TaskError(str(error)) from error
-    training, validation, test = (
-        tuple(Document(*file) for file in files) for files in (split.training, split.validation, split.held_out)
-    )
-    training = sample(training, data.max_examples)
+    _, validation, test = split
+    training = sample(split.training, data.max_examples)
     facts = {
         "name": str(data.source),
         "source": stdlib.SOURCE,
@@ -334,12 +320,12 @@ def _fitting(
     limits: tuple[int, int],
     left_out: dict[str, int],
 ) -> _Side:
-    """The pairs that fit, as text and as ids; the number of others goes into `left_out`."""
+    """The pairs that fit, as text and as ids; counts the others in `left_out`."""
     sources = _encode(tokenizers.source.encode_batch, [text.source for text in texts])
     targets = _encode(tokenizers.target.encode_plain_batch, [text.target for text in texts])
     kept_texts, kept = [], []
     for text, source, target in zip(texts, sources, targets, strict=True):
-        # The decoder reads the target after its begin token, and writes it before its end token.
+        # The decoder reads the target after a begin token and writes it before an end token.
         if 1 <= len(source) <= limits[0] and len(target) < limits[1]:
             kept_texts.append(text)
             kept.append(Pair(source, target))
@@ -354,7 +340,7 @@ def _fitting(
 
 
 def _encode(encode: Callable[[Sequence[str]], list[list[int]]], texts: Sequence[str]) -> list[array[int]]:
-    """Ids of each text; a corpus of millions of pairs as Python's integers would take ten times the memory."""
+    """Ids of each text as compact arrays: Python integers take ten times the memory."""
     starts = range(0, len(texts), _TEXTS_AT_A_TIME)
     return [array("i", ids) for start in starts for ids in encode(texts[start : start + _TEXTS_AT_A_TIME])]
 
@@ -371,7 +357,7 @@ def _reads_pairs(model: Transformer) -> EncoderDecoder:
 
 
 def _at_most(max_bytes: int, texts: Sequence[Document]) -> list[str]:
-    """Documents in hash order, up to so many bytes; the last one's beginning, cut between characters."""
+    """Documents in hash order, up to `max_bytes`; the last one is cut between characters."""
     chosen: list[str] = []
     for document in in_hash_order(texts):
         if max_bytes <= 0:

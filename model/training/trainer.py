@@ -1,27 +1,20 @@
-"""A whole run: a recipe in, a checkpoint folder out, whatever happens in between.
+"""A training run: from a recipe to a checkpoint folder, with logging, evaluation, checkpoints and resuming.
 
-A run is a function of its recipe: same machine, same number of threads, same weights; interrupted at any step and
-resumed, too. Files in the folder while it runs:
+A run is a function of its recipe: on the same machine with the same number of threads it ends in the same weights, also
+when it was interrupted at any step and resumed.
 
-    curves.jsonl             grows (`model.training.curves`)
-    tensorboard/             where asked for
-    the rest                 checkpoints, and what a resumed run needs (`model.training.folder`)
-
-What an update is, `model.training.loop` knows; where several processes differ, `model.training.parallel`.
+`model.training.loop` computes an update, `parallel` connects processes, `curves` and `folder` write the files, `record`
+describes the run in run.json and in the state to resume from.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import math
-import platform
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +22,7 @@ import torch
 
 from model.nn.transformer import Transformer, build, num_parameters
 from model.spec import cost
-from model.training import curves, resume
+from model.training import curves, record, resume
 from model.training.config import TrainConfig
 from model.training.curves import CurveLog, Point
 from model.training.folder import RunFolder
@@ -43,31 +36,23 @@ from model.training.resume import Best, RunState
 from model.training.task import Scores, Task, TaskError
 from model.training.tasks import fit_vocabulary, make_task
 
-_PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "babel")
-# What the weights after a step do not depend on, or only to rounding: that much of a recipe may change on resuming.
-_FREE_SETTINGS = frozenset(
-    {"log_every", "evaluate_every", "checkpoint_every", "patience", "device", "precision", "parallelism"}
-)
-
 
 class Terminated(Exception):
-    """A signal ended the run; all that was done is saved."""
+    """A signal ended the run; its state is saved."""
 
     def __init__(self, step: int, folder: Path, number: signal.Signals) -> None:
         self.number = number
-        super().__init__(f"terminated at step {step}: saved in {folder}, --resume goes on")
+        super().__init__(f"terminated at step {step}: saved in {folder}, --resume continues")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a run came to.
+    """The result of a run.
 
-    `scores` are on test data, with the last weights, `baselines` beside them; `validation` are the last validation
-    scores and `best` those of the weights in `best/`, None where nothing was scored under way. `loss` is the training
-    loss lately, None if every update was skipped. `steps` are fewer than the recipe's where the run ended early.
-
-    `seconds` is all of the run but the baselines: reading, tokenising, steps, scoring, and the steps before a resume;
-    `step_seconds` is the steps alone.
+    `scores` and `baselines` are on test data, with the last weights. `validation` are the last validation scores;
+    `best` those of the weights in `best/`, None without evaluation during the run. `loss` is the recent training loss,
+    None if every update was skipped. `steps` are fewer than the recipe's after early stopping. `seconds` is the whole
+    run, with the time before a resume and without the baselines; `step_seconds` is the updates alone.
     """
 
     folder: Path
@@ -89,41 +74,38 @@ def train(
     reporter: Reporter,
     *,
     resume_run: bool = False,
-    tensorboard: bool = False,
     parallel: Parallel | None = None,
     make: Callable[[Recipe], Task] = make_task,
 ) -> TrainResult:
-    """Trains from fresh weights, or from where an interrupted run of the same recipe left off.
+    """Trains from fresh weights, or resumes an interrupted run of the same recipe.
 
     Args:
         recipe: with data.
-        folder: made if missing; a checkpoint in it is replaced. Every process must see the same one to resume.
+        folder: made if missing; a checkpoint in it is replaced. To resume, every process must see the same folder.
         reporter: shows progress.
-        resume_run: go on from the folder's resume file.
-        tensorboard: write TensorBoard's event files too.
-        parallel: this process among others; None is one alone.
+        resume_run: continue from the folder's resume file.
+        parallel: this process among others; None for a single process.
         make: prepares the data.
 
     Raises:
-        TaskError: before the first step, when the data are not there or do not fit the model.
-        ResumeError: when there is nothing to resume, or something else.
+        TaskError: before the first step, when the data are missing or do not fit the model.
+        ResumeError: when there is no state to resume from, or it belongs to another run.
         OSError: before the first step, when the folder cannot be written to.
-        SetupError: when the recipe does not go with this machine or these processes.
-        ParallelError: when the processes do not agree before the first step.
-        TrainingError: when the run cannot go on; the message names the checkpoint that is left.
+        SetupError: when this machine or these processes cannot run the recipe.
+        ParallelError: when the processes disagree before the first step.
+        TrainingError: when the run cannot continue; the message names the checkpoint that is left.
         Terminated: when SIGTERM or Ctrl-C ended it.
     """
     started = time.perf_counter()
     config = recipe_config(recipe)
     parallel = alone(config) if parallel is None else parallel
     task, model = prepare(recipe, reporter, parallel, make)
-    with contextlib.ExitStack() as stack:
-        interruption = Interruption()
-        run = _Run(recipe, task, model, folder, reporter, parallel, interruption)
-        parallel.check_same(run.state.identity)
-        run.begin(started, resume_run=resume_run)
-        run.open_logs(stack, tensorboard=tensorboard)
-        stack.enter_context(interruption)
+    interruption = Interruption()
+    run = _Run(recipe, task, model, folder, reporter, parallel, interruption)
+    parallel.check_same(run.state.identity)
+    run.begin(started, resume_run=resume_run)
+    run.open_curves()
+    with interruption:
         try:
             with reporter:
                 run.train()
@@ -136,10 +118,10 @@ def train(
 
 
 def recipe_config(recipe: Recipe) -> TrainConfig:
-    """How a recipe is trained.
+    """The recipe's training configuration.
 
     Raises:
-        TaskError: when it is not.
+        TaskError: when the recipe has no data or no training.
     """
     if recipe.train is None or recipe.data is None:
         raise TaskError(f"{recipe.name} has no data to train on")
@@ -149,10 +131,10 @@ def recipe_config(recipe: Recipe) -> TrainConfig:
 def prepare(
     recipe: Recipe, reporter: Reporter, parallel: Parallel, make: Callable[[Recipe], Task]
 ) -> tuple[Task, Transformer]:
-    """Reads the data, builds the model on the CPU, and says what it will cost.
+    """Reads the data, builds the model on the CPU, and reports its cost.
 
     Raises:
-        TaskError: when the data are not there or do not fit the model.
+        TaskError: when the data are missing or do not fit the model.
     """
     config = recipe_config(recipe)
     reporter.say(f"reading {recipe.data.source if recipe.data else recipe.name}")
@@ -165,7 +147,7 @@ def prepare(
 
 
 class _Run:
-    """One run's moving parts: the loop, how far it has come, and what of that is on disk."""
+    """The state of one run: the loop, its progress, and which step is saved."""
 
     def __init__(
         self,
@@ -183,16 +165,18 @@ class _Run:
         self._model = model
         self._reporter = reporter
         self._parallel = parallel
-        # Counted before the loop may cut them into pieces.
+        # Before FSDP shards the parameters.
         self._num_parameters = num_parameters(model)
         self._tokenizers = {name: tokenizer.to_json() for name, tokenizer in task.tokenizers.items()}
         self._folder = RunFolder(folder, model.config, self._tokenizers)
         self._loop = Loop(model, task.batch, self._config, parallel, stop=interruption.is_requested)
         self._meter = Meter()
-        self._points: list[Point] = []
-        self._logs: list[Callable[[Point], None]] = []
+        self._curves: CurveLog  # in the first process
         self._saved_step: int | None = None
-        self.state = RunState(identity=self._identify(), environment=self._environment())
+        self.state = RunState(
+            identity=record.identity(model.config, self._config, task, self._tokenizers),
+            environment=record.environment(parallel, self._loop.precision),
+        )
 
     @property
     def step(self) -> int:
@@ -200,7 +184,7 @@ class _Run:
         return self._loop.step
 
     def begin(self, started: float, *, resume_run: bool) -> None:
-        """Makes a clean start, or goes back to the last saved state."""
+        """Starts fresh, or restores the last saved state."""
         self._started = started
         path = self._folder.state
         if resume_run:
@@ -212,35 +196,25 @@ class _Run:
 
     def _restore(self) -> None:
         self._reporter.say(f"resuming after step {self.step}")
-        environment = self._environment()
+        environment = record.environment(self._parallel, self._loop.precision)
         if changes := resume.describe_differences(environment, self.state.environment):
-            self._reporter.say("goes on, but not bit for bit: " + "; ".join(changes))
+            self._reporter.say("resuming, but not bit for bit: " + "; ".join(changes))
         self._started -= self.state.seconds
         self._meter = Meter(**self.state.meter)
         self.state = replace(self.state, environment=environment)
         self._saved_step = self.step
 
-    def open_logs(self, stack: contextlib.ExitStack, *, tensorboard: bool) -> None:
-        """Opens the curves, in the first process; what was logged after the state that is resumed is dropped."""
-        if not self._parallel.is_first:
-            return
-        path = self._folder.path / curves.CURVES
-        self._points = curves.read(path, self.step) if self._saved_step is not None else []
-        self._curves = CurveLog(path, self._points)
-        self._logs = [self._points.append, self._curves.append]
-        if tensorboard:
-            # Brings a library along that few runs want.
-            from model.training.tensorboard import FOLDER, EventLog
-
-            events = EventLog(self._folder.path / FOLDER, self.step)
-            stack.callback(events.close)
-            self._logs.append(events.append)
+    def open_curves(self) -> None:
+        """Opens the curves in the first process; drops points after the state that is resumed."""
+        if self._parallel.is_first:
+            path = self._folder.path / curves.CURVES
+            self._curves = CurveLog(path, curves.read(path, self.step) if self._saved_step is not None else [])
 
     def train(self) -> None:
-        """Does the steps that are left.
+        """Runs the remaining steps.
 
         Raises:
-            StopRequested: when a signal came; everything is saved.
+            StopRequested: when a signal arrived; the state is saved.
         """
         try:
             while not self._is_over():
@@ -266,7 +240,7 @@ class _Run:
         )
 
     def _report(self) -> None:
-        """What is due after an update: a point of the curve, scores, a checkpoint; in this order."""
+        """Logs a point, evaluates and saves, in this order, where the step is due."""
         is_last = self.step == self._config.steps
         if is_last or self.step % self._config.log_every == 0:
             self._log()
@@ -275,7 +249,7 @@ class _Run:
             improved = self._evaluate()
         if self._is_over():
             self._log()
-        # A new best is saved with the state that knows of it: a resumed run has the best that it remembers.
+        # A new best is saved with its state, so that a resumed run refers to the best weights on disk.
         saves = self._is_over() or _is_due(self.step, self._config.checkpoint_every)
         if saves or (improved and self._config.checkpoint_every):
             self._save(best=improved)
@@ -283,7 +257,7 @@ class _Run:
             self._write_best(self._whole_weights())
 
     def _log(self) -> None:
-        """A point of the curve over the steps since the last one, if there were any."""
+        """Adds a point of the curve over the steps since the last one, if there are any."""
         if not self._meter.num_steps:
             return
         point = self._meter.point()
@@ -303,13 +277,13 @@ class _Run:
         self._meter = Meter()
 
     def _append(self, point: Point) -> None:
-        self._parallel.on_first(lambda: [append(point) for append in self._logs])
+        self._parallel.on_first(lambda: self._curves.append(point))
 
     def _evaluate(self) -> bool:
-        """Scores on validation data; whether they are the best of the run."""
+        """Scores the model on validation data; returns whether it is the best of the run."""
         with self._parallel.evaluating(self._model):
-            # Rounding may differ between processes, but what follows from a score must not.
-            scores = _json_scores(self._parallel.broadcast(dict(self._task.validate(self._model))))
+            # Rounding may differ between processes; decisions based on a score must not.
+            scores = record.json_scores(self._parallel.broadcast(dict(self._task.validate(self._model))))
         self._append({"step": self.step, "scores": scores})
         self._reporter.say(f"step {self.step}: {_describe(scores)}")
         criterion, best = self._task.criterion, self.state.best
@@ -326,14 +300,14 @@ class _Run:
         return True
 
     def _save(self, *, best: bool) -> None:
-        """Writes the checkpoint and the state to resume from, all processes taking part; also the best, if it is."""
+        """Writes the checkpoint and the resume state, and the best checkpoint if it is one; a collective call."""
         weights = self._whole_weights()
         optimizer_state = self._parallel.whole(resume.optimizer_tensors(self._loop.optimizers))
         scaler = self._loop.scaler
         self.state = replace(
             self.state, meter=asdict(self._meter), scaler=None if scaler is None else scaler.state_dict()
         )
-        # The best first: killed in between, a resumed run comes to the same best again and writes it again.
+        # The best first: if killed in between, a resumed run reaches the same best and writes it again.
         if best:
             self._write_best(weights)
 
@@ -351,21 +325,21 @@ class _Run:
         return self._parallel.whole(dict(self._model.named_parameters()))
 
     def describe_saved(self) -> str:
-        """What is left of a run that cannot go on."""
+        """Which step a run that failed can be resumed from."""
         if self._saved_step is None:
             return "nothing of this run was saved"
-        return f"{self._folder.path} holds step {self._saved_step}, --resume goes on from there"
+        return f"{self._folder.path} holds step {self._saved_step}, --resume continues from there"
 
     def finish(self) -> TrainResult:
-        """Scores the last weights on test data, draws the curves, and drops what only a resumed run would need."""
+        """Scores the last weights on test data, draws the curves, deletes the resume state."""
         self._reporter.say("scoring on test data")
         with self._parallel.evaluating(self._model):
-            scores = _json_scores(self._parallel.broadcast(dict(self._task.test(self._model))))
+            scores = record.json_scores(self._parallel.broadcast(dict(self._task.test(self._model))))
         seconds = time.perf_counter() - self._started
         baselines: Scores = {}
         if self._parallel.is_first:
             self._reporter.say("measuring the baselines")
-            baselines = _json_scores(self._task.baselines())
+            baselines = record.json_scores(self._task.baselines())
         if self.state.best is not None:
             best = self.state.best
             self._reporter.say(f"best is step {best.step}: {_describe(best.scores)}; in {self._folder.best}")
@@ -393,67 +367,22 @@ class _Run:
             "baselines": dict(result.baselines),
         }
         title = f"{self._recipe.name}: {self._num_parameters:,} parameters"
-        self._folder.finish(self._points, title, {**self._manifest(), **finished})
+        self._folder.finish(self._curves.points, title, {**self._manifest(), **finished})
 
     def _manifest(self) -> dict[str, Any]:
-        """run.json as of now."""
-        state = self.state
-        return {
-            "recipe": self._recipe.name,
-            "data": dict(self._task.facts),
-            "train": self._config.to_dict(),
-            "step": self.step,
-            "steps": self._config.steps,
-            "finished": False,
-            "precision": str(self._loop.precision),
-            "device": str(self._parallel.device.type),
-            "world_size": self._parallel.world_size,
-            "num_threads": torch.get_num_threads(),
-            "environment": dict(state.environment),
-            "num_parameters": self._num_parameters,
-            "num_target_tokens": state.num_target_tokens,
-            "num_skipped": state.num_skipped[0],
-            "train_seconds": time.perf_counter() - self._started,
-            "step_seconds": state.seconds,
-            "loss": state.loss,
-            "validation": dict(state.validation),
-            "best": None if state.best is None else {"step": state.best.step, "validation": dict(state.best.scores)},
-            "scores": {},
-            "baselines": {},
-            "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
-        }
-
-    def _identify(self) -> dict[str, Any]:
-        settings = {key: value for key, value in self._config.to_dict().items() if key not in _FREE_SETTINGS}
-        return {
-            **{f"model.{key}": value for key, value in self._model.config.to_dict().items()},
-            **{f"train.{key}": value for key, value in settings.items()},
-            "data": self._task.facts["sha256"],
-            **{name: hashlib.sha256(text.encode()).hexdigest() for name, text in self._tokenizers.items()},
-        }
-
-    def _environment(self) -> dict[str, Any]:
-        device = self._parallel.device
-        is_cpu = device.type == "cpu"
-        return {
-            "torch": version("torch"),
-            "device": torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device),
-            "num_threads": torch.get_num_threads(),
-            "precision": str(self._loop.precision),
-            "world_size": self._parallel.world_size,
-        }
+        return record.manifest(
+            self._recipe,
+            self._task.facts,
+            self._config,
+            self.state,
+            num_parameters=self._num_parameters,
+            seconds=time.perf_counter() - self._started,
+            device=self._parallel.device.type,
+        )
 
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _json_scores(scores: Scores) -> dict[str, float | str]:
-    """Scores as JSON can hold them: one that is no finite number becomes a text."""
-    return {
-        name: score if isinstance(score, str) else float(score) if math.isfinite(score) else str(score)
-        for name, score in scores.items()
-    }
 
 
 def _describe(scores: Scores) -> str:

@@ -24,8 +24,8 @@ import onnxruntime as ort
 import pytest
 
 from export.emit import emit
+from export.fusion import fuse_file
 from export.graphs import DecoderGraph, EncoderGraph
-from export.operators import use_own_file
 from export.quantize import quantize_file
 from export.quantize_kv import calibrate, quantize_kv_file, quantize_sources_file
 from model import kernels
@@ -134,7 +134,7 @@ def _session(
         if kv_precision is KV_INT8:
             _quantize_kv(path, config)
         quantize_file(path, precision)
-        use_own_file(path)
+        fuse_file(path)
         return _open(path, by_kernels=by_kernels)
 
 

@@ -89,10 +89,10 @@ def test_a_run_goes_on_in_another_number_of_processes(kind: str, measured: tuple
     reporter = Quiet()
     # Two processes stopped at step 5; one goes on.
     run(make_resumable(kind), folder / f"{kind}-from-two", resume_run=True, reporter=reporter)
-    assert "goes on, but not bit for bit: world_size is 1, was 2" in reporter.lines
+    assert "resuming, but not bit for bit: world_size is 1, was 2" in reporter.lines
     assert_close(folder / "whole", folder / f"{kind}-from-two")
     # One process stopped there; two went on.
-    assert said["resumed"][kind] == ["goes on, but not bit for bit: world_size is 2, was 1"]
+    assert said["resumed"][kind] == ["resuming, but not bit for bit: world_size is 2, was 1"]
     assert_close(folder / "whole", folder / f"{kind}-from-one")
     assert checkpoint.load(folder / f"{kind}-from-one").training["world_size"] == 2
 
@@ -128,7 +128,7 @@ def test_a_write_that_fails_in_the_first_process_ends_both(measured: tuple[dict[
     first, second = measured[0]["disk_full"]
     assert "os error 27" in first
     assert "process 0: " in second
-    assert all("holds step 2, --resume goes on from there" in line for line in (first, second))
+    assert all("holds step 2, --resume continues from there" in line for line in (first, second))
 
 
 def test_processes_with_other_data_are_told_so(measured: tuple[dict[str, Any], Path]) -> None:

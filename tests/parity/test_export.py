@@ -19,7 +19,7 @@ from onnx import numpy_helper
 
 from export import golden_cases
 from export.__main__ import main
-from export.exporter import _locked, export
+from export.exporter import export
 from export.graphs import unsupported
 from export.operators import (
     ADD_LAYER_NORM,
@@ -32,6 +32,7 @@ from export.operators import (
     LINEAR,
     SWIGLU,
 )
+from export.staging import locked
 from export.verify import Verdict, replay, verify
 from model import checkpoint
 from model.checkpoint import WEIGHTS
@@ -456,7 +457,7 @@ def test_export_clears_what_a_killed_one_left_and_gives_back_what_it_had_put_asi
     (models / ".tiny.export-busy").mkdir()
     (models / ".tiny-other.export-killed").mkdir()
     source.model.final_norm.weight.data[0] = torch.nan
-    with _locked(models / ".tiny.export-busy"), pytest.raises(golden_cases.GoldenCaseError):
+    with locked(models / ".tiny.export-busy"), pytest.raises(golden_cases.GoldenCaseError):
         export(source, models / "tiny", Device.CPU, Precision.FP32, lambda _: None)
     assert {path.name for path in models.iterdir()} == {"tiny", ".tiny.export-busy", ".tiny-other.export-killed"}
     artifact.load(models / "tiny")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from export.fusion import fuse
 from export.operators import (
     ADD_LAYER_NORM,
     ADD_RMS_NORM,
@@ -30,7 +31,6 @@ from export.operators import (
     add_functions,
     pack_int4_panels,
     pack_int4_scales,
-    use_own,
 )
 from export.quantize import quantize
 from model.spec.artifact import Precision
@@ -256,7 +256,7 @@ def test_gelu_of_a_product_is_one_operator_with_it(kind: str, biased: bool) -> N
     before = _gelu_graph(kind, biased=biased)
     after = onnx.ModelProto()
     after.CopyFrom(before)
-    use_own(after)
+    fuse(after)
     add_functions(after)
     assert [node.op_type for node in after.graph.node] == [name_of(kind, biased=biased, gelu=True)]
     x = np.random.default_rng(1).standard_normal((5, 64)).astype(np.float32)
@@ -276,7 +276,7 @@ def test_gelu_stays_by_itself_where_it_must(reason: str) -> None:
         model.graph.output.append(helper.make_tensor_value_info("product", TensorProto.FLOAT, None))
     if reason == "no product":
         product.CopyFrom(helper.make_node("Neg", ["x"], ["product"]))
-    use_own(model)
+    fuse(model)
     assert [node.op_type for node in model.graph.node][:2] == [product.op_type, gelu.op_type] == [product.op_type, GELU]
 
 

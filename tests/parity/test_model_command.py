@@ -12,6 +12,7 @@ import pytest
 from model import checkpoint
 from model.__main__ import main
 from model.data import stdlib
+from model.data.corpus import Document
 from model.spec.tokenizer import Tokenizer
 from model.training.loop import TrainingError
 from model.training.parallel import Parallel, ParallelError
@@ -83,7 +84,7 @@ def test_training_stdlib_reaches_the_whole_context(
 ) -> None:
     source = Path(stdlib.__file__).read_text(encoding="utf-8")
     texts = {"a": source, "b": source[:1000], "c": source[:900]}
-    small = stdlib.Split(*((stdlib.SourceFile(f"{name}.py", text),) for name, text in texts.items()))
+    small = stdlib.Split(*((Document(f"{name}.py", text),) for name, text in texts.items()))
     monkeypatch.setattr(stdlib, "split", lambda: small)
     overrides = ["vocab_size=300", "context=64", "row_tokens=16", "batch_tokens=64", "steps=4", "long_fraction=0.5"]
     arguments = [argument for override in overrides for argument in ("--set", override)]

@@ -19,7 +19,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks import graphs, quality
 from export.__main__ import main
-from export.exporter import ParityError, export
+from export.exporter import export
+from export.job import ParityError
 from export.operators import (
     ATTENTION,
     BIASED,

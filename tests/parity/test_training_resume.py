@@ -100,7 +100,7 @@ def test_other_surroundings_are_named_and_gone_on_in(tmp_path: Path) -> None:
     other = replace(recipe, train=replace(recipe.train, precision="bf16", log_every=1, evaluate_every=3))
     reporter = Quiet()
     run(other, tmp_path, resume_run=True, reporter=reporter)
-    assert 'goes on, but not bit for bit: precision is "bf16", was "fp32"' in reporter.lines
+    assert 'resuming, but not bit for bit: precision is "bf16", was "fp32"' in reporter.lines
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_signal_ends_the_run_after_the_step_with_everything_saved(number: sign
     run(recipe, tmp_path / "whole")
     with pytest.raises(Terminated) as caught:
         run(recipe, tmp_path / "resumed", at={7: lambda: signal.raise_signal(number)})
-    assert str(caught.value) == f"terminated at step 7: saved in {tmp_path / 'resumed'}, --resume goes on"
+    assert str(caught.value) == f"terminated at step 7: saved in {tmp_path / 'resumed'}, --resume continues"
     assert caught.value.number == number
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert checkpoint.load(tmp_path / "resumed").training["step"] == 7
@@ -179,13 +179,13 @@ CASES = {
     "terminated": Case(
         lambda child: child.terminate(),
         128 + signal.SIGTERM,
-        "terminated at step {step}: saved in {folder}, --resume goes on",
+        "terminated at step {step}: saved in {folder}, --resume continues",
     ),
     # A file can get no larger than half its weights are: a real write fails, in the middle.
     "disk-full": Case(
         lambda child: resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (60_000, 60_000)),
         1,
-        "File too large (os error 27); {folder} holds step {step}, --resume goes on from there",
+        "File too large (os error 27); {folder} holds step {step}, --resume continues from there",
     ),
 }
 

@@ -106,7 +106,7 @@ def test_files_too_few_to_keep_some_apart_are_each_split_and_people_are_told(tmp
     corpus = load(*paths)
     assert len(corpus.training) == len(corpus.validation) == len(corpus.test) == 2
     assert corpus.facts["split_by"] == "end of each file"
-    assert corpus.notes == ("2 files are too few to keep some apart: each is split near its end",)
+    assert corpus.notes == ("2 files are too few for one per side: each is split near its end",)
 
 
 def test_paths_of_their_own_replace_fractions_and_copies_are_not_trained_on(tmp_path: Path, folder: str) -> None:

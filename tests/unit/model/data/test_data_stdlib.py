@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from model.data import stdlib
+from model.data.corpus import Document
 
 
 @pytest.fixture
@@ -17,8 +18,8 @@ def library(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def paths(files: tuple[stdlib.SourceFile, ...]) -> set[str]:
-    return {file.path for file in files}
+def paths(files: tuple[Document, ...]) -> set[str]:
+    return {file.name for file in files}
 
 
 def test_the_running_pythons_library_splits_into_disjoint_parts() -> None:
@@ -96,7 +97,7 @@ def test_text_keeps_its_line_ends(library: Path) -> None:
     (library / "module0.py").write_bytes(b"a = 1\r\nb = 2\n")
     split = stdlib.split(library)
     every = (*split.training, *split.validation, *split.held_out)
-    (file,) = (file for file in every if file.path == "module0.py")
+    (file,) = (file for file in every if file.name == "module0.py")
     assert file.text == "a = 1\r\nb = 2\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -69,6 +70,15 @@ def _with_config(**changes: Any) -> Break:
     return lambda folder: write_json(folder / "config.json", {**CONFIG, **changes})
 
 
+def _with_generation(changes: dict[str, Any]) -> Break:
+    return lambda folder: write_json(folder / "generation_config.json", {**GENERATION, **changes})
+
+
+def _link_tokenizer(folder: Path) -> None:
+    shutil.move(folder / "tokenizer.json", folder.parent / "t.json")
+    (folder / "tokenizer.json").symlink_to(folder.parent / "t.json")
+
+
 def _with_index(change: Callable[[dict[str, str]], object]) -> Break:
     def apply(folder: Path) -> None:
         path = folder / "model.safetensors.index.json"
@@ -99,209 +109,111 @@ def _pickled(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": 1}))
 
 
-Q_BIAS = "model.layers.0.self_attn.q_proj.bias"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
-# One wrong thing at a time: how to break a good folder, whether it is sharded, and what must be said of it.
-WRONG: dict[str, tuple[Break, bool, str]] = {
-    "missing-config": (lambda folder: (folder / "config.json").unlink(), False, "config.json is missing"),
-    "config-that-is-no-json": (lambda folder: (folder / "config.json").write_text("{"), False, "config.json: "),
-    "unknown-model": (_with_config(model_type="mamba"), False, "model_type is 'mamba', must be one of llama, mistral"),
-    "another-head": (
-        _with_config(architectures=["LlamaForSequenceClassification"]),
-        False,
+INDEX = "model.safetensors.index.json"
+
+CONFIG_PROBLEMS: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "mamba"}, "model_type is 'mamba', must be one of llama, mistral"),
+    (
+        {"architectures": ["LlamaForSequenceClassification"]},
         "architectures is ['LlamaForSequenceClassification'], llama must be ['LlamaForCausalLM']",
     ),
-    "quantised": (
-        _with_config(quantization_config={"quant_method": "gptq", "bits": 4}),
-        False,
-        "quantization_config is 'gptq'",
-    ),
-    "unknown-rope": (
-        _with_config(rope_scaling={"rope_type": "longrope", "factor": 2.0}),
-        False,
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config is 'gptq'"),
+    (
+        {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
         "rope_type is 'longrope', must be one of default, linear, dynamic, llama3, yarn",
     ),
-    "rope-without-factor": (
-        _with_config(rope_scaling={"type": "linear"}),
-        False,
-        "config.json: rope_scaling lacks factor",
-    ),
-    "rope-in-two-places": (
-        _with_config(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default"}),
-        False,
+    ({"rope_scaling": {"type": "linear"}}, "config.json: rope_scaling lacks factor"),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
         "rope_parameters and rope_scaling are both there and differ",
     ),
-    "rope-by-layer": (
-        _with_config(rope_parameters={"full_attention": {"rope_type": "default"}}),
-        False,
-        "rope_parameters differs from layer to layer",
-    ),
-    "half-turned-heads": (_with_config(partial_rotary_factor=0.5), False, "partial_rotary_factor is 0.5"),
-    "unknown-activation": (_with_config(hidden_act="gelu"), False, "hidden_act is 'gelu', must be one of silu, swish"),
-    "layers-of-two-kinds": (_with_config(layer_types=["full_attention"] * 2), False, "llama layers are all alike"),
-    "size-that-is-none": (
-        _with_config(hidden_size="24"),
-        False,
-        "hidden_size is '24', must be a whole number of at least 1",
-    ),
-    "heads-that-do-not-divide": (
-        _with_config(num_key_value_heads=2),
-        False,
-        "num_attention_heads 3 is not a multiple of num_key_value_heads 2",
-    ),
-    "layers-beyond-reason": (_with_config(num_hidden_layers=10**9), False, "num_hidden_layers is 1000000000, must be"),
-    "a-context-that-no-table-can-have": (
-        _with_config(max_position_embeddings=10**12),
-        False,
-        "max_position_embeddings is 1000000000000, must be at most 4194304",
-    ),
-    "a-number-that-no-float-can-have": (_with_config(rope_theta=10**400), False, "must be a finite number"),
-    "a-number-that-is-none": (_with_config(rms_norm_eps=float("nan")), False, "rms_norm_eps is nan, must be a finite"),
-    "end-outside-the-vocabulary": (
-        lambda folder: write_json(folder / "generation_config.json", {"eos_token_id": [2, 270]}),
-        False,
-        "eos_token_id is 270, must be in [0, 270)",
-    ),
-    "bad-words-of-two-tokens": (
-        lambda folder: write_json(folder / "generation_config.json", {**GENERATION, "bad_words_ids": [[4, 5]]}),
-        False,
-        "bad_words_ids is [[4, 5]], only words of one token are supported",
-    ),
-    "words-outside-the-vocabulary": (
-        lambda folder: write_json(folder / "generation_config.json", {**GENERATION, "bad_words_ids": [[270]]}),
-        False,
-        "bad_words_ids or suppress_tokens is 270, must be in [0, 270)",
-    ),
-    "biased-sequences": (
-        lambda folder: write_json(folder / "generation_config.json", {**GENERATION, "sequence_bias": [[[1], 2.0]]}),
-        False,
-        "generation_config.json: sequence_bias is",
-    ),
-    "missing-weights": (lambda folder: (folder / "model.safetensors").unlink(), False, "neither model.safetensors nor"),
-    "pickled-weights": (_pickled, False, "weights are in ['pytorch_model.bin']: pickled files can run programs"),
-    "damaged-weights": (
-        lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64),
-        False,
-        "model.safetensors: ",
-    ),
-    "cut-off-weights": (
-        lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100]),
-        False,
-        "model.safetensors: ",
-    ),
-    "missing-shard": (lambda folder: (folder / SHARDS[1]).unlink(), True, f"{SHARDS[1]} is missing"),
-    "index-that-lacks-a-key": (
-        _with_index(lambda placed: placed.pop(Q_PROJ)),
-        True,
-        f"has {Q_PROJ}, which model.safetensors.index.json does not put there",
-    ),
-    "index-with-a-key-too-much": (
-        _with_index(lambda placed: placed.update({"model.extra": SHARDS[0]})),
-        True,
-        f"{SHARDS[0]} lacks model.extra",
-    ),
-    "index-without-a-map": (
-        lambda folder: write_json(folder / "model.safetensors.index.json", {"metadata": {}}),
-        True,
-        "weight_map is None, must be an object of file names",
-    ),
-    "path-upwards": (
-        _with_index(lambda placed: placed.update({Q_PROJ: "../other/model.safetensors"})),
-        True,
-        "'../other/model.safetensors' leaves the folder",
-    ),
-    "absolute-path": (
-        _with_index(lambda placed: placed.update({Q_PROJ: "/etc/passwd"})),
-        True,
-        "'/etc/passwd' leaves the folder",
-    ),
-    "path-downwards": (
-        _with_index(lambda placed: placed.update({Q_PROJ: f"deeper/{SHARDS[0]}"})),
-        True,
-        f"'deeper/{SHARDS[0]}' leaves the folder",
-    ),
-    "link-outside": (_link_outside, True, f"{SHARDS[0]}' leaves the folder"),
-    "two-sets-of-weights": (
-        lambda folder: save_file(llama_tensors(), folder / "model.safetensors"),
-        True,
-        "both model.safetensors and model.safetensors.index.json are there",
-    ),
-    "missing-key": (
-        _with_tensors(lambda tensors: tensors.pop(Q_PROJ)),
-        False,
-        f"the weights lack {Q_PROJ} [48, 24]",
-    ),
-    "missing-head": (
-        _with_tensors(lambda tensors: tensors.pop("lm_head.weight")),
-        False,
-        "the weights lack lm_head.weight [270, 24]",
-    ),
-    "extra-key": (
-        _with_tensors(
-            lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(48, "float32")})
-        ),
-        False,
-        "model.safetensors has unexpected model.layers.0.self_attn.q_proj.bias [48]",
-    ),
-    "extra-layer": (
-        _with_tensors(
-            lambda tensors: tensors.update({"model.layers.2.input_layernorm.weight": np.zeros(24, "float32")})
-        ),
-        False,
-        "unexpected model.layers.2.input_layernorm.weight",
-    ),
-    "wrong-shape": (
-        _with_tensors(lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].T.copy()})),
-        False,
-        f"{Q_PROJ} is [24, 48], must be [48, 24]",
-    ),
-    "wrong-dtype": (
-        _with_tensors(lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].astype("int8")})),
-        False,
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters differs from layer to layer"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu', must be one of silu, swish"),
+    ({"layer_types": ["full_attention"] * 2}, "llama layers are all alike"),
+    ({"hidden_size": "24"}, "hidden_size is '24', must be a whole number of at least 1"),
+    ({"num_key_value_heads": 2}, "num_attention_heads 3 is not a multiple of num_key_value_heads 2"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, must be"),
+    ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000, must be at most 4194304"),
+    ({"rope_theta": 10**400}, "must be a finite number"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, must be a finite"),
+    ({"vocab_size": 260}, "the model embeds 260"),
+]
+GENERATION_PROBLEMS: list[tuple[dict[str, Any], str]] = [
+    ({"eos_token_id": [2, 270]}, "eos_token_id is 270, must be in [0, 270)"),
+    ({"bad_words_ids": [[4, 5]]}, "bad_words_ids is [[4, 5]], only words of one token are supported"),
+    ({"bad_words_ids": [[270]]}, "bad_words_ids or suppress_tokens is 270, must be in [0, 270)"),
+    ({"sequence_bias": [[[1], 2.0]]}, "generation_config.json: sequence_bias is"),
+]
+# A change to the tensors of the only file.
+TENSOR_PROBLEMS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda tensors: tensors.pop(Q_PROJ), f"the weights lack {Q_PROJ} [48, 24]"),
+    (lambda tensors: tensors.pop("lm_head.weight"), "the weights lack lm_head.weight [270, 24]"),
+    (lambda tensors: tensors.update({f"{Q_PROJ}_b": np.zeros(48, "float32")}), f"has unexpected {Q_PROJ}_b [48]"),
+    (lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].T.copy()}), f"{Q_PROJ} is [24, 48], must be [48, 24]"),
+    (
+        lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].astype("int8")}),
         f"{Q_PROJ} is I8, must be F32, F16, BF16",
     ),
-    "double-precision": (
-        _with_tensors(lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].astype("float64")})),
-        False,
-        f"{Q_PROJ} is F64",
-    ),
-    "missing-tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), False, "tokenizer.json is missing"),
-    "tokenizer-that-is-none": (
-        lambda folder: (folder / "tokenizer.json").write_text("{}"),
-        False,
-        "tokenizer.json: ",
-    ),
-    "tokenizer-too-large": (_with_config(vocab_size=260), False, "the model embeds 260"),
-    "template-that-does-not-compile": (
+    (lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].astype("float64")}), f"{Q_PROJ} is F64"),
+]
+# What the index says of where tensors are.
+INDEX_PROBLEMS: list[tuple[Callable[[dict[str, str]], object], str]] = [
+    (lambda placed: placed.pop(Q_PROJ), f"has {Q_PROJ}, which {INDEX} does not put there"),
+    (lambda placed: placed.update({"model.extra": SHARDS[0]}), f"{SHARDS[0]} lacks model.extra"),
+    (lambda placed: placed.update({Q_PROJ: "../other/model.safetensors"}), "'../other/model.safetensors' leaves the"),
+    (lambda placed: placed.update({Q_PROJ: "/etc/passwd"}), "'/etc/passwd' leaves the folder"),
+    (lambda placed: placed.update({Q_PROJ: f"deeper/{SHARDS[0]}"}), f"'deeper/{SHARDS[0]}' leaves the folder"),
+]
+FILE_PROBLEMS: list[tuple[Break, str]] = [
+    (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
+    (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    (_pickled, "weights are in ['pytorch_model.bin']: pickled files can run programs"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64), "model.safetensors: "),
+    (lambda folder: os.truncate(folder / "model.safetensors", 2000), "model.safetensors: Error"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+    (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json: "),
+    (_link_tokenizer, "tokenizer.json is a link out of the folder"),
+    (
         lambda folder: (folder / "chat_template.jinja").write_text("{% for message in %}"),
-        False,
         "chat template: cannot be compiled",
     ),
-    "template-that-spells-a-mark": (
+    (
         lambda folder: (folder / "chat_template.jinja").write_text("{{ messages[0].content.replace('\\ufdd1', '') }}"),
-        False,
         "chat template: has U+FDD1, which no text may hold",
     ),
-    "an-adapter": (
-        lambda folder: write_json(folder / "adapter_config.json", {}),
-        False,
-        "adapter_config.json: an adapter is no model",
+    (lambda folder: write_json(folder / "adapter_config.json", {}), "adapter_config.json: an adapter is no model"),
+]
+SHARD_PROBLEMS: list[tuple[Break, str]] = [
+    (lambda folder: (folder / SHARDS[1]).unlink(), f"{SHARDS[1]} is missing"),
+    (
+        lambda folder: write_json(folder / INDEX, {"metadata": {}}),
+        "weight_map is None, must be an object of file names",
     ),
-    "a-link-for-a-configuration": (
-        lambda folder: (
-            shutil.move(folder / "tokenizer.json", folder.parent / "t.json"),
-            (folder / "tokenizer.json").symlink_to(folder.parent / "t.json"),
-        ),
-        False,
-        "tokenizer.json is a link out of the folder",
-    ),
+    (_link_outside, f"{SHARDS[0]}' leaves the folder"),
+    (lambda folder: save_file(llama_tensors(), folder / "model.safetensors"), f"both model.safetensors and {INDEX}"),
+]
+# How to break a good folder, and what must be reported.
+WRONG = {
+    said: (spoil, is_sharded)
+    for is_sharded, problems in (
+        (False, [(_with_config(**changes), said) for changes, said in CONFIG_PROBLEMS]),
+        (False, [(_with_generation(changes), said) for changes, said in GENERATION_PROBLEMS]),
+        (False, [(_with_tensors(change), said) for change, said in TENSOR_PROBLEMS]),
+        (True, [(_with_index(change), said) for change, said in INDEX_PROBLEMS]),
+        (False, FILE_PROBLEMS),
+        (True, SHARD_PROBLEMS),
+    )
+    for spoil, said in problems
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_folder_with_one_thing_wrong_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
-    spoil, sharded, said = WRONG[name]
-    folder = write_folder(tmp_path / "folder", sharded=sharded)
+@pytest.mark.parametrize("said", WRONG)
+def test_folder_with_one_thing_wrong_is_refused_by_its_name(tmp_path: Path, said: str) -> None:
+    spoil, is_sharded = WRONG[said]
+    folder = write_folder(tmp_path / "folder", sharded=is_sharded)
     plan(folder)
     spoil(folder)
     problems = problems_of(folder)
