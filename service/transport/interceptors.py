@@ -192,7 +192,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             try:
                 claim(_caller(allowance, context), context.peer())
             except RateLimited:
-                allowance.give_back()
+                allowance.refund()
                 raise
             yield allowance
 
