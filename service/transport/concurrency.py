@@ -13,10 +13,8 @@ from typing import Any
 import grpc
 
 from service.transport.places import REFUSAL_SECONDS, Places
-from service.transport.sending import abort
+from service.transport.sending import Context, abort
 from service.transport.status import Status
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 # What HTTP/2 counts for each header besides its name and its value (RFC 9113, 6.5.2).
 _HEADER_BYTES = 32

@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
-
-import grpc
 
 from model.spec.tokenizer import Tokenizer
 from onward.v1 import generation_pb2 as pb
@@ -23,8 +20,7 @@ from service.generator import Accepted, Finished, GenerateCall, Generator, Outco
 from service.process.text_pool import LONG_BYTES, TextPool
 from service.repository.models import Models, ServedModel, check_ids, text_size
 from service.transport import codec
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from service.transport.sending import Context
 
 
 class GenerationServicer(GenerationServiceServicer):

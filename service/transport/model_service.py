@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
-
-import grpc
 
 from model.spec.artifact import Device
 from model.spec.config import Architecture
@@ -15,8 +12,7 @@ from onward.v1.model_pb2_grpc import ModelServiceServicer
 from service.config import ServeConfig
 from service.repository.library import Library
 from service.repository.models import Models, ModelState, Parity, ServedModel
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from service.transport.sending import Context
 
 FAMILIES: Mapping[Architecture, pb.ModelFamily.ValueType] = {
     Architecture.DECODER_ONLY: pb.MODEL_FAMILY_DECODER_ONLY,

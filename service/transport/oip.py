@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-import grpc
-
 from onward.inference import open_inference_pb2 as oip
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from service.config import RequestLimits
@@ -38,9 +36,8 @@ from service.transport.oip_codec import (
     metadata,
     renamed,
 )
+from service.transport.sending import Context
 from service.transport.status import to_status
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVER_NAME = "onward"
 EXTENSIONS = ("model_repository", EMPTY_FINAL)

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor import FieldDescriptor as _Type
+from google.protobuf.message import DecodeError
 
 from service.config import RequestLimits
 from service.errors import InvalidRequest, PromptTooLong
@@ -106,11 +108,22 @@ class WireLimits:
             try:
                 yield from _walk(data, self._requests[path], self._max_fields)
             except (IndexError, _Malformed) as error:
-                raise malformed(data) from error
+                raise _malformed(data) from error
 
 
-def malformed(data: bytes) -> InvalidRequest:
-    """The error for bytes that are no message of the method's type."""
+def parse(deserialize: Callable[[bytes], Any], data: bytes) -> Any:
+    """A message of a method's type.
+
+    Raises:
+        InvalidRequest: for bytes that are none.
+    """
+    try:
+        return deserialize(data)
+    except DecodeError as error:
+        raise _malformed(data) from error
+
+
+def _malformed(data: bytes) -> InvalidRequest:
     return InvalidRequest("request", f"{len(data)} bytes", "must be a message of the method's type")
 
 

@@ -236,7 +236,7 @@ async def test_a_stream_that_is_sent_an_answer_is_not_silent() -> None:
 
     class Reading(Context):
         async def write(self, message: bytes) -> None:
-            in_flight.extend(stream.num_in_flight for stream in interceptor._receiver._streams)
+            in_flight.extend(stream.num_in_flight for stream in interceptor._streams)
 
     async def handler(requests: Any, _: Any) -> AsyncGenerator[bytes, None]:
         yield b"a"
@@ -250,7 +250,7 @@ async def test_a_stream_is_not_silent_from_the_request_that_comes_until_it_is_wo
     num_in_flight = []
 
     def look() -> None:
-        num_in_flight.extend(stream.num_in_flight for stream in interceptor._receiver._streams)
+        num_in_flight.extend(stream.num_in_flight for stream in interceptor._streams)
 
     def parse(data: bytes) -> bytes:
         look()
