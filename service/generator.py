@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -196,13 +196,15 @@ class Generator:
             _require_complete(request, reasons, f"{len(logprobs)} scores", seen[-1].timings)
             return Score(task.scored_token_ids, tuple(logprobs), task.num_bytes)
 
-    def refused(self, model_name: str, error: RequestError) -> None:
-        """Counts a request that was refused before it became a call, if it names a served model."""
+    @contextmanager
+    def counting_refusal(self, model_name: str) -> Iterator[None]:
+        """Counts a `RequestError` of the block as a refusal by the model, if it is served."""
         try:
-            model = self._models.resolve(model_name)
-        except UnknownModel:
-            return
-        self._engine.refused(model.name, error)
+            yield
+        except RequestError as error:
+            with suppress(UnknownModel):
+                self._engine.refused(self._models.resolve(model_name).name, error)
+            raise
 
     @contextmanager
     def _admitted(self, model_name: str, request_id: str) -> Iterator[tuple[ServedModel, Admission]]:

@@ -202,19 +202,13 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         return oip.RepositoryModelUnloadResponse()
 
     def _decode(self, request: oip.ModelInferRequest) -> InferCall:
-        try:
+        with self._generator.counting_refusal(request.model_name):
             check_version(request.model_version)
             return decode_infer(request, self._limits)
-        except RequestError as error:
-            self._generator.refused(request.model_name, error)
-            raise
 
     def _run(self, call: InferCall, time_remaining: float | None, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
-        try:
+        with self._generator.counting_refusal(call.request.model):
             decoded = codec.decode_generate(call.request, self._limits)
-        except RequestError as error:
-            self._generator.refused(call.request.model, error)
-            raise
         return self._generator.run(decoded, time_remaining, is_streamed=is_streamed)
 
     async def _stream(
