@@ -1,8 +1,8 @@
-"""Errors to gRPC statuses: one table, total over the error tree, with machine-readable details where they help.
+"""Errors to gRPC statuses: one table, total over the error tree, with machine-readable details.
 
-Clients find `google.rpc.BadRequest` with an invalid field, `google.rpc.RetryInfo` with an overload or a used-up
-allowance, and beside that a `google.rpc.ErrorInfo` with what was predicted where a deadline cannot be met, through
-`grpc_status.rpc_status`. Whatever is not a `RequestError` becomes INTERNAL with an opaque id; the log has the rest.
+Clients read them with `grpc_status.rpc_status`: `google.rpc.BadRequest` for an invalid field, `google.rpc.RetryInfo`
+for an overload or a used-up allowance, `google.rpc.ErrorInfo` with the predicted times of an unreachable deadline. Any
+error that is no `RequestError` becomes INTERNAL with an opaque id, which the log explains.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _DOMAIN = "onward"
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a client sees of an error: code, message, and details as trailing metadata."""
+    """Code, message, and details as trailing metadata."""
 
     code: grpc.StatusCode
     message: str
@@ -72,7 +72,7 @@ class Status:
 
 
 def to_status(error: BaseException) -> Status:
-    """The status for an error that ended a call. An error nobody foresaw is logged here, and only here."""
+    """The status of an error that ended a call. Logs an unexpected error, which is logged nowhere else."""
     if not isinstance(error, RequestError):
         error = report_failure("an unexpected error ended a call", error)
     code, message = STATUS_CODES[type(error)], str(error)
@@ -93,7 +93,7 @@ def _details(error: RequestError) -> tuple[Message, ...]:
         case Overloaded() | RateLimited():
             return () if error.retry_after_seconds is None else (_retry_info(error.retry_after_seconds),)
         case DeadlineUnreachable():
-            told = error_details_pb2.ErrorInfo(
+            info = error_details_pb2.ErrorInfo(
                 reason=error.label.upper(),
                 domain=_DOMAIN,
                 metadata={
@@ -104,7 +104,7 @@ def _details(error: RequestError) -> tuple[Message, ...]:
                 },
             )
             retry = error.retry_after_seconds
-            return (told,) if retry is None else (told, _retry_info(retry))
+            return (info,) if retry is None else (info, _retry_info(retry))
         case _:
             return ()
 
