@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +13,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
+_Value = TypeVar("_Value")
 
 Shares = tuple[tuple[str, float], ...]
 """Weights by model name, in the order given."""
@@ -86,119 +86,89 @@ def file(text: str) -> Path:
     return path
 
 
-def boolean(text: str) -> bool:
-    """A switch's value."""
-    if (value := _BOOLEANS.get(text.lower())) is None:
-        raise ValueError("must be true or false")
-    return value
+def _parser(convert: Callable[[str], _Value], fits: Callable[[_Value], object], limit: str) -> Callable[[str], _Value]:
+    """A parser that raises with `limit` when a text cannot be converted, or its value does not fit."""
+
+    def parse(text: str) -> _Value:
+        try:
+            value = convert(text)
+            is_good = bool(fits(value))
+        except (KeyError, ValueError):
+            is_good = False
+        if not is_good:
+            raise ValueError(f"must be {limit}")
+        return value
+
+    return parse
 
 
 def choice(kind: type[_Choice]) -> Callable[[str], _Choice]:
     """Parses an enum's value, in any case."""
-
-    def parse(text: str) -> _Choice:
-        try:
-            return kind(text.lower())
-        except ValueError:
-            raise ValueError(f"must be one of {', '.join(kind)}") from None
-
-    return parse
+    return _parser(lambda text: kind(text.lower()), lambda _: True, f"one of {', '.join(kind)}")
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
     """Parses a whole number from `low` to `high`."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise ValueError(f"must be a whole number from {low} to {high}") from None
-        if not low <= value <= high:
-            raise ValueError(f"must be from {low} to {high}")
-        return value
-
-    return parse
+    return _parser(int, lambda value: low <= value <= high, f"a whole number from {low} to {high}")
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
     """Parses a number from `low` to `high`."""
-
-    def parse(text: str) -> float:
-        value = _float(text)
-        if not low <= value <= high:
-            raise ValueError(f"must be a number from {low:g} to {high:g}")
-        return value
-
-    return parse
+    return _parser(float, lambda value: low <= value <= high, f"a number from {low:g} to {high:g}")
 
 
-def num_bytes(text: str) -> int:
-    """A size in bytes, with or without a binary unit."""
+def _to_bytes(text: str) -> int:
     digits = text.rstrip("BKMGTi")
-    unit = _UNITS.get(text[len(digits) :])
-    if unit is None or not digits.isascii() or not digits.isdigit() or not 0 < int(digits) * unit < 1 << 63:
-        raise ValueError("must be a number of bytes above 0, plain or with KiB, MiB, GiB or TiB, as in 2GiB")
-    return int(digits) * unit
+    if not (digits.isascii() and digits.isdigit()):
+        raise ValueError
+    return int(digits) * _UNITS[text[len(digits) :]]
 
 
-def indices(text: str) -> tuple[int, ...]:
-    """Whole numbers from 0, separated by commas."""
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and int(part) < 1 << 31 for part in parts):
-        raise ValueError("must be whole numbers from 0, as in 0,2")
-    return tuple(map(int, parts))
+def _to_indices(text: str) -> tuple[int, ...]:
+    if not all(part.isascii() and part.isdigit() for part in text.split(",")):
+        raise ValueError
+    return tuple(map(int, text.split(",")))
 
 
-def objectives(text: str) -> tuple[float, ...]:
-    """Seconds, sorted and without duplicates; each costs every model a time series."""
-    values = sorted({_float(part) for part in text.split(",")})
-    if len(values) > _MAX_OBJECTIVES or not all(0 < value <= _MAX_OBJECTIVE_SECONDS for value in values):
-        limits = f"1 to {_MAX_OBJECTIVES} numbers above 0 and at most {_MAX_OBJECTIVE_SECONDS:g}"
-        raise ValueError(f"must be {limits}, with commas between them, as in 0.2,1")
-    return tuple(values)
+def _to_shares(text: str) -> Shares:
+    pairs = [part.rpartition("=") for part in text.split(",")]
+    return tuple((name, float(weight)) for name, _, weight in pairs)
 
 
-def shares(text: str) -> Shares:
-    """Weights by model name."""
-    weights: dict[str, float] = {}
-    parts = text.split(",")
-    for part in parts:
-        name, _, weight = part.rpartition("=")
-        if name and is_unicode(name) and 0 < _float(weight) <= _MAX_WEIGHT:
-            weights[name] = float(weight)
-    if len(weights) < len(parts):
-        limits = f"each once and with a weight above 0 and at most {_MAX_WEIGHT:g}"
-        raise ValueError(f"must be names of models, {limits}, as in dates=1,stdlib=3")
-    return tuple(weights.items())
+def _are_shares(shares: Shares) -> bool:
+    weights = dict(shares)
+    are_good = all(name and is_unicode(name) and 0 < weight <= _MAX_WEIGHT for name, weight in shares)
+    return are_good and len(weights) == len(shares)
 
 
-def otlp_endpoint(text: str) -> str:
-    """The URL of an OTLP/gRPC collector."""
-    try:
-        url = urlsplit(text)
-        is_good = url.scheme in ("http", "https") and url.hostname and url.port != 0 and not url.path.strip("/")
-    except ValueError:
-        is_good = False
-    if not is_good:
-        raise ValueError("must be http:// or https:// with a host and a port, as in http://127.0.0.1:4317")
-    return text
+def _is_collector(text: str) -> object:
+    url = urlsplit(text)
+    return url.scheme in ("http", "https") and url.hostname and url.port != 0 and not url.path.strip("/")
 
 
-def address(text: str) -> str:
-    """A host and a port."""
-    try:
-        url = urlsplit(f"//{text}")
-        is_good = url.netloc == text and url.hostname and url.port
-    except ValueError:
-        is_good = False
-    if not is_good:
-        raise ValueError("must be a host and a port, as in 127.0.0.1:8002")
-    return text
+def _is_address(text: str) -> object:
+    url = urlsplit(f"//{text}")
+    return url.netloc == text and url.hostname and url.port
 
 
-def _float(text: str) -> float:
-    """A number; NaN, which no range holds, for any other text."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+boolean = _parser(lambda text: _BOOLEANS[text.lower()], lambda _: True, "true or false")
+num_bytes = _parser(
+    _to_bytes,
+    lambda value: 0 < value < 1 << 63,
+    "a number of bytes above 0, plain or with KiB, MiB, GiB or TiB, as in 2GiB",
+)
+indices = _parser(_to_indices, lambda values: max(values) < 1 << 31, "whole numbers from 0, as in 0,2")
+# Sorted and without duplicates; each costs every model a time series.
+objectives = _parser(
+    lambda text: tuple(sorted(set(map(float, text.split(","))))),
+    lambda values: len(values) <= _MAX_OBJECTIVES and all(0 < value <= _MAX_OBJECTIVE_SECONDS for value in values),
+    f"1 to {_MAX_OBJECTIVES} numbers above 0 and at most {_MAX_OBJECTIVE_SECONDS:g}, with commas between them, "
+    "as in 0.2,1",
+)
+shares = _parser(
+    _to_shares,
+    _are_shares,
+    f"names of models, each once and with a weight above 0 and at most {_MAX_WEIGHT:g}, as in dates=1,stdlib=3",
+)
+otlp_endpoint = _parser(str, _is_collector, "http:// or https:// with a host and a port, as in http://127.0.0.1:4317")
+address = _parser(str, _is_address, "a host and a port, as in 127.0.0.1:8002")

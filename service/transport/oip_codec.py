@@ -44,13 +44,18 @@ _FIELDS: Mapping[str, tuple[str | None, FieldDescriptor]] = {
     **{name: (None, pb.GenerateRequest.DESCRIPTOR.fields_by_name[name]) for name in _OWN},
     **{field.name: (part, field) for part, descriptor in _PARTS.items() for field in descriptor.fields},
 }
-_INTEGERS = (
-    FieldDescriptor.CPPTYPE_INT32,
-    FieldDescriptor.CPPTYPE_INT64,
-    FieldDescriptor.CPPTYPE_UINT32,
-    FieldDescriptor.CPPTYPE_UINT64,
-)
-_FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
+_Type = FieldDescriptor
+_INTEGER, _FLOAT = (int, "an integer"), (float, "a number")
+_SCALARS: Mapping[int, tuple[type, str]] = {
+    _Type.CPPTYPE_BOOL: (bool, "a truth value"),
+    _Type.CPPTYPE_STRING: (str, "a text"),
+    _Type.CPPTYPE_INT32: _INTEGER,
+    _Type.CPPTYPE_INT64: _INTEGER,
+    _Type.CPPTYPE_UINT32: _INTEGER,
+    _Type.CPPTYPE_UINT64: _INTEGER,
+    _Type.CPPTYPE_FLOAT: _FLOAT,
+    _Type.CPPTYPE_DOUBLE: _FLOAT,
+}
 _TIMEOUT = "timeout"
 """The clients' name of a time limit in microseconds."""
 # The event loop parses JSON: so many bytes take a few milliseconds. A token id with its bias fits into 64 bytes; a
@@ -217,21 +222,11 @@ def _set(request: pb.GenerateRequest, name: str, value: Any, limits: RequestLimi
         _set_many(message, field, value, limits)
         return
     path = f"parameters.{name}"
-    match field.cpp_type:
-        case FieldDescriptor.CPPTYPE_BOOL:
-            fits, limit = type(value) is bool, "must be a truth value"
-        case FieldDescriptor.CPPTYPE_STRING:
-            fits, limit = type(value) is str, "must be a text"
-        case kind if kind in _INTEGERS:
-            fits, limit = type(value) is int, "must be an integer"
-        case kind if kind in _FLOATS:
-            # Old clients have no type for fractions, and send text.
-            value = _number(value)
-            fits, limit = value is not None, "must be a number"
-        case _:
-            fits, limit = False, "cannot be set"
-    if not fits:
-        raise InvalidRequest(path, value, limit)
+    kind, noun = _SCALARS[field.cpp_type]
+    if kind is float:
+        value = _number(path, value)
+    elif type(value) is not kind:
+        raise InvalidRequest(path, value, f"must be {noun}")
     try:
         setattr(message, field.name, value)
     except ValueError as error:
@@ -240,15 +235,14 @@ def _set(request: pb.GenerateRequest, name: str, value: Any, limits: RequestLimi
         getattr(request, part).SetInParent()
 
 
-def _number(value: Any) -> float | None:
-    if type(value) in (int, float):
-        return float(value)
-    if isinstance(value, str):
-        try:
+def _number(path: str, value: Any) -> float:
+    """A number; old clients have no type for fractions, and send text."""
+    try:
+        if type(value) in (int, float, str):
             return float(value)
-        except ValueError:
-            return None
-    return None
+    except ValueError:
+        pass
+    raise InvalidRequest(path, value, "must be a number")
 
 
 def _set_many(message: Message, field: FieldDescriptor, value: Any, limits: RequestLimits) -> None:

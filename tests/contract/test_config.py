@@ -172,8 +172,7 @@ REFUSED = [
     ("device", ["gpu"], "must be one of auto, cpu, cuda"),
     ("metrics_compat", ["tgi"], "must be one of none, vllm"),
     ("api_keys", ["missing.toml"], "must be a file"),
-    ("max_batch_size", ["many", "1.5"], "must be a whole number from 1 to 1024"),
-    ("max_batch_size", ["0", "1025"], "must be from 1 to 1024"),
+    ("max_batch_size", ["many", "1.5", "0", "1025"], "must be a whole number from 1 to 1024"),
     ("drain_grace_seconds", ["nan", "-1", "3601", "soon"], "must be a number from 0 to 3600"),
     ("spin", ["perhaps", ""], "must be true or false"),
     ("host", [""], "must not be empty"),
@@ -213,8 +212,8 @@ def test_all_problems_are_reported_at_once_by_the_name_they_came_under() -> None
     with pytest.raises(StartupError) as refusal:
         parse(["serve", "--port", "70000", "--max-outputs", "0", "--tls-key", "missing"], {"ONWARD_SPIN": "perhaps"})
     assert set(refusal.value.problems) == {
-        "--port is '70000', must be from 0 to 65535",
-        "--max-outputs is '0', must be from 1 to 1024",
+        "--port is '70000', must be a whole number from 0 to 65535",
+        "--max-outputs is '0', must be a whole number from 1 to 1024",
         "ONWARD_SPIN is 'perhaps', must be true or false",
         "--tls-key is 'missing', must be a file",
         "--tls-key means nothing without --tls-certificate",
