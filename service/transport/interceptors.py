@@ -9,14 +9,11 @@ wraps the other methods of health, and reflection.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -24,26 +21,19 @@ from prometheus_client import Counter
 
 from service.access import Access, Allowance
 from service.errors import AnswerTooLarge, ClientStalled, RateLimited
-from service.forecasting.deadline_margin import shortfall
 from service.telemetry.tracing import NoTracer, Tracer
+from service.transport.call_log import CallLog
 from service.transport.flooding import FloodGuard
 from service.transport.open_methods import OpenMethods
 from service.transport.places import claim, current_place, stall_after
-from service.transport.receiving import Check, Receiver, in_steps
+from service.transport.receiving import Check, Receiver
 from service.transport.sending import Context, abort, abort_stalled, send
-from service.transport.status import Status, to_status
-from service.transport.streams import OpenStream, OpenStreams
+from service.transport.status import Status, cancelled_code, forget_frames, to_status
+from service.transport.streams import OpenStreams
 from service.transport.wire_limits import parse
 
-_LOGGER = logging.getLogger(__name__)
-
-# Statuses of calls that cost their caller nothing, and how many of them are logged per second.
-_REFUSALS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED}
-_MAX_LOGGED_REFUSALS = 100
 _AUTHORIZATION = "authorization"
 _BEARER = "bearer"
-# Of the bidirectional call that the running task serves.
-_EXCHANGE: ContextVar[tuple[Allowance, OpenStream] | None] = ContextVar("onward_exchange", default=None)
 
 UnaryHandler = Callable[[Any, Context], Awaitable[Any]]
 StreamHandler = Callable[[Any, Context], AsyncGenerator[Any, None]]
@@ -85,7 +75,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._open_methods = OpenMethods(max_message_bytes, max_stall_seconds, self._guard)
         self._tracer = tracer or NoTracer()
         self._check = check
-        self._log = _CallLog()
+        self._log = CallLog()
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -149,23 +139,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     def _wrap_exchange(self, handler: StreamHandler, codec: _Codec, path: str) -> Any:
-        async def parsed(messages: AsyncIterator[bytes], stream: OpenStream) -> AsyncIterator[Any]:
-            async for data in messages:
-                stream.took(len(data))
-                with stream.working():
-                    await in_steps(codec.check(data))
-                    request = [codec.parse(data)]
-                    del data
-                    yield request.pop()
-                    # A task that was created for the request begins now, and marks the stream as working itself.
-                    await asyncio.sleep(0)
-
         async def call(messages: AsyncIterator[bytes], context: Context) -> None:
             async with self._watch(path, context, has_many=True):
                 with self._admitted(path, context) as (allowance, caller):
                     async with self._streams.open(context.peer(), caller) as stream:
-                        _EXCHANGE.set((allowance, stream))
-                        async with aclosing(handler(parsed(messages, stream), context)) as responses:
+                        requests = stream.requests(messages, allowance, codec.check, codec.parse)
+                        async with aclosing(handler(requests, context)) as responses:
                             async for response in responses:
                                 with stream.working():
                                     await send(codec.serialize(response), context, self._max_stall_seconds)
@@ -205,13 +184,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             try:
                 yield
             except asyncio.CancelledError:
-                status = Status(_cancelled_code(time.monotonic() - started, timeout), "")
+                status = Status(cancelled_code(time.monotonic() - started, timeout), "")
                 raise
             except (GeneratorExit, KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # a panic of an extension module is no Exception
                 status, is_stalled = to_status(error), isinstance(error, ClientStalled)
-                _forget_frames(error)
+                forget_frames(error)
             finally:
                 # Before the status is sent: a client that has its answer finds it counted.
                 self._handled.labels(method, status.code.name).inc()
@@ -228,40 +207,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if status.code is not grpc.StatusCode.OK:
             await abort(context, status, self._max_stall_seconds)
         stall_after(self._max_stall_seconds)
-
-
-class _CallLog:
-    """Logs one line per call; of refused ones at most `_MAX_LOGGED_REFUSALS` per second, and a count of the rest."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._second, self._num_refused = 0, 0
-
-    def ended(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
-        if code in _REFUSALS:
-            if (second := int(self._clock())) != self._second:
-                if (num_left_out := self._num_refused - _MAX_LOGGED_REFUSALS) > 0:
-                    _LOGGER.warning("%d more calls were refused within a second", num_left_out)
-                self._second, self._num_refused = second, 0
-            self._num_refused += 1
-            if self._num_refused > _MAX_LOGGED_REFUSALS:
-                return
-        _LOGGER.info("%s %s %.3f s", method, code.name, seconds)
-
-
-@contextmanager
-def each_request() -> Iterator[None]:
-    """A context for one request of a call with many; it counts against its caller's key as a call would.
-
-    Raises:
-        Unauthenticated, PermissionDenied, RateLimited: on entry; see `service.access.Allowance`.
-    """
-    if (exchange := _EXCHANGE.get()) is None:
-        yield
-        return
-    allowance, stream = exchange
-    with stream.working(), allowance.request():
-        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,20 +233,6 @@ def _method(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _forget_frames(error: BaseException) -> None:
-    """Clears an error's tracebacks, whose frames would hold requests until its status is sent."""
-    errors: list[BaseException | None] = [error]
-    while errors:
-        if (each := errors.pop()) is None or each.__traceback__ is None:
-            continue
-        errors += [each.__cause__, each.__context__]
-        at: TracebackType | None = each.__traceback__
-        each.__traceback__ = None
-        # Entry by entry: the context manager that caught the error holds the first.
-        while at is not None:
-            at.tb_next, at = None, at.tb_next
-
-
 def _api_key(context: Context) -> str | None:
     """The key of `authorization: Bearer KEY`; None for several such headers."""
     shown = [value for name, value in context.invocation_metadata() or () if name == _AUTHORIZATION]
@@ -309,9 +240,3 @@ def _api_key(context: Context) -> str | None:
         return None
     scheme, _, key = shown[0].partition(" ")
     return key.strip() if scheme.lower() == _BEARER else None
-
-
-def _cancelled_code(elapsed: float, timeout: float | None) -> grpc.StatusCode:
-    """Whether a cancelled call's deadline passed or its client left: only the time distinguishes them."""
-    is_late = timeout is not None and elapsed >= timeout - shortfall(timeout)
-    return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED

@@ -23,7 +23,6 @@ from service.generator import Accepted, Finished, Generator, Outcome, Piece
 from service.repository.library import Library
 from service.repository.models import Models, ModelState
 from service.transport import codec
-from service.transport.interceptors import each_request
 from service.transport.oip_codec import (
     EMPTY_FINAL,
     FINAL,
@@ -37,6 +36,7 @@ from service.transport.oip_codec import (
 )
 from service.transport.sending import Context
 from service.transport.status import to_status
+from service.transport.streams import each_request
 
 SERVER_NAME = "onward"
 EXTENSIONS = ("model_repository", EMPTY_FINAL)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import TracebackType
 
 import grpc
 from google.protobuf import duration_pb2
@@ -36,6 +37,7 @@ from service.errors import (
     UnsupportedFeature,
     report_failure,
 )
+from service.forecasting.deadline_margin import shortfall
 
 STATUS_CODES: Mapping[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -83,6 +85,26 @@ def to_status(error: BaseException) -> Status:
     for each in details:
         rich.details.add().Pack(each)
     return Status(code, message, ((_DETAILS_KEY, rich.SerializeToString()),))
+
+
+def cancelled_code(elapsed: float, timeout: float | None) -> grpc.StatusCode:
+    """Whether a cancelled call's deadline passed or its client left: only the time distinguishes them."""
+    is_late = timeout is not None and elapsed >= timeout - shortfall(timeout)
+    return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
+
+
+def forget_frames(error: BaseException) -> None:
+    """Clears an error's tracebacks, whose frames would hold requests until its status is sent."""
+    errors: list[BaseException | None] = [error]
+    while errors:
+        if (each := errors.pop()) is None or each.__traceback__ is None:
+            continue
+        errors += [each.__cause__, each.__context__]
+        at: TracebackType | None = each.__traceback__
+        each.__traceback__ = None
+        # Entry by entry: the context manager that caught the error holds the first.
+        while at is not None:
+            at.tb_next, at = None, at.tb_next
 
 
 def _details(error: RequestError) -> tuple[Message, ...]:

@@ -5,13 +5,18 @@ A stream's silence looks like an unfinished message, for which gRPC may have buf
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
+from service.access import Allowance
 from service.errors import ClientStalled, RateLimited
 from service.transport.flooding import FloodGuard, Reading
+from service.transport.receiving import Check, in_steps
 
 _MAX_STREAM_BYTES = 512 << 20
 _MIN_STREAMS = 4
@@ -29,10 +34,20 @@ class OpenStream:
     num_in_flight: int = 0
     is_ended: bool = False
 
-    def took(self, num_bytes: int) -> None:
-        """A message is complete."""
-        self._streams.guard.took(self.reading, num_bytes)
-        self._streams.active(self)
+    async def requests(
+        self, messages: AsyncIterator[bytes], allowance: Allowance, check: Check, parse: Callable[[bytes], Any]
+    ) -> AsyncIterator[Any]:
+        """The call's requests. Tasks that are created meanwhile may use `each_request`."""
+        _EXCHANGE.set((allowance, self))
+        async for data in messages:
+            self._streams.guard.took(self.reading, len(data))
+            with self.working():
+                await in_steps(check(data))
+                request = [parse(data)]
+                del data
+                yield request.pop()
+                # A task that was created for the request begins now, and marks the stream as working itself.
+                await asyncio.sleep(0)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -43,6 +58,25 @@ class OpenStream:
         finally:
             self.num_in_flight -= 1
             self._streams.active(self)
+
+
+# Of the call that the running task serves.
+_EXCHANGE: ContextVar[tuple[Allowance, OpenStream] | None] = ContextVar("onward_exchange", default=None)
+
+
+@contextmanager
+def each_request() -> Iterator[None]:
+    """A context for one request of a call with many; it counts against its caller's key as a call would.
+
+    Raises:
+        Unauthenticated, PermissionDenied, RateLimited: on entry; see `service.access.Allowance`.
+    """
+    if (exchange := _EXCHANGE.get()) is None:
+        yield
+        return
+    allowance, stream = exchange
+    with stream.working(), allowance.request():
+        yield
 
 
 class OpenStreams:
