@@ -1,11 +1,10 @@
-"""Generates the Python stubs of every contract under proto/, or checks that the committed ones are what they would be.
+"""Generates the Python stubs of every contract under proto/, or checks the committed ones.
 
-    python -m proto.generate            write the stubs beside their .proto files
+    python -m proto.generate            write the stubs into `onward`
     python -m proto.generate --check    write nothing, exit 1 and name every stub that differs
 
-The stubs land in the package `onward`: those of `package onward.v1` as `onward.v1`, the Open Inference Protocol's as
-`onward.inference`. protoc sees each contract at the path of its stubs, so that what it generates needs no rewriting;
-buf sees proto/ as the module's root. Needs the `dev` extra.
+`package onward.v1` becomes `onward.v1`, the Open Inference Protocol `onward.inference`. protoc sees each contract at
+the path of its stubs, so that the generated imports need no rewriting. Needs the `dev` extra.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = ("python", "grpc_python", "mypy", "mypy_grpc")
-# The folder of stubs, and the folder of its contracts.
+# Folders of contracts, by the folder of their stubs.
 FOLDERS = {"onward/v1": "proto/onward/v1", "onward/inference": "proto/inference"}
 STUBS = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
 def contracts() -> dict[str, Path]:
-    """The .proto files, each under the path at which protoc sees it."""
+    """The .proto files, by the path at which protoc sees each."""
     found = ((mine, path) for mine, theirs in FOLDERS.items() for path in (ROOT / theirs).glob("*.proto"))
     return {f"{mine}/{path.name}": path for mine, path in sorted(found)}
 
 
 def generate(target: Path) -> None:
-    """Runs protoc over all contracts; the stubs land below `target` as they would below the root.
+    """Runs protoc over all contracts, into `target` in place of the root.
 
     Raises:
-        subprocess.CalledProcessError: when protoc refuses a file; it has said why on stderr.
+        subprocess.CalledProcessError: when protoc refuses a file, with the reason on stderr.
     """
     outputs = [f"--{plugin}_out={'quiet:' if plugin.startswith('mypy') else ''}{target}" for plugin in PLUGINS]
-    # The mypy plugins are programs beside this interpreter, whose environment need not be activated.
+    # The mypy plugins lie beside this interpreter, whose environment may not be active.
     programs = {name: Path(sys.executable).parent / f"protoc-gen-{name}" for name in ("mypy", "mypy_grpc")}
     plugins = [f"--plugin=protoc-gen-{name}={program}" for name, program in programs.items()]
     roots = [f"--proto_path={mine}={theirs}" for mine, theirs in FOLDERS.items()]
@@ -45,7 +44,7 @@ def generate(target: Path) -> None:
 
 
 def stubs() -> list[str]:
-    """The stubs that the contracts call for, relative to the repository's root."""
+    """The stubs of all contracts, relative to the repository's root."""
     return [contract.removesuffix(".proto") + suffix for contract in contracts() for suffix in STUBS]
 
 

@@ -18,7 +18,6 @@ from service.config import (
     AskConfig,
     ExplainConfig,
     HealthConfig,
-    LogLevel,
     ServeConfig,
     TraceConfig,
     parse_command_line,
@@ -35,7 +34,7 @@ def main(argv: Sequence[str], *, is_own_process: bool = False) -> int:
 
     Args:
         argv: the command and its flags.
-        is_own_process: whether this process is the command's own: it may be replaced, and ended by signals.
+        is_own_process: whether this process is the command's own: it may restart itself, and signals may end it.
     """
     try:
         config = parse_command_line(argv)
@@ -47,14 +46,23 @@ def main(argv: Sequence[str], *, is_own_process: bool = False) -> int:
                         restart_with_huge_pages()
                     _end(_serve(config))
                 return _serve(config)
+            # Imported late: asking a server must not load the serving stack, nor serving a client.
             case AskConfig():
-                return _ask(config)
+                from service.commands.ask import ask
+
+                return ask(config)
             case ExplainConfig():
-                return _explain(config)
+                from service.commands.explain import explain
+
+                return explain(config)
             case HealthConfig():
-                return _health(config)
+                from service.commands.ask import health
+
+                return health(config)
             case TraceConfig():
-                return _trace(config)
+                from service.commands.trace import trace
+
+                return trace(config, sys.stdout, sys.stderr)
     except StartupError as error:
         for problem in error.problems:
             print(f"onward: {problem}", file=sys.stderr)
@@ -62,7 +70,6 @@ def main(argv: Sequence[str], *, is_own_process: bool = False) -> int:
 
 
 def _serve(config: ServeConfig) -> int:
-    # Late, as in `_ask`: asking a server must not load a serving stack, nor serving a client.
     from service.app import Ready, serve
     from service.process.garbage import set_aside
 
@@ -76,14 +83,14 @@ def _serve(config: ServeConfig) -> int:
         set_aside()
         print(f"onward: listening on {at.host}:{at.port}; {models}{metrics}", flush=True)
 
-    logging.basicConfig(level=_level(config.log_level), format=_LOG_FORMAT)
+    logging.basicConfig(level=config.log_level.upper(), format=_LOG_FORMAT)
     return serve(config, announce)
 
 
 def _end_on_signals() -> None:
-    """Ends the process at SIGTERM and SIGINT until the server handles them itself; there is nothing to drain yet.
+    """Ends the process at SIGTERM and SIGINT until the server handles them: there is nothing to drain yet.
 
-    A container's first process does not die of signals without handlers, and loading may take minutes.
+    A container's first process ignores signals without handlers, and loading may take minutes.
     """
     numbers = (signal.SIGTERM, signal.SIGINT)
 
@@ -92,8 +99,8 @@ def _end_on_signals() -> None:
 
     for number in numbers:
         signal.signal(number, end)
-    # Python calls handlers between instructions of the main thread, so not while that waits for a disk or loads a
-    # graph. The interpreter writes each signal's number here at once.
+    # Python calls handlers between instructions of the main thread, so not while it waits for a disk or loads a graph.
+    # The interpreter writes each signal's number to this pipe at once.
     received, sent = os.pipe()
     os.set_blocking(sent, False)
     signal.set_wakeup_fd(sent)
@@ -107,43 +114,15 @@ def _end_on_signals() -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """Ends the process at once: all that was to be closed is.
+    """Ends the process at once; everything is closed.
 
-    ONNX Runtime may be at work on a thread, as on a model that was to be loaded, and cannot be made to stop. The
-    interpreter would take that thread down in the middle of it, and with it the process.
+    A thread may still run ONNX Runtime, for example to load a model, and cannot be stopped. The interpreter's own exit
+    would crash in it.
     """
     logging.shutdown()
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(status)
-
-
-def _ask(config: AskConfig) -> int:
-    from service.commands.ask import ask
-
-    return ask(config)
-
-
-def _explain(config: ExplainConfig) -> int:
-    from service.commands.explain import explain
-
-    return explain(config)
-
-
-def _health(config: HealthConfig) -> int:
-    from service.commands.ask import health
-
-    return health(config)
-
-
-def _trace(config: TraceConfig) -> int:
-    from service.commands.trace import trace
-
-    return trace(config, sys.stdout, sys.stderr)
-
-
-def _level(level: LogLevel) -> int:
-    return logging.getLevelNamesMapping()[level.upper()]
 
 
 if __name__ == "__main__":

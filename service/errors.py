@@ -1,24 +1,24 @@
-"""Every error that a client or an operator can meet, as one tree.
+"""All errors for clients and operators, as one tree.
 
     OnwardError
-    ├── RequestError                     the request's fault or fate; `label` is its name in metrics
+    ├── RequestError                     a request ended without success; `label` is its name in metrics
     │   ├── InvalidRequest               a field has a value outside its limit
-    │   │   ├── PromptTooLong            the prompt or target prefix leaves no room in the context
-    │   │   └── RequestTooLarge          its keys and values would not fit into memory, had it the server to itself
+    │   │   ├── PromptTooLong            the prompt or target prefix exceeds the context
+    │   │   └── RequestTooLarge          its K/V would not fit into an empty server's memory
     │   ├── UnknownModel                 no such model is served
-    │   ├── ModelUnfit                   an artifact that cannot be served; lists every problem
-    │   ├── UnsupportedFeature           a field asks for what this model or version does not offer
-    │   ├── AnswerTooLarge               the answer is there, but no message can hold it
+    │   ├── ModelUnfit                   the artifact cannot be served; lists every problem
+    │   ├── UnsupportedFeature           this model or version does not offer the feature
+    │   ├── AnswerTooLarge               no message can hold the answer
     │   ├── Unauthenticated              no API key, or an unknown one
-    │   ├── PermissionDenied             the API key, or the server, is not for this method
-    │   ├── RateLimited                  the API key is used too much; carries when to come again
-    │   ├── ClientStalled                the client has not read for too long
-    │   ├── Overloaded                   the queue is full; carries when to come again
-    │   ├── DeadlineUnreachable          the deadline would pass before the answer; carries what was predicted
+    │   ├── PermissionDenied             the API key, or the server, does not allow the method
+    │   ├── RateLimited                  a caller's limit is reached; carries a retry delay
+    │   ├── ClientStalled                the client did not read or send for too long
+    │   ├── Overloaded                   the queue is full; carries a retry delay
+    │   ├── DeadlineUnreachable          the answer is predicted to miss the deadline; carries the prediction
     │   ├── NotServing                   starting, draining, stopped, or too busy for what needs an idle model
     │   ├── DeadlineExceeded             the request's deadline passed
-    │   ├── RequestCancelled             the client went away
-    │   └── EngineFailed                 our fault; details only in the log
+    │   ├── RequestCancelled             the client cancelled or disconnected
+    │   └── EngineFailed                 an internal failure; details only in the log
     └── StartupError                     the server cannot start; lists every problem
 
 Knows nothing of gRPC: `transport.status` maps each leaf to a status code, and a test proves the map total.
@@ -30,14 +30,15 @@ import logging
 import reprlib
 import secrets
 from collections.abc import Sequence, Sized
+from dataclasses import dataclass
 from typing import ClassVar
 
 _MAX_SHOWN = 80
 """Characters of a value in an error's text."""
 _MAX_PROBLEMS = 4000
-"""Characters of all problems of a model in an error's text: clients take 8 KiB of a status."""
+"""Characters of all problems of a model in an error's text: clients accept 8 KiB of a status."""
 _MAX_PATH = 200
-"""Characters of a field's path, which may end with a name that the client chose."""
+"""Characters of a field's path, which may end with a client's own name."""
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -58,127 +59,108 @@ class InvalidRequest(RequestError):
     label = "invalid_request"
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        self.field = field if len(field) <= _MAX_PATH else f"{field[: _MAX_PATH - 1]}…"
+        self.field = _cut(field, _MAX_PATH)
         self.value = value
         self.limit = limit
         super().__init__(f"{self.field}: {limit}, got {_shorten(value)}")
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt, the target prefix or a text to score has more tokens than there is room for."""
+    """The prompt, the target prefix or a text to score has too many tokens."""
 
     label = "prompt_too_long"
 
 
 class RequestTooLarge(InvalidRequest):
-    """The request would not fit into the memory for keys and values, had it the server to itself."""
+    """The request's K/V would not fit into an empty server's memory."""
 
     label = "request_too_large"
 
 
 class UnknownModel(RequestError):
-    """The request names a model that is not served, or names none where several are."""
+    """The request names a model that is not served, or none of several."""
 
     label = "unknown_model"
 
     def __init__(self, model: str, served: Sequence[str]) -> None:
-        self.model = model
-        self.served = tuple(served)
         asked = f"model: {_shorten(model)} is not served" if model else "model: must be named, several are served"
         super().__init__(f"{asked}; served: {', '.join(served) or 'none'}")
 
 
 class ModelUnfit(RequestError):
-    """A model that was to be loaded cannot be served. `problems` names everything that is wrong with its artifact.
-
-    The text has as much of them as a client takes.
-    """
+    """A model cannot be loaded. `problems` names everything wrong with its artifact; the text is cut for clients."""
 
     label = "model_unfit"
 
     def __init__(self, model: str, problems: Sequence[str]) -> None:
-        self.model = model
-        self.problems = tuple(problems)
-        text = "; ".join(problems)
-        text = text if len(text) <= _MAX_PROBLEMS else f"{text[: _MAX_PROBLEMS - 1]}…"
-        super().__init__(f"{_shorten(model)} cannot be served: {text}")
+        super().__init__(f"{_shorten(model)} cannot be served: {_cut('; '.join(problems), _MAX_PROBLEMS)}")
 
 
 class UnsupportedFeature(RequestError):
-    """The request asks for something this server advertises as off. `field` is a field's path or a method's name."""
+    """The request uses a feature that is advertised as off. `field` is a field's path or a method's name."""
 
     label = "unsupported_feature"
 
     def __init__(self, field: str, why: str = "is not offered by this server") -> None:
-        self.field = field
         super().__init__(f"{field}: {why}")
 
 
 class AnswerTooLarge(RequestError):
-    """The answer is larger than a message may be."""
+    """The answer exceeds the largest message."""
 
     label = "answer_too_large"
 
     def __init__(self, num_bytes: int, limit: int, advice: str = "ask for less or stream it") -> None:
-        self.num_bytes = num_bytes
-        self.limit = limit
         super().__init__(f"the answer has {num_bytes} bytes, a message has at most {limit}; {advice}")
 
 
 class Overloaded(RequestError):
-    """All of a model's places are taken. `retry_after_seconds` is an estimate of when one will be free."""
+    """A model's queue is full. `retry_after_seconds` predicts when it has a place."""
 
     label = "overloaded"
 
     def __init__(self, model: str, num_requests: int, limit: int, retry_after_seconds: float) -> None:
-        self.model = model
         self.num_requests = num_requests
         self.limit = limit
         self.retry_after_seconds = retry_after_seconds
         super().__init__(f"{num_requests} requests of {model} run or wait, the limit is {limit}; retry later")
 
 
+@dataclass(eq=False, kw_only=True)
 class DeadlineUnreachable(RequestError):
-    """The request is predicted to be over only after its deadline.
+    """The answer is predicted to miss its deadline; each time is a prediction.
 
     Args:
-        queue_seconds: predicted wait for a place.
-        prefill_seconds: predicted time of the prompt.
-        decode_seconds: predicted time of the tokens after the first; 0 for a request that takes what there is.
-        left_seconds: what is left until the answer must be on its way.
-        retry_after_seconds: when such a request should fit; None when it would not, had it the server to itself.
+        queue_seconds: wait in the queue.
+        prefill_seconds: time of the prompt.
+        decode_seconds: time of the tokens after the first; 0 with `partial_on_deadline`.
+        left_seconds: time until the answer must be sent.
+        retry_after_seconds: when such a request should fit; None if it would not fit an idle server.
     """
 
     label = "deadline_unreachable"
 
-    def __init__(
-        self,
-        *,
-        queue_seconds: float,
-        prefill_seconds: float,
-        decode_seconds: float,
-        left_seconds: float,
-        retry_after_seconds: float | None,
-    ) -> None:
-        self.queue_seconds = queue_seconds
-        self.prefill_seconds = prefill_seconds
-        self.decode_seconds = decode_seconds
-        self.left_seconds = left_seconds
-        self.retry_after_seconds = retry_after_seconds
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    left_seconds: float
+    retry_after_seconds: float | None
+
+    def __str__(self) -> str:
         retry = (
             "not even an idle server could answer in time"
-            if retry_after_seconds is None
-            else f"retry in {retry_after_seconds:.3f} s"
+            if self.retry_after_seconds is None
+            else f"retry in {self.retry_after_seconds:.3f} s"
         )
-        super().__init__(
-            f"the answer is predicted to take {queue_seconds + prefill_seconds + decode_seconds:.3f} s "
-            f"(queue {queue_seconds:.3f}, prefill {prefill_seconds:.3f}, decode {decode_seconds:.3f}), "
-            f"{left_seconds:.3f} s are left until the deadline; {retry}"
+        return (
+            f"the answer is predicted to take {self.queue_seconds + self.prefill_seconds + self.decode_seconds:.3f} s "
+            f"(queue {self.queue_seconds:.3f}, prefill {self.prefill_seconds:.3f}, decode {self.decode_seconds:.3f}), "
+            f"{self.left_seconds:.3f} s are left until the deadline; {retry}"
         )
 
 
 class Unauthenticated(RequestError):
-    """The call shows no API key, or one that is not known. The text says which, and nothing of the key."""
+    """The call has no API key, or an unknown one. The text reveals nothing of the key."""
 
     label = "unauthenticated"
 
@@ -189,13 +171,11 @@ class PermissionDenied(RequestError):
     label = "permission_denied"
 
     def __init__(self, method: str, permission: str, advice: str = "") -> None:
-        self.method = method
-        self.permission = permission
         super().__init__(f"{method}: needs the permission {permission!r}{advice and f': {advice}'}")
 
 
 class RateLimited(RequestError):
-    """An API key has used up its allowance for now; `retry_after_seconds` says when there is more, None for never."""
+    """A caller has reached a limit; `retry_after_seconds` is None if a retry cannot succeed."""
 
     label = "rate_limited"
 
@@ -205,7 +185,7 @@ class RateLimited(RequestError):
 
 
 class ClientStalled(RequestError):
-    """The client holds a place without reading what it asked for, or without sending what it asks.
+    """The client did not read its answer, or send its request.
 
     Args:
         seconds: for how long.
@@ -220,13 +200,13 @@ class ClientStalled(RequestError):
 
 
 class NotServing(RequestError):
-    """The server is starting, draining or stopped, or a model was too busy for what needs it idle."""
+    """The server is starting, draining or stopped, or a model stayed too busy for a call that needs it idle."""
 
     label = "not_serving"
 
 
 class DeadlineExceeded(RequestError):
-    """The deadline passed while the request was queued or running, or could not be met any more in the queue."""
+    """The deadline passed, or could no longer be met, while the request was queued or running."""
 
     label = "deadline_exceeded"
 
@@ -238,7 +218,7 @@ class RequestCancelled(RequestError):
 
 
 class EngineFailed(RequestError):
-    """The engine could not finish the request. Clients see `error_id` and nothing else; the log has the rest."""
+    """The engine could not finish the request. Clients see `error_id` alone; the log has the details."""
 
     label = "engine_failed"
 
@@ -258,7 +238,7 @@ def error_labels() -> tuple[str, ...]:
 
 
 class StartupError(OnwardError):
-    """The server refuses to start; `problems` names everything that is wrong, not just the first."""
+    """The server refuses to start; `problems` names everything that is wrong."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -266,7 +246,7 @@ class StartupError(OnwardError):
 
 
 class _Renderer(reprlib.Repr):
-    """Renders the beginning of a value, and looks at no more of it, however large it is."""
+    """Renders the beginning of a value, and reads no more of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,13 +269,16 @@ _RENDERER = _Renderer()
 
 
 def _shorten(value: object) -> str:
-    """Bounded rendering of a client's value: an error never echoes a megabyte, nor costs what one does."""
-    text = _RENDERER.repr(value)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
+    """Renders a client's value within `_MAX_SHOWN` characters, at a bounded cost."""
+    return _cut(_RENDERER.repr(value), _MAX_SHOWN)
+
+
+def _cut(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else f"{text[: max_length - 1]}…"
 
 
 def report_failure(what: str, cause: BaseException | None = None) -> EngineFailed:
-    """Logs `what` and `cause`'s traceback under a fresh id; the error to end the request with carries only the id."""
+    """Logs `what` and `cause`'s traceback under a fresh id; the returned error carries only the id."""
     error_id = secrets.token_hex(8)
     _LOGGER.error("%s: %s", error_id, what, exc_info=cause)
     return EngineFailed(error_id)

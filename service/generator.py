@@ -1,17 +1,18 @@
-"""One request's way, free of any transport: a call in; accepted, pieces of its outputs and an outcome out, or scores.
+"""The path of one request, free of any transport: a call in; events of its outputs and an outcome, or scores, out.
 
-    resolve the model ─> take a place ─> tokenise ─> run ─> detokenise
+    resolve the model ─> admit ─> tokenize ─> run ─> detokenize
 
-Tokenising happens on an executor, since a long prompt takes milliseconds; detokenising on the event loop, token by
-token, except for requests with stop strings, whose text the engine has already made. Knows neither protobuf nor gRPC.
+An executor tokenizes, since a long prompt takes milliseconds. The event loop detokenizes, token by token; the engine
+does so itself for requests with stop strings. Knows neither protobuf nor gRPC.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from service.access import current_caller
 from service.engine.logits import make_sampling_arrays
@@ -33,16 +34,15 @@ from service.forecasting.costing import Cost
 from service.forecasting.prediction import Estimate
 from service.process.text_pool import TextPool
 from service.repository.models import Models, Prompt, ServedModel, text_size
-from service.runtime.async_engine import AsyncEngine
+from service.runtime.async_engine import Admission, AsyncEngine
 from service.scoring import Score, ScoreCall, ScoreTask, make_task
+
+_Prepared = TypeVar("_Prepared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
-    """A request as far as it can be judged without its model.
-
-    `model` may be empty, and so may `target_prefix`; `prompt` is text, raw ids or a conversation.
-    """
+    """A request, checked as far as that needs no model. `model` and `target_prefix` may be empty."""
 
     request_id: str
     model: str
@@ -61,7 +61,7 @@ class GenerateCall:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The request is valid and has its place. Comes first."""
+    """The request is valid and admitted. Comes first."""
 
     request_id: str
     model: str
@@ -69,17 +69,14 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """How probable the prompt's next tokens are, for requests that ask. All come before the first piece."""
+    """Log-probabilities of the prompt's next tokens, for requests that ask. All come before the first `Piece`."""
 
     logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What became ready of one output since its last piece.
-
-    `logprobs` has an entry per token where the request asked for them.
-    """
+    """New text and tokens of one output. `logprobs` has an entry per token if the request asked for them."""
 
     output_index: int
     text: str
@@ -89,7 +86,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One output is over, after its pieces. `score` is a beam search's."""
+    """One output is over, after its last `Piece`. `score` is a beam search's."""
 
     output_index: int
     finish_reason: FinishReason
@@ -99,7 +96,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The request is over with all its outputs, whose tokens are summed. Comes last. `cost` is there if asked for."""
+    """The request is over; token counts are sums over its outputs. Comes last. `cost` is set if asked for."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -109,12 +106,6 @@ class Outcome:
 
 
 Part = Accepted | PromptScores | Piece | Finished | Outcome
-
-
-def _unwanted(request: GenerationRequest) -> frozenset[FinishReason]:
-    """How an output ends that is not wanted any more: the call ends with an error."""
-    cancelled = frozenset({FinishReason.CANCELLED})
-    return cancelled if request.partial_on_deadline else cancelled | {FinishReason.DEADLINE}
 
 
 class Generator:
@@ -136,26 +127,24 @@ class Generator:
     ) -> AsyncGenerator[Part, None]:
         """One `Accepted`, any `PromptScores`, the outputs' `Piece` and `Finished`, one `Outcome`.
 
-        Pieces of several outputs alternate; each output has one `Finished`, behind its last piece. Leaving early aborts
-        the request.
+        Leaving early aborts the request.
 
-        `time_remaining` is the transport's own deadline in seconds from now; the call's timeout counts if it is less.
-        Where it is not to be streamed, pieces are few and long.
+        Args:
+            call: the request.
+            time_remaining: the transport's deadline in seconds from now; the call's timeout counts if it is less.
+            is_streamed: if not, pieces are few and long.
 
         Raises:
             RequestError: whatever ended the request other than success.
         """
         arrival = time.monotonic()
-        model = self._models.resolve(call.model)
-        self._require_serving(model.name, call.request_id)
-        with self._engine.admit(model.name, call.request_id) as place:
-            request = await self._prepare(call, model, arrival, time_remaining)
-            cached_tokens = await place.cached_tokens(request)
-            # What was tokenised for one model means nothing to another that has taken its place meanwhile.
-            while (current := self._models.resolve(model.name)) is not model:
-                model = current
+        with self._admitted(call.model, call.request_id) as (served, place):
+
+            async def prepare(model: ServedModel) -> tuple[GenerationRequest, int]:
                 request = await self._prepare(call, model, arrival, time_remaining)
-                cached_tokens = await place.cached_tokens(request)
+                return request, await place.cached_tokens(request)
+
+            model, (request, cached_tokens) = await self._with_current(served, prepare)
             # Before `Accepted` is sent: a client that is slow to read it must not be late in the queue.
             place.submit(request, cached_tokens, is_streamed=is_streamed)
             yield Accepted(request.request_id, request.model)
@@ -168,7 +157,7 @@ class Generator:
             yield replace(outcome, cost=place.cost) if call.wants_cost else outcome
 
     async def estimate(self, call: GenerateCall) -> Estimate:
-        """What a call would cost and how long it would take, were it run now; nothing is computed.
+        """What a call would cost and how long it would take now; nothing is computed.
 
         It holds a place meanwhile, as tokenizing takes memory and time.
 
@@ -178,28 +167,25 @@ class Generator:
         model = self._models.resolve(call.model)
         self._models.require_serving(model.name)
         with self._engine.place(model.name, call.request_id):
-            request = await self._prepare(call, model, time.monotonic(), None)
-            while (current := self._models.resolve(model.name)) is not model:
-                model = current
-                request = await self._prepare(call, model, time.monotonic(), None)
+            _, request = await self._with_current(
+                model, lambda model: self._prepare(call, model, time.monotonic(), None)
+            )
             return await self._engine.estimate(request)
 
     async def score(self, call: ScoreCall, time_remaining: float | None) -> Score:
-        """How probable a given text is. It waits for its turn as `run` does; cancelling it frees what it holds.
+        """How probable a given text is. Queues as `run` does; cancelling it frees what it holds.
 
         Raises:
             RequestError: whatever kept it from its end.
         """
         arrival = time.monotonic()
-        model = self._models.resolve(call.model)
-        self._require_serving(model.name, call.request_id)
-        with self._engine.admit(model.name, call.request_id) as place:
-            task, request = await self._prepare_score(call, model, arrival, time_remaining)
-            cached_tokens = await place.cached_tokens(request)
-            while (current := self._models.resolve(model.name)) is not model:
-                model = current
+        with self._admitted(call.model, call.request_id) as (model, place):
+
+            async def prepare(model: ServedModel) -> tuple[ScoreTask, GenerationRequest, int]:
                 task, request = await self._prepare_score(call, model, arrival, time_remaining)
-                cached_tokens = await place.cached_tokens(request)
+                return task, request, await place.cached_tokens(request)
+
+            _, (task, request, cached_tokens) = await self._with_current(model, prepare)
             place.submit(request, cached_tokens, is_streamed=False)
             seen: list[TokenEvent] = []
             async with aclosing(place.events()) as batches:
@@ -210,20 +196,41 @@ class Generator:
             _require_complete(request, reasons, f"{len(logprobs)} scores", seen[-1].timings)
             return Score(task.scored_token_ids, tuple(logprobs), task.num_bytes)
 
-    def refused(self, model_name: str, error: RequestError) -> None:
-        """Counts a request that was refused before it became a call, if it names a model that is served."""
+    @contextmanager
+    def counting_refusal(self, model_name: str) -> Iterator[None]:
+        """Counts a `RequestError` of the block as a refusal by the model, if it is served."""
         try:
-            model = self._models.resolve(model_name)
-        except UnknownModel:
-            return
-        self._engine.refused(model.name, error)
-
-    def _require_serving(self, model_name: str, request_id: str) -> None:
-        try:
-            self._models.require_serving(model_name)
-        except NotServing as error:
-            self._engine.refused(model_name, error, request_id)
+            yield
+        except RequestError as error:
+            with suppress(UnknownModel):
+                self._engine.refused(self._models.resolve(model_name).name, error)
             raise
+
+    @contextmanager
+    def _admitted(self, model_name: str, request_id: str) -> Iterator[tuple[ServedModel, Admission]]:
+        """A context for a request that has a place in its model's queue.
+
+        Raises:
+            RequestError: when the model does not serve, or has no place.
+        """
+        model = self._models.resolve(model_name)
+        try:
+            self._models.require_serving(model.name)
+        except NotServing as error:
+            self._engine.refused(model.name, error, request_id)
+            raise
+        with self._engine.admit(model.name, request_id) as place:
+            yield model, place
+
+    async def _with_current(
+        self, model: ServedModel, prepare: Callable[[ServedModel], Awaitable[_Prepared]]
+    ) -> tuple[ServedModel, _Prepared]:
+        """Prepares a request; again if another model took the name meanwhile, to which its tokens mean nothing."""
+        while True:
+            prepared = await prepare(model)
+            if (current := self._models.resolve(model.name)) is model:
+                return model, prepared
+            model = current
 
     async def _prepare(
         self, call: GenerateCall, model: ServedModel, arrival: float, time_remaining: float | None
@@ -270,10 +277,16 @@ class Generator:
 
 
 def _encode(model: ServedModel, call: GenerateCall) -> tuple[tuple[int, ...], tuple[int, ...], SamplingArrays | None]:
-    """What may take milliseconds of a request's preparation: tokens of prompt and prefix, arrays of its rules."""
+    """The slow part of a request's preparation: tokens of prompt and prefix, arrays of its sampling rules."""
     model.check_logits_rules(call.sampling, call.stopping)
     token_ids, prefix_token_ids = model.encode_prompt(call.prompt), model.encode_target_prefix(call.target_prefix)
     return token_ids, prefix_token_ids, make_sampling_arrays(call.sampling)
+
+
+def _unwanted(request: GenerationRequest) -> frozenset[FinishReason]:
+    """The finish reasons of an output that end the call with an error."""
+    cancelled = frozenset({FinishReason.CANCELLED})
+    return cancelled if request.partial_on_deadline else cancelled | {FinishReason.DEADLINE}
 
 
 def _require_complete(
@@ -282,16 +295,16 @@ def _require_complete(
     progress: str,
     timings: RequestTimings | None,
 ) -> None:
-    """Refuses an end that is not the end of every output.
+    """Checks that every output ended well.
 
     Args:
-        request: whose.
-        reasons: why each output ended, None for one that did not.
-        progress: how far it came, for the message.
-        timings: its own.
+        request: theirs.
+        reasons: why each output ended; None for one that did not.
+        progress: how far they came, for the message.
+        timings: the request's.
 
     Raises:
-        DeadlineExceeded: when its time was up, or would have been, and it does not take what there is.
+        DeadlineExceeded: when its time was up, or could not suffice, without `partial_on_deadline`.
         RequestCancelled: when it was aborted.
     """
     if not reasons or None in reasons:
@@ -307,7 +320,7 @@ def _require_complete(
 
 
 class _Outputs:
-    """A request's events, turned into the parts of its outputs."""
+    """Turns a request's token events into parts."""
 
     def __init__(self, request: GenerationRequest, decode: Decode) -> None:
         self._request = request
@@ -316,7 +329,7 @@ class _Outputs:
         self._last: TokenEvent | None = None
 
     def take(self, events: Sequence[TokenEvent]) -> Iterator[PromptScores | Piece | Finished]:
-        """What a batch of events brings: one piece at most for each output, however many tokens of it there are."""
+        """The parts of a batch of events; at most one `Piece` per output."""
         self._last = events[-1]
         by_output: dict[int, list[TokenEvent]] = {}
         for event in events:
@@ -332,14 +345,13 @@ class _Outputs:
                 yield Finished(index, last.finish_reason, last.matched_stop, last.score)
 
     def outcome(self) -> Outcome:
-        """How it ended, after the last event.
+        """How the request ended, after its last event.
 
         Raises:
-            DeadlineExceeded: when its time was up.
-            RequestCancelled: when it was aborted.
+            RequestError: as `_require_complete` does.
         """
         num_tokens = sum(output.num_tokens for output in self._outputs)
-        # A search may find fewer hypotheses than it was asked for: then no event was of the others.
+        # A beam search may find fewer hypotheses than asked for; the others have no events.
         found = [output for output in self._outputs if not self._request.beam_search or output.is_found]
         reasons = [output.finish_reason for output in found]
         timings = None if self._last is None else self._last.timings
@@ -355,7 +367,7 @@ class _Outputs:
 
 
 class _Output:
-    """One output as it grows."""
+    """The state of one output."""
 
     def __init__(self, request: GenerationRequest, index: int, decode: Decode) -> None:
         self._index = index
@@ -366,11 +378,11 @@ class _Output:
 
     @property
     def is_found(self) -> bool:
-        """Whether any event was of it."""
+        """Whether it had any event."""
         return self.num_tokens > 0 or self.finish_reason is not None
 
     def take(self, events: Sequence[TokenEvent]) -> Piece:
-        """What its next events bring, in order."""
+        """The new text and tokens of its next events."""
         text = "".join(event.text or "" if self._engine_makes_text else self._decode(event) for event in events)
         token_ids = tuple(event.token_id for event in events if event.token_id is not None)
         logprobs = tuple(event.logprobs for event in events if event.logprobs is not None)

@@ -1,9 +1,8 @@
-"""Which requests belong on the same replica: those whose prompts begin alike, as one that computed it keeps the K/V.
+"""Routing keys: requests whose prompts begin alike go to the replica that has their prefix cached.
 
-A balancer that knows the metadata `onward-routing-key` (`deploy/envoy`) sends equal keys to the same replica as long as
-that is there and not busier than the others. Any text is a good key that requests share exactly when their prompts
-share a beginning: a conversation's id, the name of a system prompt, or what `routing_key` makes of the prompt itself.
-Servers ignore it. Knows nothing of gRPC.
+A balancer that reads the metadata `onward-routing-key` (`deploy/envoy`) sends equal keys to the same replica, unless it
+is gone or busier than the others. A good key is any text that requests share exactly when their prompts share a
+beginning: a conversation's id, the name of a system prompt, or `routing_key` of the prompt. Servers ignore it.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from collections.abc import Sequence
 ROUTING_KEY = "onward-routing-key"
 """The metadata's name."""
 PREFIX_TOKENS = 128
-"""As many as the server computes, and keeps, in one piece: what is shorter is never found again."""
+"""The default chunk of prefill, and so of the prefix cache: a shorter prefix is never a cache hit."""
 PREFIX_CHARACTERS = 512
-"""About as much, in text: a token of English is some four characters."""
+"""About as much text: an English token has some four characters."""
 _DIGEST_BYTES = 8
 
 
@@ -24,10 +23,9 @@ def routing_key(prompt: str | Sequence[int], length: int | None = None) -> str:
     """A key that prompts share when they begin alike: 16 hexadecimal digits.
 
     Args:
-        prompt: text or token ids; the two have different keys, even where they mean the same.
-        length: how much of its beginning counts, in characters or tokens; `PREFIX_CHARACTERS` or `PREFIX_TOKENS` unless
-            given. Shared beginnings that are shorter are not recognised, those of different prompts that agree for so
-            long are taken for one.
+        prompt: text or token ids, whose keys differ even for the same text.
+        length: characters or tokens that count; `PREFIX_CHARACTERS` or `PREFIX_TOKENS` by default. Shorter shared
+            beginnings get different keys; different prompts that agree for so long get the same.
 
     Raises:
         ValueError: when `length` is below 1.

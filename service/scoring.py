@@ -1,4 +1,4 @@
-"""How probable a given text is: what `Score` asks of the engine, and what the answer amounts to.
+"""`Score`: a text to the engine's request for log-probabilities, and the totals of the answer.
 
 Knows models, tokens and arithmetic; neither the engine nor protobuf.
 """
@@ -16,9 +16,9 @@ Text = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreCall:
-    """A request as far as it can be judged without its model: `prompt` and `target` are text or raw ids, not empty.
+    """A request, checked as far as that needs no model. `prompt` and `target` are text or raw ids, not empty.
 
-    `target` None asks for the prompt itself, which only a decoder-only model can tell.
+    Without a `target` the prompt itself is scored, which only a decoder-only model can do.
     """
 
     request_id: str
@@ -29,7 +29,7 @@ class ScoreCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreTask:
-    """What the engine is asked: to score the decoder's tokens from position `start` on, which are `scored_token_ids`.
+    """What the engine scores: the decoder's tokens from position `start` on, which are `scored_token_ids`.
 
     `num_bytes` is the length of their text in UTF-8.
     """
@@ -51,12 +51,12 @@ class Score:
 
     @property
     def total_logprob(self) -> float:
-        """Of the whole text."""
+        """Log-probability of the whole text."""
         return math.fsum(self.logprobs)
 
     @property
     def perplexity(self) -> float:
-        """Of a token; infinite where that is beyond a double."""
+        """Per token; infinite on overflow."""
         try:
             return math.exp(-self.total_logprob / len(self.logprobs))
         except OverflowError:
@@ -64,12 +64,12 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """What a compressor that asked the model would need; None for tokens without text."""
+        """Bits per byte of a compressor that uses the model; None for tokens without text."""
         return -self.total_logprob / math.log(2.0) / self.num_bytes if self.num_bytes else None
 
 
 def make_task(model: ServedModel, prompt: Text, target: Text | None) -> ScoreTask:
-    """Puts a request into tokens; may take milliseconds, so call this off the event loop.
+    """Tokenizes a request; may take milliseconds, so call this off the event loop.
 
     Raises:
         PromptTooLong: when prompt and target together exceed the context.
@@ -93,7 +93,7 @@ def make_task(model: ServedModel, prompt: Text, target: Text | None) -> ScoreTas
 
 
 def _prompt_task(model: ServedModel, prompt: Text) -> ScoreTask:
-    """To score a prompt itself, which may fill the context: nothing comes after it."""
+    """Scores a prompt itself, which may fill the context."""
     config, tokenizer = model.manifest.config, model.output_tokenizer
     if config.is_encoder_decoder:
         raise InvalidRequest("target", None, f"must be set, as {model.name} is an encoder-decoder")
@@ -102,7 +102,7 @@ def _prompt_task(model: ServedModel, prompt: Text) -> ScoreTask:
     if not scored:
         limit = "must have at least 2 tokens, as the first has nothing before it"
         raise InvalidRequest(prompt_field(prompt), prompt, limit)
-    # Tokens may spell a text less than faithfully; where all of it is scored, the text itself is what counts.
+    # Tokens may not spell the text exactly; if all of it is scored, its own bytes count.
     text = prompt
     if not isinstance(text, str) or scored != tuple(tokenizer.encode_plain(text)):
         text = tokenizer.decode(scored)
@@ -121,8 +121,8 @@ def encode_target(model: ServedModel, target: Text, room: int, why: str) -> tupl
     Args:
         model: whose output it is.
         target: text or raw ids.
-        room: how many tokens it may have.
-        why: what that is, for the message.
+        room: most tokens.
+        why: the reason of that limit, for the message.
 
     Raises:
         PromptTooLong: when it has more.

@@ -1,7 +1,7 @@
-"""Protobuf to values and back: requests validated field by field, answers put together. No protobuf goes further in.
+"""Protobuf to values and back: validates requests field by field, and encodes answers.
 
-An invalid field is named by its full path, with its value and its limit. Knows the operator's limits but no model; what
-depends on one (token ids, lengths in tokens, whether there is a template) is `service.repository.models`' to check.
+An invalid field is named by its full path, with its value and its limit. Knows the operator's limits but no model:
+`service.repository.models` checks what depends on one (token ids, lengths in tokens, the chat template).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from service.explain.explaining import ExplainCall, Explanation
 from service.forecasting.costing import Cost
 from service.forecasting.prediction import Estimate
 from service.generator import GenerateCall, Outcome
-from service.repository.models import Conversation, Prompt
+from service.repository.models import Conversation
 from service.scoring import Score, ScoreCall
 
 FINISH_REASONS: Mapping[FinishReason, pb.FinishReason.ValueType] = {
@@ -48,18 +48,20 @@ ATTENTION_KINDS: Mapping[AttentionKind, pb.AttentionKind.ValueType] = {
 
 _DEFAULT_MAX_TOKENS = 256
 _DEFAULT_EXPLAINED_TOKENS = 64
-# As in OpenAI's API; vLLM cuts what is beyond, which a client would never know.
+# As in OpenAI's API; vLLM clips larger ones silently.
 _MAX_BIAS = 100.0
-# Peers take any number; beyond this a power of a length may be none.
+# Other servers take any number; a larger power of a length may overflow.
 _MAX_LENGTH_PENALTY = 10.0
 
+Generating = pb.GenerateRequest | pb.GenerateStreamRequest
 
-def decode_generate(
-    message: pb.GenerateRequest | pb.GenerateStreamRequest,
-    limits: RequestLimits,
-    draw_id: Callable[[], str] = lambda: uuid.uuid4().hex,
-) -> GenerateCall:
-    """Reads a request, stream or not; an empty id is drawn.
+
+def _draw_id() -> str:
+    return uuid.uuid4().hex
+
+
+def decode_generate(message: Generating, limits: RequestLimits, draw_id: Callable[[], str] = _draw_id) -> GenerateCall:
+    """Decodes a request, streamed or not; draws an id for an empty one.
 
     Raises:
         InvalidRequest: naming the first field beyond its limit.
@@ -68,7 +70,7 @@ def decode_generate(
     return GenerateCall(
         request_id=_request_id(message.request_id, limits) or draw_id(),
         model=message.model,
-        prompt=_prompt(message),
+        prompt=_conversation(message) if message.WhichOneof("prompt") == "chat" else _prompt(message),
         target_prefix=message.target_prefix,
         sampling=_sampling(message.sampling, limits),
         stopping=_stopping(message.stopping, limits),
@@ -82,17 +84,19 @@ def decode_generate(
     )
 
 
-def decode_score(message: pb.ScoreRequest, draw_id: Callable[[], str] = lambda: uuid.uuid4().hex) -> ScoreCall:
-    """Reads a request to score; an id is drawn for the log.
+def decode_score(message: pb.ScoreRequest, draw_id: Callable[[], str] = _draw_id) -> ScoreCall:
+    """Decodes a request to score; draws an id for the log.
 
     Raises:
         InvalidRequest: naming the first field beyond its limit.
     """
-    return ScoreCall(request_id=draw_id(), model=message.model, prompt=_text_or_ids(message), target=_target(message))
+    return ScoreCall(
+        request_id=draw_id(), model=message.model, prompt=_prompt(message), target=_text_or_ids(message, "target")
+    )
 
 
-def decode_explain(message: pb.ExplainRequest, draw_id: Callable[[], str] = lambda: uuid.uuid4().hex) -> ExplainCall:
-    """Reads a request for attention; an id is drawn for what is generated.
+def decode_explain(message: pb.ExplainRequest, draw_id: Callable[[], str] = _draw_id) -> ExplainCall:
+    """Decodes a request for attention; draws an id for what is generated.
 
     Raises:
         InvalidRequest: naming the first field beyond its limit.
@@ -107,8 +111,8 @@ def decode_explain(message: pb.ExplainRequest, draw_id: Callable[[], str] = lamb
     return ExplainCall(
         request_id=draw_id(),
         model=message.model,
-        prompt=_text_or_ids(message),
-        target=_target(message),
+        prompt=_prompt(message),
+        target=_text_or_ids(message, "target"),
         kinds=tuple(kinds[number] for number in message.kinds),
         layers=tuple(message.layers),
         heads=tuple(message.heads),
@@ -123,41 +127,29 @@ def _request_id(value: str, limits: RequestLimits) -> str:
     return value
 
 
-def _prompt(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> Prompt:
-    if message.WhichOneof("prompt") != "chat":
-        return _text_or_ids(message)
+def _conversation(message: Generating) -> Conversation:
     messages = tuple(Message(each.role, each.content) for each in message.chat.messages)
     _require("prompt.chat.messages", [], "must have at least 1 message", valid=bool(messages))
     return Conversation(messages)
 
 
-def _text_or_ids(
-    message: pb.GenerateRequest | pb.GenerateStreamRequest | pb.ScoreRequest | pb.ExplainRequest,
-) -> str | tuple[int, ...]:
-    prompt: str | tuple[int, ...]
-    match message.WhichOneof("prompt"):
-        case "text":
-            field, prompt = "prompt.text", message.text
-        case "token_ids":
-            field, prompt = "prompt.token_ids.ids", tuple(message.token_ids.ids)
-        case _:
-            raise InvalidRequest("prompt", None, "must be set")
-    if not prompt:
-        raise InvalidRequest(field, prompt, "must not be empty")
+def _prompt(message: Generating | pb.ScoreRequest | pb.ExplainRequest) -> str | tuple[int, ...]:
+    prompt = _text_or_ids(message, "prompt")
+    if prompt is None:
+        raise InvalidRequest("prompt", None, "must be set")
     return prompt
 
 
-def _target(message: pb.ScoreRequest | pb.ExplainRequest) -> str | tuple[int, ...] | None:
-    target: str | tuple[int, ...] | None
-    match message.WhichOneof("target"):
-        case "target_text":
-            field, target = "target.target_text", message.target_text
-        case "target_token_ids":
-            field, target = "target.target_token_ids.ids", tuple(message.target_token_ids.ids)
-        case _:
-            field, target = "target", None
-    _require(field, target, "must not be empty", valid=target is None or len(target) > 0)
-    return target
+def _text_or_ids(message: Any, oneof: Literal["prompt", "target"]) -> str | tuple[int, ...] | None:
+    """A text, or raw token ids; None where the oneof is not set."""
+    name = message.WhichOneof(oneof)
+    if name is None:
+        return None
+    given = getattr(message, name)
+    is_text = isinstance(given, str)
+    field, value = (name, given) if is_text else (f"{name}.ids", tuple(given.ids))
+    _require(f"{oneof}.{field}", value, "must not be empty", valid=len(value) > 0)
+    return value
 
 
 def _sampling(message: pb.SamplingParams, limits: RequestLimits) -> SamplingParams:
@@ -167,17 +159,15 @@ def _sampling(message: pb.SamplingParams, limits: RequestLimits) -> SamplingPara
     _require("sampling.temperature", temperature, "must be finite and at least 0", valid=0 <= temperature < math.inf)
     _require("sampling.top_p", top_p, "must be above 0 and at most 1", valid=0 < top_p <= 1)
     _require("sampling.top_k", message.top_k, "must be at least 0 (0 is off)", valid=message.top_k >= 0)
-    _require("sampling.min_p", message.min_p, "must be from 0 to 1", valid=0 <= message.min_p <= 1)
+    _require_range("sampling.min_p", message.min_p, 0, 1)
     _require("sampling.repetition_penalty", repetition, "must be above 0 and at most 2", valid=0 < repetition <= 2)
-    for name in ("presence_penalty", "frequency_penalty"):
-        penalty = getattr(message, name)
-        _require(f"sampling.{name}", penalty, "must be from -2 to 2", valid=-2 <= penalty <= 2)
-    num_outputs, most = _given(message, "n", 1), limits.max_outputs
-    _require("sampling.n", num_outputs, f"must be from 1 to {most}", valid=1 <= num_outputs <= most)
+    _require_range("sampling.presence_penalty", message.presence_penalty, -2, 2)
+    _require_range("sampling.frequency_penalty", message.frequency_penalty, -2, 2)
+    num_outputs = _given(message, "n", 1)
+    _require_range("sampling.n", num_outputs, 1, limits.max_outputs)
     _require_count("sampling.logit_bias", message.logit_bias, limits.max_logit_bias)
     for token_id, bias in message.logit_bias.items():
-        limit = f"must be from {-_MAX_BIAS:g} to {_MAX_BIAS:g}"
-        _require(f"sampling.logit_bias[{token_id}]", bias, limit, valid=-_MAX_BIAS <= bias <= _MAX_BIAS)
+        _require_range(f"sampling.logit_bias[{token_id}]", bias, -_MAX_BIAS, _MAX_BIAS)
     return SamplingParams(
         temperature=temperature,
         top_p=top_p,
@@ -193,24 +183,22 @@ def _sampling(message: pb.SamplingParams, limits: RequestLimits) -> SamplingPara
     )
 
 
-def _beam_search(message: pb.GenerateRequest | pb.GenerateStreamRequest, limits: RequestLimits) -> BeamSearchParams:
+def _beam_search(message: Generating, limits: RequestLimits) -> BeamSearchParams:
     asked = message.beam_search
     for field, value in message.sampling.ListFields():
-        _require(f"sampling.{field.name}", value, "must not be set with beam_search", valid=False)
-    # A text that matches ends an output for good, and a beam's past may still become another's.
-    limit = "must be empty with beam_search"
-    _require("stopping.stop", list(message.stopping.stop), limit, valid=not message.stopping.stop)
-    size, most = asked.beam_size, limits.max_beam_size
-    _require("beam_search.beam_size", size, f"must be from 1 to {most}", valid=1 <= size <= most)
-    number = _given(asked, "num_hypotheses", 1)
+        raise InvalidRequest(f"sampling.{field.name}", value, "must not be set with beam_search")
+    # A match ends an output for good, while a beam's text may still become another's.
+    stop = message.stopping.stop
+    _require("stopping.stop", list(stop), "must be empty with beam_search", valid=not stop)
+    size, number = asked.beam_size, _given(asked, "num_hypotheses", 1)
+    _require_range("beam_search.beam_size", size, 1, limits.max_beam_size)
     limit = f"must be from 1 to beam_search.beam_size, which is {size}"
     _require("beam_search.num_hypotheses", number, limit, valid=1 <= number <= size)
-    penalty, most_penalty = _given(asked, "length_penalty", 1.0), _MAX_LENGTH_PENALTY
-    limit = f"must be from {-most_penalty:g} to {most_penalty:g}"
-    _require("beam_search.length_penalty", penalty, limit, valid=-most_penalty <= penalty <= most_penalty)
-    patience, most_patience = asked.patience if asked.HasField("patience") else None, MAX_PATIENCE
-    limit = f"must be from 0 to {most_patience:g}"
-    _require("beam_search.patience", patience, limit, valid=patience is None or 0 <= patience <= most_patience)
+    penalty = _given(asked, "length_penalty", 1.0)
+    _require_range("beam_search.length_penalty", penalty, -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY)
+    patience = _given(asked, "patience", None)
+    if patience is not None:
+        _require_range("beam_search.patience", patience, 0, MAX_PATIENCE)
     ngram = asked.no_repeat_ngram_size
     _require("beam_search.no_repeat_ngram_size", ngram, "must be at least 0 (0 is off)", valid=ngram >= 0)
     return BeamSearchParams(
@@ -223,10 +211,10 @@ def _beam_search(message: pb.GenerateRequest | pb.GenerateStreamRequest, limits:
 
 
 def _stopping(message: pb.StoppingParams, limits: RequestLimits) -> StoppingParams:
-    max_tokens, most = _given(message, "max_tokens", _DEFAULT_MAX_TOKENS), limits.max_generated_tokens
-    # The default is not the client's mistake where an operator allows less.
-    max_tokens = max_tokens if message.HasField("max_tokens") else min(max_tokens, most)
-    _require("stopping.max_tokens", max_tokens, f"must be from 1 to {most}", valid=1 <= max_tokens <= most)
+    most = limits.max_generated_tokens
+    # The default is at most what the operator allows.
+    max_tokens = _given(message, "max_tokens", min(_DEFAULT_MAX_TOKENS, most))
+    _require_range("stopping.max_tokens", max_tokens, 1, most)
     limit = f"must be from 0 to stopping.max_tokens, which is {max_tokens}"
     _require("stopping.min_tokens", message.min_tokens, limit, valid=0 <= message.min_tokens <= max_tokens)
     _require_count("stopping.stop", message.stop, limits.max_stop_strings)
@@ -250,16 +238,14 @@ def _logprobs(
 ) -> int | None:
     num_top: int | None = _given(message, field, None)
     if num_top is not None:
-        most = limits.max_logprobs
-        _require(f"response.{field}", num_top, f"must be from 0 to {most}", valid=0 <= num_top <= most)
+        _require_range(f"response.{field}", num_top, 0, limits.max_logprobs)
     return num_top
 
 
-def _timeout(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> float | None:
-    if not message.HasField("timeout_seconds"):
-        return None
-    timeout = message.timeout_seconds
-    _require("timeout_seconds", timeout, "must be finite and above 0", valid=0 < timeout < math.inf)
+def _timeout(message: Generating) -> float | None:
+    timeout: float | None = _given(message, "timeout_seconds", None)
+    if timeout is not None:
+        _require("timeout_seconds", timeout, "must be finite and above 0", valid=0 < timeout < math.inf)
     return timeout
 
 
@@ -271,6 +257,13 @@ def _given(message: Any, field: str, default: Any) -> Any:
 def _require(field: str, value: object, limit: str, *, valid: bool) -> None:
     if not valid:
         raise InvalidRequest(field, value, limit)
+
+
+def _require_range(field: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        # No exponent for large integers.
+        limits = [str(int(limit)) if limit == int(limit) else f"{limit:g}" for limit in (low, high)]
+        raise InvalidRequest(field, value, f"must be from {limits[0]} to {limits[1]}")
 
 
 def _require_count(field: str, values: Sized, most: int) -> None:
@@ -285,7 +278,7 @@ def encode_logprobs(values: TokenLogprobs) -> pb.TokenLogprobs:
 
 
 def encode_score(score: Score) -> pb.ScoreResponse:
-    """Scored tokens, and what they come to."""
+    """Scored tokens and their totals."""
     pairs = zip(score.token_ids, score.logprobs, strict=True)
     return pb.ScoreResponse(
         tokens=[pb.ScoreResponse.TokenScore(token_id=token_id, logprob=logprob) for token_id, logprob in pairs],
@@ -296,7 +289,7 @@ def encode_score(score: Score) -> pb.ScoreResponse:
 
 
 def encode_explanation(explanation: Explanation) -> pb.ExplainResponse:
-    """Tokens and matrices; up to megabytes of them, so call this off the event loop."""
+    """Tokens and matrices, up to megabytes: call this off the event loop."""
     response = pb.ExplainResponse(
         prompt_tokens=explanation.prompt_tokens,
         target_tokens=explanation.target_tokens,
@@ -316,7 +309,7 @@ def encode_explanation(explanation: Explanation) -> pb.ExplainResponse:
 
 
 def encode_matched_stop(matched: str | int | None) -> pb.MatchedStop | None:
-    """What ended an output; None where no stop did."""
+    """The stop that ended an output, if one did."""
     match matched:
         case None:
             return None
@@ -327,7 +320,7 @@ def encode_matched_stop(matched: str | int | None) -> pb.MatchedStop | None:
 
 
 def encode_timings(timings: RequestTimings) -> pb.Timings:
-    """Moments to durations; a phase that was never reached took no time."""
+    """Points in time to durations; a phase that was never reached took no time."""
     arrived, finished = timings.arrival_time, timings.finished_time
     scheduled = finished if timings.scheduled_time is None else timings.scheduled_time
     first = finished if timings.first_token_time is None else timings.first_token_time
@@ -340,7 +333,7 @@ def encode_timings(timings: RequestTimings) -> pb.Timings:
 
 
 def encode_cost(cost: Cost) -> pb.Cost:
-    """Counts, and seconds as far as they are known."""
+    """Counts, and the known seconds."""
     counts = cost.counts
     return pb.Cost(
         attended_pairs=counts.attended_pairs,
@@ -354,7 +347,7 @@ def encode_cost(cost: Cost) -> pb.Cost:
 
 
 def encode_estimate(estimate: Estimate) -> pb.EstimateResponse:
-    """What is known of a request that nobody has sent."""
+    """The predicted cost and times of a request."""
     message = pb.EstimateResponse(cost=encode_cost(estimate.cost))
     if estimate.forecast is not None:
         message.queue_seconds = estimate.forecast.queue_seconds

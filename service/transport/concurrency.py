@@ -1,7 +1,7 @@
-"""Refuses calls beyond those that there may be at once, and those with too much metadata, before they are read.
+"""Refuses calls beyond the concurrency limit, and those with too much metadata, before they are read.
 
-gRPC's own limit counts all services together, so that a server that is merely full could not say that it is well, and
-a balancer that asks after its health would take it for dead and send its work to the others.
+gRPC's own limit counts all services together: a full server could not answer health checks, and a balancer would take
+it for dead and send its work to others.
 """
 
 from __future__ import annotations
@@ -13,29 +13,25 @@ from typing import Any
 import grpc
 
 from service.transport.places import REFUSAL_SECONDS, Places
-from service.transport.sending import abort
+from service.transport.sending import Context, abort
 from service.transport.status import Status
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
-# What HTTP/2 counts for each header besides its name and its value (RFC 9113, 6.5.2).
+# HTTP/2 counts this for each header besides its name and value (RFC 9113, 6.5.2).
 _HEADER_BYTES = 32
 
 
 class CallLimit(grpc.aio.ServerInterceptor):
-    """Refuses calls with RESOURCE_EXHAUSTED: all while there are as many as may be, and those with too much metadata.
+    """Refuses calls with RESOURCE_EXHAUSTED. It goes before all other interceptors.
 
-    It goes before all other interceptors.
-
-    A call counts from its headers until gRPC frees it, whether or not its request ever comes; a refused one counts
-    among refused calls, of which there may be as many.
+    A call counts from its headers until gRPC frees it, whether or not its request arrives. A refused call counts among
+    refused calls, of which there may be as many.
 
     Args:
         max_calls: at once.
         max_message_bytes: largest answer.
-        max_metadata_bytes: of a call. gRPC refuses more for certain only once a client has acknowledged the server's
-            settings, and takes up to 16 MiB until then.
-        apart: full names of methods that have as many places of their own each.
+        max_metadata_bytes: of a call. gRPC itself enforces it only after a client has acknowledged the server's
+            settings, and takes up to 16 MiB before.
+        apart: full names of methods with as many places of their own each.
     """
 
     def __init__(
@@ -44,7 +40,7 @@ class CallLimit(grpc.aio.ServerInterceptor):
         self._max_calls = max_calls
         self._max_metadata_bytes = max_metadata_bytes
         self._places = Places(max_calls, max_message_bytes, apart)
-        # Of the kind that is not given its request: others would read all of it first.
+        # Streams: gRPC would read a unary request before it calls the handler.
         self._refusal: Any = grpc.stream_stream_rpc_method_handler(self._refuse)
         self._unknown: Any = grpc.stream_stream_rpc_method_handler(_refuse_unknown)
 
@@ -53,14 +49,14 @@ class CallLimit(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Passes a call on, and holds a place for it until it is over; or refuses it."""
+        """Takes a place for a call until it is over, or refuses it."""
         place = self._places.take(handler_call_details.method.lstrip("/"))
         if place is None:
             return self._refusal
-        # Counted once: a client that has not acknowledged the limit may send hundreds of thousands of headers.
+        # Counted once: an unacknowledged limit lets hundreds of thousands of headers through.
         if (num_bytes := _num_bytes(handler_call_details.invocation_metadata)) > self._max_metadata_bytes:
             return grpc.stream_stream_rpc_method_handler(partial(self._refuse_metadata, num_bytes))
-        # gRPC would answer as much where there is no handler, and take any time for it.
+        # Without a handler gRPC would send the same status, and wait for the client without a limit.
         return await continuation(handler_call_details) or self._unknown
 
     async def _refuse(self, _: AsyncIterator[bytes], context: Context) -> None:
@@ -73,7 +69,7 @@ class CallLimit(grpc.aio.ServerInterceptor):
 
 
 def _num_bytes(metadata: Any) -> int:
-    """At most what HTTP/2 counts: headers that gRPC keeps to itself are not there, values are decoded."""
+    """At most what HTTP/2 counts: gRPC withholds some headers and decodes values."""
     return sum(len(name) + len(value) + _HEADER_BYTES for name, value in metadata or ())
 
 

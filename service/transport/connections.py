@@ -1,6 +1,6 @@
-"""The process's connections as the system has them, by their peers as gRPC names them. Linux only; else there are none.
+"""Finds and closes the process's connections by their peers, as gRPC names them. Linux only; elsewhere none is found.
 
-gRPC says of a connection who its peer is, and no more: not what it has brought, nor how it is closed.
+gRPC reports of a connection only its peer: not the bytes received, and no way to close it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 
 
 def open_descriptors() -> list[int]:
-    """All of the process, of whatever kind."""
+    """All open descriptors of the process."""
     with suppress(OSError):
         return [int(each.name) for each in Path("/proc/self/fd").iterdir()]
     return []
 
 
 def found(peers: Collection[str], descriptors: Iterable[int]) -> Iterator[tuple[str, int, socket.socket]]:
-    """Which descriptors are connections of these peers: the peer, the descriptor, and a socket of it until the next."""
+    """Those descriptors that are connections of these peers, each with a socket that is valid until the next."""
     ports = {peer.rpartition(":")[2] for peer in peers}
     for descriptor in descriptors:
-        # gRPC may close it meanwhile, and most are no connections, or none of these.
+        # Most are no connections, or other ones, and gRPC may close one meanwhile.
         with suppress(OSError, ValueError):
-            # Its family is stated, or Python would ask the system what kind of socket it is.
+            # With the family given, Python makes no system calls to detect it.
             connection = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, descriptor)
             try:
                 host, port = connection.getpeername()[:2]
@@ -37,14 +37,14 @@ def found(peers: Collection[str], descriptors: Iterable[int]) -> Iterator[tuple[
 
 
 def find(peers: Collection[str]) -> dict[str, int]:
-    """The descriptors of those that are found."""
+    """The descriptors of connections that are found."""
     return {peer: descriptor for peer, descriptor, _ in found(peers, open_descriptors())}
 
 
 def shut(connections: Mapping[str, int]) -> None:
-    """Closes connections that were found, with all calls of theirs."""
+    """Closes connections that `find` returned, with all their calls."""
     for peer, descriptor in connections.items():
-        # Its number may be another's by now: what is shut is a duplicate, which is looked at once more.
+        # The descriptor may be another connection's by now: checks a duplicate, and shuts that.
         with suppress(OSError):
             own = os.dup(descriptor)
             try:

@@ -1,6 +1,6 @@
 """`onward.v1.GenerationService`: protobuf at both ends of `Generator.run`.
 
-The unary call is the stream, put together. Errors pass through; the interceptor makes statuses of them.
+A unary call collects the stream. Errors pass through; the interceptor maps them to statuses.
 """
 
 from __future__ import annotations
@@ -8,23 +8,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
-
-import grpc
 
 from model.spec.tokenizer import Tokenizer
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceServicer
 from service.access import current_caller
 from service.config import RequestLimits
-from service.errors import InvalidRequest, RequestError
+from service.errors import InvalidRequest
 from service.explain.explainer import Explainer
 from service.generator import Accepted, Finished, GenerateCall, Generator, Outcome, Part, Piece, PromptScores
 from service.process.text_pool import LONG_BYTES, TextPool
 from service.repository.models import Models, ServedModel, check_ids, text_size
 from service.transport import codec
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from service.transport.sending import Context
 
 
 class GenerationServicer(GenerationServiceServicer):
@@ -35,8 +31,8 @@ class GenerationServicer(GenerationServiceServicer):
         explainer: answers `Explain`.
         models: what is served.
         limits: what one request may ask.
-        texts: where `Tokenize` and `Detokenize` work and large answers are put together; not the generator's, or they
-            would hold up its prompts.
+        texts: runs `Tokenize`, `Detokenize` and the encoding of large answers; not the generator's, whose prompts they
+            would delay.
     """
 
     def __init__(
@@ -51,10 +47,10 @@ class GenerationServicer(GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """Collects the stream into one answer."""
         response = pb.GenerateResponse()
-        # Joined once: a message's text cannot be appended to, only replaced.
+        # Joined at the end: a message's text can only be replaced.
         texts: defaultdict[int, list[str]] = defaultdict(list)
         run = self._generator.run(self._decode(request), context.time_remaining(), is_streamed=False)
-        del request  # megabytes, maybe of fields that are not known: what waits and runs is what was decoded
+        del request  # may hold megabytes of unknown fields; only what was decoded waits and runs
         async with aclosing(run) as parts:
             async for part in parts:
                 match part:
@@ -81,7 +77,7 @@ class GenerationServicer(GenerationServiceServicer):
     async def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Sends each part as it comes; a client that is behind gets several tokens in one message."""
+        """Sends each part as it comes; a slow client gets several tokens per message."""
         run = self._generator.run(self._decode(request), context.time_remaining())
         del request
         async with aclosing(run) as parts:
@@ -89,7 +85,7 @@ class GenerationServicer(GenerationServiceServicer):
                 yield _event(part)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Splits a text as `Generate` would, or bare."""
+        """Tokenizes a text, with special tokens as `Generate` would, or without."""
         tokenizer = _tokenizer(self._models.resolve(request.model), request.side, pb.TEXT_SIDE_PROMPT)
         max_bytes, num_bytes = self._limits.max_tokenize_bytes, text_size(request.text)
         if num_bytes > max_bytes:
@@ -100,7 +96,7 @@ class GenerationServicer(GenerationServiceServicer):
         return await self._texts.run(current_caller().tenant, num_bytes, _tokenize, tokenizer, encode, text)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """Joins tokens as an output's are joined."""
+        """Detokenizes token ids as `Generate` would."""
         tokenizer = _tokenizer(self._models.resolve(request.model), request.side, pb.TEXT_SIDE_OUTPUT)
         most = self._limits.max_detokenize_tokens
         if len(request.token_ids) > most:
@@ -110,34 +106,28 @@ class GenerationServicer(GenerationServiceServicer):
         return await self._texts.run(current_caller().tenant, len(token_ids), _detokenize, tokenizer, token_ids)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        """Computes a text without generating anything."""
-        try:
+        """Scores a given text."""
+        with self._generator.counting_refusal(request.model):
             call = codec.decode_score(request)
-        except RequestError as error:
-            self._generator.refused(request.model, error)
-            raise
         del request
         return codec.encode_score(await self._generator.score(call, context.time_remaining()))
 
     async def Estimate(self, request: pb.EstimateRequest, context: Context) -> pb.EstimateResponse:
-        """Tells what a request would cost, without running it."""
+        """Predicts what a request would cost, without running it."""
         call = codec.decode_generate(request.request, self._limits)
         del request
         return codec.encode_estimate(await self._generator.estimate(call))
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
-        """Computes attention weights, apart from the engine; the answer is put together off the event loop."""
+        """Computes attention weights, outside the engine; the answer is encoded off the event loop."""
         explaining = self._explainer.explain(codec.decode_explain(request), context.time_remaining())
         del request
         explanation = await explaining
         return await self._texts.run(current_caller().tenant, LONG_BYTES, codec.encode_explanation, explanation)
 
     def _decode(self, request: pb.GenerateRequest | pb.GenerateStreamRequest) -> GenerateCall:
-        try:
+        with self._generator.counting_refusal(request.model):
             return codec.decode_generate(request, self._limits)
-        except RequestError as error:
-            self._generator.refused(request.model, error)
-            raise
 
 
 def _tokenize(tokenizer: Tokenizer, encode: Callable[[str], Sequence[int]], text: str) -> pb.TokenizeResponse:
@@ -151,14 +141,14 @@ def _detokenize(tokenizer: Tokenizer, token_ids: Sequence[int]) -> pb.Detokenize
 
 
 def _output(response: pb.GenerateResponse, index: int) -> pb.GenerationOutput:
-    """The output at `index`, and all before it: any of them may be the first that is heard of."""
+    """The output at `index`; adds those before it, too, since any output may be the first with a part."""
     while len(response.outputs) <= index:
         response.outputs.add(index=len(response.outputs))
     return response.outputs[index]
 
 
 def _event(part: Part) -> pb.GenerateStreamResponse:
-    """A part as the stream tells it."""
+    """A part as an event of the stream."""
     message = pb.GenerateStreamResponse
     event = message()
     match part:
@@ -167,7 +157,7 @@ def _event(part: Part) -> pb.GenerateStreamResponse:
         case PromptScores():
             event.prompt.logprobs.extend(map(codec.encode_logprobs, part.logprobs))
         case Piece():
-            # Field by field, at less than half the price of nested constructors: there is one for every token.
+            # Field by field, which takes less than half the time of nested constructors: this runs for every token.
             delta = event.delta
             delta.output_index, delta.text = part.output_index, part.text
             delta.token_ids.extend(part.token_ids)

@@ -4,8 +4,8 @@
                         └─ wakes ──> each watcher of the name ──> sends the newest state
 
 A change of state is synchronous and waits for no client. Each watcher sends by itself, under the stall limit of every
-stream. grpcio-health-checking has a servicer, too: it writes to watchers while it holds the lock that a change needs,
-and a watcher that leaves cuts the others off (grpc/grpc#43403).
+stream. grpcio-health-checking's servicer writes to watchers under the lock that a change needs, and a watcher that
+leaves cuts the others off (grpc/grpc#43403).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _State = health_pb2.HealthCheckResponse
 
 @dataclass(eq=False, slots=True)
 class _Watcher:
-    """One stream: the name that it watches, and whether there may be something to send."""
+    """One stream; `changed` is set when the state of its name may differ from the last sent."""
 
     name: str
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -43,7 +43,7 @@ class HealthServicer:
     """Answers `grpc.health.v1.Health`. Event loop only.
 
     Args:
-        max_stall_seconds: how long a watcher may take no bytes before it is ended with ABORTED.
+        max_stall_seconds: a watcher that takes no bytes for so long ends with ABORTED.
     """
 
     def __init__(self, max_stall_seconds: float) -> None:
@@ -69,7 +69,7 @@ class HealthServicer:
             self._set(name, _State.NOT_SERVING)
 
     def close(self) -> None:
-        """Ends all watchers with UNAVAILABLE, those that come later, too."""
+        """Ends all watchers with UNAVAILABLE, later ones too."""
         self._is_closed = True
         for watcher in self._watchers:
             watcher.changed.set()
@@ -95,9 +95,9 @@ class HealthServicer:
         return answer  # type: ignore[no-any-return]
 
     async def Watch(self, request: Any, context: Context) -> None:  # noqa: N802 (the protocol's)
-        """Sends the state of a name whenever it is another than the last that was sent; states between may be lost."""
+        """Sends the state of a name when it differs from the last sent; states between may be skipped."""
         if request.ByteSize() > _MAX_REQUEST_BYTES:
-            # It is held for as long as the watcher stays, with all of its unknown fields.
+            # The request lives as long as the watcher, with all of its unknown fields.
             limit = f"request: must have at most {_MAX_REQUEST_BYTES} bytes"
             await abort(context, Status(grpc.StatusCode.INVALID_ARGUMENT, limit), self._max_stall_seconds)
         watcher = _Watcher(request.service)
@@ -105,7 +105,7 @@ class HealthServicer:
         sent: int | None = None
         try:
             while not self._is_closed:
-                # Before the look at the state: a change during `send` is then found at the next turn.
+                # Before the state is read: the next turn then finds a change during `send`.
                 watcher.changed.clear()
                 state = self._states.get(watcher.name, _State.SERVICE_UNKNOWN)
                 if state == sent:
@@ -122,7 +122,7 @@ class HealthServicer:
 
 
 def add_health(health: HealthServicer, server: grpc.aio.Server) -> None:
-    """Has a server answer all three methods."""
+    """Registers all three methods with a server."""
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     # The package's stubs have no `List`. Its request has no fields.
     parse, serialize = empty_pb2.Empty.FromString, _HealthListResponse.SerializeToString
@@ -131,9 +131,9 @@ def add_health(health: HealthServicer, server: grpc.aio.Server) -> None:
 
 
 def _list_response() -> Any:
-    """The class of `HealthListResponse`, which grpc/grpc-proto has and grpcio-health-checking has not.
+    """The class of `HealthListResponse`, which grpc/grpc-proto defines and grpcio-health-checking lacks.
 
-    It is in a pool of its own, so that a release of the package that brings it does not find the name taken.
+    It is in a pool of its own, so that a later release of the package can define it.
     """
     kinds = descriptor_pb2.FieldDescriptorProto
     package = health_pb2.DESCRIPTOR.package

@@ -1,27 +1,26 @@
-"""`onward.v1.ModelService`: which models are served, what each can do, and its proof on demand."""
+"""`onward.v1.ModelService`: describes, verifies, loads and unloads models."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-import grpc
+from google.protobuf.message import Message
 
 from model.spec.artifact import Device
 from model.spec.config import Architecture
-from model.spec.golden import CaseResult
 from onward.v1 import model_pb2 as pb
 from onward.v1.model_pb2_grpc import ModelServiceServicer
 from service.config import ServeConfig
 from service.repository.library import Library
 from service.repository.models import Models, ModelState, Parity, ServedModel
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from service.transport.sending import Context
 
 FAMILIES: Mapping[Architecture, pb.ModelFamily.ValueType] = {
     Architecture.DECODER_ONLY: pb.MODEL_FAMILY_DECODER_ONLY,
     Architecture.ENCODER_DECODER: pb.MODEL_FAMILY_ENCODER_DECODER,
 }
+_Message = TypeVar("_Message", bound=Message)
 STATES: Mapping[ModelState, pb.ModelState.ValueType] = {
     ModelState.STARTING: pb.MODEL_STATE_STARTING,
     ModelState.SERVING: pb.MODEL_STATE_SERVING,
@@ -31,12 +30,12 @@ STATES: Mapping[ModelState, pb.ModelState.ValueType] = {
 
 
 class ModelServicer(ModelServiceServicer):
-    """Answers questions about the served models.
+    """Answers `ModelService`.
 
     Args:
         models: what is served.
-        verify: replays a model's golden cases and takes note of the outcome.
-        library: loads and unloads models, and knows what memory they have.
+        verify: replays a model's golden cases and records the outcome.
+        library: loads and unloads models, and accounts for their memory.
         config: the operator's limits.
     """
 
@@ -58,17 +57,18 @@ class ModelServicer(ModelServiceServicer):
         return response
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        """Everything a client may want to know before it asks."""
+        """Limits, capabilities, parity and state of a model."""
         model = self._models.resolve(request.model)
+        config = model.manifest.config
         parity = self._models.parity(model.name)
         kv_bytes, kv_used_bytes = self._library.kv_memory(model.name)
         return pb.GetModelResponse(
             model=model.name,
             state=STATES[self._models.state(model.name)],
-            architecture=_architecture(model),
+            architecture=_copy(pb.ModelArchitecture, config, family=FAMILIES[config.architecture]),
             limits=_limits(model, self._config, kv_bytes),
             capabilities=describe_capabilities(
-                is_encoder_decoder=model.manifest.config.is_encoder_decoder,
+                is_encoder_decoder=config.is_encoder_decoder,
                 has_chat=model.chat is not None,
                 explains=model.explains,
             ),
@@ -80,13 +80,15 @@ class ModelServicer(ModelServiceServicer):
         )
 
     async def VerifyParity(self, request: pb.VerifyParityRequest, context: Context) -> pb.VerifyParityResponse:
-        """Waits until the model is idle, but not for long, then replays; requests that arrive meanwhile wait."""
+        """Replays the golden cases once the model is idle; requests that arrive meanwhile wait."""
         model = self._models.resolve(request.model)
         parity = await self._verify(model.name)
-        return pb.VerifyParityResponse(parity=_summary(parity), cases=map(_case, parity.cases))
+        return pb.VerifyParityResponse(
+            parity=_summary(parity), cases=[_copy(pb.VerifyParityResponse.Case, case) for case in parity.cases]
+        )
 
     async def LoadModel(self, request: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
-        """Answers once the model is proven and serves."""
+        """Answers once the model is verified and serves."""
         await self._library.load(request.model)
         return pb.LoadModelResponse()
 
@@ -96,30 +98,15 @@ class ModelServicer(ModelServiceServicer):
         return pb.UnloadModelResponse()
 
     async def ReloadModel(self, request: pb.ReloadModelRequest, context: Context) -> pb.ReloadModelResponse:
-        """Answers once new requests go to what the folder now holds."""
+        """Answers once new requests go to the folder's new artifact."""
         await self._library.reload(request.model)
         return pb.ReloadModelResponse()
 
 
-def _architecture(model: ServedModel) -> pb.ModelArchitecture:
-    config = model.manifest.config
-    return pb.ModelArchitecture(
-        family=FAMILIES[config.architecture],
-        vocab_size=config.vocab_size,
-        source_vocab_size=config.source_vocab_size,
-        context=config.context,
-        source_context=config.source_context,
-        d_model=config.d_model,
-        num_layers=config.num_layers,
-        num_encoder_layers=config.num_encoder_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        d_ff=config.d_ff,
-        positions=config.positions,
-        norm=config.norm,
-        activation=config.activation,
-    )
+def _copy(kind: type[_Message], source: object, **others: Any) -> _Message:
+    """A message whose fields are the source's attributes of the same names, but for `others`."""
+    names = kind.DESCRIPTOR.fields_by_name.keys() - others.keys()
+    return kind(**{name: getattr(source, name) for name in names}, **others)
 
 
 def _prompts_by(model: ServedModel) -> str:
@@ -130,30 +117,21 @@ def _prompts_by(model: ServedModel) -> str:
 
 def _limits(model: ServedModel, config: ServeConfig, kv_bytes: int) -> pb.ModelLimits:
     limits = config.request_limits
-    return pb.ModelLimits(
+    return _copy(
+        pb.ModelLimits,
+        limits,
         max_prompt_tokens=model.max_prompt_tokens,
-        max_generated_tokens=limits.max_generated_tokens,
-        max_stop_strings=limits.max_stop_strings,
-        max_stop_string_length=limits.max_stop_string_length,
-        max_stop_token_ids=limits.max_stop_token_ids,
-        max_logprobs=limits.max_logprobs,
-        max_logit_bias=limits.max_logit_bias,
         max_target_prefix_tokens=model.max_target_prefix_tokens,
-        max_request_id_length=limits.max_request_id_length,
         max_batch_size=config.max_batch_size,
         max_queue_size=config.max_queue_size,
         max_message_bytes=config.max_message_bytes,
-        max_tokenize_bytes=limits.max_tokenize_bytes,
-        max_detokenize_tokens=limits.max_detokenize_tokens,
-        max_outputs=limits.max_outputs,
-        max_beam_size=limits.max_beam_size,
         max_explain_tokens=limits.max_explain_tokens if model.explains else 0,
         kv_memory_bytes=kv_bytes,
     )
 
 
 def describe_capabilities(*, is_encoder_decoder: bool, has_chat: bool, explains: bool) -> pb.ModelCapabilities:
-    """What `transport.codec` lets through, as far as family and artifact have it; a test keeps the two together."""
+    """The features that `transport.codec` accepts, and family and artifact have; a test keeps the two together."""
     return pb.ModelCapabilities(
         streaming=True,
         sampling=True,
@@ -175,20 +153,4 @@ def describe_capabilities(*, is_encoder_decoder: bool, has_chat: bool, explains:
 
 
 def _summary(parity: Parity) -> pb.ParitySummary:
-    return pb.ParitySummary(
-        passed=parity.passed,
-        num_cases=len(parity.cases),
-        max_abs_error=parity.max_abs_error,
-        min_agreement=parity.min_agreement,
-    )
-
-
-def _case(case: CaseResult) -> pb.VerifyParityResponse.Case:
-    return pb.VerifyParityResponse.Case(
-        name=case.name,
-        passed=case.passed,
-        max_abs_error=case.max_abs_error,
-        max_relative_error=case.max_relative_error,
-        agreement=case.agreement,
-        tolerance=case.tolerance,
-    )
+    return _copy(pb.ParitySummary, parity, num_cases=len(parity.cases))

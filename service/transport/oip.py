@@ -1,9 +1,8 @@
 """The Open Inference Protocol v2 at both ends of `Generator.run`, and its repository calls at `Library`.
 
-A unary request has the whole text for an answer, a stream's request has a piece of it in each. Answers in a stream
-carry the request's id, so that many may run at once; an error ends its own request alone, as text beside the id. A
-request's last answer says `triton_final_response`: it is empty for clients that ask for that, and an empty text for
-others.
+A unary answer has the whole text, each streamed answer a piece. Streamed answers carry their request's id, so that many
+requests may run at once; an error ends its own request alone, as text beside the id. A request's last answer is marked
+`triton_final_response`: it has no outputs for clients that ask for that, an empty text for others.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-import grpc
-
 from onward.inference import open_inference_pb2 as oip
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from service.config import RequestLimits
@@ -26,7 +23,6 @@ from service.generator import Accepted, Finished, Generator, Outcome, Piece
 from service.repository.library import Library
 from service.repository.models import Models, ModelState
 from service.transport import codec
-from service.transport.interceptors import each_request
 from service.transport.oip_codec import (
     EMPTY_FINAL,
     FINAL,
@@ -38,15 +34,15 @@ from service.transport.oip_codec import (
     metadata,
     renamed,
 )
+from service.transport.sending import Context
 from service.transport.status import to_status
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from service.transport.streams import each_request
 
 SERVER_NAME = "onward"
 EXTENSIONS = ("model_repository", EMPTY_FINAL)
 _READY = "READY"
 _UNAVAILABLE = "UNAVAILABLE"
-# Of one stream: as many more wait in HTTP/2's window.
+# Requests of one stream.
 _MAX_IN_FLIGHT = 64
 
 
@@ -56,9 +52,9 @@ class InferenceServicer(GRPCInferenceServiceServicer):
     Args:
         generator: runs requests.
         models: what is served.
-        library: what could be.
+        library: what can be loaded.
         limits: what one request may ask.
-        max_message_bytes: a stream whose unanswered requests have so many bytes in all is not read on.
+        max_message_bytes: a stream is not read on while its unanswered requests have so many bytes.
     """
 
     def __init__(
@@ -71,16 +67,16 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         self._max_message_bytes = max_message_bytes
 
     async def ServerLive(self, request: oip.ServerLiveRequest, context: Context) -> oip.ServerLiveResponse:
-        """It answers, so it lives."""
+        """Always live: it answers."""
         return oip.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: oip.ServerReadyRequest, context: Context) -> oip.ServerReadyResponse:
-        """Ready is who serves every model."""
+        """Whether every model serves."""
         states = [self._models.state(name) for name in self._models.names]
         return oip.ServerReadyResponse(ready=all(state is ModelState.SERVING for state in states))
 
     async def ModelReady(self, request: oip.ModelReadyRequest, context: Context) -> oip.ModelReadyResponse:
-        """Whether one model serves; one that is not there is not ready."""
+        """Whether one model serves; false for an unknown one."""
         check_version(request.version)
         try:
             name = self._models.resolve(request.name).name
@@ -101,7 +97,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         """The whole text at once."""
         call = self._decode(request)
         model, parameters = request.model_name, {}
-        # It may hold megabytes that the call does not need: unknown fields, for one.
+        # It may hold megabytes of unknown fields.
         del request
         texts: defaultdict[int, list[str]] = defaultdict(list)
         ends: list[Finished] = []
@@ -126,8 +122,8 @@ class InferenceServicer(GRPCInferenceServiceServicer):
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Context
     ) -> AsyncGenerator[oip.ModelStreamInferResponse, None]:
-        """Answers as they come, of all requests of the stream; it ends when the client has no more and all are over."""
-        # One that is full holds its requests up, and so does a client that reads nothing.
+        """Answers of all requests of the stream, as they come; ends with the client's last request."""
+        # A full queue delays its requests, as a client that reads nothing does.
         answers: asyncio.Queue[oip.ModelStreamInferResponse | None] = asyncio.Queue(_MAX_IN_FLIGHT)
         in_flight = _InFlight(self._max_message_bytes)
 
@@ -141,7 +137,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
                         del request, task
                         await in_flight.wait_for_room()
                 except RequestError as error:
-                    # Not out of the group, which would cancel the requests before it, and hide what it is.
+                    # Raised outside the group, which would cancel the earlier requests and wrap the error.
                     garbage = error
             if garbage is not None:
                 raise garbage
@@ -163,13 +159,13 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         finally:
             for each in (taking, getting):
                 each.cancel()
-            # Its requests are tasks of their own, which give back what they hold before this stream is over.
+            # Requests are tasks of their own, and release what they hold before this stream ends.
             await asyncio.gather(taking, getting, return_exceptions=True)
 
     async def RepositoryIndex(
         self, request: oip.RepositoryIndexRequest, context: Context
     ) -> oip.RepositoryIndexResponse:
-        """Models that are served, and those that could be loaded."""
+        """Models that are served, and those that can be loaded."""
         _check_repository(request.repository_name)
         response = oip.RepositoryIndexResponse()
         for name in sorted({*self._models.names, *await self._library.names()}):
@@ -185,7 +181,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
     async def RepositoryModelLoad(
         self, request: oip.RepositoryModelLoadRequest, context: Context
     ) -> oip.RepositoryModelLoadResponse:
-        """Loads a model; one that is served is loaded anew, as clients of the protocol expect."""
+        """Loads a model, or reloads a served one, as clients of the protocol expect."""
         _check_repository(request.repository_name)
         _check_no_parameters(request.parameters)
         if request.model_name in self._models.names:
@@ -199,25 +195,19 @@ class InferenceServicer(GRPCInferenceServiceServicer):
     ) -> oip.RepositoryModelUnloadResponse:
         """Unloads a model."""
         _check_repository(request.repository_name)
-        # What Triton's clients send: whether models that this one is made of go too. Ours are made of none.
+        # Triton's clients send `unload_dependents`; our models have none.
         _check_no_parameters({name: value for name, value in request.parameters.items() if name != "unload_dependents"})
         await self._library.unload(request.model_name)
         return oip.RepositoryModelUnloadResponse()
 
     def _decode(self, request: oip.ModelInferRequest) -> InferCall:
-        try:
+        with self._generator.counting_refusal(request.model_name):
             check_version(request.model_version)
             return decode_infer(request, self._limits)
-        except RequestError as error:
-            self._generator.refused(request.model_name, error)
-            raise
 
     def _run(self, call: InferCall, time_remaining: float | None, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
-        try:
+        with self._generator.counting_refusal(call.request.model):
             decoded = codec.decode_generate(call.request, self._limits)
-        except RequestError as error:
-            self._generator.refused(call.request.model, error)
-            raise
         return self._generator.run(decoded, time_remaining, is_streamed=is_streamed)
 
     async def _stream(
@@ -226,8 +216,8 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         context: Context,
         answers: asyncio.Queue[oip.ModelStreamInferResponse | None],
     ) -> None:
-        """Puts one request's answers into the queue, the last of them marked, or its error."""
-        # An error's answer holds little, whatever the request holds.
+        """Queues one request's answers, or its error."""
+        # Bounds an error's answer.
         most = self._limits.max_request_id_length
         names = _Names(request.model_name[:most], request.id[:most])
         parts = self._answers(request, names, context)
@@ -241,7 +231,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
             raise
         except BaseException as error:  # a panic of an extension module is no Exception, and would end the others
             status = to_status(renamed(error) if isinstance(error, InvalidRequest) else error)
-        # Not while the error is handled: its traceback holds the request.
+        # After the handler: the error's traceback holds the request.
         text = f"[{status.code.name}] {status.message}"
         final = encode_infer(names.model, names.id, (), {FINAL: True})
         await answers.put(oip.ModelStreamInferResponse(error_message=text, infer_response=final))
@@ -249,7 +239,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
     async def _answers(
         self, request: oip.ModelInferRequest, names: _Names, context: Context
     ) -> AsyncGenerator[oip.ModelInferResponse, None]:
-        """One request's answers, the last of them marked. The request itself is released once it is decoded."""
+        """One request's answers, the last of them marked final. Releases the request once it is decoded."""
         with each_request():
             call = self._decode(request)
             wants_empty_final = call.wants_empty_final
@@ -275,18 +265,14 @@ class InferenceServicer(GRPCInferenceServiceServicer):
 
 @dataclass(slots=True)
 class _Names:
-    """What a request's answers carry of it."""
+    """Model and id in a request's answers."""
 
     model: str
     id: str
 
 
 class _InFlight:
-    """The requests of a stream that are not answered in full, by number and bytes.
-
-    Args:
-        max_bytes: while they have so many, the stream has no room for another.
-    """
+    """The unanswered requests of a stream; another is read while they have less than `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

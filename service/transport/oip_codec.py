@@ -1,8 +1,8 @@
 """The Open Inference Protocol's tensors and parameters to a request of ours, and answers back.
 
-A text model has one tensor in, `text_input`, and one out, `text_output`: BYTES of shape [1]. Everything else about a
-request is a parameter, under the name that it has in `onward.v1`: `temperature`, `max_tokens`, `beam_size`, … Lists and
-maps come as JSON text, as in `stop` = '["a", "b"]'. What is neither is refused by name. Knows nothing of who answers.
+A text model has one input, `text_input`, and one output, `text_output`: BYTES of shape [1]. Everything else about a
+request is a parameter, named as in `onward.v1`: `temperature`, `max_tokens`, `beam_size`, … Lists and maps come as JSON
+text, as in `stop` = '["a", "b"]'. Anything else is refused by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FINAL = "triton_final_response"
 _SHAPES = ([1], [1, 1])
 _LENGTH_BYTES = 4
 _MICROSECONDS = 1e6
-# Where a parameter's field lies in a request, by the parameter's name.
+# The parts of a request that have parameters.
 _PARTS: Mapping[str, Descriptor] = {
     "sampling": pb.SamplingParams.DESCRIPTOR,
     "stopping": pb.StoppingParams.DESCRIPTOR,
@@ -44,17 +44,22 @@ _FIELDS: Mapping[str, tuple[str | None, FieldDescriptor]] = {
     **{name: (None, pb.GenerateRequest.DESCRIPTOR.fields_by_name[name]) for name in _OWN},
     **{field.name: (part, field) for part, descriptor in _PARTS.items() for field in descriptor.fields},
 }
-_INTEGERS = (
-    FieldDescriptor.CPPTYPE_INT32,
-    FieldDescriptor.CPPTYPE_INT64,
-    FieldDescriptor.CPPTYPE_UINT32,
-    FieldDescriptor.CPPTYPE_UINT64,
-)
-_FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
+_Type = FieldDescriptor
+_INTEGER, _FLOAT = (int, "an integer"), (float, "a number")
+_SCALARS: Mapping[int, tuple[type, str]] = {
+    _Type.CPPTYPE_BOOL: (bool, "a truth value"),
+    _Type.CPPTYPE_STRING: (str, "a text"),
+    _Type.CPPTYPE_INT32: _INTEGER,
+    _Type.CPPTYPE_INT64: _INTEGER,
+    _Type.CPPTYPE_UINT32: _INTEGER,
+    _Type.CPPTYPE_UINT64: _INTEGER,
+    _Type.CPPTYPE_FLOAT: _FLOAT,
+    _Type.CPPTYPE_DOUBLE: _FLOAT,
+}
 _TIMEOUT = "timeout"
-"""What clients call a time limit in microseconds."""
-# JSON is read on the event loop: so many bytes take a few milliseconds. An id and its bias have 64 with room to spare;
-# a character may be spelled as two escapes.
+"""The clients' name of a time limit in microseconds."""
+# The event loop parses JSON: so many bytes take a few milliseconds. A token id with its bias fits into 64 bytes; a
+# character may take two escapes.
 _MAX_JSON_BYTES = 32 << 10
 _MAX_NUMBER_BYTES = 64
 _MAX_CHARACTER_BYTES = len(r"\ud83d\ude00")
@@ -62,7 +67,7 @@ _MAX_CHARACTER_BYTES = len(r"\ud83d\ude00")
 
 @dataclass(frozen=True, slots=True)
 class InferCall:
-    """A request, and how its answers are wanted. `id` is the client's own, and may be empty."""
+    """A request; `id` is the client's own, and may be empty."""
 
     id: str
     request: pb.GenerateRequest
@@ -70,16 +75,12 @@ class InferCall:
 
 
 def decode_infer(message: oip.ModelInferRequest, limits: RequestLimits) -> InferCall:
-    """Reads a request.
-
-    Args:
-        message: the request.
-        limits: the operator's, which bound lists and maps before they are read, and the id.
+    """Decodes a request; `limits` bound lists and maps before they are parsed, and the id.
 
     Raises:
-        InvalidRequest: naming the tensor or the parameter, what it is and what it must be.
+        InvalidRequest: naming the tensor or the parameter, its value and its limit.
     """
-    # The client's id is an answer's name and not a request's: several may be in flight under the same.
+    # The id names answers, not requests: several in flight may share it.
     most = limits.max_request_id_length
     if len(message.id) > most:
         raise InvalidRequest("id", message.id, f"must have at most {most} characters")
@@ -102,7 +103,7 @@ def decode_infer(message: oip.ModelInferRequest, limits: RequestLimits) -> Infer
 
 
 def check_version(version: str) -> None:
-    """Refuses versions that there are not.
+    """Refuses unknown versions.
 
     Raises:
         InvalidRequest: naming it.
@@ -112,7 +113,7 @@ def check_version(version: str) -> None:
 
 
 def renamed(error: InvalidRequest) -> InvalidRequest:
-    """The same error, with the field under the name that clients of this protocol know."""
+    """The same error, with the field's name in this protocol."""
     part, _, name = error.field.partition(".")
     if part in _PARTS and name:
         field = f"parameters.{name}"
@@ -128,7 +129,7 @@ def renamed(error: InvalidRequest) -> InvalidRequest:
 def encode_infer(
     model: str, request_id: str, texts: Iterable[str], parameters: Mapping[str, str | int | bool] | None = None
 ) -> oip.ModelInferResponse:
-    """An answer: a text for each output, and what is to be said about them."""
+    """An answer: a text for each output, and parameters."""
     encoded = [text.encode() for text in texts]
     response = oip.ModelInferResponse(model_name=model, model_version=VERSION, id=request_id)
     if encoded:
@@ -147,15 +148,15 @@ def encode_infer(
 
 
 def finish_reasons(reasons: Iterable[FinishReason]) -> str:
-    """Why outputs ended, one word for each."""
+    """The finish reasons of outputs, one word each."""
     return ",".join(str(reason) for reason in reasons)
 
 
 def metadata(model: str) -> oip.ModelMetadataResponse:
-    """What every text model takes and gives."""
+    """The tensors of every text model."""
     response = oip.ModelMetadataResponse(name=model, versions=[VERSION], platform="onward_onnxruntime")
     response.inputs.add(name=TEXT_INPUT, datatype=BYTES, shape=[1])
-    # As many as `n` or `num_hypotheses` ask for.
+    # `n` or `num_hypotheses`.
     response.outputs.add(name=TEXT_OUTPUT, datatype=BYTES, shape=[-1])
     return response
 
@@ -212,7 +213,7 @@ def _checked(name: str, value: Any, kind: type, limit: str) -> Any:
 
 
 def _set(request: pb.GenerateRequest, name: str, value: Any, limits: RequestLimits) -> None:
-    """Puts a parameter where it belongs."""
+    """Sets the field of a parameter."""
     if name not in _FIELDS:
         raise InvalidRequest(f"parameters.{name}", value, f"is none of {', '.join(sorted(_FIELDS))}")
     part, field = _FIELDS[name]
@@ -221,21 +222,11 @@ def _set(request: pb.GenerateRequest, name: str, value: Any, limits: RequestLimi
         _set_many(message, field, value, limits)
         return
     path = f"parameters.{name}"
-    match field.cpp_type:
-        case FieldDescriptor.CPPTYPE_BOOL:
-            fits, limit = type(value) is bool, "must be a truth value"
-        case FieldDescriptor.CPPTYPE_STRING:
-            fits, limit = type(value) is str, "must be a text"
-        case kind if kind in _INTEGERS:
-            fits, limit = type(value) is int, "must be an integer"
-        case kind if kind in _FLOATS:
-            # Clients of old have no type for numbers that are not whole.
-            value = _number(value)
-            fits, limit = value is not None, "must be a number"
-        case _:
-            fits, limit = False, "cannot be set"
-    if not fits:
-        raise InvalidRequest(path, value, limit)
+    kind, noun = _SCALARS[field.cpp_type]
+    if kind is float:
+        value = _number(path, value)
+    elif type(value) is not kind:
+        raise InvalidRequest(path, value, f"must be {noun}")
     try:
         setattr(message, field.name, value)
     except ValueError as error:
@@ -244,15 +235,14 @@ def _set(request: pb.GenerateRequest, name: str, value: Any, limits: RequestLimi
         getattr(request, part).SetInParent()
 
 
-def _number(value: Any) -> float | None:
-    if type(value) in (int, float):
-        return float(value)
-    if isinstance(value, str):
-        try:
+def _number(path: str, value: Any) -> float:
+    """A number; old clients have no type for fractions, and send text."""
+    try:
+        if type(value) in (int, float, str):
             return float(value)
-        except ValueError:
-            return None
-    return None
+    except ValueError:
+        pass
+    raise InvalidRequest(path, value, "must be a number")
 
 
 def _set_many(message: Message, field: FieldDescriptor, value: Any, limits: RequestLimits) -> None:

@@ -1,11 +1,10 @@
-"""How many calls there may be at once, how many bytes of answers, and how much of both is one caller's.
+"""Concurrency limits of calls and of the bytes of their answers, and what one caller may hold of both.
 
-    headers ──> place ──> claimed by its caller ──> answer on its way ──> taken ──> place given back
-                  └─ refused ──> its status on its way ──┘    └─ not taken for too long ──> stalled
+    headers ──> place ──> claimed by its caller ──> answer being sent ──> taken ──> place given back
+                  └─ refused ──> its status being sent ──┘    └─ not taken for too long ──> stalled
 
-A call keeps its place for as long as gRPC holds it: that cannot cancel it, and keeps its answer until the client takes
-it or leaves. So stalled calls are evicted, by closing their connections, where others need what they hold. Knows
-nothing of what a call asks.
+A call keeps its place for as long as gRPC holds the call: gRPC cannot cancel it, and keeps its answer until the client
+takes it or leaves. So stalled calls are evicted, by closing their connections, when other calls need what they hold.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from service.errors import RateLimited
 from service.transport.connections import find, shut
 
 MAX_ANSWER_BYTES = 128 << 20
-"""Bound on what all answers take that are on their way, or room for 4 of the largest. As many may wait for room."""
+"""Bound on all answers being sent, or room for 4 of the largest. As many bytes may wait for room."""
 REFUSAL_SECONDS = 1.0
-"""After so long a refused call is stalled whose status is not on its way."""
+"""A refused call whose status is not sent by then is stalled."""
 _MIN_ANSWERS = 4
-# Of which there may be one for each call: they are not counted.
+# Not counted: there is at most one per call.
 _SMALL_ANSWER_BYTES = 4 << 10
-# gRPC copies an answer. Of a call that has one, Python's bytes live on beside the copy.
+# gRPC copies an answer, and Python's bytes live on beside the copy.
 _NUM_COPIES = 2
-# Part of what there is of something that a connection must hold by stalled calls to be closed, or half of its calls.
+# A connection is closed if its stalled calls hold this part of everything, or are half of its calls.
 _EVICTED_PART = 8
-# Between two looks at what could be evicted: there may be thousands of calls, and of refusals in a second.
+# Between two searches for what can be evicted: there may be thousands of calls, and of refusals per second.
 _REST_SECONDS = 0.05
-# For an answer that waits for room: others' may have stalled meanwhile.
+# An answer that waits for room searches again: other calls may have stalled meanwhile.
 _LOOK_SECONDS = 0.5
 # Until a call of the caller may have ended, or an answer is taken: nothing predicts it.
 _RETRY_SECONDS = 1.0
 
 
 def uncount(counts: Counter[Hashable], key: Hashable, num: int = 1) -> None:
-    """So many less of a key: without a look at the others, as `-=` would take, and without a zero that stays."""
+    """Subtracts from one count, and drops it at zero; `-=` would visit all of them."""
     if counts[key] > num:
         counts[key] -= num
     else:
@@ -47,10 +46,9 @@ def uncount(counts: Counter[Hashable], key: Hashable, num: int = 1) -> None:
 
 
 class _Shares:
-    """So many of something, of which a caller may hold as many as are free.
+    """A number of places or bytes, of which a caller may hold as many as are free.
 
-    That is half of all for the first and less for each that comes later, who finds some: a fixed half would leave
-    nothing beside two callers.
+    The first caller gets at most half, each later one less, but some: with a fixed half, two callers would take all.
     """
 
     def __init__(self, num_all: int) -> None:
@@ -59,7 +57,7 @@ class _Shares:
         self.held = Counter[Hashable]()
         # The same by connection.
         self.at: dict[str, Counter[Hashable]] = {}
-        # When to look again at what could be evicted of one caller's, and of all.
+        # Next search for what can be evicted: of one caller, and of all.
         self.rested_at = {True: 0.0, False: 0.0}
 
     @property
@@ -86,9 +84,9 @@ class Places:
     """The places of all calls, and the bytes of their answers. Event loop only.
 
     Args:
-        max_calls: at once; as many may be refused besides.
+        max_calls: at once; as many refused ones besides.
         max_message_bytes: largest answer.
-        apart: full names of methods that have as many places of their own each.
+        apart: full names of methods with as many places of their own each.
     """
 
     def __init__(self, max_calls: int, max_message_bytes: int, apart: Collection[str] = ()) -> None:
@@ -102,14 +100,10 @@ class Places:
         self._given_back = asyncio.Event()
 
     def take(self, method: str) -> Place | None:
-        """The place of the call that the running task serves, until the task has ended; None where all are taken.
-
-        Args:
-            method: its full name.
-        """
+        """Takes a place for the call that the running task serves, until the task ends; None if all are taken."""
         calls = self._apart.get(method, self._calls)
-        # gRPC handles each call, the look-up of its handler included, in a task of its own. The handler's end would not
-        # do: it is not even called for a client that goes away before its request is there.
+        # gRPC handles each call, including the choice of its handler, in a task of its own. The handler's end would not
+        # do: gRPC does not call the handler of a client that leaves before its request has arrived.
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 (this is called by a coroutine)
         place = Place(self, task)
@@ -122,11 +116,11 @@ class Places:
         return place
 
     def stalled(self, place: Place) -> None:
-        """A call may be evicted."""
+        """Marks a call as one that may be evicted."""
         self._stalled[place] = None
 
     def released(self, place: Place) -> None:
-        """A call's place is given back."""
+        """A call gave its place back."""
         self._stalled.pop(place, None)
 
     def answer_taken(self) -> None:
@@ -141,13 +135,13 @@ class Places:
                 await self._given_back.wait()
 
     def evict(self, wanted: _Shares, caller: Hashable = None) -> None:
-        """Closes the connections whose stalled calls hold most of what is wanted; that comes back soon.
+        """Closes the connections whose stalled calls hold most of what is wanted.
 
-        A connection on which most calls are well is left alone, unless a considerable part is held there.
+        A connection on which most calls proceed is spared, unless it holds a considerable part.
 
         Args:
             wanted: what another call needs.
-            caller: whose connections, if they are no others' as well; None for all callers'.
+            caller: closes connections that only this caller uses; None for any.
         """
         now, is_own = asyncio.get_running_loop().time(), caller is not None
         if now < wanted.rested_at[is_own] or (self._eviction is not None and not self._eviction.done()):
@@ -166,32 +160,32 @@ class Places:
             }
         )
         most = max(held.values(), default=0)
-        # Those that hold less than half of it are rather slow than hostile.
+        # Connections that hold less than half as much are rather slow than hostile.
         if peers := {peer for peer, num in held.items() if 2 * num > most}:
             self._eviction = asyncio.ensure_future(self._close(peers))
 
     def _callers(self, wanted: _Shares, peer: str) -> set[Hashable]:
-        """Who uses a connection: for this, or for calls of the usual kind."""
+        """The callers that use a connection: for this, or for calls of the usual kind."""
         return {*wanted.at.get(peer, ()), *self._calls.at.get(peer, ())}
 
     async def _close(self, peers: Collection[str]) -> None:
         connections = await asyncio.to_thread(find, peers)
         for place in [each for each in self._stalled if each.peer in connections]:
-            # Or gRPC would log a traceback for each answer that cannot be sent. Where the connection is not found, gRPC
-            # goes on holding the call, and the call its place.
+            # Or gRPC would log a traceback for each answer that cannot be sent. If the connection is not found, gRPC
+            # keeps the call, and the call its place.
             place.task.cancel()
         shut(connections)
 
 
 class Place:
-    """What one call holds: a place of its kind, which it claims for its caller, or one of refused calls, or none."""
+    """What one call holds: a place of its kind, claimed for its caller, or a place of refused calls, or nothing."""
 
     def __init__(self, places: Places, task: asyncio.Task[object]) -> None:
         self.task = task
         self.shares: _Shares | None = None
         self.caller: Hashable = None
         self.peer = ""
-        # Whether initial metadata were given to gRPC, and whether they are on their way.
+        # Whether initial metadata were given to gRPC, and whether gRPC sent them.
         self.has_begun = self.has_headers = False
         self._num_bytes = 0
         self._places = places
@@ -202,7 +196,7 @@ class Place:
         return self.caller is not None
 
     def held_of(self, shares: _Shares) -> int:
-        """How much of something the call holds: bytes of answers, or a place."""
+        """The bytes of answers, or places, that the call holds."""
         return self._num_bytes if shares is self._places.answers else int(self.shares is shares)
 
     def hold(self, shares: _Shares) -> None:
@@ -211,14 +205,10 @@ class Place:
         shares.take(self.caller, self.peer, 1)
 
     def claim(self, caller: Hashable, peer: str) -> None:
-        """Counts the call as a caller's.
-
-        Args:
-            caller: whose share it is of.
-            peer: the connection that it came by, as gRPC names it.
+        """Counts the call against a caller's share; `peer` is gRPC's name of its connection.
 
         Raises:
-            RateLimited: when the caller has its share; the place is given back.
+            RateLimited: when the caller's share is used up; the place is given back.
         """
         if (calls := self.shares) is None:
             return
@@ -231,15 +221,15 @@ class Place:
         self.hold(calls)
 
     def refuse(self, peer: str) -> None:
-        """The call is over but for its status, and holds a place all the while: its caller's, or one of refusals.
+        """Moves a call that is not claimed to the places of refused calls, until its status is sent.
 
-        Refusals over a connection that takes no bytes would fill the server, and count against no key.
+        Otherwise refusals over a connection that takes no bytes would fill the server, and count against no key.
         """
         if self.is_claimed:
             return
         self.release()
         self.peer = peer
-        # Beyond their number, too: those that come before the first has stalled are evicted then.
+        # Even beyond their number: those that precede the first stall are evicted then.
         self.hold(self._places.refusals)
         if self._places.refusals.num_free <= 0:
             self._places.evict(self._places.refusals)
@@ -247,12 +237,8 @@ class Place:
     async def answer(self, num_bytes: int, max_seconds: float) -> None:
         """Counts an answer, or a part of one, that is given to gRPC; waits for room for it.
 
-        Args:
-            num_bytes: of the answer.
-            max_seconds: how long there may be no room.
-
         Raises:
-            RateLimited: when there is none for so long, or too many wait for it.
+            RateLimited: when there is no room for `max_seconds`, or too much waits for it.
         """
         if num_bytes <= _SMALL_ANSWER_BYTES or self.shares is None:
             return
@@ -277,19 +263,19 @@ class Place:
         self._num_bytes += num_bytes
 
     def answered(self) -> None:
-        """The client has taken all that it was answered."""
+        """The client has taken all answers of the call."""
         if self._num_bytes:
             self._places.answers.give_back(self.caller, self.peer, self._num_bytes)
             self._num_bytes = 0
             self._places.answer_taken()
 
     def stall(self) -> None:
-        """The client has not taken an answer, or a status, for too long: the call may be evicted."""
+        """The client has not taken an answer or a status for too long: the call may be evicted."""
         if self.shares is not None:
             self._places.stalled(self)
 
     def release(self) -> None:
-        """Gives back what the call holds, if anything."""
+        """Gives back all that the call holds."""
         if self.shares is not None:
             self.answered()
             self.shares.give_back(self.caller, self.peer, 1)
@@ -302,14 +288,14 @@ _PLACE: ContextVar[Place | None] = ContextVar("onward_place", default=None)
 
 
 def current_place() -> Place | None:
-    """The place of the call that the running task serves; None where calls are not counted."""
+    """The place of the call that the running task serves; None without `CallLimit`."""
     return _PLACE.get()
 
 
 def stall_after(seconds: float) -> None:
-    """The handler of the running task's call is done: if what it leaves to gRPC is not taken by then, the call stalls.
+    """Marks the running task's call as stalled if gRPC has not sent what the handler left within the time.
 
-    gRPC sends it within the call's task. Where calls are not counted that is cancelled.
+    gRPC sends it within the call's task; without `CallLimit` that task is cancelled.
     """
     task = asyncio.current_task()
     assert task is not None  # noqa: S101 (this is called by a coroutine)
@@ -319,10 +305,10 @@ def stall_after(seconds: float) -> None:
 
 
 def claim(caller: Hashable, peer: str) -> None:
-    """Counts the running task's call as a caller's; see `Place.claim`. Without `CallLimit` nothing is counted.
+    """`Place.claim` for the running task's call; without `CallLimit` nothing is counted.
 
     Raises:
-        RateLimited: when the caller has its share.
+        RateLimited: when the caller's share is used up.
     """
     if (place := _PLACE.get()) is not None:
         place.claim(caller, peer)

@@ -1,4 +1,4 @@
-"""How a stream sends a message, and how a stalled one ends: one rule for our streams and for health watchers."""
+"""Sends messages and statuses, and ends calls whose clients take none."""
 
 from __future__ import annotations
 
@@ -15,15 +15,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 async def send(message: Any, context: Context, max_stall_seconds: float) -> None:
-    """Waits until the message is on its way: what a client does not read it need not be sent more of.
-
-    Args:
-        message: bytes, or a message of protobuf's.
-        context: gRPC's.
-        max_stall_seconds: how long the client may take no bytes.
+    """Sends a message, bytes or protobuf, and waits until the client's flow control lets it pass.
 
     Raises:
-        ClientStalled: when it takes none for so long.
+        ClientStalled: when the client takes no bytes for `max_stall_seconds`.
         RateLimited: when other answers leave no room for it.
         asyncio.CancelledError: when the call has ended.
     """
@@ -32,14 +27,13 @@ async def send(message: Any, context: Context, max_stall_seconds: float) -> None
         num_bytes = len(message) if isinstance(message, bytes) else message.ByteSize()
         await place.answer(num_bytes, max_stall_seconds)
     stall = asyncio.timeout(max_stall_seconds)
-    # An end of the call that the event loop has in hand comes first: gRPC never gives back what it took to send a
-    # message that fails, some hundred bytes of every client that goes away amid a stream (grpc/grpc#43360).
+    # A pending cancellation of the call comes first: gRPC leaks some hundred bytes for each message that fails, so for
+    # every client that leaves amid a stream (grpc/grpc#43360).
     await asyncio.sleep(0)
     try:
         async with stall:
             if place is not None and not place.has_begun:
-                # By themselves they need no window. With a message that is not taken they would wait, and with them the
-                # status of the call.
+                # Alone they need no window. With a message that is not taken they would wait, and so would the status.
                 place.has_begun = True
                 await context.send_initial_metadata(())
                 place.has_headers = True
@@ -58,10 +52,10 @@ async def send(message: Any, context: Context, max_stall_seconds: float) -> None
 async def abort(context: Context, status: Status, max_stall_seconds: float) -> None:
     """Ends a call with a status.
 
-    Where the client takes no bytes, the call stalls, and holds its place or one of refused calls.
+    If the client takes no bytes, the call stalls, and holds its place or one of refused calls.
 
     Raises:
-        grpc.aio.AbortError: gRPC's, when the status is on its way.
+        grpc.aio.AbortError: when the status is sent.
         asyncio.CancelledError: when it is not, or the call has ended.
     """
     place = current_place()
@@ -82,8 +76,8 @@ async def _abort(context: Context, status: Status) -> None:
 async def abort_stalled(context: Context, status: Status) -> None:
     """Ends a call after `ClientStalled`. Does not return: raises `CancelledError` or gRPC's `AbortError`.
 
-    The status follows the message that the client does not read, and may take as long as the client likes. All the
-    while gRPC holds the call, and the call its place, which may be taken from it.
+    The status follows the message that the client does not read, and may wait forever. Meanwhile gRPC holds the call,
+    and the call its place, from which it may be evicted.
     """
     place = current_place()
     if place is None:
@@ -91,7 +85,7 @@ async def abort_stalled(context: Context, status: Status) -> None:
     else:
         place.stall()
         if place.has_begun and not place.has_headers:
-            # gRPC would send them once more, and fail. It cancels this task when the call ends.
+            # gRPC would send the initial metadata again, and fail. It cancels this task when the call ends.
             await asyncio.Event().wait()
     await _abort(context, status)
     raise asyncio.CancelledError

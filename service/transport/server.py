@@ -1,6 +1,6 @@
-"""The gRPC server: options, services, health and reflection put together; no service of its own.
+"""The gRPC server: options, services, health and reflection put together.
 
-Health speaks of "" (everything), of each service and of each model by its name.
+Health reports "" (everything), each service, and each model by its name.
 """
 
 from __future__ import annotations
@@ -32,23 +32,22 @@ INFERENCE_SERVICE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenc
 SERVICES = (GENERATION_SERVICE, MODEL_SERVICE, INFERENCE_SERVICE)
 
 _REFLECTION = f"{reflection.SERVICE_NAME}/ServerReflectionInfo"
-# For a client that is there to say so.
+# For a live client to answer a ping, or to say something after it has connected.
 _MAX_ANSWER_SECONDS = 10.0
 _MAX_ACKNOWLEDGE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportLimits:
-    """What is refused with RESOURCE_EXHAUSTED before anybody looks at it: larger messages, more metadata, more calls.
+    """Limits of the transport; larger messages, more metadata and more calls end with RESOURCE_EXHAUSTED.
 
-    Health checks have `max_concurrent_rpcs` places of their own, and so have health watchers: neither a full server nor
-    its watchers keep it from answering a check.
-    One caller may hold as many places as are free, which is half of all for the first: a key, or a connection where
-    none is needed; of health and reflection an address.
-    A call whose client has taken no bytes for `max_stall_seconds` is ended. gRPC holds it on, so it keeps its place
-    until another needs one; then its connection is closed. Answers under way are bounded (`places.MAX_ANSWER_BYTES`).
-    Connections beyond `max_connections` are closed as they come.
-    A client that has been quiet for `keepalive_seconds` is asked whether it is there, and gone if it does not answer.
+    Health checks, watchers and reflection have `max_concurrent_rpcs` places of their own each, so a full server still
+    answers checks. A caller may hold as many places as are free, at most half of all: a key, or a connection where no
+    key is needed; for health and reflection an address.
+    A call whose client takes no bytes for `max_stall_seconds` ends. gRPC still holds it, so it keeps its place until
+    another call needs one; then its connection is closed. Answers being sent are bounded (`places.MAX_ANSWER_BYTES`).
+    Connections beyond `max_connections` are closed on arrival. A client that was quiet for `keepalive_seconds` is
+    pinged, and disconnected if it does not answer.
     """
 
     max_message_bytes: int
@@ -60,10 +59,10 @@ class TransportLimits:
 
 
 class Server(Protocol):
-    """What takes calls for an app; `GrpcServer` does, and says what each method means."""
+    """Takes calls for an app, as `GrpcServer` does."""
 
     async def start(self, host: str, port: int) -> int:
-        """Takes calls; returns the port."""
+        """Listens; returns the port."""
         ...
 
     def set_health(self, name: str, *, is_serving: bool) -> None:
@@ -75,11 +74,11 @@ class Server(Protocol):
         ...
 
     async def wait_ended(self) -> None:
-        """Waits until no call is accepted any more: `stop` was called, or what accepts calls has failed."""
+        """Waits until no call is accepted any more: `stop` was called, or accepting failed."""
         ...
 
     async def stop(self, grace_seconds: float) -> None:
-        """Takes no more."""
+        """Refuses new calls, and ends those in flight after the grace."""
         ...
 
 
@@ -91,9 +90,9 @@ class GrpcServer:
         models: answers `ModelService`.
         inference: answers the Open Inference Protocol.
         interceptors: around every call, outermost first.
-        limits: of what the transport takes.
-        credentials: for TLS; None serves in the clear.
-        has_reflection: whether clients may ask for the wire contract; no API key is asked for.
+        limits: of the transport.
+        credentials: for TLS; None serves unencrypted.
+        has_reflection: serves the wire contract, without an API key.
     """
 
     def __init__(
@@ -112,25 +111,25 @@ class GrpcServer:
         options = [
             # A second server on the same port must fail, not take half of the calls.
             ("grpc.so_reuseport", 0),
-            # A client that vanished without a word is noticed, and what it held is freed.
+            # Detects a client that vanished, and frees what it held.
             ("grpc.keepalive_time_ms", _milliseconds(limits.keepalive_seconds)),
-            # The time for an answer; its own name, `keepalive_timeout_ms`, is without effect where this is longer.
+            # The time for an answer; `keepalive_timeout_ms` has no effect where this is longer.
             ("grpc.http2.ping_timeout_ms", _milliseconds(min(limits.keepalive_seconds, _MAX_ANSWER_SECONDS))),
-            # Also one that asks for nothing, and as often as it takes: it has a descriptor.
+            # Pings clients without calls too, and without limit: each holds a descriptor.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
-            # gRPC unpacks a compressed message in full, to a thousand times its size, before it looks at the limit.
+            # gRPC unpacks a compressed message in full, to a thousand times its size, before it checks the limit.
             ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
-            # Probing widens every stream's window to megabytes, which are buffered before anybody asks to read.
+            # Probing widens every stream's window to megabytes, which are buffered before a read begins.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.max_receive_message_length", limits.max_message_bytes),
             ("grpc.max_send_message_length", limits.max_message_bytes),
             ("grpc.max_allowed_incoming_connections", limits.max_connections),
-            # A connection has no use for more calls than there are places, of all kinds.
+            # All places of all kinds.
             ("grpc.max_concurrent_streams", (1 + len(apart)) * limits.max_concurrent_rpcs),
-            # For a client that connects and says nothing.
+            # Closes a client that connects and sends nothing.
             ("grpc.server_handshake_timeout_ms", _milliseconds(_MAX_ANSWER_SECONDS)),
-            # Until a client has acknowledged the limit of metadata below, gRPC does not hold it to that.
+            # gRPC enforces the metadata limit below only once the client has acknowledged it.
             ("grpc.http2.settings_timeout", _milliseconds(_MAX_ACKNOWLEDGE_SECONDS)),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
@@ -147,7 +146,7 @@ class GrpcServer:
             reflection.enable_server_reflection(names, self._server)
 
     async def start(self, host: str, port: int) -> int:
-        """Listens; health is NOT_SERVING. Returns the port, which the system chose if 0 was asked for.
+        """Listens, with health NOT_SERVING; returns the port, which the system chooses for 0.
 
         Raises:
             StartupError: when the address cannot be used.
@@ -164,8 +163,8 @@ class GrpcServer:
             raise StartupError([f"cannot listen on {address}: {error}"]) from error
         before = asyncio.all_tasks()
         await self._server.start()
-        # The task in which gRPC accepts calls. `wait_for_termination` is second best: it waits for open calls, too, and
-        # as long as one stream lasts it does not show that no other call is accepted.
+        # The task in which gRPC accepts calls. `wait_for_termination` is second best: it also waits for open calls: a
+        # long stream would hide that no other call is accepted.
         begun = [task for task in asyncio.all_tasks() - before if _is_accepting(task)]
         self._accepting = begun[0] if begun else asyncio.create_task(self._server.wait_for_termination())
         return bound
@@ -175,7 +174,7 @@ class GrpcServer:
         self._health.set(name, is_serving=is_serving)
 
     def withdraw(self) -> None:
-        """Sets all health to NOT_SERVING, for good: load balancers look elsewhere, calls still work."""
+        """Sets all health to NOT_SERVING, for good: load balancers turn away, calls still work."""
         self._health.withdraw()
 
     async def wait_ended(self) -> None:
@@ -183,7 +182,7 @@ class GrpcServer:
         await asyncio.wait([self._accepting])
 
     async def stop(self, grace_seconds: float) -> None:
-        """Refuses new calls, ends health watchers, gives calls in flight some time, then cancels them."""
+        """Refuses new calls, ends health watchers, and cancels calls in flight after the grace."""
         self._health.close()
         await self._server.stop(grace_seconds)
 

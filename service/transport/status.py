@@ -1,14 +1,15 @@
-"""Errors to gRPC statuses: one table, total over the error tree, with machine-readable details where they help.
+"""Errors to gRPC statuses: one table, total over the error tree, with machine-readable details.
 
-Clients find `google.rpc.BadRequest` with an invalid field, `google.rpc.RetryInfo` with an overload or a used-up
-allowance, and beside that a `google.rpc.ErrorInfo` with what was predicted where a deadline cannot be met, through
-`grpc_status.rpc_status`. Whatever is not a `RequestError` becomes INTERNAL with an opaque id; the log has the rest.
+Clients read them with `grpc_status.rpc_status`: `google.rpc.BadRequest` for an invalid field, `google.rpc.RetryInfo`
+for an overload or a used-up allowance, `google.rpc.ErrorInfo` with the predicted times of an unreachable deadline. Any
+error that is no `RequestError` becomes INTERNAL with an opaque id, which the log explains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import TracebackType
 
 import grpc
 from google.protobuf import duration_pb2
@@ -36,6 +37,7 @@ from service.errors import (
     UnsupportedFeature,
     report_failure,
 )
+from service.forecasting.deadline_margin import shortfall
 
 STATUS_CODES: Mapping[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -64,7 +66,7 @@ _DOMAIN = "onward"
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a client sees of an error: code, message, and details as trailing metadata."""
+    """Code, message, and details as trailing metadata."""
 
     code: grpc.StatusCode
     message: str
@@ -72,7 +74,7 @@ class Status:
 
 
 def to_status(error: BaseException) -> Status:
-    """The status for an error that ended a call. An error nobody foresaw is logged here, and only here."""
+    """The status of an error that ended a call. Logs an unexpected error, which is logged nowhere else."""
     if not isinstance(error, RequestError):
         error = report_failure("an unexpected error ended a call", error)
     code, message = STATUS_CODES[type(error)], str(error)
@@ -85,6 +87,26 @@ def to_status(error: BaseException) -> Status:
     return Status(code, message, ((_DETAILS_KEY, rich.SerializeToString()),))
 
 
+def cancelled_code(elapsed: float, timeout: float | None) -> grpc.StatusCode:
+    """Whether a cancelled call's deadline passed or its client left: only the time distinguishes them."""
+    is_late = timeout is not None and elapsed >= timeout - shortfall(timeout)
+    return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
+
+
+def forget_frames(error: BaseException) -> None:
+    """Clears an error's tracebacks, whose frames would hold requests until its status is sent."""
+    errors: list[BaseException | None] = [error]
+    while errors:
+        if (each := errors.pop()) is None or each.__traceback__ is None:
+            continue
+        errors += [each.__cause__, each.__context__]
+        at: TracebackType | None = each.__traceback__
+        each.__traceback__ = None
+        # Entry by entry: the context manager that caught the error holds the first.
+        while at is not None:
+            at.tb_next, at = None, at.tb_next
+
+
 def _details(error: RequestError) -> tuple[Message, ...]:
     match error:
         case InvalidRequest():
@@ -93,7 +115,7 @@ def _details(error: RequestError) -> tuple[Message, ...]:
         case Overloaded() | RateLimited():
             return () if error.retry_after_seconds is None else (_retry_info(error.retry_after_seconds),)
         case DeadlineUnreachable():
-            told = error_details_pb2.ErrorInfo(
+            info = error_details_pb2.ErrorInfo(
                 reason=error.label.upper(),
                 domain=_DOMAIN,
                 metadata={
@@ -104,7 +126,7 @@ def _details(error: RequestError) -> tuple[Message, ...]:
                 },
             )
             retry = error.retry_after_seconds
-            return (told,) if retry is None else (told, _retry_info(retry))
+            return (info,) if retry is None else (info, _retry_info(retry))
         case _:
             return ()
 

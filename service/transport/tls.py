@@ -1,4 +1,4 @@
-"""TLS from files that may be replaced while the server runs: every handshake takes what is there by then."""
+"""TLS credentials that follow their files: each handshake uses the newest usable pair."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files: the server's certificate chain and key, and whose certificates clients must show, if any."""
+    """PEM files: the server's certificate chain and key, and the CA of clients' certificates, if they need one."""
 
     certificate: Path
     key: Path
@@ -27,31 +27,31 @@ class TlsFiles:
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Credentials that follow the files. A handshake finds the old pair where the new one is not fit to be shown.
+    """Credentials that follow the files; an unusable new pair leaves the old one in place.
 
     Raises:
-        StartupError: naming every file that cannot be read, or a key that is not the certificate's.
+        StartupError: naming every unreadable file, or a key that does not match the certificate.
     """
     contents = _read(files)
     _check(files, contents)
     certificates = _Certificates(files, contents)
-    # Asking for a certificate and not insisting would let those in who have none.
+    # Without `require`, clients without a certificate would be admitted.
     return grpc.dynamic_ssl_server_credentials(
         _configuration(contents),
-        certificates.fetch,  # type: ignore[arg-type]  # None is for no change
+        certificates.fetch,  # type: ignore[arg-type]  # None means no change
         require_client_authentication=files.client_ca is not None,
     )
 
 
 class _Certificates:
-    """What gRPC calls at every handshake, on threads of its own."""
+    """Called by gRPC at every handshake, on its own threads."""
 
     def __init__(self, files: TlsFiles, contents: tuple[bytes, ...]) -> None:
         self._files = files
         self._contents = contents
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """New certificates; None while they are those of before."""
+        """New certificates; None while they are unchanged."""
         try:
             contents = _read(self._files)
             if contents == self._contents:
@@ -89,9 +89,9 @@ def _read(files: TlsFiles) -> tuple[bytes, ...]:
 
 
 def _check(files: TlsFiles, contents: tuple[bytes, ...]) -> None:
-    """Refuses what no handshake could be made with: gRPC takes it, and lets every handshake fail.
+    """Refuses contents that gRPC would accept, and with which every handshake would fail.
 
-    The files may have changed since they were read, so that their contents are checked and not they.
+    Checks the contents, as the files may have changed since they were read.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     certificate, key, *client_ca = contents
@@ -100,8 +100,8 @@ def _check(files: TlsFiles, contents: tuple[bytes, ...]) -> None:
             # Without a password OpenSSL would ask for one on the terminal.
             context.load_cert_chain(certificate_path, key_path, password="")
     except (OSError, ValueError) as error:
-        told = f"{files.key}: cannot be used as the key of {files.certificate} ({_reason(error)})"
-        raise StartupError([told]) from error
+        problem = f"{files.key}: cannot be used as the key of {files.certificate} ({_reason(error)})"
+        raise StartupError([problem]) from error
     if not client_ca:
         return
     try:
@@ -113,7 +113,7 @@ def _check(files: TlsFiles, contents: tuple[bytes, ...]) -> None:
 
 @contextmanager
 def _in_memory(content: bytes) -> Iterator[str]:
-    """A path to bytes for OpenSSL, which takes a key from nowhere else; nothing is written to a disk."""
+    """A path to bytes in memory: OpenSSL loads a key from a path alone, and no disk must hold it."""
     with open(os.memfd_create("tls"), "wb") as file:  # noqa: PTH123 (there is a descriptor and no path)
         file.write(content)
         file.flush()

@@ -1,33 +1,35 @@
-"""How much a request may hold, asked of its bytes: nothing is built of a message that holds too much.
+"""Limits how much a request holds, by its bytes: nothing is built of a message that holds too much.
 
-A few megabytes can spell millions of elements, and a parser builds every one of them before any limit can be asked.
-This module walks the wire format (https://protobuf.dev/programming-guides/encoding) and counts: entries of repeated
-fields, and fields of all kinds. Strings and bytes are not counted: each costs one copy, whatever its length.
+A few megabytes can encode millions of elements, and a parser builds all of them before any limit can be checked. This
+module walks the wire format (https://protobuf.dev/programming-guides/encoding) and counts entries of repeated fields,
+and fields of all kinds. Strings and bytes are not counted: each costs one copy, whatever its length.
 
-Messages of up to `FREE` bytes are not walked, and up to `FREE` entries of any repeated field pass: building so many
-takes a few milliseconds. The operator's limits below that are `transport.codec`'s to check, which knows the model.
-Repeated fields that may hold more are listed in `long_fields`; all others are limited to `FREE` entries.
+Messages of up to `FREE` bytes are not walked, and up to `FREE` entries of any repeated field pass: they are built in a
+few milliseconds. `transport.codec` checks lower limits of the operator. Repeated fields that may hold more are listed
+in `long_fields`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor import FieldDescriptor as _Type
+from google.protobuf.message import DecodeError
 
 from service.config import RequestLimits
 from service.errors import InvalidRequest, PromptTooLong
 from service.repository.models import Models
 
 FREE = 4096
-"""Bytes of a message, and entries of any field, that need no look."""
+"""Bytes of a message, and entries of any field, that are not checked."""
 MAX_FIELDS = 4 * FREE
-"""Fields on the wire in one message besides the entries of `sampling.logit_bias`, which have three each."""
+"""Most fields in one message besides the entries of `sampling.logit_bias`, which have three each."""
 _MAP_ENTRY_FIELDS = 3
-# What is walked in one step, for which the event loop is held: fields, and bytes of a packed list.
+# One step blocks the event loop: fields, and bytes of a packed list.
 _STEP_FIELDS = 512
 _STEP_BYTES = 64 << 10
 
@@ -35,7 +37,7 @@ _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _MAX_VARINT_BYTES = 10
 _MAX_TAG = (1 << 32) - 1
-# Bytes of a number that others follow.
+# The highest bit of a varint's byte is set if another follows.
 _CONTINUES = 0x80
 _CONTINUED = bytes(range(_CONTINUES, 0x100))
 _WIRE_TYPES: Mapping[int, int] = {
@@ -43,7 +45,7 @@ _WIRE_TYPES: Mapping[int, int] = {
     **dict.fromkeys((_Type.TYPE_FLOAT, _Type.TYPE_FIXED32, _Type.TYPE_SFIXED32), _FIXED32),
     **dict.fromkeys((_Type.TYPE_STRING, _Type.TYPE_BYTES, _Type.TYPE_MESSAGE), _DELIMITED),
 }
-# Its fields' paths are those of the request inside.
+# Paths of its fields are those of the inner request.
 _TRANSPARENT = "onward.v1.EstimateRequest.request"
 
 
@@ -51,8 +53,10 @@ _TRANSPARENT = "onward.v1.EstimateRequest.request"
 class Limit:
     """Most entries of a repeated field.
 
-    `most` is read when a message has more than `FREE`: models come and go. `error` is what more of them raise, `unit`
-    what they are called in it.
+    Args:
+        most: read for each message with more than `FREE`, since models come and go.
+        error: raised for more.
+        unit: of the entries, in the message.
     """
 
     most: Callable[[], int]
@@ -65,7 +69,7 @@ _COMMON = Limit(lambda: FREE)
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A field of a request at its path; `fields` are those of a message, by number; `limit` is a repeated field's."""
+    """A field of a request. `limit` is set for a repeated field; `fields`, by number, for a message."""
 
     path: str
     wire_type: int
@@ -77,9 +81,9 @@ class WireLimits:
     """Refuses requests by their bytes.
 
     Args:
-        services: full names of the services whose requests it knows.
-        long_fields: limits of repeated fields by full name; others may have `FREE` entries.
-        max_fields: most fields of one message on the wire.
+        services: full names of the services whose requests it checks.
+        long_fields: limits of repeated fields by full name; `FREE` for others.
+        max_fields: most fields of one message.
     """
 
     def __init__(
@@ -92,36 +96,41 @@ class WireLimits:
                 self._requests[f"{name}/{method.name}"] = _fields(method.input_type, "", long_fields)
 
     def check(self, path: str, data: bytes) -> Iterator[None]:
-        """Refuses a request that holds too much to be built; in steps of at most a millisecond or so.
+        """Refuses a request that holds too much to be built; in steps of at most about a millisecond.
 
         Args:
             path: the method's, as in "onward.v1.GenerationService/Generate".
-            data: the request as it came.
+            data: the request.
 
         Raises:
-            InvalidRequest: naming the field, how many entries it has at least, and how many it may have; also for bytes
-                that are no message.
+            InvalidRequest: naming the field, the least number of its entries, and its limit; also for bytes that are no
+                message.
         """
         if len(data) > FREE:
             try:
                 yield from _walk(data, self._requests[path], self._max_fields)
             except (IndexError, _Malformed) as error:
-                raise malformed(data) from error
+                raise _malformed(data) from error
 
 
-def malformed(data: bytes) -> InvalidRequest:
-    """The error for bytes that are no message of the method's type."""
+def parse(deserialize: Callable[[bytes], Any], data: bytes) -> Any:
+    """A message of a method's type.
+
+    Raises:
+        InvalidRequest: for bytes that are none.
+    """
+    try:
+        return deserialize(data)
+    except DecodeError as error:
+        raise _malformed(data) from error
+
+
+def _malformed(data: bytes) -> InvalidRequest:
     return InvalidRequest("request", f"{len(data)} bytes", "must be a message of the method's type")
 
 
 def request_limits(services: Collection[str], limits: RequestLimits, models: Models) -> WireLimits:
-    """The limits of all requests.
-
-    Args:
-        services: full names.
-        limits: the operator's.
-        models: what is served; their contexts and vocabularies bound lists of token ids.
-    """
+    """The limits of all requests to these services; contexts and vocabularies of `models` bound lists of token ids."""
 
     def context() -> int:
         configs = [models.resolve(name).manifest.config for name in models.names]
@@ -146,7 +155,7 @@ class _Malformed(Exception):
 
 
 def _fields(kind: Descriptor, prefix: str, long_fields: Mapping[str, Limit]) -> Mapping[int, _Field]:
-    """A message's fields by number, at their paths; our messages do not contain themselves."""
+    """A message's fields by number; no message of ours contains itself."""
     found = {}
     for field in kind.fields:
         group = field.containing_oneof
@@ -164,10 +173,10 @@ def _fields(kind: Descriptor, prefix: str, long_fields: Mapping[str, Limit]) -> 
 
 
 def _walk(data: bytes, fields: Mapping[int, _Field], max_fields: int) -> Iterator[None]:
-    """Counts fields and entries until one has too many, and yields now and then.
+    """Counts fields and entries, and yields between steps.
 
     Raises:
-        InvalidRequest: for one that has.
+        InvalidRequest: for a count above its limit.
         _Malformed, IndexError: when the bytes are no message.
     """
     counts: dict[str, int] = {}
@@ -180,7 +189,7 @@ def _walk(data: bytes, fields: Mapping[int, _Field], max_fields: int) -> Iterato
             if not outer:
                 return
             end, fields = outer.pop()
-        # Without a call where a number has one byte, as most have.
+        # No call for one-byte numbers, which most are.
         tag = data[at]
         if tag < _CONTINUES:
             at += 1
@@ -208,7 +217,7 @@ def _walk(data: bytes, fields: Mapping[int, _Field], max_fields: int) -> Iterato
         elif wire_type == _VARINT:
             at = at + 1 if data[at] < _CONTINUES else _varint(data, at)[1]
         else:
-            # Groups, which have no length, are no part of proto3.
+            # Groups, which have no length, are not part of proto3.
             at += _FIXED_BYTES.get(wire_type, len(data))
         if field is None:
             continue
@@ -222,14 +231,13 @@ def _walk(data: bytes, fields: Mapping[int, _Field], max_fields: int) -> Iterato
 
 
 def _num_packed(field: _Field, wire_type: int, data: bytes, start: int, end: int) -> Generator[None, None, int]:
-    """Entries of a repeated field that come as one; in steps."""
+    """Entries of a packed repeated field; in steps."""
     if wire_type != _DELIMITED:
-        return 0  # no type of this field: parsers take it for an unknown one
+        return 0  # a mismatched type: parsers take it for an unknown field
     if field.wire_type != _VARINT:
         return (end - start) // _FIXED_BYTES[field.wire_type]
     num_entries = 0
     for at in range(start, end, _STEP_BYTES):
-        # A number ends with the byte whose highest bit is not set.
         num_entries += len(data[at : min(at + _STEP_BYTES, end)].translate(None, _CONTINUED))
         if end - start > _STEP_BYTES:
             yield
@@ -244,7 +252,7 @@ def _count(counts: dict[str, int], field: _Field, limit: Limit, num_entries: int
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of variable length, and where it ends."""
+    """A varint, and the position after it."""
     value = data[at]
     if value < _CONTINUES:
         return value, at + 1

@@ -1,7 +1,8 @@
-"""The command line: flags, environment twins, defaults, and problems told all at once."""
+"""The command line: flags, environment twins, defaults, and problems reported all at once."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from service.config import (
     Admission,
     AskConfig,
     ExplainConfig,
+    HealthConfig,
     Kernels,
     LogLevel,
     MetricsCompat,
@@ -100,6 +102,24 @@ GIVEN: dict[str, tuple[str, object]] = {
 }
 
 
+CONNECTION = ("target", "api_key_file", "ca_certificate", "client_certificate", "client_key", "server_name")
+CLIENT_FLAGS: dict[type, tuple[str, ...]] = {
+    AskConfig: (
+        *CONNECTION, "stream", "max_tokens", "temperature", "seed", "n", "beam_size", "timeout_seconds",
+        "partial_on_deadline",
+    ),
+    ExplainConfig: (
+        *CONNECTION, "target_text", "max_tokens", "html", "svg", "layers", "heads", "timeout_seconds",
+    ),
+    HealthConfig: (*CONNECTION, "service", "timeout_seconds"),
+    TraceConfig: ("metrics_target", "out"),
+}  # fmt: skip
+
+
+def test_the_commands_that_ask_a_server_have_these_flags() -> None:
+    assert {config: tuple(options(config)) for config in CLIENT_FLAGS} == CLIENT_FLAGS
+
+
 def test_every_flag_has_an_environment_twin() -> None:
     known = options(ServeConfig) | options(RequestLimits)
     assert set(GIVEN) == set(known)
@@ -126,36 +146,48 @@ def test_a_certificate_without_its_key_is_refused() -> None:
         assert caught.value.problems[0].startswith(f"{given} means nothing without ")
 
 
-def test_a_file_that_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(StartupError) as caught:
-        serve("--api-keys", "missing.toml")
-    assert caught.value.problems == ("--api-keys is 'missing.toml', must be a file",)
-
-
 @pytest.mark.parametrize(
-    ("text", "num_bytes"), [("1", 1), ("65536", 65536), ("3KiB", 3072), ("512MiB", 512 << 20), ("1TiB", 1 << 40)]
+    ("text", "num_bytes"), [("65536", 65536), ("3KiB", 3072), ("512MiB", 512 << 20), ("1TiB", 1 << 40)]
 )
-def test_memory_is_told_in_bytes_or_binary_units(text: str, num_bytes: int) -> None:
+def test_memory_is_given_in_bytes_or_binary_units(text: str, num_bytes: int) -> None:
     assert serve("--kv-memory", text).kv_memory == num_bytes
 
 
-@pytest.mark.parametrize(
-    "text", ["0", "-1", "0GiB", "2GB", "2gib", "2G", "2 GiB", "GiB", "1.5GiB", "two", "²MiB", "10000000TiB", "2GiBGiB"]
-)
-def test_memory_that_is_no_amount_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(StartupError) as refusal:
-        serve("--kv-memory", text)
-    wanted = "must be a number of bytes above 0, plain or with KiB, MiB, GiB or TiB, as in 2GiB"
-    assert refusal.value.problems == (f"--kv-memory is {text!r}, {wanted}",)
+AMOUNT = "must be a number of bytes above 0, plain or with KiB, MiB, GiB or TiB, as in 2GiB"
+WEIGHTS = "must be names of models, each once and with a weight above 0 and at most 1e+06, as in dates=1,stdlib=3"
+SECONDS = "must be 1 to 8 numbers above 0 and at most 3600, with commas between them, as in 0.2,1"
+COLLECTOR = "must be http:// or https:// with a host and a port, as in http://127.0.0.1:4317"
+ADDRESS = "must be a host and a port, as in 127.0.0.1:8002"
+INDICES = "must be whole numbers from 0, as in 0,2"
+REFUSED = [
+    ("kv_memory", ["-1", "0GiB", "2GB", "2gib", "2 GiB", "GiB", "1.5GiB", "²MiB", "10000000TiB", "2GiBGiB"], AMOUNT),
+    ("time_shares", ["a", "a=", "=1", "a=0", "a=nan", "a=inf", "a=1e7", "a=1,a=2", "a=1,"], WEIGHTS),
+    ("slo_e2e_latency", ["", "0", "-1", "0.2,", "nan", "inf", "3601", "0.2;1", "1,2,3,4,5,6,7,8,9"], SECONDS),
+    (
+        "otel_endpoint",
+        ["127.0.0.1:4317", "grpc://h:1", "http://", "http://h:0", "http://h:x", "http://h:1/v1"],
+        COLLECTOR,
+    ),
+    ("prefill_provider", ["gpu"], "must be one of auto, cpu, openvino"),
+    ("device", ["gpu"], "must be one of auto, cpu, cuda"),
+    ("metrics_compat", ["tgi"], "must be one of none, vllm"),
+    ("api_keys", ["missing.toml"], "must be a file"),
+    ("max_batch_size", ["many", "1.5", "0", "1025"], "must be a whole number from 1 to 1024"),
+    ("drain_grace_seconds", ["nan", "-1", "3601", "soon"], "must be a number from 0 to 3600"),
+    ("spin", ["perhaps", ""], "must be true or false"),
+    ("host", [""], "must not be empty"),
+    ("host", ["caf\udce9"], "must be UTF-8"),
+    ("metrics_target", ["8002", "host:", ":8002", "host:port", "http://host:1", "host:1/path"], ADDRESS),
+    ("heads", ["", "a", "1,", "-1", "1;2", "1.0", "²", "99999999999"], INDICES),
+]
+OTHER_COMMANDS = {"metrics_target": ("trace",), "heads": ("explain", "m", "hello", "--html", "a")}
 
 
-@pytest.mark.parametrize("name", ["kv_shares", "time_shares"])
-@pytest.mark.parametrize("text", ["a", "a=", "=1", "a=0", "a=-1", "a=nan", "a=inf", "a=1e7", "a=1,a=2", "a=1,"])
-def test_shares_that_are_none_are_refused_with_an_example(name: str, text: str) -> None:
+@pytest.mark.parametrize(("name", "text", "limit"), [(n, t, limit) for n, texts, limit in REFUSED for t in texts])
+def test_an_unusable_value_is_refused_with_its_flag_and_what_is_wanted(name: str, text: str, limit: str) -> None:
     with pytest.raises(StartupError) as refusal:
-        serve("--kv-memory", "1GiB", flag(name), text)
-    wanted = "must be names of models, each once and with a weight above 0 and at most 1e+06, as in dates=1,stdlib=3"
-    assert refusal.value.problems == (f"{flag(name)} is {text!r}, {wanted}",)
+        parse(OTHER_COMMANDS.get(name, SERVE), {variable(name): text})
+    assert refusal.value.problems == (f"{variable(name)} is {text!r}, {limit}",)
 
 
 def test_shares_of_memory_mean_nothing_without_a_budget() -> None:
@@ -171,56 +203,22 @@ def test_outputs_and_beams_of_a_request_are_cut_to_what_runs_at_once() -> None:
     assert small.request_limits.max_logprobs == small.limits.max_logprobs
 
 
-def test_prompts_go_to_whatever_provider_is_faster_unless_one_is_named() -> None:
-    assert serve().prefill_provider is PrefillProvider.AUTO
-    assert serve("--prefill-provider", "cpu").prefill_provider is PrefillProvider.CPU
-    with pytest.raises(StartupError) as refusal:
-        serve("--prefill-provider", "gpu")
-    assert refusal.value.problems == ("--prefill-provider is 'gpu', must be one of auto, cpu, openvino",)
-
-
-def test_the_device_is_whatever_models_and_machine_allow_unless_one_is_named() -> None:
-    assert serve().device is Device.AUTO
-    assert serve("--device", "CUDA").device is Device.CUDA
-    with pytest.raises(StartupError) as refusal:
-        serve("--device", "gpu")
-    assert refusal.value.problems == ("--device is 'gpu', must be one of auto, cpu, cuda",)
-
-
-def test_metrics_go_under_other_names_only_when_told() -> None:
-    assert serve().metrics_compat is MetricsCompat.NONE
-    with pytest.raises(StartupError) as refusal:
-        serve("--metrics-compat", "tgi")
-    assert refusal.value.problems == ("--metrics-compat is 'tgi', must be one of none, vllm",)
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "0.2,", "nan", "inf", "3601", "0.2;1", "fast", "1,2,3,4,5,6,7,8,9"])
-def test_objectives_that_are_no_seconds_are_refused_with_an_example(text: str) -> None:
-    with pytest.raises(StartupError) as refusal:
-        serve("--slo-e2e-latency", text)
-    wanted = "must be 1 to 8 numbers above 0 and at most 3600, with commas between them, as in 0.2,1"
-    assert refusal.value.problems == (f"--slo-e2e-latency is {text!r}, {wanted}",)
-
-
 def test_flag_wins_over_its_twin() -> None:
     assert serve("--port", "1", ONWARD_PORT="2").port == 1
     assert serve("--metrics", ONWARD_METRICS="false").metrics
 
 
-def test_all_problems_are_told_at_once_by_the_name_they_came_under() -> None:
+def test_all_problems_are_reported_at_once_by_the_name_they_came_under() -> None:
     with pytest.raises(StartupError) as refusal:
-        serve("--port", "70000", "--max-batch-size", "many", "--drain-grace-seconds", "nan", ONWARD_SPIN="perhaps")
+        parse(["serve", "--port", "70000", "--max-outputs", "0", "--tls-key", "missing"], {"ONWARD_SPIN": "perhaps"})
     assert set(refusal.value.problems) == {
-        "--port is '70000', must be from 0 to 65535",
-        "--max-batch-size is 'many', must be a whole number from 1 to 1024",
-        "--drain-grace-seconds is 'nan', must be a number from 0 to 3600",
+        "--port is '70000', must be a whole number from 0 to 65535",
+        "--max-outputs is '0', must be a whole number from 1 to 1024",
         "ONWARD_SPIN is 'perhaps', must be true or false",
+        "--tls-key is 'missing', must be a file",
+        "--tls-key means nothing without --tls-certificate",
+        "--models (or ONWARD_MODELS) must name a folder",
     }
-
-
-def test_missing_folder_is_a_problem_with_both_its_names() -> None:
-    with pytest.raises(StartupError, match=r"--models \(or ONWARD_MODELS\)"):
-        parse(["serve"], {})
 
 
 def test_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,21 +228,30 @@ def test_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--prot" in capsys.readouterr().err
 
 
-def test_help_names_every_flag_default_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["serve", "--help"], {})
-    text = " ".join(capsys.readouterr().out.split())
-    for name in (*options(ServeConfig), *options(RequestLimits)):
-        assert flag(name) in text
-        assert f"[{variable(name)}]" in text
-    assert "(default: 127.0.0.1)" in text
-
-
-@pytest.mark.parametrize("command", ["serve", "ask", "explain", "trace"])
-def test_help_explains_the_variables(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def shown_help(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit):
         parse([command, "--help"], {})
-    assert "may be given as the environment variable in brackets" in " ".join(capsys.readouterr().out.split())
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["serve", "ask", "explain", "health", "trace"])
+def test_help_explains_the_variables(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(shown_help(command, capsys).split())
+    assert "may be given as the environment variable in brackets" in text
+
+
+def test_help_of_serve_has_every_flag_with_default_and_variable_under_its_heading(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = shown_help("serve", capsys)
+    headings = ("network", "limits", "engine", "memory", "access", "observability")
+    parts = re.split(r"^(\w+):\n", text, flags=re.MULTILINE)
+    assert [part for part in parts[1::2] if part != "options"] == list(headings)
+    sections = dict(zip(parts[1::2], (" ".join(part.split()) for part in parts[2::2]), strict=True))
+    for name, option in (options(ServeConfig) | options(RequestLimits)).items():
+        assert f" {flag(name)} " in f" {sections[option.group]}"
+        assert f"[{variable(name)}]" in sections[option.group]
+    assert "(default: 127.0.0.1)" in sections["network"]
 
 
 def test_telemetry_is_off_unless_asked_for_or_given_an_endpoint() -> None:
@@ -255,31 +262,10 @@ def test_telemetry_is_off_unless_asked_for_or_given_an_endpoint() -> None:
     assert serve("--otel", "off", *endpoint).telemetry is Telemetry.OFF
 
 
-@pytest.mark.parametrize(
-    "text", ["127.0.0.1:4317", "grpc://h:1", "http://", "http://h:0", "http://h:x", "http://h:70000", "http://h:1/v1"]
-)
-def test_otlp_endpoint_that_is_no_url_of_a_collector_is_refused(text: str) -> None:
-    with pytest.raises(StartupError) as refusal:
-        serve("--otel-endpoint", text)
-    wanted = "must be http:// or https:// with a host and a port, as in http://127.0.0.1:4317"
-    assert refusal.value.problems == (f"--otel-endpoint is {text!r}, {wanted}",)
-
-
-def test_trace_asks_the_metrics_of_this_machine_unless_told() -> None:
+def test_trace_asks_the_metrics_of_this_machine_by_default() -> None:
     assert parse(["trace"], {}) == TraceConfig(metrics_target="127.0.0.1:8002", out=Path("trace.json"))
-    told = parse(["trace", "--out", "t.json"], {"ONWARD_METRICS_TARGET": "[::1]:9"})
-    assert told == TraceConfig(metrics_target="[::1]:9", out=Path("t.json"))
-
-
-@pytest.mark.parametrize("text", ["8002", "host", "host:", ":8002", "host:port", "http://host:1", "host:1/path"])
-def test_trace_refuses_what_is_no_address(text: str) -> None:
-    with pytest.raises(StartupError, match=r"--metrics-target is .*, must be a host and a port, as in 127.0.0.1:8002"):
-        parse(["trace", "--metrics-target", text], {})
-
-
-def test_ask_refuses_text_that_no_message_can_carry() -> None:
-    with pytest.raises(StartupError, match=r"text is .*, must be UTF-8"):
-        parse(["ask", "m", "caf\udce9"], {})
+    given = parse(["trace", "--out", "t.json"], {"ONWARD_METRICS_TARGET": "[::1]:9"})
+    assert given == TraceConfig(metrics_target="[::1]:9", out=Path("t.json"))
 
 
 def test_ask_leaves_to_the_server_what_is_not_said() -> None:
@@ -309,18 +295,13 @@ def test_explain_reads_layers_and_heads_and_needs_a_file_to_write() -> None:
         parse(["explain", "m", "hello"], {})
 
 
-@pytest.mark.parametrize("numbers", ["", "a", "1,", "-1", "1;2", "1.0", "²", "99999999999"])
-def test_explain_refuses_what_is_no_list_of_numbers(numbers: str) -> None:
-    with pytest.raises(StartupError) as refusal:
-        parse(["explain", "m", "hello", "--html", "a", "--heads", numbers], {})
-    assert refusal.value.problems == (f"--heads is {numbers!r}, must be whole numbers from 0, as in 0,2",)
-
-
 def test_explain_refuses_texts_that_no_message_can_carry() -> None:
-    with pytest.raises(StartupError, match=r"text is .*, must be UTF-8"):
-        parse(["explain", "m", "caf\udce9", "--html", "a"], {})
-    with pytest.raises(StartupError, match=r"--target-text is .*, must be UTF-8"):
-        parse(["explain", "m", "hello", "--html", "a", "--target-text", "caf\udce9"], {})
+    with pytest.raises(StartupError) as refusal:
+        parse(["explain", "m", "caf\udce9", "--html", "a", "--target-text", "\udce9"], {})
+    assert refusal.value.problems == (
+        "text is 'caf\\udce9', must be UTF-8",
+        "--target-text is '\\udce9', must be UTF-8",
+    )
 
 
 def test_prompts_are_cut_as_is_best_on_the_device_unless_the_operator_says_how() -> None:

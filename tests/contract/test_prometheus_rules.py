@@ -81,14 +81,18 @@ def test_every_alert_says_how_urgent_it_is_and_what_is_the_matter() -> None:
 
 @cache
 def exposed() -> set[str]:
-    """The names of all series that a server with objectives can have."""
+    """The names of all series of a server with objectives."""
+    return {sample.name for family in full_registry().collect() for sample in family.samples}
+
+
+def full_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     metrics = Metrics(registry, Objectives(time_to_first_token=(0.2,)))
     model = metrics.for_model("m")
     model.parity_checked(0.0, passed=True)
     model.cost_model({"prefill_token": 1e-6}, 0.1)
     metrics.handled.labels("Generate", "OK")
-    return {sample.name for family in registry.collect() for sample in family.samples}
+    return registry
 
 
 def expressions() -> Iterator[tuple[str, str]]:
@@ -110,11 +114,7 @@ def test_every_metric_that_is_asked_for_is_there(where: str, expression: str) ->
 
 
 def test_metrics_are_named_as_prometheus_wants_them(promtool: str) -> None:
-    registry = CollectorRegistry()
-    model = Metrics(registry, Objectives(time_to_first_token=(0.2,))).for_model("m")
-    model.parity_checked(0.0, passed=True)
-    model.cost_model({"prefill_token": 1e-6}, 0.1)
-    lines = generate_latest(registry).decode().splitlines(keepends=True)
+    lines = generate_latest(full_registry()).decode().splitlines(keepends=True)
     text = "".join(line for line in lines if "_created" not in line)
     done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
@@ -148,12 +148,12 @@ def test_dashboard_fits_its_provisioning() -> None:
     assert {panel["datasource"]["type"] for panel in board["panels"] if panel["type"] != "row"} == {source["type"]}
 
 
-def test_prometheus_is_told_where_a_server_is_and_grafana_where_prometheus_is() -> None:
+def test_prometheus_scrapes_the_server_and_grafana_reads_prometheus() -> None:
     (job,) = read(PROMETHEUS / "prometheus.yml")["scrape_configs"]
     assert job["job_name"] == "onward", "the rules ask for it"
     assert job["static_configs"] == [{"targets": [f"127.0.0.1:{ServeConfig(models=Path('any')).metrics_port}"]}]
     (source,) = read(DASHBOARD.parents[1] / "provisioning" / "datasources" / "prometheus.yml")["datasources"]
-    assert source["url"] == "http://localhost:9090", "where Prometheus listens unless it is told"
+    assert source["url"] == "http://localhost:9090", "where Prometheus listens by default"
     services = read(ROOT / "deploy" / "compose.yaml")["services"]
     for name in ("prometheus", "grafana"):
         assert services[name]["network_mode"] == "service:onward", "one loopback for all of them"

@@ -21,7 +21,7 @@ from service.errors import (
     PromptTooLong,
     RequestError,
 )
-from service.transport.status import STATUS_CODES, to_status
+from service.transport.status import STATUS_CODES, cancelled_code, to_status
 
 
 def descendants(error: type[RequestError]) -> set[type[RequestError]]:
@@ -164,3 +164,20 @@ def test_unforeseen_error_shows_an_id_that_the_log_explains(caplog: pytest.LogCa
     assert "secret" not in status.message
     assert error_id in caplog.text
     assert "/secret/path" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "timeout", "code"),
+    [
+        (5.0, None, grpc.StatusCode.CANCELLED),
+        (0.02, 0.05, grpc.StatusCode.CANCELLED),
+        (20.0, 30.0, grpc.StatusCode.CANCELLED),
+        (0.045, 0.05, grpc.StatusCode.DEADLINE_EXCEEDED),
+        (29.7, 30.0, grpc.StatusCode.DEADLINE_EXCEEDED),
+        (31.0, 30.0, grpc.StatusCode.DEADLINE_EXCEEDED),
+    ],
+)
+def test_a_call_cancelled_at_its_deadline_is_deadline_exceeded(
+    elapsed: float, timeout: float | None, code: grpc.StatusCode
+) -> None:
+    assert cancelled_code(elapsed, timeout) is code

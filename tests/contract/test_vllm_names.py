@@ -1,4 +1,4 @@
-"""vLLM's names for our metrics: what dashboards and alerts made for vLLM ask for is there, in its units and labels."""
+"""vLLM's names for our metrics: dashboards and alerts made for vLLM find theirs, in its units and labels."""
 
 from __future__ import annotations
 
@@ -149,7 +149,9 @@ def test_what_was_observed_once_is_shown_under_both_names(registry: CollectorReg
     assert registry.get_sample_value(by_reason, {**LABELS, "reason": "deferred"}) == 0
 
 
-def test_ends_are_told_in_vllms_words_and_refusals_are_not(registry: CollectorRegistry, model: ModelMetrics) -> None:
+def test_finish_reasons_have_vllms_names_and_refusals_are_not_counted(
+    registry: CollectorRegistry, model: ModelMetrics
+) -> None:
     for outcome in (*FinishReason, EngineFailed.label):
         model.request_done(record(outcome))
     for refusal in (Overloaded.label, PromptTooLong.label):

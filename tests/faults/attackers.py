@@ -187,16 +187,7 @@ class Attacker:
         except (OSError, EOFError) as error:
             return [type(error).__name__]
 
-    async def watch_without_window(self) -> Ends:
-        return await self._held_streams(_WATCH)
-
-    async def stream_without_window(self) -> Ends:
-        return await self._held_streams(_STREAM, self._key)
-
-    async def answer_without_window(self) -> Ends:
-        return await self._held_streams(_GENERATE, self._key)
-
-    async def _held_streams(self, path: bytes, *metadata: tuple[bytes, bytes]) -> Ends:
+    async def held_streams(self, path: bytes, *, has_key: bool = True) -> Ends:
         """Sixteen calls of one connection that take no byte of their answers."""
         requests: dict[bytes, Message] = {
             _WATCH: health_pb2.HealthCheckRequest(),
@@ -204,19 +195,16 @@ class Attacker:
         }
         stopping = pb.StoppingParams(max_tokens=64)
         request = requests.get(path, pb.GenerateRequest(model=self._settings.model, text="a", stopping=stopping))
-        data = request.SerializeToString()
+        data, keys = request.SerializeToString(), [self._key] * has_key
 
         def attack(connection: Connection) -> Ends:
             streams = [
-                connection.call(path, *metadata, head=message_header(len(data)) + data, is_complete=True)
+                connection.call(path, *keys, head=message_header(len(data)) + data, is_complete=True)
                 for _ in range(HELD_CALLS)
             ]
             return _held(connection, streams)
 
         return await self._raw(attack, window=0)
-
-    async def large_answer_without_window(self) -> Ends:
-        return await self._held_streams(_DETOKENIZE, self._key)
 
     async def long_ids_without_window(self) -> Ends:
         """Sixteen requests of one stream, whose ids have 3 MiB. No byte of an answer is taken."""
@@ -232,24 +220,13 @@ class Attacker:
 
         return await self._raw(attack, window=0)
 
-    async def unfinished_without_key(self) -> Ends:
-        return await self._unfinished(_GENERATE)
-
-    async def unfinished_with_key(self) -> Ends:
-        return await self._unfinished(_GENERATE, self._upload_key)
-
-    async def unfinished_checks(self) -> Ends:
-        return await self._unfinished(_CHECK, num_bytes=1000)
-
-    async def unfinished_reflection(self) -> Ends:
-        return await self._unfinished(_REFLECTION, num_bytes=1000)
-
-    async def _unfinished(self, path: bytes, *metadata: tuple[bytes, bytes], num_bytes: int = 4_000_000) -> Ends:
+    async def unfinished(self, path: bytes, num_bytes: int = 4_000_000, *, has_key: bool = False) -> Ends:
         """128 messages of which all comes that the windows let through, but for the last byte; until all are ended."""
+        keys = [self._upload_key] * has_key
 
         def attack(connection: Connection) -> Ends:
             for _ in range(UNFINISHED_CALLS):
-                connection.call(path, *metadata, head=message_header(num_bytes), num_zeros=num_bytes - 1)
+                connection.call(path, *keys, head=message_header(num_bytes), num_zeros=num_bytes - 1)
             return _ended(connection)
 
         return await self._raw(attack)
@@ -271,13 +248,13 @@ class Attacker:
         )
         return await self._raw(lambda connection: _answered(connection, stream))
 
+    async def bad_path(self) -> Ends:
+        return await self._raw(lambda connection: _answered(connection, headers(b"/\xff\xfe/\xc3(")))
+
     async def endless_headers(self) -> Ends:
         more = frame(9, 0, 1, literal(b"x-filler", b"y" * 100) * 100)
         begun = frame(1, 0, 1, literal(b":method", b"POST"))
         return await self._raw(lambda connection: _closed(connection, begun + more * 100))
-
-    async def bad_path(self) -> Ends:
-        return await self._raw(lambda connection: _answered(connection, headers(b"/\xff\xfe/\xc3(")))
 
     async def garbage(self) -> Ends:
         data = self._source.randbytes(100_000)
@@ -313,22 +290,11 @@ class Attacker:
         # An empty message is two bytes: the field's tag and a length of nothing.
         return await self._send(_GENERATE, _field("chat", b"\x0a\x00" * (_LARGE_BYTES // 2)))
 
-    async def many_ids(self) -> Ends:
-        ids = pb.TokenIds(ids=[1] * (_LARGE_BYTES - 64))
-        return await self._generate(pb.GenerateRequest(model=self._settings.model, token_ids=ids))
-
-    async def many_allowed_ids(self) -> Ends:
-        sampling = pb.SamplingParams(allowed_token_ids=[1] * (_LARGE_BYTES - 128))
-        return await self._generate(pb.GenerateRequest(model=self._settings.model, text="a", sampling=sampling))
-
     async def large_parameter(self) -> Ends:
         request = self._infer("a")
         request.parameters["allowed_token_ids"].string_param = "[" + "1," * (_LARGE_BYTES // 2 - 128) + "1]"
         await self._inference.ModelInfer(request, metadata=[self._authorization])
         return ["OK"]
-
-    async def long_text(self) -> Ends:
-        return await self._generate(pb.GenerateRequest(model=self._settings.model, text="a" * (_LARGE_BYTES - 64)))
 
     async def long_estimate(self) -> Ends:
         request = pb.GenerateRequest(model=self._settings.model, text="a b" * (_LARGE_BYTES // 3 - 64))
@@ -341,19 +307,7 @@ class Attacker:
         await self._generation.Tokenize(request, metadata=[self._authorization])
         return ["OK"]
 
-    async def all_rows(self) -> Ends:
-        return await self._greedy_rows(sampling=pb.SamplingParams(n=16))
-
-    async def all_beams(self) -> Ends:
-        return await self._greedy_rows(beam_search=pb.BeamSearchParams(beam_size=16))
-
-    async def priority(self) -> Ends:
-        return await self._greedy_rows(priority=2**31 - 1)
-
-    async def long_prompts(self) -> Ends:
-        return await self._greedy_rows(text="a" * 400, max_tokens=100)
-
-    async def _greedy_rows(self, text: str = "a", max_tokens: int = 400, **fields: Any) -> Ends:
+    async def greedy_rows(self, text: str = "a", max_tokens: int = 400, **fields: Any) -> Ends:
         stopping = pb.StoppingParams(max_tokens=max_tokens, ignore_eos=True)
         request = pb.GenerateRequest(model=self._settings.model, text=text, stopping=stopping, **fields)
         return await asyncio.gather(*(self._end_of(request) for _ in range(4)))
@@ -442,6 +396,10 @@ class Attacker:
         tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
         tensor.contents.bytes_contents.append(text.encode())
         return request
+
+    async def generate(self, **fields: Any) -> Ends:
+        """One request with these fields."""
+        return await self._generate(pb.GenerateRequest(model=self._settings.model, **fields))
 
     async def _generate(self, request: pb.GenerateRequest) -> Ends:
         await self._generation.Generate(request, metadata=[self._authorization])
@@ -534,16 +492,29 @@ _RAW = "no place"
 # Until its client is found to have stalled; "reset" where the status would wait behind what the client does not take.
 _STALLED = f"{_FULL}, closed, ABORTED, CANCELLED, reset, unanswered, {_RAW}"
 
+_ALLOWED = pb.SamplingParams(allowed_token_ids=[1] * (_LARGE_BYTES - 128))
+_IDS = pb.TokenIds(ids=[1] * (_LARGE_BYTES - 64))
+
 ATTACKS: Mapping[str, Attack] = {
-    "watchers without a window": _attack(Attacker.watch_without_window, "held", f"{_FULL}, {_RAW}"),
-    "streams without a window": _attack(Attacker.stream_without_window, "held", _STALLED),
-    "answers without a window": _attack(Attacker.answer_without_window, "held", _STALLED),
-    "large answers without a window": _attack(Attacker.large_answer_without_window, "held", _STALLED),
+    "watchers without a window": _attack(
+        lambda attacker: attacker.held_streams(_WATCH, has_key=False), "held", f"{_FULL}, {_RAW}"
+    ),
+    "streams without a window": _attack(lambda attacker: attacker.held_streams(_STREAM), "held", _STALLED),
+    "answers without a window": _attack(lambda attacker: attacker.held_streams(_GENERATE), "held", _STALLED),
+    "large answers without a window": _attack(lambda attacker: attacker.held_streams(_DETOKENIZE), "held", _STALLED),
     "long ids without a window": _attack(Attacker.long_ids_without_window, "held, INVALID_ARGUMENT", _STALLED),
-    "unfinished messages without a key": _attack(Attacker.unfinished_without_key, "UNAUTHENTICATED", _RAW),
-    "unfinished messages with a key": _attack(Attacker.unfinished_with_key, "ABORTED", f"{_FULL}, {_RAW}"),
-    "unfinished health checks": _attack(Attacker.unfinished_checks, "ABORTED", f"{_FULL}, {_RAW}"),
-    "unfinished reflection": _attack(Attacker.unfinished_reflection, "ABORTED", f"{_FULL}, {_RAW}"),
+    "unfinished messages without a key": _attack(
+        lambda attacker: attacker.unfinished(_GENERATE), "UNAUTHENTICATED", _RAW
+    ),
+    "unfinished messages with a key": _attack(
+        lambda attacker: attacker.unfinished(_GENERATE, has_key=True), "ABORTED", f"{_FULL}, {_RAW}"
+    ),
+    "unfinished health checks": _attack(
+        lambda attacker: attacker.unfinished(_CHECK, 1000), "ABORTED", f"{_FULL}, {_RAW}"
+    ),
+    "unfinished reflection": _attack(
+        lambda attacker: attacker.unfinished(_REFLECTION, 1000), "ABORTED", f"{_FULL}, {_RAW}"
+    ),
     "message that announces a gibibyte": _attack(Attacker.announced, "ABORTED", f"{_FULL}, {_RAW}"),
     "rapid resets": _attack(Attacker.rapid_resets, "answered", _RAW),
     "endless headers": _attack(Attacker.endless_headers, "closed", _RAW),
@@ -552,16 +523,22 @@ ATTACKS: Mapping[str, Attack] = {
     "connections that say nothing": _attack(Attacker.idle_connections, "held", _RAW),
     "more connections than there may be": _attack(Attacker.crowd, "no place", "open"),
     "a million empty chat messages": _attack(Attacker.many_messages, "INVALID_ARGUMENT", _READ),
-    "a million token ids": _attack(Attacker.many_ids, _REFUSED, _READ),
-    "a million allowed ids": _attack(Attacker.many_allowed_ids, "INVALID_ARGUMENT", _READ),
+    "a million token ids": _attack(lambda attacker: attacker.generate(token_ids=_IDS), _REFUSED, _READ),
+    "a million allowed ids": _attack(
+        lambda attacker: attacker.generate(text="a", sampling=_ALLOWED), "INVALID_ARGUMENT", _READ
+    ),
     "a million ids in a parameter": _attack(Attacker.large_parameter, "INVALID_ARGUMENT", _READ),
-    "one long text": _attack(Attacker.long_text, _REFUSED, _READ),
+    "one long text": _attack(lambda attacker: attacker.generate(text="a" * (_LARGE_BYTES - 64)), _REFUSED, _READ),
     "one long text to estimate": _attack(Attacker.long_estimate, _REFUSED, _READ),
     "one long text to tokenize": _attack(Attacker.long_tokenize, "OK", _READ),
-    "all rows": _attack(Attacker.all_rows, _RAN, _FULL),
-    "all rows by beams": _attack(Attacker.all_beams, _RAN, _FULL),
-    "priority": _attack(Attacker.priority, "INVALID_ARGUMENT", f"{_FULL}, cancelled"),
-    "long prompts": _attack(Attacker.long_prompts, _RAN, _FULL),
+    "all rows": _attack(lambda attacker: attacker.greedy_rows(sampling=pb.SamplingParams(n=16)), _RAN, _FULL),
+    "all rows by beams": _attack(
+        lambda attacker: attacker.greedy_rows(beam_search=pb.BeamSearchParams(beam_size=16)), _RAN, _FULL
+    ),
+    "priority": _attack(
+        lambda attacker: attacker.greedy_rows(priority=2**31 - 1), "INVALID_ARGUMENT", f"{_FULL}, cancelled"
+    ),
+    "long prompts": _attack(lambda attacker: attacker.greedy_rows("a" * 400, max_tokens=100), _RAN, _FULL),
     "64 requests in one stream": _attack(Attacker.crowded_stream, "OK", _FULL),
     "ids of others": _attack(Attacker.ids_of_others, _RAN, _FULL),
     "200 health checks a second": _attack(Attacker.checks, "OK", _FULL),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import pickle
 import re
@@ -29,7 +28,7 @@ from onward.v1 import generation_pb2 as pb
 from service.engine.batch import ScheduledBatch
 from service.engine.kv.ledger import KVBudget
 from tests.artifacts import rehash, tiny_artifact, tiny_checkpoint, tiny_config
-from tests.fakes import BOS, CONTEXT, VOCAB_SIZE, Death, FakeRunner, Gate, expected_tokens, spell
+from tests.fakes import BOS, CONTEXT, Death, FakeRunner, Gate, expected_tokens, spell
 from tests.servers import (
     MODEL,
     PROMPT,
@@ -44,7 +43,6 @@ from tests.servers import (
     running,
     served_model,
     status_of,
-    stream_request,
     tokens_of,
 )
 
@@ -52,45 +50,6 @@ from tests.servers import (
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 Code = grpc.StatusCode
-
-BEYOND_LIMITS: Mapping[str, tuple[dict[str, Any], str]] = {
-    "empty prompt": ({"text": ""}, "prompt.text"),
-    "max_tokens 0": ({"max_tokens": 0}, "stopping.max_tokens"),
-    "max_tokens over the limit": ({"max_tokens": 2**31 - 1}, "stopping.max_tokens"),
-    "NaN temperature": ({"sampling": pb.SamplingParams(temperature=math.nan)}, "sampling.temperature"),
-    "infinite temperature": ({"sampling": pb.SamplingParams(temperature=math.inf)}, "sampling.temperature"),
-    "negative temperature": ({"sampling": pb.SamplingParams(temperature=-1)}, "sampling.temperature"),
-    "top_p 0": ({"sampling": pb.SamplingParams(top_p=0)}, "sampling.top_p"),
-    "top_p over 1": ({"sampling": pb.SamplingParams(top_p=1.5)}, "sampling.top_p"),
-    "NaN top_p": ({"sampling": pb.SamplingParams(top_p=math.nan)}, "sampling.top_p"),
-    "n over the limit": ({"sampling": pb.SamplingParams(temperature=1, n=1000)}, "sampling.n"),
-    "logprobs over the limit": ({"response": pb.ResponseOptions(logprobs=10_000)}, "response.logprobs"),
-    "too many stop texts": ({"stop": ["a"] * 1000}, "stopping.stop"),
-    "a stop text too long": ({"stop": ["a" * 10_000]}, "stopping.stop[0]"),
-}
-
-
-@pytest.mark.parametrize(("fields", "field"), BEYOND_LIMITS.values(), ids=BEYOND_LIMITS.keys())
-async def test_value_beyond_its_limit_is_invalid_argument_with_its_field_before_any_kv_allocation(
-    fields: dict[str, Any], field: str
-) -> None:
-    runner = FakeRunner(SLOTS)
-    async with running(runner=runner) as server:
-        before = len(runner.batches)
-        error = await status_of(server.generation.Generate(generate_request(**fields)))
-        assert error.code() is Code.INVALID_ARGUMENT
-        assert str(error.details()).startswith(f"{field}: ")
-        assert len(runner.batches) == before
-        assert server.metric("kv_cache_usage_ratio", model_name=MODEL) == 0
-
-
-@pytest.mark.parametrize("token_id", [VOCAB_SIZE, 2**32 - 1])
-async def test_token_id_out_of_the_vocabulary_is_invalid_argument(token_id: int) -> None:
-    async with running() as server:
-        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[BOS, token_id]))
-        error = await status_of(server.generation.Generate(request))
-        assert error.code() is Code.INVALID_ARGUMENT
-        assert str(error.details()).startswith("prompt.token_ids.ids[1]: ")
 
 
 async def test_special_token_text_in_a_prompt_is_ordinary_characters_and_never_control_tokens() -> None:
@@ -378,19 +337,3 @@ async def test_scrape_while_saturated_answers_and_labels_do_not_explode() -> Non
         after = await asyncio.to_thread(scrape)
     # A few more reasons and codes, but nothing for each name that was made up.
     assert max(after, *during) < before + 60
-
-
-async def test_neighbours_tokens_are_bit_identical_whatever_happens_beside_them() -> None:
-    async with running(max_queue_size=100) as server:
-        alone = tokens_of(await read(server.stream("cd", max_tokens=40, ignore_eos=True)))
-        calls = [
-            server.generation.GenerateStream(stream_request("cd", max_tokens=40, ignore_eos=True)) for _ in range(4)
-        ]
-        beside = [server.stream("zz", max_tokens=40, ignore_eos=True) for _ in range(20)]
-        for number, call in enumerate(beside):
-            if number % 2:
-                call.cancel()
-        bad = [status_of(server.generation.Generate(generate_request(max_tokens=0))) for _ in range(20)]
-        answers = await asyncio.gather(*(read(call) for call in calls))
-        await asyncio.gather(*bad)
-        assert [tokens_of(events) for events in answers] == [alone] * 4

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.app import App, Ready, run
 from service.repository.models import Parity
-from service.transport import receiving
+from service.transport import open_methods
 from service.transport.health import HealthServicer, _HealthListResponse
 from service.transport.server import SERVICES
 from tests.fakes import FakeRunner, Gate
@@ -98,7 +98,7 @@ async def test_a_watcher_whose_request_is_larger_than_any_name_is_refused(field:
 async def test_a_check_that_brings_no_request_ends_though_calls_may_take_their_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(receiving, "_MAX_OPEN_SECONDS", 0.01)
+    monkeypatch.setattr(open_methods, "_MAX_REQUEST_SECONDS", 0.01)
 
     async def nothing() -> AsyncIterator[bytes]:
         await asyncio.Event().wait()

@@ -28,7 +28,7 @@ from service.commands.ask import ask
 from service.commands.ask import health as probe
 from service.config import AskConfig, HealthConfig, ServeConfig
 from service.errors import StartupError
-from service.transport import flooding, receiving
+from service.transport import flooding, open_methods, read_places
 from service.transport import server as transport_server
 from service.transport.health import LIST
 from service.transport.permissions import PERMISSIONS
@@ -493,7 +493,7 @@ async def test_a_silent_stream_loses_its_place_to_another_connections_and_one_at
         channels = [await stack.enter_async_context(another(server)) for _ in range(3)]
         begin = [each.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer") for each in channels]
         stack.enter_context(gate.closed())
-        open_streams = server.app._calls._receiver._streams
+        open_streams = server.app._calls._streams._open
         at_work = [begin[0](one_request()) for _ in range(2)]
         await eventually(lambda: [each.num_in_flight for each in open_streams] == [1, 1])
         silent = [begin[1](nothing()) for _ in range(2)]
@@ -589,7 +589,7 @@ async def outcome(call: Any) -> grpc.StatusCode | None:
 
 
 async def test_a_check_does_not_wait_for_tools_that_read_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 600.0)
+    monkeypatch.setattr(read_places, "_PATIENCE_SECONDS", 600.0)
     async with running(max_stall_seconds=600.0) as server:
         stub = reflection_pb2_grpc.ServerReflectionStub(server.channel)
         # As many as one address may have. Each has its answer, and the server waits for what it asks next.
@@ -665,8 +665,8 @@ async def test_an_open_door_is_warned_about(
 async def test_silent_calls_of_a_connection_end_for_the_others_of_it(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "_OWN_PART", 0.0)
-    monkeypatch.setattr(receiving, "_MAX_OPEN_SECONDS", 600.0)
+    monkeypatch.setattr(read_places, "_OWN_PART", 0.0)
+    monkeypatch.setattr(open_methods, "_MAX_REQUEST_SECONDS", 600.0)
     async with running(max_stall_seconds=600.0) as server:
         calls = server.app._calls
         is_ours = path.startswith("onward")
@@ -676,8 +676,8 @@ async def test_silent_calls_of_a_connection_end_for_the_others_of_it(
         silent = [begin(nothing()) for _ in range(num_places)]
         await eventually(
             lambda: (
-                (receiver := calls._receiver if is_ours else calls._open_receivers.get(path)) is not None
-                and receiver._num_held == num_places
+                (receiver := calls._receiver if is_ours else calls._open_methods.receivers.get(path)) is not None
+                and receiver.places.num_held == num_places
             )
         )
         call = (
@@ -709,7 +709,7 @@ async def test_what_a_connection_brought_for_calls_that_end_unread_is_counted_as
         assert await outcome(server.health.Check(name)) is grpc.StatusCode.INVALID_ARGUMENT
         await eventually(lambda: connection.unread == 2 * refused)
         silent = server.channel.stream_unary("/onward.v1.GenerationService/Generate")(nothing(), metadata=bearer())
-        await eventually(lambda: server.app._calls._receiver._num_held == 1)
+        await eventually(lambda: server.app._calls._receiver.places.num_held == 1)
         silent.cancel()
         await eventually(lambda: connection.unread == 3 * refused + (4 << 20))
         begun.cancel()

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.access import KeyAccess, Permission, current_caller, read_keys
+from service.access import KeyAccess, Permission, current_caller
+from service.access.keys import read_keys
 from service.errors import InvalidRequest, PermissionDenied, RateLimited, StartupError, Unauthenticated
 
 PERMISSIONS: Mapping[str, Permission] = {"Generate": Permission.GENERATE, "LoadModel": Permission.MANAGE}

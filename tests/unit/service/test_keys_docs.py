@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from service.access import ApiKey, KeyAccess, Permission, current_caller, read_keys
+from service.access import ApiKey, KeyAccess, Permission, current_caller
+from service.access.keys import read_keys
 from service.errors import RequestError, StartupError
 from service.transport.permissions import PERMISSIONS
 from service.transport.status import to_status

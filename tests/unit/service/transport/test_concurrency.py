@@ -17,8 +17,8 @@ from service.transport import places, sending
 from service.transport.concurrency import CallLimit
 from service.transport.flooding import FloodGuard
 from service.transport.interceptors import CallInterceptor
+from service.transport.open_methods import OpenMethods
 from service.transport.places import claim
-from service.transport.receiving import Receiver, bounded
 from tests.servers import eventually
 
 HANDLER: Any = object()
@@ -186,10 +186,10 @@ class Silent:
 async def test_checks_of_all_connections_of_one_address_have_half_of_the_places() -> None:
     limit = CallLimit(4, 100, 100, apart=["grpc.health.v1.Health/Check"])
     path: Any = SimpleNamespace(method="/grpc.health.v1.Health/Check", invocation_metadata=())
-    receiver = Receiver(100, 600.0, FloodGuard(100), 0)
+    methods = OpenMethods(100, 600.0, FloodGuard(100))
 
     async def handler(_: object) -> Any:
-        return bounded(grpc.unary_unary_rpc_method_handler(nothing, bytes, bytes), receiver)
+        return methods.wrap("check", grpc.unary_unary_rpc_method_handler(nothing, bytes, bytes))
 
     async def check(peer: str) -> None:
         await (await limit.intercept_service(handler, path)).stream_stream(None, Silent(peer))

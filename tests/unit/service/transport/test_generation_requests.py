@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,9 @@ async def test_no_method_holds_its_request_while_it_waits(method: str, monkeypat
 
     tokenizer = SimpleNamespace(encode=list, encode_plain=list)
     model = SimpleNamespace(prompt_tokenizer=tokenizer, output_tokenizer=tokenizer)
-    backend: Any = SimpleNamespace(run=parts, score=answer, estimate=answer, explain=answer)
+    backend: Any = SimpleNamespace(
+        run=parts, score=answer, estimate=answer, explain=answer, counting_refusal=lambda _: nullcontext()
+    )
     models: Any = SimpleNamespace(resolve=lambda _: model)
     texts: Any = SimpleNamespace(run=answer)
     servicer = GenerationServicer(backend, backend, models, RequestLimits(), texts)

@@ -18,8 +18,9 @@ from prometheus_client import CollectorRegistry
 from service.access import OpenAccess
 from service.errors import InvalidRequest, UnknownModel
 from service.telemetry.metrics import Metrics
-from service.transport import interceptors
-from service.transport.interceptors import CallInterceptor, each_request
+from service.transport.call_log import CallLog
+from service.transport.interceptors import CallInterceptor
+from service.transport.streams import each_request
 
 METHOD = "/onward.v1.GenerationService/GenerateStream"
 
@@ -236,7 +237,7 @@ async def test_a_stream_that_is_sent_an_answer_is_not_silent() -> None:
 
     class Reading(Context):
         async def write(self, message: bytes) -> None:
-            in_flight.extend(stream.num_in_flight for stream in interceptor._receiver._streams)
+            in_flight.extend(stream.num_in_flight for stream in interceptor._streams)
 
     async def handler(requests: Any, _: Any) -> AsyncGenerator[bytes, None]:
         yield b"a"
@@ -250,7 +251,7 @@ async def test_a_stream_is_not_silent_from_the_request_that_comes_until_it_is_wo
     num_in_flight = []
 
     def look() -> None:
-        num_in_flight.extend(stream.num_in_flight for stream in interceptor._receiver._streams)
+        num_in_flight.extend(stream.num_in_flight for stream in interceptor._streams)
 
     def parse(data: bytes) -> bytes:
         look()
@@ -278,7 +279,7 @@ async def test_a_stream_is_not_silent_from_the_request_that_comes_until_it_is_wo
 def test_refused_calls_are_counted_beyond_a_hundred_lines_a_second(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     now = [7.0]
-    log = interceptors._CallLog(lambda: now[0])
+    log = CallLog(lambda: now[0])
     for seconds in (0.0, 1.0):
         now[0] += seconds
         for _ in range(250):

@@ -12,9 +12,12 @@ import grpc
 import pytest
 
 from service.errors import ClientStalled, InvalidRequest, RateLimited
-from service.transport import receiving
+from service.transport import read_places, receiving, streams
 from service.transport.flooding import FloodGuard
-from service.transport.receiving import Connection, OpenStream, Receiver
+from service.transport.open_methods import OpenMethods, address_of
+from service.transport.read_places import Connection
+from service.transport.receiving import Receiver
+from service.transport.streams import OpenStream, OpenStreams
 
 MESSAGE = 100
 
@@ -69,7 +72,7 @@ async def test_a_caller_has_half_of_the_places_and_every_message_is_read_in_the_
 
 
 async def test_the_next_place_is_for_the_caller_who_holds_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 600.0)
+    monkeypatch.setattr(read_places, "_PATIENCE_SECONDS", 600.0)
     bound = receiver(4)
     held = begin(bound, *"aabb")
     waiting = begin(bound, *"aaac")
@@ -82,7 +85,7 @@ async def test_the_next_place_is_for_the_caller_who_holds_fewest(monkeypatch: py
 
 
 async def test_a_slow_sender_loses_its_place_to_a_caller_who_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(read_places, "_PATIENCE_SECONDS", 0.01)
     bound = receiver(4)
     held = begin(bound, *"aabb")
     await settle()
@@ -96,11 +99,11 @@ async def test_a_slow_sender_loses_its_place_to_a_caller_who_has_none(monkeypatc
 
 
 async def test_nobody_loses_a_place_to_those_who_hold_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(read_places, "_PATIENCE_SECONDS", 0.01)
     bound = receiver(4)
     held = begin(bound, *"aabb")
-    looked, look = asyncio.Semaphore(0), bound._end_a_read
-    monkeypatch.setattr(bound, "_end_a_read", lambda caller: (look(caller), looked.release()))
+    looked, look = asyncio.Semaphore(0), bound.places._end_a_read
+    monkeypatch.setattr(bound.places, "_end_a_read", lambda caller: (look(caller), looked.release()))
     waiting = begin(bound, *"ab")
     async with asyncio.timeout(60):
         for _ in range(4):
@@ -110,22 +113,22 @@ async def test_nobody_loses_a_place_to_those_who_hold_as_many(monkeypatch: pytes
 
 
 async def test_the_only_read_of_a_caller_is_not_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "_MIN_READ_SECONDS", 600.0)
-    monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 600.0)
+    monkeypatch.setattr(read_places, "_MIN_READ_SECONDS", 600.0)
+    monkeypatch.setattr(read_places, "_PATIENCE_SECONDS", 600.0)
     bound = receiver(4)
     held = begin(bound, *"abcd")
     waiting = begin(bound, *"ef")
     await settle()
     # As often as two who wait would.
     for _ in range(4):
-        bound._end_a_read("e")
-        bound._end_a_read("f")
+        bound.places._end_a_read("e")
+        bound.places._end_a_read("f")
     await settle()
     assert not any(task.done() for _, task in held)
     # Once they are older, each who waits has one.
-    monkeypatch.setattr(receiving, "_MIN_READ_SECONDS", 0.0)
-    bound._end_a_read("e")
-    bound._end_a_read("f")
+    monkeypatch.setattr(read_places, "_MIN_READ_SECONDS", 0.0)
+    bound.places._end_a_read("e")
+    bound.places._end_a_read("f")
     await settle()
     assert [task.done() for _, task in held] == [True, True, False, False]
     assert reads(waiting) == [True, True]
@@ -148,14 +151,14 @@ def at(address: str, *peers: str) -> list[Hashable]:
 async def test_a_caller_whose_read_was_ended_has_no_place_before_the_one_it_was_ended_for(
     callers: Sequence[Hashable], waiters: Sequence[Hashable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 600.0)
-    monkeypatch.setattr(receiving, "_MIN_READ_SECONDS", 0.0)
+    monkeypatch.setattr(read_places, "_PATIENCE_SECONDS", 600.0)
+    monkeypatch.setattr(read_places, "_MIN_READ_SECONDS", 0.0)
     bound = receiver(4)
     held = begin(bound, *callers)
     await settle()
     waiting = begin(bound, *waiters)
     await settle()
-    bound._end_a_read(waiters[-1])
+    bound.places._end_a_read(waiters[-1])
     await settle()
     assert held[0][1].done()
     assert reads(waiting) == [False, True]
@@ -182,7 +185,7 @@ async def test_connections_of_one_address_have_half_of_the_places_together() -> 
     ],
 )
 def test_an_address_of_ipv6_is_its_network(peer: str, address: str) -> None:
-    assert receiving.address_of(peer) == address
+    assert address_of(peer) == address
 
 
 async def test_a_message_is_looked_through_while_others_run() -> None:
@@ -247,30 +250,30 @@ async def test_a_call_without_a_message_is_invalid(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def four_streams(monkeypatch: pytest.MonkeyPatch) -> Receiver:
-    monkeypatch.setattr(receiving, "_MAX_STREAM_BYTES", MESSAGE * 4)
-    return receiver(4)
+def four_streams(monkeypatch: pytest.MonkeyPatch) -> OpenStreams:
+    monkeypatch.setattr(streams, "_MAX_STREAM_BYTES", MESSAGE * 4)
+    return OpenStreams(MESSAGE, FloodGuard(MESSAGE))
 
 
-async def test_streams_that_bring_many_requests_are_bounded(four_streams: Receiver) -> None:
-    bound, call = four_streams, cast("Any", Call())
-    async with bound.stream(call, "a"), bound.stream(call, "a"):
+async def test_streams_that_bring_many_requests_are_bounded(four_streams: OpenStreams) -> None:
+    bound = four_streams
+    async with bound.open("ipv4:127.0.0.1:1", "a"), bound.open("ipv4:127.0.0.1:1", "a"):
         with pytest.raises(RateLimited):
-            await bound.stream(call, "a").__aenter__()
-        async with bound.stream(call, "b"):
+            await bound.open("ipv4:127.0.0.1:1", "a").__aenter__()
+        async with bound.open("ipv4:127.0.0.1:1", "b"):
             pass
-    async with bound.stream(call, "a"), bound.stream(call, "a"):
+    async with bound.open("ipv4:127.0.0.1:1", "a"), bound.open("ipv4:127.0.0.1:1", "a"):
         pass
 
 
-async def test_the_longest_silent_stream_of_the_greediest_ends_for_another_caller(four_streams: Receiver) -> None:
-    bound, call = four_streams, cast("Any", Call())
+async def test_the_longest_silent_stream_of_the_greediest_ends_for_another_caller(four_streams: OpenStreams) -> None:
+    bound = four_streams
     opened: dict[str, OpenStream] = {}
     ended: dict[str, ClientStalled] = {}
 
     async def hold(name: str) -> None:
         try:
-            async with bound.stream(call, name[0]) as opened[name]:
+            async with bound.open("ipv4:127.0.0.1:1", name[0]) as opened[name]:
                 await asyncio.Event().wait()
         except ClientStalled as error:
             ended[name] = error
@@ -282,7 +285,7 @@ async def test_the_longest_silent_stream_of_the_greediest_ends_for_another_calle
     tasks: list[asyncio.Task[None]] = []
     await begun("a1", "b1", "b2", "c1")
     # It is the oldest, but a request of it runs.
-    with bound.working(opened["b1"]):
+    with opened["b1"].working():
         await begun("d1")
         assert list(ended) == ["b2"]
         # Each has one now.
@@ -290,23 +293,23 @@ async def test_the_longest_silent_stream_of_the_greediest_ends_for_another_calle
         assert list(ended) == ["b2", "a1"]
         # One more than an equal has is not to be had.
         with pytest.raises(RateLimited):
-            await bound.stream(call, "d").__aenter__()
+            await bound.open("ipv4:127.0.0.1:1", "d").__aenter__()
     assert "silent" in str(ended["b2"])
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    async with bound.stream(call, "f"), bound.stream(call, "f"):
+    async with bound.open("ipv4:127.0.0.1:1", "f"), bound.open("ipv4:127.0.0.1:1", "f"):
         pass
 
 
-async def test_a_stream_is_silent_since_it_last_worked(four_streams: Receiver) -> None:
-    bound, call = four_streams, cast("Any", Call())
-    async with bound.stream(call, "a") as first:
+async def test_a_stream_is_silent_since_it_last_worked(four_streams: OpenStreams) -> None:
+    bound = four_streams
+    async with bound.open("ipv4:127.0.0.1:1", "a") as first:
         with pytest.raises(ClientStalled):  # noqa: PT012 (where it is raised is the point)
-            async with bound.stream(call, "a"), bound.stream(call, "b"):
-                with bound.working(first):
+            async with bound.open("ipv4:127.0.0.1:1", "a"), bound.open("ipv4:127.0.0.1:1", "b"):
+                with first.working():
                     pass
-                async with bound.stream(call, "b"), bound.stream(call, "c"):
+                async with bound.open("ipv4:127.0.0.1:1", "b"), bound.open("ipv4:127.0.0.1:1", "c"):
                     await asyncio.Event().wait()
         assert not first.is_ended
 
@@ -317,9 +320,9 @@ class System:
     def __init__(self, bound: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         self.brought: dict[str, int] = {}
-        monkeypatch.setattr(receiving, "_PATIENCE_SECONDS", 600.0)
+        monkeypatch.setattr(read_places, "_PATIENCE_SECONDS", 600.0)
         monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: self.now)
-        monkeypatch.setattr(bound.guard, "brought", lambda _: dict(self.brought))
+        monkeypatch.setattr(bound._guard, "brought", lambda _: dict(self.brought))
 
 
 async def test_the_calls_of_one_caller_do_not_wait_for_its_own_silent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +335,7 @@ async def test_the_calls_of_one_caller_do_not_wait_for_its_own_silent_ones(monke
     # A sixth of 600 seconds.
     for now, num_ended in ((1099.0, 0), (1101.0, 1), (1102.0, 2)):
         system.now = now
-        bound._end_a_read("a")
+        bound.places._end_a_read("a")
         await settle()
         assert [task.done() for _, task in silent] == [True] * num_ended + [False] * (4 - num_ended)
         assert reads(waiting) == [True] * num_ended + [False] * (2 - num_ended)
@@ -349,12 +352,12 @@ async def test_an_upload_that_comes_in_time_is_not_ended_for_its_own_caller(monk
     await settle()
     for now, num_bytes in ((1020.0, 0), (1030.0, 2 * MESSAGE)):
         system.now, system.brought = now, {"a": num_bytes}
-        bound._end_a_read("a")
+        bound.places._end_a_read("a")
         await settle()
         assert not any(task.done() for _, task in held)
     # On average too little; but half of them may go on.
     system.now = 1055.0
-    bound._end_a_read("a")
+    bound.places._end_a_read("a")
     await settle()
     assert [task.done() for _, task in held] == [False, False, True, False]
     await end(held + waiting)
@@ -371,9 +374,9 @@ async def test_a_health_check_does_not_wait_long_for_silent_ones_of_its_connecti
     await settle()
     # What the connection brings is for other calls.
     system.now, system.brought = 1001.0, {"ipv4:127.0.0.1:1": 0}
-    bound._end_a_read(caller)
+    bound.places._end_a_read(caller)
     system.now, system.brought = 1002.0, {"ipv4:127.0.0.1:1": 1 << 30}
-    bound._end_a_read(caller)
+    bound.places._end_a_read(caller)
     await settle()
     assert [call.is_read.is_set() for call in calls] == [True] * 3
     await end(list(zip(calls, tasks, strict=True)))
@@ -389,12 +392,12 @@ async def test_where_each_has_one_read_those_that_bring_least_end(monkeypatch: p
     await settle()
     system.now, system.brought = 1010.0, {"a": 50, "b": 0, "c": 0, "d": 0}
     for _ in waiting:
-        bound._end_a_read("e")
+        bound.places._end_a_read("e")
     await settle()
     assert not any(task.done() for _, task in held), "what they bring is not known"
     system.now, system.brought = 1020.0, {"a": 5000, "b": 0, "c": 10, "d": 5}
     for name in "efgh":
-        bound._end_a_read(name)
+        bound.places._end_a_read(name)
     await settle()
     assert [task.done() for _, task in held] == [False, True, False, True]
     await end(held + waiting)
@@ -411,7 +414,9 @@ async def test_a_place_that_is_given_back_is_counted_without_a_look_at_all_calle
     await settle()
     monkeypatch.setattr(Counter, "__isub__", fail)
     monkeypatch.setattr(Counter, "total", fail)
-    with bound.call("a"):
+    methods, caller = OpenMethods(MESSAGE, 1.0, FloodGuard(MESSAGE)), Connection("here", "1")
+    with methods._counted("check", caller):
         pass
     assert await end(held) + await end(waiting) == [b"x"] * 8
-    assert (bound._num_held, bound._held, bound._shares, bound._calls) == (0, {}, {}, {})
+    places = bound.places
+    assert (places.num_held, places._held, places._shares, methods._num_calls) == (0, {}, {}, {})
