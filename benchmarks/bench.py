@@ -35,9 +35,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks import bench_report, hf_folder
-from benchmarks.bench_child import Child, SystemFailed, running
-from benchmarks.bench_systems import OURS, SYSTEMS, InstallError, SystemSpec, python_of
+from benchmarks import bench_report
+from benchmarks.peers import hf_folder
+from benchmarks.peers.child import Child, SystemFailed, running
+from benchmarks.peers.systems import OURS, SYSTEMS, InstallError, SystemSpec, python_of
 from benchmarks.scenario import command_line, digest, machine, make_checkpoint
 from model.spec.config import ModelConfig
 from model.training.presets import resolve
@@ -472,7 +473,7 @@ def make_weights(source: str, build: Path, *, is_fresh: bool) -> Weights:
 
     Raises:
         model.training.presets.RecipeError: for a name that is neither a preset nor a recipe file.
-        benchmarks.hf_folder.UnknownFamily: for a model that peers do not know.
+        benchmarks.peers.hf_folder.UnknownFamily: for a model that peers do not know.
         RuntimeError: when the weights cannot be made.
     """
     recipe = resolve(source)

@@ -22,8 +22,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from benchmarks.bench_onward import KV_BITS
-from benchmarks.picture import drawing
+from benchmarks.frame.pictures import drawing
+from benchmarks.peers.onward import KV_BITS
 from model.spec import cost
 from model.spec.config import ModelConfig, Positions
 

@@ -38,12 +38,12 @@ import grpc.aio
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artifact
-from benchmarks.picture import drawing
-from benchmarks.prometheus import Prometheus, scraping
+from benchmarks.frame.pictures import drawing
+from benchmarks.frame.servers import served
+from benchmarks.infra.prometheus import Prometheus, scraping
+from benchmarks.peers.onward import artifact
 from benchmarks.scenario import draw, milliseconds, percentile
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
-from benchmarks.serving import served
 from model.spec.artifact import load
 from model.spec.config import ModelConfig
 from onward.v1 import generation_pb2 as pb

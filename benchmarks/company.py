@@ -37,10 +37,10 @@ import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artifact
+from benchmarks.frame.servers import served
+from benchmarks.peers.onward import artifact
 from benchmarks.scenario import Answer, draw, milliseconds, percentile
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
-from benchmarks.serving import served
 from model.spec.artifact import load
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 

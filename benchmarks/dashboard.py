@@ -37,10 +37,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artifact, version
-from benchmarks.prometheus import Prometheus, Series, scraping
+from benchmarks.frame.servers import served
+from benchmarks.infra.prometheus import Prometheus, Series, scraping
+from benchmarks.peers.onward import artifact, version
 from benchmarks.scenario import draw
-from benchmarks.serving import served
 from model.spec.artifact import load
 from model.spec.config import ModelConfig
 from onward.v1 import generation_pb2 as pb

@@ -5,7 +5,7 @@
 
 First one server: how long until it serves, its memory, its files and sockets, its artifact's bytes, and how many
 samples its metrics have once it has been asked for something. Then, for each number of servers, a real Envoy in front
-of so many addresses of one process that answers health checks (`benchmarks.clock_server`): Envoy's memory, files and
+of so many addresses of one process that answers health checks (`infra.clock_server`): Envoy's memory, files and
 sockets, and the processor time that health checks take, its own and the server's. Then a real Prometheus that scrapes
 that server's very metrics at so many addresses: its memory, its processor time, and how long our rules take. At last,
 in front of two, what a unary call takes of Envoy's processor time. What one more costs is from the smallest number to
@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artifact, version
-from benchmarks.clock_server import addresses
-from benchmarks.envoy import CLUSTER, CLUSTER_BY_KEY, Envoy, balancing
-from benchmarks.prometheus import Prometheus, scraping
+from benchmarks.frame.servers import served, wait_ready
+from benchmarks.infra.clock_server import addresses
+from benchmarks.infra.envoy import CLUSTER, CLUSTER_BY_KEY, Envoy, balancing
+from benchmarks.infra.prometheus import Prometheus, scraping
+from benchmarks.peers.onward import artifact, version
 from benchmarks.scaling_out import cpu_seconds, proportional_bytes
-from benchmarks.serving import served, wait_ready
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -198,8 +198,8 @@ def rule_seconds(prometheus: Prometheus) -> float:
 
 @contextmanager
 def healthy_server(number: int) -> Iterator[tuple[list[str], int]]:
-    """A `benchmarks.clock_server` at so many addresses, "host:port" each, and its process."""
-    command = [sys.executable, "-m", "benchmarks.clock_server", str(number)]
+    """A `benchmarks.infra.clock_server` at so many addresses, "host:port" each, and its process."""
+    command = [sys.executable, "-m", "benchmarks.infra.clock_server", str(number)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             port = wait_ready(process).rpartition(":")[2]

@@ -30,12 +30,12 @@ import grpc.aio
 
 from benchmarks import scenario
 from benchmarks.amid_streams import describe, running, table, waits_overlapping, waits_within
-from benchmarks.bench_onward import artifact
-from benchmarks.bench_onward_engine import OnwardEngine
-from benchmarks.picture import drawing
+from benchmarks.frame.pictures import drawing
+from benchmarks.frame.servers import serving
+from benchmarks.peers.onward import artifact
+from benchmarks.peers.onward_engine import OnwardEngine
 from benchmarks.scenario import Answer, draw, milliseconds, percentile
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
-from benchmarks.serving import serving
 from model.spec.artifact import load
 from model.spec.config import ModelConfig
 from onward.v1.generation_pb2_grpc import GenerationServiceStub

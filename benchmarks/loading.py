@@ -41,10 +41,10 @@ from benchmarks.amid_streams import (
     waits_overlapping,
     waits_within,
 )
-from benchmarks.bench_onward import artifact
+from benchmarks.frame.servers import serving
+from benchmarks.peers.onward import artifact
 from benchmarks.scenario import Answer, draw, milliseconds
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
-from benchmarks.serving import serving
 from loadtest.child import run_module
 from model.spec.artifact import load
 from onward.v1 import model_pb2 as pb

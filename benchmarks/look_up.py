@@ -37,11 +37,11 @@ import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artifact, export
+from benchmarks.frame.servers import served
+from benchmarks.peers.onward import artifact, export
 from benchmarks.peers.protocol import Options
 from benchmarks.quality import held_out_text
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
-from benchmarks.serving import served
 from model.spec.artifact import TOKENIZER, load
 from model.spec.tokenizer import BOS_ID, Tokenizer
 from onward.v1 import generation_pb2 as pb

@@ -39,11 +39,11 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artifact
-from benchmarks.picture import drawing
+from benchmarks.frame.pictures import drawing
+from benchmarks.frame.servers import serving
+from benchmarks.peers.onward import artifact
 from benchmarks.scenario import draw, milliseconds, percentile
 from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
-from benchmarks.serving import serving
 from model.spec.artifact import MANIFEST, load
 from model.spec.config import ModelConfig
 from onward.v1 import generation_pb2 as pb

@@ -3,7 +3,7 @@
     python -m benchmarks.scaling_out [--model llama-110m] [--precision int8] [--rounds 5] [--threads N]
                                      [--ray] [--quick] [--docs]
 
-First the transport, on two servers that have no model (`benchmarks.clock_server`), asked directly, half of the calls
+First the transport, on two servers that have no model (`infra.clock_server`), asked directly, half of the calls
 each, through Envoy with the configuration of `deploy/envoy`, and with `--ray` as replicas on Ray Serve with the ingress
 of `deploy/ray` (`make ray` installs it). In every round, in random order:
 
@@ -40,11 +40,11 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from benchmarks import scenario
-from benchmarks.bench_onward import artifact, version
-from benchmarks.envoy import balancing
-from benchmarks.ray_serve import on_ray
+from benchmarks.frame.servers import serving, wait_ready
+from benchmarks.infra.envoy import balancing
+from benchmarks.infra.ray_serve import on_ray
+from benchmarks.peers.onward import artifact, version
 from benchmarks.scenario import draw, milliseconds, percentile
-from benchmarks.serving import serving, wait_ready
 from model.spec.artifact import load
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
@@ -162,7 +162,7 @@ def _ways(settings: Settings, stack: ExitStack) -> dict[str, Way]:
     ways[ENVOY] = Way([envoy.target], lambda: [envoy.pid], time.perf_counter() - began)
     if settings.ray:
         began = time.perf_counter()
-        ray = stack.enter_context(on_ray("benchmarks.ray_clock", f"--replicas={NUM_SERVERS}"))
+        ray = stack.enter_context(on_ray("benchmarks.infra.ray_clock", f"--replicas={NUM_SERVERS}"))
         ways[RAY] = Way([ray.target], ray.others, time.perf_counter() - began)
     return ways
 
@@ -255,8 +255,8 @@ async def _follow(stub: GenerationServiceAsyncStub, request: pb.GenerateStreamRe
 
 @contextmanager
 def clock_server() -> Iterator[str]:
-    """A `benchmarks.clock_server` for the length of the block; its "host:port"."""
-    command = [sys.executable, "-m", "benchmarks.clock_server"]
+    """A `benchmarks.infra.clock_server` for the length of the block; its "host:port"."""
+    command = [sys.executable, "-m", "benchmarks.infra.clock_server"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield wait_ready(process)

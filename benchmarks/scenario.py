@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.bench_onward import export, version
+from benchmarks.peers.onward import export, version
 from benchmarks.peers.protocol import Options
 from loadtest.child import run_module
 from loadtest.machine import describe

@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import scenario
-from benchmarks.bench_child import Child, SystemFailed, running
-from benchmarks.bench_onward import KV_BITS
-from benchmarks.bench_systems import SYSTEMS, InstallError, python_of
+from benchmarks.peers.child import Child, SystemFailed, running
 from benchmarks.peers.ctranslate2_translator import Batching
+from benchmarks.peers.onward import KV_BITS
+from benchmarks.peers.systems import SYSTEMS, InstallError, python_of
 from benchmarks.scenario import draw
 from model.spec.config import ModelConfig
 
@@ -46,7 +46,7 @@ DOCS = Path("docs")
 LIMIT = 2.0
 """How many times CTranslate2's rate ours must be."""
 OURS, PEER = "onward", "ctranslate2"
-MODULES: Mapping[str, str] = {OURS: "benchmarks.bench_onward", PEER: "benchmarks.peers.ctranslate2_translator"}
+MODULES: Mapping[str, str] = {OURS: "benchmarks.peers.onward", PEER: "benchmarks.peers.ctranslate2_translator"}
 """What speaks `benchmarks.peers.protocol`, by system."""
 MODEL: Mapping[str, Any] = {
     "architecture": "encoder-decoder",

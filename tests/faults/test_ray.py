@@ -25,9 +25,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks import prometheus, scaling_out, scenario
+from benchmarks import scaling_out, scenario
+from benchmarks.infra import prometheus
+from benchmarks.infra.ray_serve import PYTHON, RayServe, on_ray
 from benchmarks.peers.protocol import Options
-from benchmarks.ray_serve import PYTHON, RayServe, on_ray
 from deploy.ray.ingress import environment
 from onward import Client, IncompleteStream
 from onward.errors import CallError

@@ -29,8 +29,8 @@ from benchmarks.bench import (
     shuffled,
     units,
 )
-from benchmarks.bench_child import SystemFailed, running
-from benchmarks.bench_systems import OURS, SYSTEMS, InstallError, SystemSpec, python_of
+from benchmarks.peers.child import SystemFailed, running
+from benchmarks.peers.systems import OURS, SYSTEMS, InstallError, SystemSpec, python_of
 from model.spec.config import Architecture, ModelConfig
 
 CONFIG = ModelConfig(

@@ -11,8 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks import fleet, scenario
-from benchmarks.clock_server import addresses
 from benchmarks.fleet import Settings
+from benchmarks.infra.clock_server import addresses
 from benchmarks.peers.protocol import Options
 from tests.artifacts import tiny_artifact
 

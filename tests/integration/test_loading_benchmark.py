@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import loading, scenario
-from benchmarks.bench_onward import MODEL
+from benchmarks.peers.onward import MODEL
 from benchmarks.peers.protocol import Options
 from benchmarks.scenario import Answer
 from tests.artifacts import tiny_artifact

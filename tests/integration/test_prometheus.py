@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import clocks, dashboard, prometheus, scenario
-from benchmarks.bench_onward import artifact
+from benchmarks import clocks, dashboard, scenario
 from benchmarks.clocks import Histogram, Stream
 from benchmarks.dashboard import Answered, Panel
-from benchmarks.envoy import balancing
+from benchmarks.frame.servers import served
+from benchmarks.infra import prometheus
+from benchmarks.infra.envoy import balancing
+from benchmarks.infra.prometheus import Series, scraping
+from benchmarks.peers.onward import artifact
 from benchmarks.peers.protocol import Options
-from benchmarks.prometheus import Series, scraping
-from benchmarks.serving import served
 from model.spec.artifact import load
 from tests.artifacts import tiny_artifact
 

@@ -30,12 +30,12 @@ from benchmarks import (
     scenario,
     translation,
 )
-from benchmarks.bench_onward import MODEL, Onward
-from benchmarks.bench_systems import InstallError
 from benchmarks.goodput import IN_TIME, LATE, REFUSED, Answered
 from benchmarks.interference import Repeat
 from benchmarks.peers.ctranslate2_translator import Batching, CTranslate2Translator
+from benchmarks.peers.onward import MODEL, Onward
 from benchmarks.peers.protocol import Options
+from benchmarks.peers.systems import InstallError
 from benchmarks.prediction import Seen
 from benchmarks.scenario import Answer, percentile
 from benchmarks.scenario_options import DOCS

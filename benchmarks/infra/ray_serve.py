@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / "build" / "ray-venv" / "bin" / "python"
 REPLICA = "ray::ServeReplica:"
 """How the titles of replicas begin."""

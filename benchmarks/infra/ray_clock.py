@@ -1,4 +1,4 @@
-"""`python -m benchmarks.ray_clock --port P --http-port H`: two `benchmarks.clock_server`s as replicas on Ray Serve.
+"""`python -m benchmarks.infra.ray_clock --port P --http-port H`: clock servers as replicas on Ray Serve.
 
 With the ingress of `deploy.ray`, so that what `benchmarks.scaling_out` measures is that and not a model. Runs in Ray's
 own environment.
@@ -14,7 +14,7 @@ import sys
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from benchmarks.clock_server import ClockServicer
+from benchmarks.infra.clock_server import ClockServicer
 from deploy.ray import ingress
 from onward.v1 import generation_pb2 as pb
 
@@ -44,7 +44,7 @@ class Clock:
 
 def main() -> int:
     """Serves until SIGTERM; says where on stdout."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ray_clock")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.infra.ray_clock")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--http-port", type=int, required=True)
     parser.add_argument("--replicas", type=int, default=2)

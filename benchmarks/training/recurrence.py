@@ -1,6 +1,6 @@
 """The linear baseline of the scaling study: a recurrent language model of a transformer's size, in ONNX Runtime.
 
-    python -m benchmarks.recurrence --config '{"architecture": …}' --threads 2 --chunk 128
+    python -m benchmarks.training.recurrence --config '{"architecture": …}' --threads 2 --chunk 128
 
     tokens → embedding → GRU → GRU → projection → the embedding again, as output head → logits after the last token
 
@@ -173,7 +173,7 @@ def answer(session: Any, shape: RecurrentShape, questions: Iterable[str], chunk:
 
 def main(arguments: list[str]) -> int:
     """Answers until stdin ends."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recurrence", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description="A recurrent baseline.")
     parser.add_argument("--config", required=True, help="the transformer's configuration, as JSON")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--chunk", type=int, required=True, help="tokens of a run, at most")

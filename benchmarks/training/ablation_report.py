@@ -17,11 +17,11 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from benchmarks.picture import drawing
+from benchmarks.frame.pictures import drawing
 
 RESULTS = "ablation.json"
 DOCUMENT = "model.md"
-BEGIN = "<!-- ablation: begin; written by python -m benchmarks.ablation, do not edit -->"
+BEGIN = "<!-- ablation: begin; written by python -m benchmarks.training.ablation, do not edit -->"
 END = "<!-- ablation: end -->"
 
 Results = Mapping[str, Any]

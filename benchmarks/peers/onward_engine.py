@@ -1,6 +1,6 @@
 """The engine alone as a system under test: no gRPC, no threads of ours, every step called from here.
 
-What `onward` loses against it is what the service costs. Speaks the peers' protocol; see `benchmarks.bench_onward`.
+What `onward` loses against it is what the service costs. Speaks the peers' protocol; see `benchmarks.peers.onward`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
-from benchmarks.bench_onward import artifact, export, version
+from benchmarks.peers.onward import artifact, export, version
 from benchmarks.peers.protocol import Options, main
 from model.spec.artifact import TOKENIZER, load
 from model.spec.tokenizer import Tokenizer

@@ -1,7 +1,7 @@
 """Ours as systems under test, speaking the peers' protocol: behind gRPC, or the engine alone in this process.
 
-    python -m benchmarks.bench_onward --folder CHECKPOINT --work DIR --precision fp32
-    python -m benchmarks.bench_onward_engine --folder CHECKPOINT --work DIR --precision fp32
+    python -m benchmarks.peers.onward --folder CHECKPOINT --work DIR --precision fp32
+    python -m benchmarks.peers.onward_engine --folder CHECKPOINT --work DIR --precision fp32
 
 Both run the same artifact, which `python -m export` makes from the checkpoint: a precision that it refuses is a failure
 with its words. `-kv8` behind a precision keeps keys and values in eight bits.
@@ -23,8 +23,8 @@ from typing import Any
 
 import grpc
 
+from benchmarks.frame.servers import serving
 from benchmarks.peers.protocol import Options, main
-from benchmarks.serving import serving
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -42,7 +42,7 @@ def artifact(options: Options) -> Path:
 @cache
 def _exporter() -> str:
     """A digest of the exporter's sources: what another one has made is another artifact."""
-    folder = Path(__file__).parent.parent / "export"
+    folder = Path(__file__).parents[2] / "export"
     sources = [(path.name, path.read_bytes()) for path in sorted(folder.glob("*.py"))]
     return hashlib.sha256(repr(sources).encode()).hexdigest()
 

@@ -59,10 +59,10 @@ _OURS = {name: name for name in ("fp32", "bf16", "int8", "int4", "int8-kv8", "in
 SYSTEMS: Mapping[str, SystemSpec] = {
     spec.name: spec
     for spec in (
-        SystemSpec(name="onward", module="benchmarks.bench_onward", precisions=_OURS, work="onward"),
+        SystemSpec(name="onward", module="benchmarks.peers.onward", precisions=_OURS, work="onward"),
         SystemSpec(
             name="onward-engine",
-            module="benchmarks.bench_onward_engine",
+            module="benchmarks.peers.onward_engine",
             precisions=_OURS,
             environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},  # which the server gives itself
             work="onward",

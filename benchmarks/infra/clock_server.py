@@ -1,4 +1,4 @@
-"""`python -m benchmarks.clock_server [NUMBER]`: answers by `onward.v1` without a model, and says when it did.
+"""`python -m benchmarks.infra.clock_server [NUMBER]`: answers by `onward.v1` without a model, and says when it did.
 
 What `benchmarks.scaling_out` stands proxies in front of: whatever a message takes from here to its reader is transport.
 A stream has `max_tokens` messages of one token, one every `timeout_seconds` where that is given and else as fast as

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.soaked_server serve …`: the server, which tells its number of tasks, and leaks if told to.
+"""`python -m benchmarks.infra.leaking_server serve …`: the server, which prints its number of tasks and may leak.
 
 On SIGUSR1 it has the C library give back what is free, so that what is left is in use or in pieces, and prints the
 number of asyncio's tasks, which nothing else shows from outside. The environment variable `LEAK_MB_PER_HOUR` puts a

@@ -10,7 +10,7 @@ Runs take one thread each, side by side, seed after seed over all rows, so that 
 alike. Each is saved as it ends: the command, given again, goes on with what is missing, unless the code has changed.
 The last line of stdout is one JSON object.
 
-    python -m benchmarks.ablation [--seeds N] [--steps N] [--rows NAME ...] [--jobs N] [--set key=value ...]
+    python -m benchmarks.training.ablation [--seeds N] [--steps N] [--rows NAME ...] [--jobs N] [--set key=value ...]
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import ablation_report
-from benchmarks.ablation_report import RESULTS
-from benchmarks.gru import RecurrentEncoderDecoder, build_recurrent, equal_size
+from benchmarks.training import ablation_report
+from benchmarks.training.ablation_report import RESULTS
+from benchmarks.training.gru import RecurrentEncoderDecoder, build_recurrent, equal_size
 from model import evaluate
 from model.data import dates
 from model.data.batches import Pair
@@ -53,7 +53,7 @@ NUM_TEST_DATES = 500
 _CURVE_POINTS = 50
 _FINAL_SHARE = 20
 _PACKAGES = ("torch", "numpy", "tokenizers", "babel")
-_REPOSITORY = Path(__file__).resolve().parent.parent
+_REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class AblationError(Exception):
@@ -61,7 +61,7 @@ class AblationError(Exception):
 
 
 class Network(StrEnum):
-    """What is trained: the repository's transformer, or `benchmarks.gru`."""
+    """What is trained: the repository's transformer, or `benchmarks.training.gru`."""
 
     TRANSFORMER = "transformer"
     GRU = "gru"
@@ -280,8 +280,8 @@ def code_hash() -> str:
     """SHA-256 over everything that a run computes with: a log of other code must not be gone on with."""
     files = [
         *sorted((_REPOSITORY / "model").rglob("*.py")),
-        _REPOSITORY / "benchmarks" / "ablation.py",
-        _REPOSITORY / "benchmarks" / "gru.py",
+        _REPOSITORY / "benchmarks" / "training" / "ablation.py",
+        _REPOSITORY / "benchmarks" / "training" / "gru.py",
     ]
     digest = hashlib.sha256()
     for path in files:
@@ -330,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ablation", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training.ablation", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=_positive, default=NUM_SEEDS, help=f"runs of each row (default: {NUM_SEEDS})")
     parser.add_argument("--steps", type=_positive, help="updates of each run (default: what each experiment has)")
     parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], metavar="NAME", help="only these rows")

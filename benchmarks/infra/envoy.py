@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-CONFIG = Path(__file__).resolve().parents[1] / "deploy" / "envoy" / "envoy.yaml"
+CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "envoy" / "envoy.yaml"
 CLUSTER, CLUSTER_BY_KEY = "onward", "onward-by-key"
 _READY_SECONDS = 60.0
 _STOP_SECONDS = 20.0

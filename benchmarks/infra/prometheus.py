@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-CONFIG = Path(__file__).resolve().parents[1] / "deploy" / "prometheus" / "prometheus.yml"
+CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "prometheus.yml"
 _READY_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.05
