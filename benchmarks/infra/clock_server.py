@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from loadtest.serving import Server, wait_served
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 
@@ -60,6 +63,17 @@ def addresses(number: int) -> list[str]:
     if number > _MOST_ADDRESSES:
         raise ValueError(f"there are {_MOST_ADDRESSES} addresses, {number} were asked for")
     return [f"127.1.{index // 250}.{index % 250 + 1}" for index in range(number)]
+
+
+@contextmanager
+def clock_server(num_addresses: int = 0) -> Iterator[Server]:
+    """A clock server in a process of its own until the block ends."""
+    command = [sys.executable, "-m", "benchmarks.infra.clock_server", str(num_addresses)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield wait_served(process)
+        finally:
+            process.terminate()
 
 
 async def serve(num_addresses: int) -> None:

@@ -1,6 +1,6 @@
-"""A system under test as a process: questions in, answers out, each in its own time, and no process left behind.
+"""A system under test as a process: questions and answers with timeouts, and no process left behind.
 
-Knows the protocol's lines (`benchmarks.peers.protocol`); knows nothing of what is measured.
+Speaks `benchmarks.peers.protocol`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _READ_BYTES = 1 << 16
 
 
 class SystemFailed(Exception):
-    """The system answered with an error, not in time, not in JSON, or ended; the message is for a row of the table."""
+    """The system answered with an error, too late, not in JSON, or ended; the message is for a row of the table."""
 
 
 class Child:
@@ -36,18 +36,18 @@ class Child:
 
     @property
     def is_usable(self) -> bool:
-        """Whether another question makes sense: not after a time-out, an end, or something that was no answer."""
+        """False after a timeout, an end, or something that was no answer."""
         return self._is_usable
 
     def ask(self, question: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
         """The answer to one question.
 
         Raises:
-            SystemFailed: see there; whether to go on asking, `is_usable` says.
+            SystemFailed: see there; `is_usable` says whether more questions make sense.
         """
         stdin = self._process.stdin
-        assert stdin is not None  # noqa: S101 (PIPE was asked for; this tells the type checker)
-        with suppress(BrokenPipeError):  # it ended: reading will tell
+        assert stdin is not None  # noqa: S101 (PIPE was asked for; for the type checker)
+        with suppress(BrokenPipeError):  # it ended: reading fails next
             stdin.write(json.dumps(question).encode() + b"\n")
             stdin.flush()
         line = self._read_line(timeout_seconds, str(question["do"]))
@@ -64,7 +64,7 @@ class Child:
     def _read_line(self, timeout_seconds: float, name: str) -> bytes:
         deadline = time.monotonic() + timeout_seconds
         stdout = self._process.stdout
-        assert stdout is not None  # noqa: S101 (PIPE was asked for; this tells the type checker)
+        assert stdout is not None  # noqa: S101 (PIPE was asked for; for the type checker)
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
             while b"\n" not in self._received:
@@ -81,7 +81,7 @@ class Child:
 
 @contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[Child]:
-    """Starts a system; at the end its stdin is closed, and what has not ended in time is killed with its children.
+    """Starts a system; at the end its stdin is closed, and if it does not end in time it is killed with its children.
 
     Args:
         command: of the system.
@@ -91,7 +91,7 @@ def running(command: Sequence[str], environment: Mapping[str, str], log: Path) -
     log.parent.mkdir(parents=True, exist_ok=True)
     settings = [f"{name}={value}" for name, value in environment.items()]
     with log.open("wb") as stderr:
-        # A session of its own: whatever it starts can be ended by one id, and an interrupt reaches it through us only.
+        # A session of its own: one id ends it with its children, and an interrupt reaches it through us only.
         process = subprocess.Popen(
             ["/usr/bin/env", *settings, *command],
             stdin=subprocess.PIPE,

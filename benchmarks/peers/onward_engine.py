@@ -1,102 +1,61 @@
-"""The engine alone as a system under test: no gRPC, no threads of ours, every step called from here.
+"""The engine alone as a system under test, in this process: what `onward` is slower by is the cost of the service.
 
-What `onward` loses against it is what the service costs. Speaks the peers' protocol; see `benchmarks.peers.onward`.
+On CUDA its graphs are emitted without the exporter's proof (`benchmarks.frame.paged`), which takes minutes of CPU for a
+large model.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 
-from benchmarks.peers.onward import artifact, export, version
+from benchmarks.frame.engine import greedy_request, load_engine, serve
+from benchmarks.frame.models import artifact_folder, export, version
 from benchmarks.peers.protocol import Options, main
-from model.spec.artifact import TOKENIZER, load
-from model.spec.tokenizer import Tokenizer
-from service.engine.engine import Engine, LastRun
-from service.engine.factory import build_engine
+from service.engine.engine import Engine
 from service.engine.scheduler import EngineLimits
-from service.engine.sessions.session import SessionOptions
-from service.engine.types import GenerationRequest, SamplingParams, StoppingParams, TokenEvent
+
+_CUDA_CHUNK = 4096
 
 
 class OnwardEngine:
-    """One engine with the server's own defaults.
+    """One engine with the server's own defaults, or on CUDA with a chunk of 4,096 tokens."""
 
-    Args:
-        options: as the protocol has them.
-        prefill_chunk: prompt tokens per step; None leaves it to the engine.
-    """
-
-    def __init__(self, options: Options, prefill_chunk: int | None = None) -> None:
+    def __init__(self, options: Options) -> None:
         self._options = options
-        self._prefill_chunk = prefill_chunk
+        self._is_cuda = options.device == "cuda"
         self._engine: Engine | None = None
         self._ids = count()
 
     def prepare(self) -> None:
         """Exports."""
-        export(self._options)
+        if self._is_cuda:
+            from benchmarks.frame.paged import emit_checkpoint
+
+            emit_checkpoint(self._options.folder, self._options.work, self._options.precision, self._options.device)
+        else:
+            export(self._options.folder, self._options.work, self._options.precision)
 
     def load(self) -> str:
-        """Loads the graphs and reserves the K/V; golden cases are the server's business."""
-        folder = artifact(self._options)
-        tokenizer = Tokenizer.load(folder / TOKENIZER)
+        """Loads the graphs and allocates the K/V."""
         limits = EngineLimits(max_batch_size=self._options.max_batch)
-        if self._prefill_chunk is not None:
-            limits = replace(limits, prefill_chunk=self._prefill_chunk, max_prefill_tokens=self._prefill_chunk)
-        options = SessionOptions(intra_op_threads=self._options.threads)
-        self._engine = build_engine(folder, load(folder), tokenizer.decode, limits, options, LastRun())
+        if self._is_cuda:
+            rows = self._options.max_batch
+            limits = EngineLimits(max_batch_size=rows, prefill_chunk=_CUDA_CHUNK, max_prefill_tokens=_CUDA_CHUNK)
+        folder = artifact_folder(self._options.work, self._options.precision)
+        self._engine = load_engine(folder, limits, self._options.threads)
         return version()
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
-        """All requests are there before the first step."""
-        rows = {self._add(prompt, new): list[int]() for prompt in prompts}
-        while self._loaded.has_work:
-            for event in self._step():
-                if event.token_id is not None:
-                    rows[event.request_id].append(event.token_id)
-        return list(rows.values())
-
-    def prefill_seconds(self, prompt: Sequence[int]) -> list[float]:
-        """How long each step takes that a prompt by itself needs until its first token."""
-        self._add(prompt, 1)
-        seconds = []
-        while self._loaded.has_work:
-            began = time.perf_counter()
-            self._step()
-            seconds.append(time.perf_counter() - began)
-        return seconds
-
-    @property
-    def _loaded(self) -> Engine:
+        """All requests arrive before the first step."""
         if self._engine is None:
             raise RuntimeError("not loaded")
-        return self._engine
-
-    def _add(self, prompt: Sequence[int], new: int) -> str:
-        name = str(next(self._ids))
-        self._loaded.add_request(
-            GenerationRequest(
-                request_id=name,
-                model="",
-                prompt_token_ids=tuple(prompt),
-                sampling=SamplingParams(temperature=0.0),
-                stopping=StoppingParams(max_tokens=new, ignore_eos=True),
-            )
-        )
-        return name
-
-    def _step(self) -> tuple[TokenEvent, ...]:
-        events = self._loaded.step().events
-        for event in events:
-            if event.error is not None:
-                raise event.error
-        return events
+        requests = [greedy_request(str(next(self._ids)), prompt, new) for prompt in prompts]
+        answers = serve(self._engine, ((0, request) for request in requests))
+        return [answers.tokens[request.request_id] for request in requests]
 
     def close(self) -> None:
-        """There is nothing that would outlive this process."""
+        """Nothing outlives this process."""
 
 
 if __name__ == "__main__":

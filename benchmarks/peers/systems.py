@@ -1,7 +1,8 @@
-"""Which systems `benchmarks.bench` compares, and how each is installed and started.
+"""The systems that `bench` compares, and how each is installed and started.
 
 Every peer has a virtual environment of its own under `build/bench/venvs`, made on demand. Pins are the versions that
-were tried; torch goes in first and by itself, so that nothing else picks its build.
+were tested; torch is installed first and by itself, so that nothing else picks its build. On CUDA all systems run in
+the present environment: nothing is installed there.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from zlib import crc32
+
+from benchmarks.peers.child import Child, running
 
 _TORCH = ("torch==2.13.0", "numpy")
 _TRANSFORMERS = "transformers==5.23.0"
@@ -24,7 +27,7 @@ _MAX_SAID = 500
 
 
 class InstallError(Exception):
-    """A peer's environment could not be made; the message ends with what pip said last."""
+    """A peer's environment could not be made; the message ends with pip's last words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +37,10 @@ class SystemSpec:
     Args:
         name: as in the rows.
         module: speaks `benchmarks.peers.protocol`.
-        precisions: from our names to its own; others it does not offer.
-        installs: arguments of one `pip` call after the other; none for ours, which runs in this environment.
+        precisions: from our names to its own.
+        installs: arguments of consecutive `pip` calls; none for systems that run in this environment.
         environment: variables besides the number of threads.
-        work: the folder for converted weights; systems that convert alike share it.
+        work: folder for converted weights, where systems share it.
     """
 
     name: str
@@ -49,8 +52,31 @@ class SystemSpec:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it reads our checkpoint in our environment, and not a Hugging Face folder in its own."""
+        """Whether it reads our checkpoint in our environment, not a Hugging Face folder in its own."""
         return not self.installs
+
+    @contextmanager
+    def started(
+        self, python: Path, folder: Path, work: Path, log: Path, *, precision: str, threads: int, **flags: object
+    ) -> Iterator[Child]:
+        """A process of the system.
+
+        Args:
+            python: interpreter.
+            folder: weights.
+            work: for its conversions.
+            log: its stderr.
+            precision: our name.
+            threads: of its own.
+            flags: of the protocol's command line: `max_batch`, `context`, `device`.
+        """
+        command = [str(python), "-m", self.module, "--folder", str(folder), "--work", str(work)]
+        command += ["--precision", self.precisions[precision], "--threads", str(threads)]
+        for name, value in flags.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **self.environment}
+        with running(command, environment, log) as child:
+            yield child
 
 
 OURS = ("onward", "onward-engine")
@@ -121,6 +147,21 @@ SYSTEMS: Mapping[str, SystemSpec] = {
         ),
     )
 }
+_CUDA = {name: name for name in ("fp32", "fp16", "bf16")}
+CUDA_SYSTEMS: Mapping[str, SystemSpec] = {
+    spec.name: spec
+    for spec in (
+        SystemSpec(name="onward-engine", module="benchmarks.peers.onward_engine", precisions=_CUDA),
+        SystemSpec(
+            name="transformers",
+            module="benchmarks.peers.compiled_transformers",
+            precisions=_CUDA,
+            environment=_OFFLINE,
+        ),
+        SystemSpec(name="torch-cuda-graph", module="benchmarks.peers.torch_graph", precisions=_CUDA),
+    )
+}
+"""`compiled_transformers` and `torch_graph` run on a CPU too, uncompiled, for tests."""
 
 
 def python_of(spec: SystemSpec, venvs: Path, timeout_seconds: float) -> Path:

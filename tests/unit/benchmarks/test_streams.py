@@ -1,4 +1,4 @@
-"""Streams amid which something happens: when they begin and end, and whose waits are whose. A scripted server."""
+"""Streams amid which something happens: when they begin and end, and which waits belong to which. A scripted server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.amid_streams import running, table, timed, waits_overlapping, waits_within
+from benchmarks.frame.streams import running, table, timed, waits_overlapping, waits_within
 from onward.v1 import generation_pb2 as pb
 
 GAPS = [(1.0, 2.0), (2.0, 3.0), (3.0, 5.0), (5.0, 9.0)]
@@ -114,7 +114,7 @@ def test_waits_are_sorted_by_what_they_have_a_moment_in_common_with() -> None:
 
 def test_a_table_has_a_further_column_when_that_has_a_name() -> None:
     waits = {"p50": 0.001, "p99": 0.0025, "max": 1.0, "count": 3}
-    assert table({"before": waits})[1:] == ["|---|---:|---:|---:|", "| before | 1.0 ms | 2.5 ms | 1000.0 ms |"]
+    assert table({"before": waits})[1:] == ["| --- | ---: | ---: | ---: |", "| before | 1.0 ms | 2.5 ms | 1000.0 ms |"]
     lines = table({"before": waits, "load": waits}, "took", {"load": "2 s"})
     assert lines[0] == "| wait between tokens | p50 | p99 | largest | took |"
     assert [line.rpartition("ms |")[2] for line in lines[2:]] == ["  |", " 2 s |"]

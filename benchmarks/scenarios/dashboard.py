@@ -1,31 +1,24 @@
-"""The dashboard on a live server: every panel's queries answered by a real Prometheus, and drawn into one picture.
+"""The Grafana dashboard on a live server: a real Prometheus answers every panel's queries, drawn into one picture.
 
-    python -m benchmarks.dashboard [--model stdlib] [--precision fp32] [--seconds 90] [--threads N] [--quick] [--docs]
-
-A server of its own is asked now for little and now for too much, with all that clients do: prompts that share a
-beginning, urgent requests, several outputs, clients that hang up or are out of patience, and nonsense. The panels are
-those of `deploy/grafana/dashboards/onward.json`, the file that Grafana reads, with its variables set to everything.
-A panel of which any query has no data, a recording rule that has none, or a rule that cannot be evaluated is a failure.
-
-The last line on stdout is one JSON object; the picture goes to `build/bench`, or to `docs` with `--docs`.
+A server of its own is loaded now lightly and now beyond capacity, with everything that clients do: shared prefixes,
+urgent requests, several outputs, disconnects, timeouts and invalid requests. The panels are those of
+`deploy/grafana/dashboards/onward.json` with all variables set to everything. A panel with a query without data, a
+recording rule without data, or a rule that cannot be evaluated is a failure.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
 import itertools
 import json
-import os
 import random
 import re
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,55 +29,51 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from benchmarks import scenario
-from benchmarks.frame.servers import served
+from benchmarks.frame.models import draw
+from benchmarks.frame.scenario import ModelSettings, Results, Run, Scenario, cores, option
+from benchmarks.frame.streams import connected, greedy
+from benchmarks.frame.tables import conditions, subject
 from benchmarks.infra.prometheus import Prometheus, Series, scraping
-from benchmarks.peers.onward import artifact, version
-from benchmarks.scenario import draw
-from model.spec.artifact import load
 from model.spec.config import ModelConfig
 from onward.v1 import generation_pb2 as pb
-from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 if TYPE_CHECKING:
     from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
-NAME = "dashboard"
-DOCS = Path("docs")
-DASHBOARD = Path(__file__).resolve().parents[1] / "deploy" / "grafana" / "dashboards" / "onward.json"
+DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "dashboards" / "onward.json"
 
 _COLUMNS = 4
 _MOST_POINTS = 160
-# Okabe and Ito's colours.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+# Okabe and Ito's colors.
+_COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 _LABEL = re.compile(r"\{\{(\w+)\}\}")
-# Who is refused comes again, and not at once.
+# After a refusal.
 _PAUSE_SECONDS = 0.25
+_SLO = ("--slo-time-to-first-token", "0.2,1", "--slo-inter-token-latency", "0.02", "--slo-e2e-latency", "2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What is asked. In each phase so many clients ask one request after the other."""
+class DashboardSettings(ModelSettings):
+    """What is asked. In each phase so many clients send one request after the other."""
 
-    model: str = "stdlib"
-    precision: str = "fp32"
-    clients: tuple[int, ...] = (2, 6, 12, 40, 12, 4)
-    seconds: float = 90.0
-    slots: int = 8
-    queue: int = 16
-    prompt_least: int = 16
-    prompt_most: int = 192
-    shared: int = 128
-    new_least: int = 8
-    new_most: int = 64
-    scrape_seconds: float = 1.0
-    threads: int = 1
-    seed: int = 0
+    model: str = option("stdlib", "a preset")
+    precision: str = option("fp32", "fp32, bf16, int8, int4")
+    threads: int = option(cores(spare=1), "of the server", least=1)
+    clients: tuple[int, ...] = option((2, 6, 12, 40, 12, 4))
+    seconds: float = option(90.0, "of load", least=1.0, quick=9.0)
+    slots: int = option(8, "requests that run at once", least=1)
+    queue: int = option(16)
+    prompt_least: int = option(16)
+    prompt_most: int = option(192)
+    shared: int = option(128)
+    new_least: int = option(8)
+    new_most: int = option(64)
+    scrape_seconds: float = option(1.0, quick=0.25)
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel as Grafana reads it. `queries` are expressions by legend."""
+    """A panel; `queries` are expressions by legend."""
 
     title: str
     unit: str
@@ -95,14 +84,14 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A panel and what Prometheus answered, by the legends of its queries."""
+    """A panel and Prometheus' answers, by the legends of its queries."""
 
     panel: Panel
     answers: Mapping[str, tuple[Series, ...]]
 
     @property
     def without_data(self) -> list[str]:
-        """The queries that nothing came of."""
+        """Queries without data."""
         return [
             self.panel.queries[legend]
             for legend, answer in self.answers.items()
@@ -111,7 +100,7 @@ class Answered:
 
     @property
     def lines(self) -> dict[str, Series]:
-        """What there is to draw, by legend with its labels filled in."""
+        """Series with data, by legend with its labels filled in."""
         return {
             _LABEL.sub(lambda label, of=series.labels: of.get(label[1], ""), legend): series  # type: ignore[misc]
             for legend, answer in self.answers.items()
@@ -120,35 +109,29 @@ class Answered:
         }
 
 
-def measure(settings: Settings, build: Path) -> dict[str, Any]:
-    """Makes the model, serves it under load and a Prometheus, and asks for every panel and every rule.
+def measure(settings: DashboardSettings, run: Run) -> dict[str, Any]:
+    """Queries every panel and every rule after the load.
 
     Raises:
-        RuntimeError: naming all that has no data.
+        RuntimeError: naming everything without data.
     """
-    options = scenario.make_artifact(
-        settings.model, settings.precision, build=build, max_batch=settings.slots, threads=settings.threads
-    )
-    config = load(artifact(options)).config
-    flags = ["--threads", str(settings.threads), "--max-batch-size", str(settings.slots)]
-    flags += ["--max-queue-size", str(settings.queue), "--metrics-port", "0", "--log-level", "error"]
-    flags += ["--slo-time-to-first-token", "0.2,1", "--slo-inter-token-latency", "0.02", "--slo-e2e-latency", "2"]
+    model = run.subject(settings, settings.slots)
+    flags = ("--max-queue-size", str(settings.queue), "--metrics-port", "0", "--log-level", "error", *_SLO)
     with (
-        served(artifact(options).parent, *flags) as server,
+        model.served(*flags) as server,
         tempfile.TemporaryDirectory(prefix="onward-prometheus-") as folder,
         scraping([server.metrics], Path(folder), interval_seconds=settings.scrape_seconds) as prometheus,
     ):
         prometheus.wait_scraped(time.time())
         start = time.time()
-        asked = asyncio.run(press(server.target, settings, config))
+        asked = asyncio.run(press(server.target, settings, model.config))
         prometheus.wait_scraped(time.time())
         end = time.time()
         answered = evaluate(prometheus, read_panels(DASHBOARD), start, end, settings.scrape_seconds)
         rules = check_rules(prometheus, end)
     require_data(answered, rules.pop("problems"))
-    facts = {"scenario": NAME, "version": version(), "settings": asdict(settings), "machine": scenario.machine()}
     panels = [{"title": each.panel.title, "series": len(each.lines)} for each in answered]
-    return facts | {"asked": asked, "panels": panels, "rules": rules, "answered": answered, "start": start}
+    return {"asked": asked, "panels": panels, "rules": rules, "answered": answered, "start": start}
 
 
 def read_panels(file: Path) -> list[Panel]:
@@ -170,7 +153,7 @@ def read_panels(file: Path) -> list[Panel]:
 def evaluate(
     prometheus: Prometheus, panels: Sequence[Panel], start: float, end: float, scrape_seconds: float
 ) -> list[Answered]:
-    """Asks for every panel over a time, as Grafana would with every variable set to everything."""
+    """Queries every panel over a time, as Grafana does with all variables set to everything."""
     step = max(scrape_seconds, (end - start) / _MOST_POINTS)
     # Grafana's own rule for the interval of rates.
     interval = max(4 * scrape_seconds, step + scrape_seconds)
@@ -182,21 +165,17 @@ def evaluate(
 
 
 def fill(query: str, interval_seconds: float, instance: str = ".+") -> str:
-    """A panel's query with values for Grafana's variables: every model, and servers whose address fits a pattern."""
+    """A panel's query with Grafana's variables filled in: every model, and servers by a pattern."""
     variables = {"$__rate_interval": f"{round(1000 * interval_seconds)}ms", "$model": ".+", "$instance": instance}
     pattern = re.compile("|".join(map(re.escape, variables)))
     return pattern.sub(lambda name: variables[name[0]], query)
 
 
 def require_data(answered: Sequence[Answered], problems: Sequence[str]) -> None:
-    """Refuses a dashboard with gaps.
-
-    Args:
-        answered: its panels.
-        problems: what is wrong besides.
+    """Refuses a dashboard with gaps or other problems.
 
     Raises:
-        RuntimeError: naming all that is wrong.
+        RuntimeError: naming all of them.
     """
     empty = [f"panel {each.panel.title}: no data for {query}" for each in answered for query in each.without_data]
     if empty or problems:
@@ -204,7 +183,7 @@ def require_data(answered: Sequence[Answered], problems: Sequence[str]) -> None:
 
 
 def check_rules(prometheus: Prometheus, at: float) -> dict[str, Any]:
-    """How many rules there are, and what is wrong with any: all can be evaluated, and all that record have recorded."""
+    """Counts of rules, and problems: rules that fail, recording rules without data."""
     rules = prometheus.rules()
     sick = [rule for rule in rules if rule["health"] != "ok"]
     problems = [f"rule {rule['name']}: {rule.get('lastError', rule['health'])}" for rule in sick]
@@ -215,13 +194,12 @@ def check_rules(prometheus: Prometheus, at: float) -> dict[str, Any]:
     return {"recording": counts["recording"], "alerting": counts["alerting"], "problems": problems}
 
 
-async def press(target: str, settings: Settings, config: ModelConfig) -> dict[str, int]:
-    """Asks for as long as was wanted, phase by phase; how many requests ended in which way, by status code."""
+async def press(target: str, settings: DashboardSettings, config: ModelConfig) -> dict[str, int]:
+    """Loads the server phase by phase; requests by status code."""
     ended: Counter[str] = Counter()
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
     shared = draw(source, config.vocab_size, min(settings.shared, config.context // 2))
-    async with grpc.aio.insecure_channel(target) as channel:
-        stub = GenerationServiceStub(channel)
+    async with connected(target) as stub:
         for clients in settings.clients:
             until = time.monotonic() + settings.seconds / len(settings.clients)
             async with asyncio.TaskGroup() as group:
@@ -233,7 +211,7 @@ async def press(target: str, settings: Settings, config: ModelConfig) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """One request, how many seconds its client gives it, and after how many messages it hangs up; None is for ever."""
+    """A request, its timeout in seconds, and after how many messages the client cancels."""
 
     request: pb.GenerateStreamRequest
     seconds: float | None = None
@@ -241,9 +219,11 @@ class _Wish:
 
 
 class _Wishes:
-    """What one client asks for, request by request: mostly sense."""
+    """One client's requests, mostly valid."""
 
-    def __init__(self, settings: Settings, config: ModelConfig, shared: Sequence[int], source: random.Random) -> None:
+    def __init__(
+        self, settings: DashboardSettings, config: ModelConfig, shared: Sequence[int], source: random.Random
+    ) -> None:
         self._settings = settings
         self._config = config
         self._shared = shared
@@ -251,7 +231,7 @@ class _Wishes:
 
     def next(self) -> _Wish:
         chance = self._source.random()
-        request = self._sense()
+        request = self._valid()
         if chance < 0.04:
             request.sampling.temperature = -1.0
         elif chance < 0.07:
@@ -266,18 +246,14 @@ class _Wishes:
             request.sampling.n = 2
         return _Wish(request)
 
-    def _sense(self) -> pb.GenerateStreamRequest:
+    def _valid(self) -> pb.GenerateStreamRequest:
         settings, source = self._settings, self._source
         new = min(source.randint(settings.new_least, settings.new_most), self._config.context // 4)
         length = min(source.randint(settings.prompt_least, settings.prompt_most), self._config.context // 4)
         prompt = draw(source, self._config.vocab_size, length)
         if source.random() < 0.5:
             prompt = [*self._shared, *prompt]
-        return pb.GenerateStreamRequest(
-            token_ids=pb.TokenIds(ids=prompt),
-            sampling=pb.SamplingParams(temperature=0.0),
-            stopping=pb.StoppingParams(max_tokens=new, ignore_eos=True),
-        )
+        return greedy(pb.GenerateStreamRequest, prompt, new)
 
 
 async def _ask_until(stub: GenerationServiceAsyncStub, wishes: _Wishes, until: float, ended: Counter[str]) -> None:
@@ -302,32 +278,28 @@ async def _ask(stub: GenerationServiceAsyncStub, wish: _Wish) -> str:
     return grpc.StatusCode.OK.name
 
 
-def render(results: Mapping[str, Any]) -> str:
-    """The document, in Markdown."""
+def render(results: Results) -> str:
+    """The document."""
     settings, rules = results["settings"], results["rules"]
     asked = ", ".join(f"{count} {code}" for code, count in results["asked"].items())
-    return "\n".join(
-        [
-            "# The dashboard",
-            "",
-            f"{settings['model']} {settings['precision']} on {settings['slots']} slots and {settings['threads']} "
-            f"threads, on {results['machine']['processor']}; {settings['seconds']:g} s in {len(settings['clients'])} "
-            f"phases of {', '.join(map(str, settings['clients']))} clients. Requests ended as: {asked}.",
-            "",
-            f"All {len(results['panels'])} panels have data, all {rules['recording']} recording rules have recorded, "
-            f"and all {rules['alerting']} alert rules can be evaluated.",
-            "",
-            f"![Every panel of the dashboard under that load]({NAME}.svg)",
-            "",
-        ]
-    )
+    lines = [
+        "# The dashboard",
+        "",
+        f"{subject(results)} on {settings['slots']} slots, {conditions(results)}; {settings['seconds']:g} s in "
+        f"{len(settings['clients'])} phases of {', '.join(map(str, settings['clients']))} clients. Requests ended as: "
+        f"{asked}.",
+        "",
+        f"All {len(results['panels'])} panels have data, all {rules['recording']} recording rules have recorded, and "
+        f"all {rules['alerting']} alert rules can be evaluated.",
+    ]
+    return "\n".join(lines)
 
 
-def draw_picture(results: Mapping[str, Any]) -> str:
+def draw_picture(results: Results) -> str:
     """Every panel over time, as SVG."""
     answered: Sequence[Answered] = results["answered"]
     stream = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": NAME, "font.size": 7, "axes.titlesize": 8}):
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dashboard", "font.size": 7, "axes.titlesize": 8}):
         lines = -(-len(answered) // _COLUMNS)
         figure = Figure(figsize=(3.0 * _COLUMNS, 1.75 * lines), layout="constrained")
         grid = figure.subplots(lines, _COLUMNS, squeeze=False, sharex=True)
@@ -359,12 +331,12 @@ def _draw_panel(axes: Axes, answered: Answered, start: float) -> None:
             row[places[when]] = value
     scale, unit = _scale(panel.unit, float(np.nanmax(heights)))
     axes.set_title(f"{panel.title}{unit and f', {unit}'}", loc="left")
-    seconds, colours = np.array(times) - start, itertools.cycle(_COLOURS)
+    seconds, colors = np.array(times) - start, itertools.cycle(_COLORS)
     if panel.is_stacked:
-        axes.stackplot(seconds, np.nan_to_num(heights) / scale, labels=names, colors=_COLOURS, linewidth=0)
+        axes.stackplot(seconds, np.nan_to_num(heights) / scale, labels=names, colors=_COLORS, linewidth=0)
     else:
         for row, name in zip(heights, names, strict=True):
-            axes.plot(seconds, row / scale, color=next(colours), linewidth=0.9, label=name)
+            axes.plot(seconds, row / scale, color=next(colors), linewidth=0.9, label=name)
     if panel.is_logarithmic:
         axes.set_yscale("log")
     else:
@@ -377,7 +349,7 @@ def _draw_panel(axes: Axes, answered: Answered, start: float) -> None:
 
 
 def _scale(unit: str, most: float) -> tuple[float, str]:
-    """What values are divided by for people, and the unit then."""
+    """What values are divided by, and the unit then."""
     match unit:
         case "s" if most < 1:
             return 1e-3, "ms"
@@ -390,41 +362,12 @@ def _scale(unit: str, most: float) -> tuple[float, str]:
     return 1.0, ""
 
 
-def main() -> int:
-    """Measures, and says it all on the last line of stdout."""
-    settings, folder = _parse(sys.argv[1:])
-    return scenario.tell(
-        NAME, lambda: measure(settings, scenario.BUILD), render, folder, draw_picture, untold=("answered", "start")
-    )
-
-
-def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
-    defaults = Settings(threads=max(1, (os.cpu_count() or 1) - 1))
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=defaults.model, help="a preset")
-    parser.add_argument("--precision", default=defaults.precision, help="fp32, bf16, int8, int4")
-    parser.add_argument("--seconds", type=float, default=defaults.seconds, help="of load")
-    parser.add_argument("--slots", type=int, default=defaults.slots, help="requests that run at once")
-    parser.add_argument("--threads", type=int, default=defaults.threads)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the time: to see that it works")
-    parser.add_argument("--docs", action="store_true", help="write the report into docs/ and not into build/bench")
-    options = parser.parse_args(arguments)
-    for name, least in (("seconds", 10.0), ("slots", 1), ("threads", 1)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name} must be at least {least:g}")
-    settings = replace(
-        defaults,
-        model=options.model,
-        precision=options.precision,
-        seconds=options.seconds / 10 if options.quick else options.seconds,
-        scrape_seconds=0.25 if options.quick else defaults.scrape_seconds,
-        slots=options.slots,
-        threads=options.threads,
-        seed=options.seed,
-    )
-    return settings, DOCS if options.docs else scenario.BUILD
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+SCENARIO = Scenario(
+    __name__,
+    DashboardSettings,
+    measure,
+    render,
+    draw_picture,
+    caption="Every panel of the dashboard under that load",
+    picture_only=("answered", "start"),
+)

@@ -1,31 +1,22 @@
-"""Whether clients' clocks and Prometheus agree, and how long a scrape takes of a server that is fully loaded.
+"""Whether clients' clocks and Prometheus agree, and how long a scrape of a fully loaded server takes.
 
-    python -m benchmarks.clocks [--model stdlib] [--precision fp32] [--requests 1000] [--slots 16] [--in-flight 24]
-                                [--threads N] [--quick] [--docs]
+A client in a process of its own streams requests of mixed lengths over gRPC, always more in flight than the server has
+slots, so that some wait. A real Prometheus with the shipped rules scrapes four times a second, vLLM's metric names
+included. At the end its 50th, 90th and 99th percentile of the time to first token, between tokens and of whole requests
+are compared with the client's, over exactly the client's requests. Promise:
 
-A client streams requests of mixed lengths over gRPC from a process of its own, always so many in flight and more than
-the server has slots, so that some wait. A real Prometheus, with the rules that are shipped, scrapes four times a second
-meanwhile, vLLM's names included. At the end it is asked for the 50th, 90th and 99th percentile of the time to the first
-token, between tokens and of whole requests, over exactly the client's requests (what was counted before them is
-subtracted), and the client's own percentiles are laid beside them. The promise:
+    each lies in the same bucket of its histogram as the client's percentile, or in the next one
 
-    each lies in the same bucket of its histogram as the client's percentile, or in the one next to it
-
-A client that is behind gets several tokens in one message. A message of k tokens after a wait of w counts as k waits of
-w/k: the client cannot tell when in between each was made, and this keeps their sum and their number, which is what the
-server's histogram has. The share of tokens that came so, and the percentiles of the bare waits between messages, are
-told beside it. Tokens that came together with the first one have no wait at all on the client's side and are left out.
-
-The last line on stdout is one JSON object; report and picture go to `build/bench`.
+A slow client gets several tokens in one message. A message of k tokens after a wait of w counts as k waits of w/k,
+which keeps their sum and number, as the server's histogram does. Tokens in the message of the first one have no wait
+on the client's side and are left out.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from bisect import bisect_left
@@ -34,25 +25,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import grpc.aio
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from benchmarks import scenario
+from benchmarks.frame.models import METRICS, draw
 from benchmarks.frame.pictures import drawing
-from benchmarks.frame.servers import served
+from benchmarks.frame.scenario import ModelSettings, Results, Run, Scenario, cores, option
+from benchmarks.frame.statistics import percentile
+from benchmarks.frame.streams import connected, greedy
+from benchmarks.frame.tables import conditions, milliseconds, subject, table, verdict
 from benchmarks.infra.prometheus import Prometheus, scraping
-from benchmarks.peers.onward import artifact
-from benchmarks.scenario import draw, milliseconds, percentile
-from benchmarks.scenario_options import ScenarioSettings, at_least, new_parser, read_settings
-from model.spec.artifact import load
 from model.spec.config import ModelConfig
 from onward.v1 import generation_pb2 as pb
-from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 if TYPE_CHECKING:
     from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
-NAME = "clocks"
 SHARES = (0.5, 0.9, 0.99)
 MOST_BUCKETS_APART = 1
 MOST_SCRAPE_SECONDS = 0.1
@@ -68,20 +55,22 @@ _TAIL = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(ScenarioSettings):
-    """What is measured. Lengths of prompts and outputs are drawn evenly between their bounds."""
+class ClockSettings(ModelSettings):
+    """What is measured. Lengths are drawn uniformly between their bounds."""
 
-    model: str = "stdlib"
-    precision: str = "fp32"
-    requests: int = 1000
-    warm_up: int = 50
-    slots: int = 16
-    in_flight: int = 24
-    prompt_least: int = 16
-    prompt_most: int = 256
-    new_least: int = 16
-    new_most: int = 96
-    scrape_seconds: float = 0.25
+    model: str = option("stdlib", "a preset")
+    precision: str = option("fp32", "fp32, bf16, int8, int4")
+    # One core stays for the client, or its clock would measure its own waiting.
+    threads: int = option(cores(spare=1), "of the server", least=1)
+    requests: int = option(1000, "streamed", least=1, quick=100)
+    warm_up: int = option(50)
+    slots: int = option(16, "requests that run at once", least=1)
+    in_flight: int = option(24, "requests that run or wait", least=1)
+    prompt_least: int = option(16)
+    prompt_most: int = option(256)
+    new_least: int = option(16)
+    new_most: int = option(96)
+    scrape_seconds: float = option(0.25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +116,13 @@ class Histogram:
         return bisect_left(self.bounds, value)
 
 
-def measure(settings: Settings, build: Path) -> dict[str, Any]:
-    """Makes the model, serves it under a Prometheus, and measures."""
-    options = scenario.make_artifact(
-        settings.model, settings.precision, build=build, max_batch=settings.slots, threads=settings.threads
-    )
-    config = load(artifact(options)).config
-    flags = ["--threads", str(settings.threads), "--max-batch-size", str(settings.slots)]
-    flags += ["--metrics-port", "0", "--metrics-compat", "vllm", "--log-level", "warning"]
+def measure(settings: ClockSettings, run: Run) -> dict[str, Any]:
+    """Serves the model beside a Prometheus."""
+    model = run.subject(settings, settings.slots)
+    config = model.config
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
     with (
-        served(artifact(options).parent, *flags) as server,
+        model.served(*METRICS, "--metrics-compat", "vllm") as server,
         tempfile.TemporaryDirectory(prefix="onward-prometheus-") as folder,
         scraping([server.metrics], Path(folder), interval_seconds=settings.scrape_seconds) as prometheus,
     ):
@@ -147,10 +132,10 @@ def measure(settings: Settings, build: Path) -> dict[str, Any]:
         until = _settle(prometheus)
         histograms = {name: read(prometheus, metric, since, until) for name, metric in HISTOGRAMS.items()}
         scrapes = _scrapes(prometheus, since, until)
-    return scenario.facts(NAME, settings) | judge(streams, histograms, scrapes)
+    return judge(streams, histograms, scrapes)
 
 
-async def ask(target: str, settings: Settings, config: ModelConfig, source: random.Random) -> list[Stream]:
+async def ask(target: str, settings: ClockSettings, config: ModelConfig, source: random.Random) -> list[Stream]:
     """Streams the requests, so many at a time, each sent when another has ended."""
     room = config.context - 1
     asked = []
@@ -164,8 +149,7 @@ async def ask(target: str, settings: Settings, config: ModelConfig, source: rand
         async with gate:
             return await follow(stub, prompt, new)
 
-    async with grpc.aio.insecure_channel(target) as channel:
-        stub = GenerationServiceStub(channel)
+    async with connected(target) as stub:
         return await asyncio.gather(*(one(stub, prompt, new) for prompt, new in asked))
 
 
@@ -175,11 +159,7 @@ async def follow(stub: GenerationServiceAsyncStub, prompt: Sequence[int], new: i
     Raises:
         RuntimeError: when the stream ends without all its tokens.
     """
-    request = pb.GenerateStreamRequest(
-        token_ids=pb.TokenIds(ids=prompt),
-        sampling=pb.SamplingParams(temperature=0.0),
-        stopping=pb.StoppingParams(max_tokens=new, ignore_eos=True),
-    )
+    request = greedy(pb.GenerateStreamRequest, prompt, new)
     sent = time.perf_counter()
     events = stub.GenerateStream(request)
     messages = [(time.perf_counter(), len(each.delta.token_ids)) async for each in events if each.delta.token_ids]
@@ -200,18 +180,13 @@ def read(prometheus: Prometheus, metric: str, since: float, until: float) -> His
 def judge(
     streams: Sequence[Stream], histograms: Mapping[str, Histogram], scrapes: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What came out.
-
-    Args:
-        streams: all requests, on the client's clock.
-        histograms: by the names of `HISTOGRAMS`, over the same requests.
-        scrapes: how long they took.
+    """Compares the client's streams with the histograms of the same requests.
 
     Raises:
-        RuntimeError: when the server did not count what the client asked for.
+        RuntimeError: if the server counted other requests than the client sent.
     """
-    told = sum(count for stream in streams for _, count in stream.messages)
-    expected = {"first token": len(streams), "between tokens": told - len(streams), "request": len(streams)}
+    tokens = sum(count for stream in streams for _, count in stream.messages)
+    expected = {"first token": len(streams), "between tokens": tokens - len(streams), "request": len(streams)}
     for name, count in expected.items():
         if histograms[name].counts[-1] != count:
             raise RuntimeError(f"{HISTOGRAMS[name]} counts {histograms[name].counts[-1]:g}, the client {count}")
@@ -223,12 +198,12 @@ def judge(
     }
     compared = {name: _compare(client[name], histograms[name]) for name in HISTOGRAMS}
     apart = max(each["buckets_apart"] for by_share in compared.values() for each in by_share.values())
-    together = told - sum(count == 1 for stream in streams for _, count in stream.messages)
+    together = tokens - sum(count == 1 for stream in streams for _, count in stream.messages)
     return {
         "percentiles": compared,
         "requests": len(streams),
-        "tokens": told,
-        "tokens_in_company_share": together / told,
+        "tokens": tokens,
+        "tokens_in_company_share": together / tokens,
         "tokens_with_the_first": sum(stream.messages[0][1] - 1 for stream in streams),
         "waits_between_messages": {
             f"p{100 * share:g}": percentile([wait for wait, _ in waits], share) for share in SHARES
@@ -288,55 +263,42 @@ def _scrapes(prometheus: Prometheus, since: float, until: float) -> dict[str, fl
     }
 
 
-def render(results: Mapping[str, Any]) -> str:
-    """The document, in Markdown."""
+def render(results: Results) -> str:
+    """The document."""
     settings, scrapes, waits = results["settings"], results["scrapes"], results["waits_between_messages"]
-    lines = [
-        "# Two clocks",
-        "",
-        f"{settings['model']} {settings['precision']}, {results['requests']} streamed requests with prompts of "
-        f"{settings['prompt_least']} to {settings['prompt_most']} tokens and {settings['new_least']} to "
-        f"{settings['new_most']} new ones, {settings['in_flight']} in flight on {settings['slots']} slots, "
-        f"{settings['threads']} threads, on {results['machine']['processor']}. The client and a Prometheus run beside "
-        "the server; `histogram_quantile` is Prometheus' own.",
-        "",
-        "| | client | Prometheus | buckets apart |",
-        "|---|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {name}, {share} | {milliseconds(each['client'])} | {milliseconds(each['prometheus'])} | "
-        f"{each['buckets_apart']} |"
+    rows = [
+        [f"{name}, {share}", milliseconds(each["client"]), milliseconds(each["prometheus"]), each["buckets_apart"]]
         for name, by_share in results["percentiles"].items()
         for share, each in by_share.items()
     ]
-    lines += [
+    lines = [
+        "# Two clocks",
         "",
-        f"The promise, one bucket at most, {_verdict(results['clocks_agree'])}. Buckets grow by half.",
+        f"{subject(results)}, {results['requests']} streamed requests with prompts of {settings['prompt_least']} to "
+        f"{settings['prompt_most']} tokens and {settings['new_least']} to {settings['new_most']} new ones, "
+        f"{settings['in_flight']} in flight on {settings['slots']} slots, {conditions(results)}. The client and a "
+        "Prometheus run beside the server; `histogram_quantile` is Prometheus' own.",
         "",
-        f"{results['tokens_in_company_share']:.1%} of the {results['tokens']} tokens shared a message with others; a "
-        f"message of k tokens after a wait of w counts as k waits of w/k. The bare waits between messages were "
-        f"{milliseconds(waits['p50'])}, {milliseconds(waits['p90'])} and {milliseconds(waits['p99'])} (p50, p90, p99). "
+        *table("|client|Prometheus|buckets apart", rows),
+        "",
+        f"The promise, one bucket at most, {verdict(results['clocks_agree'])}. Buckets grow by half.",
+        "",
+        f"{results['tokens_in_company_share']:.1%} of the {results['tokens']} tokens shared a message with others. The "
+        f"waits between messages were {', '.join(map(milliseconds, waits.values()))} ({', '.join(waits)}). "
         f"{results['tokens_with_the_first']} tokens came together with a first one and have no wait here.",
         "",
         f"Under this load ({scrapes['mean_running']:.1f} requests ran and {scrapes['mean_waiting']:.1f} waited on "
         f"average) {scrapes['count']:.0f} scrapes of {scrapes['samples']:.0f} samples took "
         f"{milliseconds(scrapes['median'])} in the median, {milliseconds(scrapes['p99'])} at the 99th percentile and "
         f"{milliseconds(scrapes['max'])} at most: the promise of {milliseconds(MOST_SCRAPE_SECONDS)} "
-        f"{_verdict(results['scrapes_in_time'])}.",
-        "",
-        f"![Each distribution on the client's clock, and at the boundaries of its histogram]({NAME}.svg)",
-        "",
+        f"{verdict(results['scrapes_in_time'])}.",
     ]
     return "\n".join(lines)
 
 
-def _verdict(holds: bool) -> str:  # noqa: FBT001
-    return "holds" if holds else "does **not** hold"
-
-
-def draw_picture(results: Mapping[str, Any]) -> str:
+def draw_picture(results: Results) -> str:
     """The distributions on the client's clock as lines, the histograms at their boundaries as points, as SVG."""
-    with drawing(NAME, 9.0, 2.6) as (figure, svg):
+    with drawing("clocks", 9.0, 2.6) as (figure, svg):
         for axes, (name, curves) in zip(figure.subplots(1, len(HISTOGRAMS)), results["curves"].items(), strict=True):
             axes.plot(*_milliseconds(curves["client"]), color="#0072B2", linewidth=1.0, label="client")
             axes.plot(*_milliseconds(curves["prometheus"]), "o", color="#D55E00", markersize=3, label="Prometheus")
@@ -356,26 +318,12 @@ def _milliseconds(curve: Sequence[tuple[float, float]]) -> tuple[list[float], li
     return [1e3 * seconds for seconds, _ in curve], [share for _, share in curve]
 
 
-def main() -> int:
-    """Measures, and says it all on the last line of stdout."""
-    settings, folder = _parse(sys.argv[1:])
-    return scenario.tell(
-        NAME, lambda: measure(settings, scenario.BUILD), render, folder, draw_picture, untold=("curves",)
-    )
-
-
-def _parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
-    parser = new_parser(NAME, __doc__, quick="a tenth of the requests")
-    parser.add_argument("--requests", type=at_least(1))
-    parser.add_argument("--slots", type=at_least(1), help="requests that run at once")
-    parser.add_argument("--in-flight", type=at_least(1), help="requests that run or wait")
-    # One processor stays for the client, or its clock would tell of its own waiting.
-    return read_settings(parser, arguments, Settings(threads=max(1, (os.cpu_count() or 1) - 1)), _shorten)
-
-
-def _shorten(settings: Settings) -> Settings:
-    return replace(settings, requests=max(1, settings.requests // 10))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+SCENARIO = Scenario(
+    __name__,
+    ClockSettings,
+    measure,
+    render,
+    draw_picture,
+    caption="Each distribution on the client's clock, and at the boundaries of its histogram",
+    picture_only=("curves",),
+)
