@@ -54,15 +54,12 @@ serve: $(STAMP) .kernels ## serve what is under build/models
 	$(BIN)/python -m service serve --models build/models
 
 bench: $(STAMP) .kernels ## benchmark against peers, each in an environment of its own (BENCH="--quick" to try it)
-	$(BIN)/python -m benchmarks.bench $(BENCH)
+	$(BIN)/python -m benchmarks run bench $(BENCH)
 
 scenarios: $(STAMP) .kernels ## each situation with its promise: long prompts, prefixes, deadlines, other models (SCENARIOS="--quick")
-	$(BIN)/python -m benchmarks.interference $(SCENARIOS)
-	$(BIN)/python -m benchmarks.prefix $(SCENARIOS)
-	$(BIN)/python -m benchmarks.prediction $(SCENARIOS)
-	$(BIN)/python -m benchmarks.translation $(SCENARIOS)
-	$(BIN)/python -m benchmarks.goodput $(SCENARIOS)
-	$(BIN)/python -m benchmarks.company $(SCENARIOS)
+	for name in interference prefix prediction translation goodput core_sharing; do \
+		$(BIN)/python -m benchmarks run $$name $(SCENARIOS) || exit; \
+	done
 
 scaling: $(STAMP) .kernels ## measure the quadratic law of attention, fit it, report it (SCALING="--quick")
 	$(BIN)/python -m loadtest scaling $(SCALING)

@@ -22,7 +22,7 @@ from typing import Any
 
 import grpc.aio
 
-from benchmarks.serving import serving
+from benchmarks.frame.servers import serving
 from model.data import dates
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import generation_pb2_grpc

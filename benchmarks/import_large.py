@@ -31,7 +31,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks import marks
+from benchmarks.frame import tables as marks
 from loadtest.serving import serving
 
 MAX_SECONDS = 60.0

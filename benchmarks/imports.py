@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import marks
+from benchmarks.frame import tables as marks
 from export.exporter import export
 from export.replay import Replayer
 from model import checkpoint

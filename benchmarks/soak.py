@@ -12,7 +12,7 @@ apart. After a warm-up the slope of the rest has a bound, at 95 %. Samples next 
 otherwise would make any slope look certain: the bound comes from means over batches, see `slope`. When all is over
 nothing may be held: no request, no K/V, and no descriptor, thread or task more than before.
 
-With `--leak-mb-per-hour` the server leaks that much (`benchmarks.soaked_server`), and the same check must find it: the
+With `--leak-mb-per-hour` the server leaks that much (`infra.leaking_server`), and the same check must find it: the
 lower bound above zero, the upper above the limit. Exit status 1 when something grew or is held, or when a leak that was
 put in is not found. The last line of stdout is one JSON object.
 """
@@ -41,8 +41,8 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from scipy import stats
 
-from benchmarks.picture import drawing
-from benchmarks.soaked_server import TASKS, VARIABLE
+from benchmarks.frame.pictures import drawing
+from benchmarks.infra.leaking_server import TASKS, VARIABLE
 from loadtest.serving import Server, wait_served
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2
@@ -412,7 +412,7 @@ def main(arguments: Sequence[str]) -> int:
 @contextmanager
 def server_process(models: Path, leak: float = 0.0) -> Iterator[Watched]:
     """A server that leaks so many megabytes an hour; killed at the end of the block if it has not been stopped."""
-    command = [sys.executable, "-m", "benchmarks.soaked_server", "serve", "--models", str(models), "--port", "0"]
+    command = [sys.executable, "-m", "benchmarks.infra.leaking_server", "serve", "--models", str(models), "--port", "0"]
     command += ["--metrics-port", "0", "--log-level", "error"]
     with subprocess.Popen(
         ["/usr/bin/env", f"{VARIABLE}={leak}", *command], stdout=subprocess.PIPE, text=True

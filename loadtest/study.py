@@ -12,7 +12,7 @@ server process of its own on the machine's loopback, at batch 1, one request at 
                for one token and for many: what the server keeps of it is copied before the second, not amid its tokens
     memory     the first two again, a fresh process for each length
 
-Beside them a recurrent model of the same size (`benchmarks.recurrence`), which reads in chunks too, and a whole text in
+Beside them a recurrent model of the same size (`training.recurrence`), which reads in chunks too, and a whole text in
 one run. Every prompt is random and new, and an answer that found anything of it at hand is an error. Each repeat takes
 all lengths once, in an order of its own, so that a machine that drifts does not look like a slope; one pass goes first
 and does not count.
@@ -377,7 +377,7 @@ def _recurrence(
     config: ModelConfig, settings: Settings, chunk: int
 ) -> Iterator[tuple[dict[str, Any], Callable[[Sequence[int]], float]]]:
     """A child that times a recurrent model of a transformer's size, so many tokens a run: what it is, how to ask it."""
-    command = [sys.executable, "-m", "benchmarks.recurrence", "--config", json.dumps(config.to_dict())]
+    command = [sys.executable, "-m", "benchmarks.training.recurrence", "--config", json.dumps(config.to_dict())]
     command += ["--threads", str(settings.threads), "--chunk", str(chunk), "--seed", str(settings.seed)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:  # noqa: S603
         asked, answers = child.stdin, child.stdout

@@ -1,4 +1,4 @@
-"""A system for `benchmarks.bench` that only pretends; FAKE_PEER in its environment says how it misbehaves."""
+"""A pretended system under test; FAKE_PEER in its environment says how it misbehaves."""
 
 from __future__ import annotations
 

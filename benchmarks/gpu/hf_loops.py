@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import hf_folder
+from benchmarks.peers import hf_folder
 from model.nn.transformer import Transformer
 from model.spec.config import ModelConfig
 
@@ -25,7 +25,7 @@ class TransformersDecode:
         device: where to run.
 
     Raises:
-        benchmarks.hf_folder.UnknownFamily: when the model is no Llama.
+        benchmarks.peers.hf_folder.UnknownFamily: when the model is no Llama.
     """
 
     def __init__(self, model: Transformer, device: str) -> None:

@@ -4,5 +4,5 @@ Each runs alone, from the root of the repository, in an environment of its own t
 
     build/bench/venvs/transformers/bin/python -m benchmarks.peers.transformers --folder HF_FOLDER --work DIR
 
-Nothing in here imports anything of ours but the protocol; `benchmarks.bench_systems` says how each is installed.
+Nothing in here imports anything of ours but the protocol; `benchmarks.peers.systems` says how each is installed.
 """

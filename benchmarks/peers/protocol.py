@@ -1,4 +1,4 @@
-"""How a system under test is spoken to: one JSON object a line, a question on stdin, its answer on stdout.
+"""The protocol of systems under test: one JSON object a line, a question on stdin, its answer on stdout.
 
     {"do": "prepare"}                                    → {"ok": true, "seconds"}      converts the weights, once
     {"do": "load"}                                       → {"ok": true, "seconds", "version"}
@@ -6,9 +6,8 @@
     {"do": "translate", "sources": [[ids]], "lengths": [n], "batching": {…}, "in_flight": n}           → the same
     anything that fails                                  → {"ok": false, "error"}
 
-The end of stdin ends the program. The clock runs here, beside the call, so that no system pays for the protocol.
-What libraries print goes to stderr. Needs the standard library only, for it is imported in environments where there is
-nothing else of ours; what is measured, and how often, is the caller's business.
+The end of stdin ends the program. The clock runs here, beside the call, so that the protocol costs no system anything.
+What libraries print goes to stderr. Standard library only: it is imported in environments without our dependencies.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _CLOCK_TICK_SECONDS = 0.03
 
 @dataclass(frozen=True)
 class Options:
-    """What a system is told: the Hugging Face folder, a folder of its own for conversions, and how to run.
+    """A system's command line: the Hugging Face folder, a folder of its own for conversions, and how to run.
 
     `folder` is the checkpoint's folder for our own systems. `threads` is per process; a call has at most `max_batch`
     prompts, and none is longer, with what it generates, than `context` tokens.
@@ -41,10 +40,11 @@ class Options:
     threads: int
     max_batch: int
     context: int
+    device: str = "cpu"
 
 
 class System(Protocol):
-    """Something that generates. Made before anything is loaded; `prepare` may be called in an earlier process."""
+    """Generates. Constructed before anything is loaded; `prepare` may run in an earlier process."""
 
     def prepare(self) -> None:
         """Converts the weights into the system's own format, unless that was done before."""
@@ -59,19 +59,19 @@ class System(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what would outlive this process."""
+        """Ends whatever would outlive this process."""
         ...
 
 
 class Translating(System, Protocol):
-    """A system of an encoder-decoder, which can also be asked as a stream of concurrent users would."""
+    """A system of an encoder-decoder that also serves a stream of concurrent requests."""
 
     def translate(
         self, sources: Sequence[Sequence[int]], lengths: Sequence[int], batching: Mapping[str, Any], in_flight: int
     ) -> list[list[int]]:
         """A greedy output of its own length for each source, of which only `in_flight` are unanswered at a time.
 
-        `batching` is the system's own affair.
+        `batching` is specific to the system.
         """
         ...
 
@@ -85,6 +85,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--max-batch", type=int, default=32)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     return Options(**vars(parser.parse_args(arguments)))
 
 
@@ -143,7 +144,7 @@ def _answer(system: Any, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float, float | None]:
-    """What a call returned, its seconds, and the share of the machine that others took meanwhile."""
+    """A call's result, its seconds, and the share of the machine that other processes took meanwhile."""
     before, began = _cpu_seconds(), time.perf_counter()
     result = call()
     seconds, after = time.perf_counter() - began, _cpu_seconds()
@@ -154,7 +155,7 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float, float | None]:
 
 
 def _cpu_seconds() -> tuple[float, float] | None:
-    """CPU time (the whole machine's, that of this process and its descendants); None where /proc does not tell."""
+    """CPU time of the whole machine, and of this process and its descendants; None without /proc."""
     try:
         machine = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):

@@ -3,7 +3,7 @@
     python -m deploy.grafana.dashboard            writes deploy/grafana/dashboards/onward.json
     python -m deploy.grafana.dashboard --check    exits with 1 if that file is not what would be written
 
-The file is committed, since Grafana reads files; `python -m benchmarks.dashboard` draws it without Grafana. Knows the
+The file is committed, since Grafana reads files; `benchmarks run dashboard` draws it without Grafana. Knows the
 names of the metrics (docs/metrics.md) and nothing else of the server.
 """
 

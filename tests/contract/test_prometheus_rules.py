@@ -16,7 +16,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from benchmarks.dashboard import DASHBOARD, read_panels
+from benchmarks.scenarios.dashboard import DASHBOARD, read_panels
 from deploy.grafana import dashboard
 from service.config import ServeConfig
 from service.telemetry.metrics import Metrics, Objectives

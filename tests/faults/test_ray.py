@@ -25,9 +25,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks import prometheus, scaling_out, scenario
-from benchmarks.peers.protocol import Options
-from benchmarks.ray_serve import PYTHON, RayServe, on_ray
+from benchmarks.frame import models
+from benchmarks.frame.models import Subject
+from benchmarks.frame.scenario import Run
+from benchmarks.infra import prometheus
+from benchmarks.infra.ray_serve import PYTHON, RayServe, on_ray
+from benchmarks.scenarios import scaling_out
 from deploy.ray.ingress import environment
 from onward import Client, IncompleteStream
 from onward.errors import CallError
@@ -657,13 +660,12 @@ def test_what_it_costs_is_measured_beside_the_direct_way(tmp_path: Path, monkeyp
     place = tmp_path / "fp32" / "model"
     place.parent.mkdir()
     place.symlink_to(tiny_artifact(DECODER, context=512), target_is_directory=True)
-    options = Options(tmp_path, tmp_path, "fp32", threads=1, max_batch=4, context=0)
-    monkeypatch.setattr(scenario, "make_artifact", lambda *_, **__: options)
-    settings = scaling_out.Settings(
+    monkeypatch.setattr(models, "make_subject", lambda *_, **__: Subject(place, threads=1, max_batch=4))
+    settings = scaling_out.ScalingOutSettings(
         precision="fp32", rounds=1, calls=10, paced_streams=2, paced_messages=5, pace_seconds=0.001,
         full_streams=4, full_messages=50, idle_seconds=0.1, families=4, requests=16, prefix=128, suffix=4, ray=True,
     )  # fmt: skip
-    results = scaling_out.measure(settings, tmp_path)
+    results = scaling_out.measure(settings, Run(tmp_path))
     found = results["ways"][scaling_out.RAY]
     assert 0 < found["call_seconds"]["p50"] <= found["call_seconds"]["p99"]
     assert 0 < found["message_seconds"]["p50"] <= found["message_seconds"]["p99"]

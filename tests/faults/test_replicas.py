@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.envoy import Envoy, balancing
+from benchmarks.infra.envoy import Envoy, balancing
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.artifacts import tiny_artifact

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -12,32 +11,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench, bench_report
-from benchmarks.bench import (
-    Bench,
-    Journal,
-    Point,
-    Prompts,
-    Settings,
-    Timeouts,
-    Unit,
-    Weights,
-    best_limits,
-    points,
-    ratios_of,
-    rows_of,
-    shuffled,
-    units,
-)
-from benchmarks.bench_child import SystemFailed, running
-from benchmarks.bench_systems import OURS, SYSTEMS, InstallError, SystemSpec, python_of
+from benchmarks.frame.journal import Journal
+from benchmarks.frame.roofline import best_limits, roofline
+from benchmarks.peers.child import SystemFailed, running
+from benchmarks.peers.systems import CUDA_SYSTEMS, OURS, SYSTEMS, InstallError, SystemSpec, python_of
+from benchmarks.scenarios import _bench_report, bench
+from benchmarks.scenarios.bench import Bench, BenchSettings, Point, Prompts, Weights, points, ratios_of, rows_of
 from model.spec.config import Architecture, ModelConfig
 
 CONFIG = ModelConfig(
     architecture=Architecture.DECODER_ONLY, vocab_size=64, context=64, d_model=8, num_layers=1, num_heads=1, d_ff=8
 )
 LIMITS = {"read_gb_per_second": 10.0, "gemm": {"fp32": 100.0, "bf16": 400.0}}
-SETTINGS = Settings(
+SETTINGS = BenchSettings(
     models=("tiny",),
     systems=("good",),
     precisions=("fp32",),
@@ -48,9 +34,11 @@ SETTINGS = Settings(
     rounds=2,
     repeats=1,
     quality_new=3,
+    # On a busy machine a system that does answer may take a while.
+    prepare_timeout=100,
+    load_timeout=100,
+    call_timeout=100,
 )
-# On a busy machine a system that does answer may take a while.
-TIMEOUTS = Timeouts(prepare=100, load=100, call=100)
 
 
 def fake(name: str, behaviour: str = "", **changes: Any) -> SystemSpec:
@@ -74,19 +62,17 @@ def measure(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     *specs: SystemSpec,
-    settings: Settings = SETTINGS,
-    timeouts: Timeouts = TIMEOUTS,
-    journal: list[Any] | None = None,
-) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Rows, and the entries that were recorded."""
+    settings: BenchSettings = SETTINGS,
+    resume: bool = False,
+) -> tuple[list[dict[str, Any]], Journal]:
+    """Rows, and the journal."""
     monkeypatch.setattr(Bench, "_limits", lambda self: LIMITS)
     settings = replace(settings, systems=tuple(spec.name for spec in specs))
-    entries: list[Any] = [] if journal is None else journal
-    recorded: list[Any] = []
-    bench = Bench(settings, timeouts, tmp_path, {spec.name: spec for spec in specs}, weights(tmp_path))
+    journal = Journal.open(tmp_path / "journal.jsonl", {}, resume=resume)
+    bench = Bench(settings, tmp_path, {spec.name: spec for spec in specs}, weights(tmp_path))
     bench.prepare()
-    bench.run(entries, lambda entry: recorded.append(json.loads(json.dumps(entry))))
-    return rows_of(recorded if journal is None else entries, settings, weights(tmp_path), agreement), recorded
+    bench.run(journal)
+    return rows_of(journal.entries, settings, weights(tmp_path), agreement), journal
 
 
 def by_point(rows: list[dict[str, Any]], system: str) -> dict[tuple[str, int, int], dict[str, Any]]:
@@ -111,7 +97,7 @@ def test_rows_hold_the_median_of_every_round_and_what_it_was_made_of(
 
 def test_every_round_starts_a_process_of_its_own_and_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure(tmp_path, monkeypatch, fake("good"))
-    lines = (tmp_path / "work" / "tiny" / "good" / "log").read_text().splitlines()
+    lines = (tmp_path / "work" / "cpu" / "tiny" / "good" / "log").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["prepare", "close", "load", "close", "load", "close"]
     processes = [int(line.split()[1]) for line in lines if line.startswith("load")]
     assert len(set(processes)) == 2
@@ -131,9 +117,8 @@ def test_every_round_starts_a_process_of_its_own_and_ends_it(tmp_path: Path, mon
 def test_a_system_that_fails_at_one_point_keeps_what_came_before_and_has_rows_for_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str, said: str
 ) -> None:
-    timeouts = replace(TIMEOUTS, call=5.0) if behaviour == "hangs" else TIMEOUTS
-    settings = replace(SETTINGS, rounds=1)
-    rows, _ = measure(tmp_path, monkeypatch, fake("bad", behaviour), settings=settings, timeouts=timeouts)
+    settings = replace(SETTINGS, rounds=1, call_timeout=5.0 if behaviour == "hangs" else 100.0)
+    rows, _ = measure(tmp_path, monkeypatch, fake("bad", behaviour), settings=settings)
     found = by_point(rows, "bad")
     assert len(found) == 4
     assert found["decode", 1, 8]["value"] > 0
@@ -167,34 +152,17 @@ def test_a_system_that_cannot_be_installed_or_converted_or_lacks_a_precision_is_
     assert all(row["value"] is None for row in rows if "error" in row)
 
 
-def test_a_run_is_resumed_without_what_was_measured_and_with_what_failed(
+def test_a_run_resumes_without_what_was_measured_and_with_what_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, recorded = measure(tmp_path, monkeypatch, fake("good"))
-    broken = [entry for entry in recorded if entry["round"] == 0]
-    journal = Journal(tmp_path / "journal.jsonl", SETTINGS)
-    journal.start()
-    for entry in [*broken, {"round": 1, "unit": ["good", "tiny", "fp32"], "error": "killed"}]:
-        journal.record(entry)
-    with (tmp_path / "journal.jsonl").open("a") as file:
-        file.write('{"round": 1, "un')
-    entries = journal.resume()
-    assert entries == broken
-    resumed, again = measure(tmp_path, monkeypatch, fake("good"), journal=entries)
-    assert [entry["round"] for entry in again] == [1, 1]
+    rows, journal = measure(tmp_path, monkeypatch, fake("good"))
+    broken = Journal.open(tmp_path / "journal.jsonl", {}, resume=False)
+    for entry in journal.entries:
+        broken.record(entry if entry["round"] == 0 else {**entry, "error": "killed"})
+    resumed, again = measure(tmp_path, monkeypatch, fake("good"), resume=True)
+    assert [entry["round"] for entry in again.entries] == [0, 0, 1, 1]
+    assert again.entries[:2] == journal.entries[:2]
     assert [row["samples"][0] for row in resumed] == [row["samples"][0] for row in rows]
-    with pytest.raises(ValueError, match="other settings"):
-        Journal(tmp_path / "journal.jsonl", replace(SETTINGS, rounds=9)).resume()
-    with pytest.raises(ValueError, match="nothing to resume"):
-        Journal(tmp_path / "none.jsonl", SETTINGS).resume()
-
-
-def test_the_order_is_drawn_anew_each_round_and_the_seed_decides_it() -> None:
-    everything = units(replace(SETTINGS, systems=tuple("abcdefgh")))
-    orders = [shuffled(everything, 0, number) for number in range(3)]
-    assert all(sorted(order) == sorted(everything) for order in orders)
-    assert orders[0] != orders[1] != orders[2]
-    assert orders == [shuffled(everything[::-1], 0, number) for number in range(3)]
 
 
 def test_prompts_are_the_same_for_every_system_and_never_the_same_twice() -> None:
@@ -252,27 +220,26 @@ def test_ratios_compare_with_the_best_peer_of_the_same_precision_and_of_any() ->
 
 def test_a_limit_is_the_most_that_any_round_saw() -> None:
     other = {"read_gb_per_second": 12.0, "gemm": {"fp32": 90.0}}
-    journal = [{"limits": LIMITS}, {"limits": other}, {"limits": None}, {"unit": []}]
-    assert best_limits(journal) == {"read_gb_per_second": 12.0, "gemm": {"bf16": 400.0, "fp32": 100.0}}
+    assert best_limits([LIMITS, other]) == {"read_gb_per_second": 12.0, "gemm": {"bf16": 400.0, "fp32": 100.0}}
     assert best_limits([]) is None
 
 
 def test_the_roofline_of_decode_is_bandwidth_at_one_sequence_and_arithmetic_at_many() -> None:
-    one, two = (bench_report.roofline(CONFIG, LIMITS, "fp32", ("decode", batch, 8), 8) for batch in (1, 2))
+    one, two = (roofline(CONFIG, LIMITS, "fp32", ("decode", batch, 8), 8) for batch in (1, 2))
     assert one is not None
     assert two is not None
     assert one < two <= 2 * one
     slow = LIMITS | {"gemm": {"fp32": 1e-6}}
-    many = [bench_report.roofline(CONFIG, slow, "fp32", ("decode", batch, 8), 8) for batch in (1, 32)]
+    many = [roofline(CONFIG, slow, "fp32", ("decode", batch, 8), 8) for batch in (1, 32)]
     assert many[0] == pytest.approx(many[1])
-    assert bench_report.roofline(CONFIG, None, "fp32", ("prefill", 1, 8), 8) is None
+    assert roofline(CONFIG, None, "fp32", ("prefill", 1, 8), 8) is None
 
 
 def test_the_roofline_of_keys_and_values_in_eight_bits_is_higher_where_they_are_what_is_read() -> None:
     limits = LIMITS | {"gemm": {"fp32": 1e9, "int8": 1e9}}
     place = ("decode", 32, 8)
     known = {
-        precision: bench_report.roofline(CONFIG, limits, precision, place, 8)
+        precision: roofline(CONFIG, limits, precision, place, 8)
         for precision in ("fp32", "fp32-kv8", "int8", "int8-kv8", "int4-kv8", "fp9-kv8")
     }
     assert known["fp9-kv8"] is None
@@ -289,30 +256,28 @@ def results(rows: list[dict[str, Any]]) -> Mapping[str, Any]:
     }
 
 
-def test_the_report_shows_values_shares_noise_and_failures(tmp_path: Path) -> None:
+def test_the_report_shows_values_shares_noise_and_failures() -> None:
     rows = [
         row("onward", "fp32", 90.4, roofline=180.0, agreement=1.0),
         row("vllm", "fp32", 100.0, noise=[0.2]),
         row("ctranslate2", "fp32", None, error="not installed: no such `wheel`"),
     ]
-    bench_report.write(results(rows), tmp_path)
-    text = (tmp_path / "bench.md").read_text()
+    text = _bench_report.render(results(rows))
     assert "| onward | 1 | fp32 | 90 (50%) | 100.0% |" in text
     assert "| vllm | 1 | fp32 | 100† | - |" in text
     assert "| ctranslate2 | 1 | fp32 | failed | - |" in text
     assert "- **ctranslate2**, tiny, fp32 (decode 8 x 128): `not installed: no such 'wheel'`" in text
     assert "| tiny/fp32/decode/8/128 | 0.90 | - | vllm fp32 | - |" in text
-    assert json.loads((tmp_path / "bench.json").read_text())["rows"] == rows
-    picture = (tmp_path / "bench.svg").read_text()
+    picture = _bench_report.draw(rows)
     assert picture.lstrip().startswith("<?xml")
     assert "onward fp32" in picture
-    assert bench_report.draw(rows) == picture
+    assert _bench_report.draw(rows) == picture
 
 
 def test_a_report_of_nothing_but_failures_is_still_drawn() -> None:
     rows = [row("vllm", "fp32", None, error="no")]
-    assert "failed" in bench_report.render(results(rows))
-    assert "<svg" in bench_report.draw(rows)
+    assert "failed" in _bench_report.render(results(rows))
+    assert "<svg" in _bench_report.draw(rows)
 
 
 def test_a_child_that_does_not_speak_the_protocol_is_named_and_ended(tmp_path: Path) -> None:
@@ -341,27 +306,14 @@ def test_an_environment_is_made_once_for_the_same_pins(tmp_path: Path) -> None:
 
 
 def test_every_peer_has_a_script_that_knows_its_command_line() -> None:
-    for spec in SYSTEMS.values():
+    for spec in (*SYSTEMS.values(), *CUDA_SYSTEMS.values()):
         assert Path(*spec.module.split(".")).with_suffix(".py").is_file()
-    assert Unit("a", "b", "c") < Unit("b", "a", "a")
 
 
-def test_a_run_is_cut_down_by_what_it_is_told_and_quick_by_what_it_is_not() -> None:
-    whole = made_of()
-    assert (whole.batches, whole.prompts, whole.decode_new, whole.rounds, whole.repeats) == (
-        (1, 8, 32),
-        (128, 512, 1024),
-        128,
-        3,
-        3,
-    )
-    cut = made_of("--batches", "8,1", "--prompts", "512", "--new", "64", "--repeats", "1", "--rounds", "5")
-    assert (cut.batches, cut.prompts, cut.decode_new, cut.rounds, cut.repeats) == ((8, 1), (512,), 64, 5, 1)
-    quick = made_of("--quick", "--prompts", "256")
-    assert (quick.prompts, quick.rounds, quick.is_quick) == ((256,), 1, True)
-    with pytest.raises(SystemExit):
-        made_of("--batches", "8,0")
-
-
-def made_of(*arguments: str) -> Settings:
-    return bench._settings(bench._parse(arguments), ("tiny",))
+def test_the_command_line_of_make_bench_is_kept() -> None:
+    given = ["--models", "llama-110m,gpt2-124m", "--systems", "onward,vllm", "--precisions", "int8,int4-kv8"]
+    settings, run, _ = bench.SCENARIO.parse([*given, "--rounds", "5", "--quick", "--resume"])
+    assert (settings.models, settings.systems) == (("llama-110m", "gpt2-124m"), ("onward", "vllm"))
+    assert (settings.precisions, settings.rounds, settings.repeats) == (("int8", "int4-kv8"), 5, 1)
+    assert (run.is_quick, run.resume) == (True, True)
+    assert bench.SCENARIO.printed == ("rows", "ratios")

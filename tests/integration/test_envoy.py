@@ -24,7 +24,7 @@ import pytest_asyncio
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.envoy import Envoy, balancing
+from benchmarks.infra.envoy import Envoy, balancing
 from onward.inference import open_inference_pb2 as oip
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from onward.v1 import generation_pb2 as pb

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from benchmarks import faithfulness
-from benchmarks.serving import serving
+from benchmarks.frame.servers import serving
 from model import checkpoint
 from model.spec.config import Architecture
 from tests.artifacts import tiny_artifact

@@ -9,33 +9,39 @@ import random
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
-from benchmarks import clocks, dashboard, prometheus, scenario
-from benchmarks.bench_onward import artifact
-from benchmarks.clocks import Histogram, Stream
-from benchmarks.dashboard import Answered, Panel
-from benchmarks.envoy import balancing
-from benchmarks.peers.protocol import Options
-from benchmarks.prometheus import Series, scraping
-from benchmarks.serving import served
-from model.spec.artifact import load
+from benchmarks.frame import models
+from benchmarks.frame.models import Subject
+from benchmarks.frame.scenario import Run
+from benchmarks.frame.servers import served
+from benchmarks.infra import prometheus
+from benchmarks.infra.envoy import balancing
+from benchmarks.infra.prometheus import Series, scraping
+from benchmarks.scenarios import clocks, dashboard
+from benchmarks.scenarios.clocks import Histogram, Stream
+from benchmarks.scenarios.dashboard import Answered, Panel
 from tests.artifacts import tiny_artifact
 
 
 @pytest.fixture
-def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
-    """Has the scenarios serve a tiny artifact that is there already."""
+def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
+    """A tiny artifact, which scenarios serve."""
     place = tmp_path / "fp32" / "model"
     place.parent.mkdir()
     place.symlink_to(tiny_artifact("decoder-only"), target_is_directory=True)
-    made = Options(tmp_path, tmp_path, "fp32", threads=1, max_batch=4, context=0)
-    monkeypatch.setattr(scenario, "make_artifact", lambda *_, **__: made)
+    made = Subject(place, threads=1, max_batch=4)
+    monkeypatch.setattr(models, "make_subject", lambda *_, **__: made)
     return made
+
+
+def facts(settings: object) -> dict[str, object]:
+    """What the frame adds to results."""
+    return {"settings": asdict(settings), "machine": {"processor": "p"}}  # type: ignore[call-overload]
 
 
 # Two clocks.
@@ -156,12 +162,12 @@ def test_a_scrape_that_failed_is_not_waited_for(tmp_path: Path) -> None:
             serving.join()
 
 
-@pytest.mark.usefixtures("options", "prometheus")
+@pytest.mark.usefixtures("subject", "prometheus")
 def test_clocks_are_compared_on_a_real_server(tmp_path: Path) -> None:
-    settings = clocks.Settings(
+    settings = clocks.ClockSettings(
         requests=40, warm_up=4, slots=4, in_flight=6, prompt_least=4, prompt_most=32, new_least=4, new_most=24
     )
-    results = clocks.measure(settings, tmp_path)
+    results = clocks.measure(settings, Run(tmp_path)) | facts(settings)
     # That it counts exactly the client's tokens is checked in there; which bucket they fall in is for a quiet machine.
     assert results["requests"] == 40
     assert set(results["percentiles"]) == set(clocks.HISTOGRAMS)
@@ -195,14 +201,14 @@ def test_query_that_answers_with_nothing_or_no_number_has_no_data() -> None:
         dashboard.require_data([full, empty], ["rule r is wrong"])
 
 
-@pytest.mark.usefixtures("options", "prometheus")
+@pytest.mark.usefixtures("subject", "prometheus")
 def test_every_panel_and_every_rule_has_data_on_a_real_server(tmp_path: Path) -> None:
     # With this seed the very first wishes of all clients are of all kinds, so that it takes no more of them.
-    settings = dashboard.Settings(
+    settings = dashboard.DashboardSettings(
         clients=(2, 12, 3), seconds=4.5, slots=2, queue=2, prompt_least=4, prompt_most=16, shared=24, new_most=24,
         scrape_seconds=0.25, seed=27,
     )  # fmt: skip
-    results = dashboard.measure(settings, tmp_path)
+    results = dashboard.measure(settings, Run(tmp_path)) | facts(settings)
     assert len(results["panels"]) == len(dashboard.read_panels(dashboard.DASHBOARD)) > 20
     assert results["rules"]["recording"] >= 20
     assert {"OK", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "OUT_OF_RANGE"} <= set(results["asked"])
@@ -222,8 +228,8 @@ BY_SERVER = ("Memory", "Processors in use", "Scrapes")
 
 
 @pytest.mark.usefixtures("prometheus")
-def test_dashboard_puts_two_servers_behind_envoy_together(options: Options, tmp_path: Path) -> None:
-    settings = dashboard.Settings(
+def test_dashboard_puts_two_servers_behind_envoy_together(subject: Subject, tmp_path: Path) -> None:
+    settings = dashboard.DashboardSettings(
         clients=(12, 6), seconds=3.0, slots=2, queue=2, prompt_least=4, prompt_most=16, shared=24, new_most=24
     )
     flags = [
@@ -231,14 +237,13 @@ def test_dashboard_puts_two_servers_behind_envoy_together(options: Options, tmp_
         "--log-level", "error", "--slo-e2e-latency", "2",
     ]  # fmt: skip
     with ExitStack() as stack:
-        servers = [stack.enter_context(served(artifact(options).parent, *flags)) for _ in range(2)]
+        servers = [stack.enter_context(served(subject.folder.parent, *flags)) for _ in range(2)]
         envoy = stack.enter_context(balancing([server.target for server in servers], tmp_path))
         instances = [server.metrics for server in servers]
         prometheus = stack.enter_context(scraping(instances, tmp_path, interval_seconds=0.25))
         prometheus.wait_scraped(time.time())
         begin = time.time()
-        config = load(artifact(options)).config
-        asyncio.run(dashboard.press(envoy.target, settings, config))
+        asyncio.run(dashboard.press(envoy.target, settings, subject.config))
         end = prometheus.wait_scraped(time.time())
         prometheus.wait_scraped(end)
 
@@ -277,7 +282,7 @@ def test_requests_repeat_themselves_and_are_of_all_kinds() -> None:
         vocab_size, context = 100, 200
 
     def wishes() -> list[dashboard._Wish]:
-        made = dashboard._Wishes(dashboard.Settings(), Config, [9] * 5, random.Random(1))  # type: ignore[arg-type]
+        made = dashboard._Wishes(dashboard.DashboardSettings(), Config, [9] * 5, random.Random(1))  # type: ignore[arg-type]
         return [made.next() for _ in range(300)]
 
     first = wishes()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving import serving
+from benchmarks.frame.servers import serving
 from tests.environment import ROOT, environment
 
 TIMEOUT_SECONDS = 500

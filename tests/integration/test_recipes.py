@@ -15,7 +15,7 @@ import pytest
 
 import export.__main__ as exporter
 import model.__main__ as trainer
-from benchmarks.serving import serving
+from benchmarks.frame.servers import serving
 from model.data import documents
 from model.training.presets import resolve
 from onward.v1 import generation_pb2 as pb

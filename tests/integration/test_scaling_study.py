@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 
-from benchmarks import recurrence
+from benchmarks.training import recurrence
 from loadtest import scaling, study
 from loadtest.probe import Probe, probing
 from loadtest.serving import Server

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks.envoy import balancing
+from benchmarks.infra.envoy import balancing
 from onward.inference import open_inference_pb2 as oip
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from onward.v1.generation_pb2_grpc import GenerationServiceStub

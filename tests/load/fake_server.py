@@ -25,7 +25,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from benchmarks.envoy import balancing
+from benchmarks.infra.envoy import balancing
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import generation_pb2_grpc, model_pb2_grpc
 from onward.v1 import model_pb2 as models

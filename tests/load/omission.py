@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.picture import drawing
+from benchmarks.frame.pictures import drawing
 from loadtest.arrivals import Arrivals, Pattern
 from loadtest.clients import WireProtocol, connect
 from loadtest.drive import Driver

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import ablation, ablation_report
-from benchmarks.ablation import EXPERIMENTS, ROWS, Network, plan
-from benchmarks.gru import RecurrentConfig, RecurrentEncoderDecoder, build_recurrent, equal_size
+from benchmarks.training import ablation, ablation_report
+from benchmarks.training.ablation import EXPERIMENTS, ROWS, Network, plan
+from benchmarks.training.gru import RecurrentConfig, RecurrentEncoderDecoder, build_recurrent, equal_size
 from model import evaluate
 from model.data.batches import Pair, pad
 from model.nn.transformer import build, num_parameters

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.serving import serving
+from benchmarks.frame.servers import serving
 from export.__main__ import main
 from export.emit import emit
 from export.explain import ExplainGraph

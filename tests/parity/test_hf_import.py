@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import hf_folder, import_large, imports
+from benchmarks import import_large, imports
 from benchmarks.imports import CASES, Case, Outcome, make_folder
+from benchmarks.peers import hf_folder
 from export.__main__ import main as export_main
 from export.exporter import export
 from export.operators import BIASED, GELU, INT4_LINEAR, INT8_LINEAR, LINEAR

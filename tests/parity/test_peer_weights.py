@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import bench_systems, hf_folder
-from benchmarks.peers import llama_cpp
+from benchmarks.peers import hf_folder, llama_cpp
+from benchmarks.peers import systems as bench_systems
 from benchmarks.peers.ctranslate2_translator import sinusoids
 from benchmarks.peers.gguf_file import gpt2_tensors, interleave_pairs, llama_tensors, read_safetensors
 from benchmarks.peers.protocol import Options

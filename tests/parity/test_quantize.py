@@ -17,7 +17,9 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks import graphs, quality
+from benchmarks import graphs
+from benchmarks.frame.scenario import Run
+from benchmarks.scenarios import quality
 from export.__main__ import main
 from export.exporter import export
 from export.job import ParityError
@@ -39,13 +41,11 @@ from export.quantize_kv import calibrate, quantize_kv, quantize_sources
 from export.quantize_kv import unsupported as kv_unsupported
 from export.verify import Verdict, replay, verify
 from model import checkpoint, evaluate
-from model.data import dates
 from model.nn import reference
 from model.spec import artifact, golden
 from model.spec.artifact import DECODER, ENCODER, Device, KVPrecision, Precision
 from model.spec.golden import Tolerance
 from model.spec.tokenizer import Tokenizer
-from service.engine.sessions.session import SessionOptions
 from tests.artifacts import ADDITIVE, rehash, tiny_artifact, tiny_checkpoint, tiny_config
 
 Float32 = npt.NDArray[np.float32]
@@ -484,40 +484,33 @@ def test_quality_of_a_float32_artifact_is_the_checkpoints() -> None:
     source = checkpoint.load(folder.parent / "checkpoint")
     texts = ["def f(x):\n    return x\n" * 9, "import this\n"]
     expected = evaluate.text_likelihood(source.model, Tokenizer.load(source.tokenizer), texts).bits_per_byte  # type: ignore[arg-type]
-    options = SessionOptions(intra_op_threads=1)
-    found = quality.bits_per_byte(folder, artifact.load(folder), texts, options)
+    found = quality.bits_per_byte(folder, artifact.load(folder), texts, 1)
     assert found == pytest.approx(expected, abs=1e-5)
     low = tiny_artifact("decoder-only", Precision.INT4)
-    assert quality.bits_per_byte(low, artifact.load(low), texts, options) != pytest.approx(expected, abs=1e-5)
+    assert quality.bits_per_byte(low, artifact.load(low), texts, 1) != pytest.approx(expected, abs=1e-5)
 
 
-def test_quality_counts_whole_answers_as_right_and_nothing_else() -> None:
-    """The context ends every answer, so that what the reference writes is known to the end."""
+def test_quality_of_outputs_is_that_of_the_reference() -> None:
+    """The context ends every answer, so that the reference's tokens are known to the end."""
     folder = tiny_artifact("encoder-decoder", context=12, num_layers=1, num_encoder_layers=1)
     source = checkpoint.load(folder.parent / "checkpoint")
     tokenizer = Tokenizer.load(source.tokenizer)
-    texts = ["1 May 2026", "tomorrow", "x"]
+    sources = [tokenizer.encode(text) for text in ("1 May 2026", "tomorrow", "x")]
     answers = [
-        tokenizer.decode(
-            reference.greedy(source.model, [], tokenizer.encode(text), max_tokens=11, eos_ids={2}, start_id=1)
-        )
-        for text in texts
+        tokenizer.decode(reference.greedy(source.model, [], ids, max_tokens=11, eos_ids={2}, start_id=1))
+        for ids in sources
     ]
     assert all(answers)
-    options = SessionOptions(intra_op_threads=1)
-    examples = [dates.DateExample(text, answer, "en") for text, answer in zip(texts, answers, strict=True)]
-    assert quality.exact_match(folder, artifact.load(folder), examples, options) == 1.0
-    examples[1] = examples[1]._replace(iso=examples[1].iso + "0")
-    assert quality.exact_match(folder, artifact.load(folder), examples, options) == pytest.approx(2 / 3)
+    assert quality.translate(folder, sources, [20] * 3, tokenizer, threads=1) == answers
 
 
-def test_quality_refuses_what_cannot_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quality_refuses_what_cannot_be_compared() -> None:
     folder, other = tiny_artifact("decoder-only"), tiny_artifact("encoder-decoder")
-    source = str(folder.parent / "checkpoint")
-    assert quality.main([source, str(other)]) == 2
-    assert "another model" in capsys.readouterr().err
-    assert quality.main([source, str(folder)]) == 2
-    assert "only stdlib and dates can be scored" in capsys.readouterr().err
+    settings = quality.QualitySettings(checkpoint=folder.parent / "checkpoint", artifacts=(other,))
+    with pytest.raises(RuntimeError, match="another model"):
+        quality.measure(settings, Run())
+    with pytest.raises(RuntimeError, match="there is no measure for that"):
+        quality.measure(replace(settings, artifacts=(folder,)), Run())
 
 
 def test_steps_of_graphs_are_timed_side_by_side_and_the_environment_is_left_alone(

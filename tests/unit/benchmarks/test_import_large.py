@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import import_large, marks
+from benchmarks import import_large
+from benchmarks.frame import tables as marks
 from benchmarks.import_large import Step, main, promises, run_step, table
 from tests.environment import ROOT
 

@@ -19,8 +19,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks import capacity_plan
-from benchmarks.envoy import CONFIG as ENVOY
-from benchmarks.envoy import configure
+from benchmarks.infra.envoy import CONFIG as ENVOY
+from benchmarks.infra.envoy import configure
 from model.training.presets import PRESETS
 from onward.inference import open_inference_pb2
 from onward.v1 import generation_pb2, model_pb2

@@ -1,0 +1,1 @@
+"""What measurements share: the command line, rounds, journal, statistics, tables, pictures."""

@@ -1,0 +1,65 @@
+"""Ours behind gRPC as a system under test: `python -m benchmarks.peers.onward --folder CHECKPOINT --work DIR`.
+
+The artifact is exported from the checkpoint; a precision that the exporter refuses fails with its words. `-kv8` behind
+a precision quantizes keys and values to eight bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+
+from benchmarks.frame.models import artifact_folder, export, version
+from benchmarks.frame.servers import serving
+from benchmarks.frame.streams import greedy
+from benchmarks.peers.protocol import Options, main
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+
+
+class Onward:
+    """A server in a process of its own on a loopback port, one unary call for each prompt."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._resources = ExitStack()
+        self._stub: Any = None
+
+    def prepare(self) -> None:
+        """Exports."""
+        export(self._options.folder, self._options.work, self._options.precision)
+
+    def load(self) -> str:
+        """Starts the server; returns once its proof has passed."""
+        flags = ("--threads", str(self._options.threads), "--max-batch-size", str(self._options.max_batch))
+        models = artifact_folder(self._options.work, self._options.precision).parent
+        target = self._resources.enter_context(serving(models, *flags, "--no-metrics"))
+        self._stub = GenerationServiceStub(self._resources.enter_context(grpc.insecure_channel(target)))
+        return version()
+
+    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+        """All calls at once."""
+        return self.translate(prompts, [new] * len(prompts), {}, len(prompts))
+
+    def translate(
+        self, sources: Sequence[Sequence[int]], lengths: Sequence[int], _: Mapping[str, Any], in_flight: int
+    ) -> list[list[int]]:
+        """A call for each source, so many at a time; the server batches continuously."""
+        gate, calls = threading.Semaphore(in_flight), []
+        for source, length in zip(sources, lengths, strict=True):
+            gate.acquire()
+            calls.append(self._stub.Generate.future(greedy(pb.GenerateRequest, source, length)))
+            calls[-1].add_done_callback(lambda _: gate.release())
+        return [list(call.result().outputs[0].token_ids) for call in calls]
+
+    def close(self) -> None:
+        """Stops the server."""
+        self._resources.close()
+
+
+if __name__ == "__main__":
+    main(Onward)

@@ -1,0 +1,1 @@
+"""Trainings that are compared: the ablation of the transformer, and recurrent baselines."""
