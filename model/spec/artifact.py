@@ -34,7 +34,7 @@ from typing import Any
 
 from model.spec.config import ConfigError, ModelConfig
 from model.spec.cost import num_parameters
-from model.spec.generation import NO_WISHES, GenerationError, GenerationRules
+from model.spec.generation import NO_RULES, GenerationError, GenerationRules
 from model.spec.reading import UnfitFile, check_size, open_regular, read_text
 
 FORMAT_VERSION = 1
@@ -243,7 +243,7 @@ class Manifest:
     graphs: Mapping[str, GraphSpec]
     files: Mapping[str, FileEntry]
     kv_cache: KVFormat = KVFormat()
-    generation: GenerationRules = NO_WISHES
+    generation: GenerationRules = NO_RULES
     training: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
@@ -328,7 +328,7 @@ def _kv_format(values: Mapping[str, Any]) -> KVFormat:
     )
 
 
-_DEFAULTS = {"kv_cache": dataclasses.asdict(KVFormat()), "generation": NO_WISHES.to_dict()}
+_DEFAULTS = {"kv_cache": dataclasses.asdict(KVFormat()), "generation": NO_RULES.to_dict()}
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "format_version": _integer,
     "config": ModelConfig.from_dict,

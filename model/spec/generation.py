@@ -76,7 +76,7 @@ class GenerationRules:
         return cls(**{**values, "suppressed_ids": tuple(values.get("suppressed_ids", ()))})
 
 
-NO_WISHES = GenerationRules()
+NO_RULES = GenerationRules()
 """Those of a model that was trained here."""
 
 
@@ -85,7 +85,7 @@ class GenerationSettings:
     """generation.json of a checkpoint: all tokens that end an output, one at least, and the rules."""
 
     eos_ids: tuple[int, ...]
-    rules: GenerationRules = NO_WISHES
+    rules: GenerationRules = NO_RULES
 
     def to_json(self) -> str:
         """The text of generation.json."""
