@@ -220,7 +220,7 @@ def test_a_manifest_with_more_files_than_a_folder_may_have_is_refused_by_their_n
 ) -> None:
     list_files(decoder_folder, **{f"missing-{number}": FileEntry("0" * 64, 1) for number in range(5000)})
     with monkeypatch.context() as patch:
-        patch.setattr(artifact, "_check_file", None)
+        patch.setattr(artifact.checks, "_check_file", None)
         assert problems_of(decoder_folder) == ("files lists 5005 names, must list at most 4096",)
 
 
