@@ -235,10 +235,10 @@ def test_template_features_of_hugging_face_are_there() -> None:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "turns of loops"),
+        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "loop iterations"),
         (
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-            "turns of loops",
+            "loop iterations",
         ),
         ("{{ 'a' * 10 ** 9 }}", "characters"),
         ("{{ messages[0].content * 100000 }}", "the number|characters"),
