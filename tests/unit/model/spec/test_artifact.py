@@ -108,11 +108,6 @@ def test_a_whole_artifact_loads_as_written(folder: Path) -> None:
     assert manifest.config in CONFIGS.values()
 
 
-def test_a_manifest_survives_json(folder: Path) -> None:
-    manifest = artifact.read_manifest(folder)
-    assert Manifest.from_json(manifest.to_json()) == manifest
-
-
 def test_a_manifest_without_kv_cache_means_float32(decoder_folder: Path) -> None:
     path = decoder_folder / artifact.MANIFEST
     values = json.loads(path.read_text(encoding="utf-8"))
