@@ -154,38 +154,6 @@ def check_steps(case: GoldenCase) -> None:
         raise ValueError(f"{case.name}: {len(case.sources)} sources for {len(case.sequences)} sequences")
 
 
-def _misfits(header: _Header, config: ModelConfig) -> list[str]:
-    """The reasons that a case's sizes do not fit the model; empty if they do."""
-    problems = []
-    kinds = [("sequence", header.sequences, config.context)]
-    if config.is_encoder_decoder:
-        kinds.append(("source", header.sources, config.source_context))
-        if any(feed.count != 1 for step in header.steps for feed in step):
-            problems.append("feeds several tokens at once to an encoder-decoder")
-    if bool(header.sources) != config.is_encoder_decoder:
-        problems.append(f"has {len(header.sources)} sources, the model is {config.architecture}")
-    problems += [
-        f"{kind} {row} has {length} tokens, must have 1 to {longest}"
-        for kind, lengths, longest in kinds
-        for row, length in enumerate(lengths)
-        if not 1 <= length <= longest
-    ]
-    if header.logits[1] != config.vocab_size:
-        problems.append(f"has logits of {header.logits[1]} tokens, the model knows {config.vocab_size}")
-    return [f"{header.name}: {problem}" for problem in problems]
-
-
-def _foreign_ids(case: GoldenCase, config: ModelConfig) -> list[str]:
-    """The rows of a case with ids outside the model's vocabulary."""
-    kinds = (("sequence", case.sequences, config.vocab_size), ("source", case.sources, config.source_vocab_size))
-    return [
-        f"{case.name}: {kind} {row} has ids outside [0, {vocab_size})"
-        for kind, rows, vocab_size in kinds
-        for row, ids in enumerate(rows)
-        if not 0 <= ids.min() <= ids.max() < vocab_size
-    ]
-
-
 def save(path: Path, cases: Iterable[GoldenCase]) -> None:
     """Writes golden.npz: flat arrays and one JSON index."""
     arrays: dict[str, npt.NDArray[np.generic]] = {}
@@ -209,65 +177,54 @@ def load(path: Path, config: ModelConfig | None = None) -> tuple[GoldenCase, ...
     Raises:
         ValueError: when it is not a well-formed set of cases, or a case does not fit.
     """
-    cases: list[GoldenCase] = []
-    problems: list[str] = []
     try:
         with ArrayFile(path, MAX_ARRAYS_BYTES) as arrays:
             entries = arrays.read_index()
             if (num_steps := sum(len(entry["steps"]) for entry in entries)) > MAX_STEPS:
                 raise ValueError(f"has {num_steps} steps, must have at most {MAX_STEPS}")
-            for number, entry in enumerate(entries):
-                header = _Header.read(arrays, number, entry)
-                misfits = _misfits(header, config) if config else []
-                problems += misfits
-                # Cases that do not fit are not unpacked.
-                cases += [] if misfits else [_unpack(arrays, number, header)]
+            cases = tuple(_read_case(arrays, number, entry, config) for number, entry in enumerate(entries))
     except Exception as error:  # archive, decompressors, NumPy and JSON raise various errors
         raise ValueError(f"{path.name} is not a set of golden cases: {error}") from error
     for case in cases:
         check_steps(case)
-        problems += _foreign_ids(case, config) if config else []
-    if problems:
-        raise ValueError(f"{path.name}: " + "; ".join(problems))
-    return tuple(cases)
+    return cases
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """A case before it is unpacked: lengths of its rows, its schedule, the shape of its logits."""
+def _read_case(arrays: ArrayFile, number: int, entry: Mapping[str, Any], config: ModelConfig | None) -> GoldenCase:
+    """Unpacks rows and logits, each only if its size fits the model."""
+    name, num_sources = str(entry["name"]), int(entry["sources"])
+    steps = tuple(tuple(Feed(*map(int, feed)) for feed in step) for step in entry["steps"])
+    logits = f"{number}/logits"
+    _, vocab_size = arrays.shape(logits, np.floating, 2)
+    sequence_limits = source_limits = None
+    if config is not None:
+        sequence_limits = config.context, config.vocab_size
+        source_limits = config.source_context, config.source_vocab_size
+        if config.is_encoder_decoder != bool(num_sources):
+            raise ValueError(f"{name}: has {num_sources} sources, the model is {config.architecture}")
+        if config.is_encoder_decoder and any(feed.count != 1 for step in steps for feed in step):
+            raise ValueError(f"{name}: feeds several tokens at once to an encoder-decoder")
+        if vocab_size != config.vocab_size:
+            raise ValueError(f"{name}: has logits of {vocab_size} tokens, the model has {config.vocab_size}")
 
-    name: str
-    sequences: tuple[int, ...]
-    sources: tuple[int, ...]
-    steps: tuple[Step, ...]
-    logits: tuple[int, ...]
+    def read(kind: str, count: int, limits: tuple[int, int] | None) -> tuple[Int64, ...]:
+        rows = range(count)
+        return tuple(read_ids(arrays, f"{number}/{kind}/{row}", f"{name}: {kind} {row}", limits) for row in rows)
 
-    @classmethod
-    def read(cls, arrays: ArrayFile, number: int, entry: Mapping[str, Any]) -> _Header:
-        def lengths(kind: str, count: int) -> tuple[int, ...]:
-            return tuple(arrays.shape(f"{number}/{kind}/{row}", np.integer, 1)[0] for row in range(count))
-
-        return cls(
-            str(entry["name"]),
-            lengths("sequence", entry["sequences"]),
-            lengths("source", entry["sources"]),
-            tuple(tuple(Feed(*map(int, feed)) for feed in step) for step in entry["steps"]),
-            arrays.shape(f"{number}/logits", np.floating, 2),
-        )
+    sequences = read("sequence", entry["sequences"], sequence_limits)
+    sources = read("source", num_sources, source_limits)
+    return GoldenCase(name, sequences, sources, steps, arrays.read(logits, np.floating, 2).astype(np.float32))
 
 
-def _unpack(arrays: ArrayFile, number: int, header: _Header) -> GoldenCase:
-    def rows(kind: str, count: int) -> tuple[Int64, ...]:
-        names = (f"{number}/{kind}/{row}" for row in range(count))
-        return tuple(arrays.read(name, np.integer, 1).astype(np.int64) for name in names)
-
-    return GoldenCase(
-        header.name,
-        rows("sequence", len(header.sequences)),
-        rows("source", len(header.sources)),
-        header.steps,
-        arrays.read(f"{number}/logits", np.floating, 2).astype(np.float32),
-    )
+def read_ids(arrays: ArrayFile, member: str, name: str, limits: tuple[int, int] | None) -> Int64:
+    """Unpacks token ids if there are 1 to `limits[0]`, and checks that they are below `limits[1]`."""
+    (length,) = arrays.shape(member, np.integer, 1)
+    if limits is not None and not 1 <= length <= limits[0]:
+        raise ValueError(f"{name} has {length} tokens, must have 1 to {limits[0]}")
+    ids = arrays.read(member, np.integer, 1).astype(np.int64)
+    if limits is not None and not 0 <= ids.min() <= ids.max() < limits[1]:
+        raise ValueError(f"{name} has ids outside [0, {limits[1]})")
+    return ids
 
 
 def staggered(lengths: Sequence[int]) -> tuple[Step, ...]:

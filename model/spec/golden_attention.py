@@ -16,9 +16,7 @@ import numpy.typing as npt
 from model.spec.arrays import ArrayFile, save_arrays
 from model.spec.artifact import MAX_ARRAYS_BYTES, AttentionKind, Precision, attention_layers, attention_output
 from model.spec.config import ModelConfig
-
-Float32 = npt.NDArray[np.float32]
-Int64 = npt.NDArray[np.int64]
+from model.spec.golden import Float32, Int64, read_ids
 
 ROW_SUM_TOLERANCE = 1e-5
 """The largest error of a row's sum, in any precision: softmax is always float32."""
@@ -164,21 +162,15 @@ def load(path: Path, config: ModelConfig) -> tuple[AttentionCase, ...]:
 
 def _read_case(arrays: ArrayFile, number: int, name: str, config: ModelConfig) -> AttentionCase:
     """Unpacks tokens and matrices, each only if its size fits the model."""
-    limits = {
+    limits: dict[str, tuple[int, int] | None] = {
         "sequence": (config.context, config.vocab_size),
         "source": (config.source_context, config.source_vocab_size),
     }
-    ids = {}
-    for rows, (longest, vocab_size) in limits.items():
-        (length,) = arrays.shape(f"{number}/{rows}", np.integer, 1)
-        if rows == "source" and not config.is_encoder_decoder:
-            if length:
-                raise ValueError(f"{name}: has a source, the model is {config.architecture}")
-        elif not 1 <= length <= longest:
-            raise ValueError(f"{name}: {rows} is of shape [{length}], must have 1 to {longest} tokens")
-        ids[rows] = arrays.read(f"{number}/{rows}", np.integer, 1).astype(np.int64)
-        if length and not 0 <= ids[rows].min() <= ids[rows].max() < vocab_size:
-            raise ValueError(f"{name}: {rows} has ids outside [0, {vocab_size})")
+    if not config.is_encoder_decoder:
+        limits["source"] = None
+        if arrays.shape(f"{number}/source", np.integer, 1) != (0,):
+            raise ValueError(f"{name}: has a source, the model is {config.architecture}")
+    ids = {rows: read_ids(arrays, f"{number}/{rows}", f"{name}: {rows}", limit) for rows, limit in limits.items()}
     sequence, source = len(ids["sequence"]), len(ids["source"])
     lengths = {
         AttentionKind.ENCODER: (source, source),

@@ -185,21 +185,9 @@ class Manifest:
         values["files"] = {name: dataclasses.asdict(entry) for name, entry in sorted(self.files.items())}
         return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """Parses manifest.json.
-
-        Raises:
-            ValueError: with every problem, separated by "; ".
-        """
-        fields, problems = parse_fields(text)
-        if problems:
-            raise ValueError("; ".join(problems))
-        return cls(**fields)
-
 
 def parse_fields(text: str) -> tuple[dict[str, Any], list[str]]:
-    """The valid fields of manifest.json, and the problems of the others."""
+    """Parses manifest.json: the valid fields of a `Manifest`, and the problems of the others."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -24,6 +24,7 @@ from model.spec.artifact import (
     Precision,
     TensorSpec,
 )
+from model.spec.artifact.manifest import parse_fields
 from model.spec.config import ModelConfig
 
 CONFIGS = {
@@ -138,7 +139,6 @@ def test_kv_in_eight_bits_is_a_matter_of_signatures(folder: Path) -> None:
     rewrite(folder, change)
     manifest = artifact.load(folder)
     assert manifest.kv_cache == KVFormat(KVPrecision.INT8, "none")
-    assert Manifest.from_json(manifest.to_json()) == manifest
 
 
 @pytest.mark.parametrize("value", [None, "int8", {"precision": "int2", "calibration": ""}, {"precision": "int8"}])
@@ -350,13 +350,8 @@ JSON = st.recursive(
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=150)
 @given(st.sampled_from([field.name for field in dataclasses.fields(Manifest)]), JSON)
-def test_a_manifest_with_any_field_spoiled_is_parsed_or_refused_as_a_value_error(name: str, value: object) -> None:
+def test_a_manifest_with_any_field_spoiled_is_parsed_or_its_problem_is_named(name: str, value: object) -> None:
     values = json.loads(make_manifest(CONFIGS["decoder-only"], {"decoder.onnx": FileEntry("00", 1)}).to_json())
     values[name] = value
-    try:
-        manifest = Manifest.from_json(json.dumps(values))
-    except ValueError as error:
-        outcome: object = str(error)
-    else:
-        outcome = manifest.config
-    assert outcome
+    fields, problems = parse_fields(json.dumps(values))
+    assert problems or Manifest(**fields).config

@@ -261,31 +261,34 @@ def test_arrays_of_the_wrong_kind_are_refused(arrays: dict[str, np.ndarray], tmp
         golden.load(path)
 
 
-def test_cases_that_the_model_cannot_be_asked_are_all_listed(tmp_path: Path) -> None:
+SIZES = {"context": 4, "d_model": 8, "num_layers": 1, "num_heads": 2, "d_ff": 8}
+DECODER = ModelConfig(architecture="decoder-only", vocab_size=7, **SIZES)
+ENCODER = ModelConfig(
+    architecture="encoder-decoder", vocab_size=7, source_vocab_size=8, num_encoder_layers=1, source_context=2, **SIZES
+)
+PREFILL, PAIR = make_case(((Feed(0, 0, 4),),), (4,)), make_case(golden.staggered((2,)), (2,), with_sources=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "case", "problem"),
+    [
+        (DECODER, PREFILL_THEN_DECODE, "sequence 0 has 5 tokens, must have 1 to 4"),
+        (DECODER, replace(PREFILL, logits=PREFILL.logits[:, :6]), "has logits of 6 tokens, the model has 7"),
+        (replace(DECODER, vocab_size=6), replace(PREFILL, logits=PREFILL.logits[:, :6]), r"ids outside \[0, 6\)"),
+        (DECODER, PAIR, "has 1 sources, the model is decoder-only"),
+        (ENCODER, PREFILL, "has 0 sources, the model is encoder-decoder"),
+        (ENCODER, replace(PREFILL, sources=PREFILL.sequences), "several tokens at once"),
+        (ENCODER, replace(PAIR, sources=(np.arange(3),)), "source 0 has 3 tokens, must have 1 to 2"),
+        (ENCODER, replace(PAIR, sources=(np.arange(0),)), "source 0 has 0 tokens, must have 1 to 2"),
+        (ENCODER, replace(PAIR, sources=(np.array([0, 8]),)), r"source 0 has ids outside \[0, 8\)"),
+        (ENCODER, replace(PAIR, sources=(np.array([-1]),)), r"source 0 has ids outside \[0, 8\)"),
+    ],
+)
+def test_a_case_that_does_not_fit_the_model_is_refused(
+    config: ModelConfig, case: GoldenCase, problem: str, tmp_path: Path
+) -> None:
     path = tmp_path / "golden.npz"
-    steps = golden.staggered((5, 2))
-    golden.save(path, [PREFILL_THEN_DECODE, make_case(steps, (5, 2), with_sources=True)])
-    sizes = {"context": 4, "d_model": 8, "num_layers": 1, "num_heads": 2, "d_ff": 8}
-    decoder = ModelConfig(architecture="decoder-only", vocab_size=6, **sizes)
-    encoder = ModelConfig(
-        architecture="encoder-decoder",
-        vocab_size=7,
-        source_vocab_size=8,
-        num_encoder_layers=1,
-        source_context=2,
-        **sizes,
-    )
-    assert len(golden.load(path)) == 2
-    expected = {
-        decoder: ["sequence 0 has 5 tokens, must have 1 to 4", "2 sources, the model is decoder-only", "7 tokens"],
-        encoder: ["several tokens at once", "0 sources", "source 0 has 5 tokens, must have 1 to 2"],
-    }
-    for config, problems in expected.items():
-        with pytest.raises(ValueError, match="golden") as caught:
-            golden.load(path, config)
-        assert [problem for problem in problems if problem not in str(caught.value)] == []
-    short = tmp_path / "short.npz"
-    case = make_case(((Feed(0, 0, 4),),), (4,))
-    golden.save(short, [replace(case, logits=case.logits[:, :6])])
-    with pytest.raises(ValueError, match=r"sequence 0 has ids outside \[0, 6\)"):
-        golden.load(short, decoder)
+    golden.save(path, [PREFILL, case] if config is DECODER else [case])
+    assert_same(golden.load(path)[-1], case)
+    with pytest.raises(ValueError, match=problem):
+        golden.load(path, config)
