@@ -1,8 +1,7 @@
-"""`python -m model`: trains checkpoints, scores them, makes some with random weights, or of those that others trained.
+"""`python -m model`: trains, evaluates, initializes and imports checkpoints.
 
-The last line on stdout is one JSON object; everything for people goes to stderr. What the caller got wrong is one line
-and exit status 2, a run that failed under way is one line and exit status 1, one that a signal ended is one line and
-128 + the signal's number. Under `torchrun` every process runs this, and the first one speaks.
+The last line on stdout is one JSON object; messages go to stderr. Exit status: 2 for a usage error, 1 for a failed run,
+128 + its number for a signal, each with one line. Under `torchrun` every process runs this, and the first one reports.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without repeating the usage."""
+    """Reports errors in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -51,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(recipe: Recipe, options: argparse.Namespace) -> int:
     if recipe.train is None:
         return _fail(f"{recipe.name} has no data to train on", 2)
-    _calm_threads()
-    # Torch and its friends take seconds to import: not before the arguments are known to be good.
+    _limit_spinning()
+    # Imported late, as torch takes seconds: invalid arguments fail at once.
     from model.training.parallel import SetupError, start
 
     try:
@@ -63,7 +62,7 @@ def _train(recipe: Recipe, options: argparse.Namespace) -> int:
 
 
 def _train_in(parallel: Parallel, recipe: Recipe, options: argparse.Namespace) -> int:
-    """Trains, or checks, as one of the processes."""
+    """Trains or checks, as one of the processes."""
     from model.training import checks
     from model.training.loop import TrainingError
     from model.training.parallel import ParallelError
@@ -108,12 +107,12 @@ def _train_in(parallel: Parallel, recipe: Recipe, options: argparse.Namespace) -
     except KeyboardInterrupt:
         return fail("interrupted", 130)
     if parallel.is_first:
-        _say(said)
+        _print_result(said)
     return 0
 
 
 def _is_known_to_all(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
-    """Whether the first process fails as well and says why: not where only this one ran out of memory, say."""
+    """Whether the first process has the same failure: not if this one alone ran out of memory, for example."""
     return error.__cause__ is None or isinstance(error.__cause__, kinds)
 
 
@@ -137,7 +136,7 @@ def _describe(result: TrainResult) -> dict[str, Any]:
 def _evaluate(recipe: Recipe, options: argparse.Namespace) -> int:
     if recipe.train is None:
         return _fail(f"{recipe.name} has no data to score on", 2)
-    _calm_threads()
+    _limit_spinning()
     from model import checkpoint
     from model.checkpoint import CheckpointError
     from model.training.parallel import SetupError, resolve_device
@@ -160,7 +159,7 @@ def _evaluate(recipe: Recipe, options: argparse.Namespace) -> int:
         return _fail(str(error), 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    _say({"checkpoint": str(options.checkpoint), **scores})
+    _print_result({"checkpoint": str(options.checkpoint), **scores})
     return 0
 
 
@@ -174,7 +173,7 @@ def _init(recipe: Recipe, options: argparse.Namespace) -> int:
 
     try:
         if recipe.data is None or recipe.data.lacks_files:
-            # Nothing to make a tokenizer of: one that has a word for every id stands in.
+            # There is no data for a tokenizer: a placeholder has a word per id.
             config, facts = recipe.model, {}
             tokenizers = {TOKENIZER: one_word_per_id(config.vocab_size, config.architecture)}
         else:
@@ -192,7 +191,7 @@ def _init(recipe: Recipe, options: argparse.Namespace) -> int:
         checkpoint.save(options.out, model, config, texts, manifest)
     except (TaskError, ValueError, OSError) as error:
         return _fail(str(error), 2)
-    _say({"checkpoint": str(options.out), "num_parameters": num_parameters(model)})
+    _print_result({"checkpoint": str(options.out), "num_parameters": num_parameters(model)})
     return 0
 
 
@@ -211,7 +210,7 @@ def _import(options: argparse.Namespace) -> int:
         return _fail(str(error), 2)
     for note in planned.notes:
         print(f"note: {note}", file=sys.stderr)
-    _say(
+    _print_result(
         {
             "checkpoint": str(options.out),
             "model_type": planned.folder.config["model_type"],
@@ -224,11 +223,11 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
-def _calm_threads() -> None:
-    # OpenMP reads these when torch loads it. By default its threads spin long at the end of every operation, hundreds
-    # of times a step; where another process holds one of their cores, each costs a scheduler's slice and a run twenty
-    # times its time. A short spin keeps an idle machine's speed and bounds the loss on a busy one.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 — a library's own switch, not our configuration
+def _limit_spinning() -> None:
+    # OpenMP reads these when torch loads it. By default its threads spin long after every operation, hundreds of times
+    # a step; if another process has one of their cores, each spin costs a scheduler's slice, and a run takes twenty
+    # times as long. A short spin keeps an idle machine's speed and bounds the loss on a busy one.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 — a library's switch
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # noqa: TID251
 
 
@@ -240,16 +239,16 @@ def _make_parser() -> argparse.ArgumentParser:
     checks = train.add_mutually_exclusive_group()
     checks.add_argument("--dry-run", action="store_true", help="measure two steps and write nothing")
     checks.add_argument(
-        "--overfit-one-batch", action="store_true", help="see whether the first batch can be learned; write nothing"
+        "--overfit-one-batch", action="store_true", help="check that the first batch can be learned; write nothing"
     )
     evaluate = commands.add_parser("evaluate", help="score a checkpoint on a recipe's test data")
     evaluate.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint folder")
-    init = commands.add_parser("init", help="the same checkpoint with random weights")
+    init = commands.add_parser("init", help="make a checkpoint with random weights")
     init.add_argument("--seed", type=_seed, default=0, help="fixes the weights (default 0)")
     importing = commands.add_parser("import", help="make a checkpoint of a Hugging Face folder")
     importing.add_argument("folder", type=Path, metavar="FOLDER", help="config.json, safetensors, tokenizer.json")
     importing.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoint folder")
-    importing.add_argument("--context", type=int, metavar="TOKENS", help="cut the context, which sizes K/V, to so many")
+    importing.add_argument("--context", type=int, metavar="TOKENS", help="limit the context, which sizes K/V")
     importing.add_argument("--no-chat", action="store_true", help="leave the chat template out")
     for command in (train, evaluate, init):
         command.add_argument("config", metavar="CONFIG", help=f"{', '.join(PRESETS)}, or a .json or .toml file")
@@ -261,7 +260,7 @@ def _make_parser() -> argparse.ArgumentParser:
             metavar="KEY=VALUE",
             help="override a field of the model, the data or the training; may be given several times",
         )
-    train.add_argument("--out", type=Path, metavar="DIR", help="checkpoint folder; the two checks need none")
+    train.add_argument("--out", type=Path, metavar="DIR", help="checkpoint folder; not for the two checks")
     init.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoint folder")
     return parser
 
@@ -273,8 +272,8 @@ def _seed(text: str) -> int:
     return value
 
 
-def _say(values: dict[str, Any]) -> None:
-    # JSON has no word for what is no finite number.
+def _print_result(values: dict[str, Any]) -> None:
+    # JSON has no NaN and no infinity.
     finite = {
         key: None if isinstance(item, float) and not math.isfinite(item) else item for key, item in values.items()
     }

@@ -3,13 +3,12 @@
     config.json         the `ModelConfig`
     model.safetensors   every trained tensor once, shared ones under their first name
     tokenizer.json      (+ target_tokenizer.json where source and target differ)
-    generation.json     where others trained it: what it wants of outputs (`model.spec.generation`)
-    chat.json           where it has a template for conversations (`model.spec.chat`)
-    run.json            how it came about: data hash, versions, settings, scores; and the sha256 of the files above
+    generation.json     imported models only: generation settings (`model.spec.generation`)
+    chat.json           if it has a chat template (`model.spec.chat`)
+    run.json            provenance: data hash, versions, settings, scores; and the sha256 of the files above
 
-All files are written beside their places and then renamed into them (`model.spec.files`), run.json last: a folder whose
-writer was killed between two renames holds a run.json that does not name what lies beside it, and is refused.
-Knows nothing of optimisers or data: what a trainer needs to resume, the trainer keeps.
+Files are staged and renamed into their places (`model.spec.files`), run.json last: if the writer is killed between two
+renames, run.json's hashes do not match, and the folder is refused. The state for resuming is the trainer's.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 NO_EXTRAS: Mapping[str, str] = MappingProxyType({})
-"""No further texts."""
+"""No generation settings and no chat template."""
 
 
 class CheckpointError(Exception):
@@ -57,9 +56,9 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model with its configuration, where it was read from, and run.json, hashes apart, as `training`.
+    """A model with its configuration and folder; `training` is run.json without hashes.
 
-    `generation` is what the model wants of outputs; without a file of it, that its `eos_id` ends them.
+    Without generation.json, `generation` is that `eos_id` ends outputs.
     """
 
     config: ModelConfig
@@ -75,18 +74,18 @@ class Checkpoint:
 
     @property
     def target_tokenizer(self) -> Path:
-        """The tokenizer of outputs: the same one unless the folder holds another."""
+        """The tokenizer of outputs, by default that of prompts."""
         return self.tokenizers.get(TARGET_TOKENIZER, self.tokenizer)
 
     @property
     def tokenizers(self) -> Mapping[str, Path]:
-        """The tokenizers' files by their names: one, or two where source and target differ."""
+        """The tokenizers' files by name: one, or two where source and target differ."""
         paths = {name: self.folder / name for name in (TOKENIZER, TARGET_TOKENIZER)}
         return {name: path for name, path in paths.items() if path.is_file()}
 
     @property
     def chat(self) -> Path | None:
-        """The template for conversations, if there is one."""
+        """The chat template, if there is one."""
         path = self.folder / CHAT
         return path if path.is_file() else None
 
@@ -97,16 +96,16 @@ def save(
     """Writes or replaces a checkpoint.
 
     Args:
-        folder: made if missing; other files in it are left alone.
-        model: any device and float dtype, kept as it is.
+        folder: made if missing; other files in it stay.
+        model: any device and float dtype, which is kept.
         config: the model's.
-        tokenizers: texts by file name: tokenizer.json and, if need be, target_tokenizer.json.
+        tokenizers: texts by file name: tokenizer.json and optionally target_tokenizer.json.
         manifest: JSON-ready contents of run.json, to which "files" is added.
 
     Raises:
-        ValueError: when the configuration is not the model's, the tokenizers' names are not as above, or the manifest
-            has a "files" of its own.
-        OSError: when the files cannot be written; those of before are still there.
+        ValueError: when the configuration is not the model's, the tokenizers' names are wrong, or the manifest has a
+            field "files".
+        OSError: when the files cannot be written; the old ones are unchanged.
     """
     if config != model.config:
         raise ValueError("the configuration is not the model's")
@@ -124,11 +123,10 @@ def stage(
     manifest: Mapping[str, Any],
     extras: Mapping[str, str] = NO_EXTRAS,
 ) -> None:
-    """Writes a checkpoint's files beside their places, as `save` does, for one who has more files to commit with them.
+    """Stages a checkpoint's files, as `save`, for callers that commit further files with them; call `tidy` afterwards.
 
-    `weights` are all parameters under their first names, position tables apart: those are functions of the
-    configuration. `extras` are texts by file name: generation.json and chat.json, if need be. `tidy` is to follow once
-    the files are in place.
+    `weights` are all parameters under their first names, without position tables. `extras` are the texts of
+    generation.json and chat.json, by file name.
     """
     if TOKENIZER not in tokenizers or tokenizers.keys() - {TOKENIZER, TARGET_TOKENIZER}:
         raise ValueError(f"tokenizers are {sorted(tokenizers)}, must be {TOKENIZER} and at most {TARGET_TOKENIZER}")
@@ -144,23 +142,20 @@ def stage(
 
 
 def tidy(folder: Path, names: Collection[str]) -> None:
-    """Removes optional files of an earlier checkpoint in the folder, where this one has none; `names` are those it has.
-
-    They are the target's tokenizer, generation settings and a chat template.
-    """
+    """Removes an earlier checkpoint's optional files that are not among this one's `names`."""
     for name in _OPTIONAL:
         if name not in names:
             (folder / name).unlink(missing_ok=True)
 
 
 def amend(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Replaces what run.json says about a checkpoint whose other files stay as they are."""
+    """Replaces the contents of run.json, and keeps its hashes."""
     hashes = json.loads((folder / RUN).read_text(encoding="utf-8"))[_HASHES]
     write_atomically(folder / RUN, _json({**manifest, _HASHES: hashes}).encode())
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint, if there is one, and its folder unless that holds something else."""
+    """Removes a checkpoint, if there is one, and its folder if that is empty then."""
     for name in (RUN, *_HASHED):
         (folder / name).unlink(missing_ok=True)
     if folder.is_dir() and not any(folder.iterdir()):
@@ -168,7 +163,7 @@ def remove(folder: Path) -> None:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
-    """Writes a safetensors file from wherever the tensors are; on the CPU they are not copied.
+    """Writes a safetensors file; tensors on the CPU are not copied.
 
     Raises:
         OSError: when the file cannot be written.
@@ -184,8 +179,8 @@ def load(folder: Path) -> Checkpoint:
     """Reads a checkpoint onto the CPU as float32, in evaluation mode.
 
     Raises:
-        CheckpointError: listing every missing file, every file that is not the one that run.json names, and every
-            missing, unexpected or misshapen tensor by name.
+        CheckpointError: listing every missing file, every file whose hash differs from run.json's, and every missing,
+            unexpected or misshapen tensor.
     """
     problems = [f"{name} is missing" for name in (CONFIG, WEIGHTS, TOKENIZER, RUN) if not (folder / name).is_file()]
     config, training = _read_config(folder, problems), _read_run(folder, problems)
@@ -209,7 +204,7 @@ def _json(values: Mapping[str, Any]) -> str:
 
 
 def _read_json(folder: Path, name: str, problems: list[str]) -> dict[str, Any]:
-    """A JSON object, or an empty one and a problem; a missing file is already known."""
+    """A JSON object, or an empty one and a problem; a missing file is reported elsewhere."""
     path = folder / name
     if not path.is_file():
         return {}
@@ -233,7 +228,7 @@ def _read_run(folder: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _check_hashes(folder: Path, hashes: object) -> list[str]:
-    """Which files are not those that run.json was written with; a missing one that is always needed is known."""
+    """The files whose hash differs from run.json's; missing required ones are reported elsewhere."""
     if not isinstance(hashes, dict):
         return [f"{RUN} does not name the files beside it"]
     problems = []
@@ -280,7 +275,7 @@ def _read_generation(folder: Path, config: ModelConfig, problems: list[str]) -> 
 
 
 def _read_weights(folder: Path, model: Transformer, problems: list[str]) -> None:
-    """Copies the tensors into the model, comparing every name and shape before any is read."""
+    """Copies the tensors into the model, after checking all names and shapes."""
     expected: dict[str, Tensor] = dict(model.named_parameters())
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:

@@ -1,11 +1,9 @@
-"""How good a model is, on data it never saw, beside what needs no model at all.
+"""Evaluates models on held-out data: exact match, BLEU and chrF, likelihood, and compressors as a baseline.
 
-Dates are right or wrong: exact match. A translation is compared with a person's: BLEU and chrF. Any target has a
-likelihood: nats per token and their exponential, the perplexity, which compare models of one tokenizer only. Text is
-scored in bits per byte, -Σ log2 p(token) over the bytes of the text, which does not depend on the tokenizer and is what
-a compressor achieves too; so `xz` stands beside it.
+Nats per token and perplexity compare models of one tokenizer only. Bits per byte, -Σ log2 p(token) / bytes, do not
+depend on the tokenizer and compare with compressors, hence `xz`.
 
-Everything runs where the model's weights are. Models are in evaluation mode: their callers see to that.
+Everything runs on the model's device. Callers must put models into evaluation mode.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ from model.nn.transformer import DecoderOnly, EncoderDecoder
 from model.spec.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 
 _BATCH_TOKENS = 4096
-"""Decoder positions of a batch whose logits are all wanted: 512 MiB of float32 for a vocabulary of 32,000."""
+"""Decoder positions of a batch that needs all logits: 512 MiB of float32 for a vocabulary of 32,000."""
 _BATCH_ROWS = 128
-"""Sources decoded together; of each only the last position's logits are computed."""
+"""Sources decoded together, with the logits of one position each."""
 
 
 class SequenceToSequence(Protocol):
-    """What predicts a target from a source by teacher forcing: `EncoderDecoder`, or any other network that does."""
+    """A network that predicts a target from a source by teacher forcing, as `EncoderDecoder`."""
 
     def __call__(
         self, source_ids: Tensor, source_lengths: Tensor, target_ids: Tensor, attend: Attend = attend_fused
@@ -46,15 +44,15 @@ class SequenceToSequence(Protocol):
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The weights; where they are is where the model runs."""
+        """The weights, on the model's device."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """How improbable the tokens were, together: `nats` is -Σ ln p(token).
+    """The negative log-likelihood of tokens: `nats` is -Σ ln p(token).
 
-    `num_bytes` is the UTF-8 length of the text that the tokens spell, 0 where nobody counted it.
+    `num_bytes` is the UTF-8 length of their text, 0 if it was not counted.
     """
 
     nats: float
@@ -63,12 +61,12 @@ class Likelihood:
 
     @property
     def loss(self) -> float:
-        """Nats per token: the cross-entropy that training minimises."""
+        """Nats per token: the cross-entropy that training minimizes."""
         return self.nats / self.num_tokens
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): among how many equally likely tokens the model chooses; infinite past the largest float."""
+        """exp(loss), or infinity if it exceeds the largest float."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -88,33 +86,33 @@ class Likelihood:
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """Bits per byte of the held-out text under xz, by itself and after having seen the training text."""
+    """Bits per byte of the held-out text under xz, alone and primed with the training text."""
 
     xz_bits_per_byte: float
     xz_primed_bits_per_byte: float
 
 
 def compressors(training: bytes, held_out: bytes) -> Compression:
-    """What xz (preset 9e) makes of the held-out text: 8·len(xz(held))/len(held), and primed with the training text.
+    """Compresses the held-out text with xz (preset 9e): 8·len(xz(held))/len(held), and primed with the training text.
 
-    Primed is 8·(len(xz(training + held)) - len(xz(training)))/len(held). The preset's window of 64 MiB sees all of it.
+    Primed is 8·(len(xz(training + held)) - len(xz(training)))/len(held). The preset's window is 64 MiB.
 
     Raises:
         ValueError: when there is no held-out text.
     """
     if not held_out:
         raise ValueError("held_out is empty")
-    # The compressor releases the interpreter's lock, so the two long runs take two cores.
+    # The compressor releases the GIL, so the two long runs use two cores.
     with ThreadPoolExecutor(max_workers=2) as pool:
         alone, seen, both = pool.map(_xz_size, (held_out, training, training + held_out))
     return Compression(8.0 * alone / len(held_out), 8.0 * (both - seen) / len(held_out))
 
 
 def exact_match(model: SequenceToSequence, pairs: Sequence[Pair]) -> float:
-    """Share of sources whose greedy answer is the target, to the token and not a token more.
+    """Share of sources whose greedy output equals the target, its end included.
 
-    Greedy decoding writes the target exactly when, fed the target, the model ranks each of its tokens first, end
-    included: up to the first difference both see the same. So one teacher-forced pass decides.
+    Greedy decoding writes the target exactly if the model, fed the target, ranks each of its tokens first. So one
+    teacher-forced pass decides.
 
     Raises:
         ValueError: when there are no pairs.
@@ -128,7 +126,7 @@ def exact_match(model: SequenceToSequence, pairs: Sequence[Pair]) -> float:
 
 
 def pair_loss(model: SequenceToSequence, pairs: Sequence[Pair]) -> Likelihood:
-    """How improbable the targets are, given their sources; each target's end counts as one of its tokens.
+    """The likelihood of the targets given their sources; each target's end counts as a token.
 
     Raises:
         ValueError: when there are no pairs.
@@ -141,16 +139,10 @@ def pair_loss(model: SequenceToSequence, pairs: Sequence[Pair]) -> Likelihood:
 
 
 def text_likelihood(model: DecoderOnly, tokenizer: Tokenizer, texts: Sequence[str]) -> Likelihood:
-    """How improbable whole texts are, each by itself from its first byte to its last.
+    """The likelihood of whole texts, each after a bos token and without its end.
 
-    Each text follows a bos token, and every one of its tokens is scored exactly once. Texts longer than the context are
-    read in windows of the whole context that overlap by half, so that a token is predicted from at least half a context
-    wherever that much text precedes it. The end of the text is not scored, as it is no byte.
-
-    Args:
-        model: any device.
-        tokenizer: must give the text back unchanged, or bits per byte mean nothing.
-        texts: at least one byte in all.
+    Each token is scored once. Longer texts than the context are read in windows that overlap by half, so that every
+    token has at least half a context before it, if the text does. Bits per byte require a lossless tokenizer.
 
     Raises:
         ValueError: when there is nothing to score.
@@ -176,10 +168,10 @@ def text_likelihood(model: DecoderOnly, tokenizer: Tokenizer, texts: Sequence[st
 
 
 def windows(tokens: list[int], context: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Inputs and labels of windows that between them predict each token after the first exactly once.
+    """Inputs and labels of windows that together predict each token after the first exactly once.
 
-    A window's inputs are at most `context` tokens and the next one begins `stride` later; labels of what an earlier
-    window has predicted are `IGNORED`, which leaves those at its end.
+    A window has at most `context` inputs, and the next one begins `stride` later; labels that an earlier window has
+    predicted are `IGNORED`.
     """
     num_predicted = 0
     for start in range(0, len(tokens) - 1, max(1, stride)):
@@ -192,18 +184,17 @@ def windows(tokens: list[int], context: int, stride: int) -> Iterator[tuple[list
 
 
 def greedy(model: EncoderDecoder, sources: Sequence[Sequence[int]], max_tokens: int | Sequence[int]) -> list[list[int]]:
-    """The most likely token after the most likely token, many sources at a time; the lowest id wins a tie.
+    """Batched greedy decoding without a cache; the lowest id wins a tie. Equals `reference.greedy` up to rounding.
 
-    What `reference.greedy` writes, but for rounding. Sources of like lengths are decoded together, each source is
-    encoded once, and a row leaves its batch when it ends. There is no cache: a score does not need one.
+    Sources of similar lengths are decoded together, each is encoded once, and a row leaves its batch when it ends.
 
     Args:
         model: any device.
-        sources: token ids with their control tokens, 1…source_context each.
-        max_tokens: how many tokens an output may have, for all or for each; the context may end it earlier.
+        sources: token ids with control tokens, 1…source_context each.
+        max_tokens: limit of output tokens, for all or for each; the context may end an output earlier.
 
     Returns:
-        The outputs in the sources' order, without the end token.
+        The outputs in the order of the sources, without the end token.
 
     Raises:
         ValueError: naming the first source that is empty or too long, or for `max_tokens` below 1.
@@ -233,8 +224,7 @@ def greedy(model: EncoderDecoder, sources: Sequence[Sequence[int]], max_tokens: 
 def translation_scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float | str]:
     """Corpus BLEU (Papineni et al., 2002) and chrF (Popović, 2015) by sacrebleu, 0 to 100, with their signatures.
 
-    A signature says how a figure came about (tokenisation, case, smoothing, version), without which two figures of the
-    same name cannot be compared: Post (2018).
+    A signature has the settings (tokenization, case, smoothing, version) that make figures comparable: Post (2018).
 
     Raises:
         ValueError: when there is nothing to score, or not one reference for each hypothesis.
@@ -262,7 +252,7 @@ def _pad_right(rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Ten
 
 
 def _teacher_forced(model: SequenceToSequence, pairs: Sequence[Pair]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Labels `[B, T]` and logits `[B, T, V]`, batch by batch, the pairs in whatever order wastes least on padding."""
+    """Labels `[B, T]` and logits `[B, T, V]`, batch by batch, in the order of least padding."""
     if not pairs:
         raise ValueError("no pairs to score")
     device = _device(model)
@@ -274,7 +264,7 @@ def _teacher_forced(model: SequenceToSequence, pairs: Sequence[Pair]) -> Iterato
 
 
 def _batches(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Pairs, shortest targets first, as many at a time as the last one's target leaves room for."""
+    """Batches of pairs, sorted by target length, within `_BATCH_TOKENS` padded positions."""
     chosen: list[Pair] = []
     for pair in pairs:
         if chosen and (len(chosen) + 1) * (len(pair.target) + 1) > _BATCH_TOKENS:
@@ -285,10 +275,7 @@ def _batches(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
 
 
 def _arrays(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Source ids, their lengths, decoder inputs and labels, as wide as the longest.
-
-    No wider: rounded up, for training's sake, rows as long as the context would no longer fit into it.
-    """
+    """Source ids, their lengths, decoder inputs and labels, padded to the longest, not rounded up as in training."""
     shape = max(len(pair.source) for pair in pairs), max(len(pair.target) for pair in pairs) + 1
     batch = pad(pairs, shape)
     sources, lengths, inputs, labels = (
@@ -299,7 +286,7 @@ def _arrays(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _greedy(model: EncoderDecoder, sources: Sequence[Sequence[int]], bounds: Sequence[int]) -> list[list[int]]:
-    """One batch of `greedy`; bounds may be 0 where the context leaves no room."""
+    """One batch of `greedy`; a bound is 0 if the context leaves no room."""
     device = _device(model)
     lengths = torch.tensor([len(source) for source in sources], device=device)
     longest = max(map(len, sources))
@@ -327,7 +314,7 @@ def _greedy(model: EncoderDecoder, sources: Sequence[Sequence[int]], bounds: Seq
 
 
 def _nats(logits: Tensor, labels: Tensor) -> float:
-    """-Σ ln p(label): softmax in float32 whatever the logits are, the sum in double precision."""
+    """-Σ ln p(label): softmax in float32, the sum in double precision."""
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.sum(dtype=torch.float64).item()
 

@@ -1,4 +1,4 @@
-"""Which weights a graph keeps in files beside it, and where in them: the few fields of an ONNX file that say so.
+"""The external weights of an ONNX graph: names, types, shapes, files and offsets.
 
 Reads protobuf's wire format, so that the server needs no ONNX package. Standard library only.
 """
@@ -20,7 +20,7 @@ _FIXED = {_LONG: 8, _SHORT: 4}
 
 @dataclass(frozen=True, slots=True)
 class ExternalTensor:
-    """A stored tensor: its type by ONNX's number, and the file and offset in bytes at which its numbers begin."""
+    """A stored tensor: ONNX's number of its type, and the file and offset in bytes of its data."""
 
     name: str
     data_type: int

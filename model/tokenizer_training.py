@@ -1,7 +1,7 @@
-"""Making tokenizers: byte-level BPE, bytes, characters, and a vocabulary of as many words as wanted.
+"""Trains tokenizers: byte-level BPE, bytes, characters, and placeholder words.
 
-Each is one self-contained `tokenizer.json`: normaliser, splitter, vocabulary, post-processor, decoder. Ids 0, 1 and 2
-are pad, bos and eos everywhere. Needs no torch; knows nothing of models beyond which family a prompt is for.
+Each is one self-contained `tokenizer.json`: normalizer, splitter, vocabulary, post-processor, decoder. Ids 0, 1 and 2
+are pad, bos and eos. Needs no torch.
 
 Source of BPE on words: Sennrich et al. (2016); on bytes: Radford et al., "Language Models are Unsupervised Multitask
 Learners" (2019).
@@ -25,26 +25,25 @@ UNKNOWN = "<unk>"
 
 _BYTE_SYMBOLS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
-# One token may hold a line break with the indentation that follows it, a word with the blank before it, digits by
-# threes, or a run of punctuation: Python's own rhythm. Every character falls into exactly one alternative.
+# For source code. A token may hold a line break with its indentation, a word with the blank before it, up to three
+# digits, or a run of punctuation. Every character matches exactly one alternative.
 CODE_PATTERN = r"\n[ \t]*|[ ]?[\p{L}_][\p{L}\p{M}\p{N}_]*|[ ]?\p{N}{1,3}|[ ]?[^\s\p{L}\p{N}_]+|[^\S\n]+"
 
 
 def characters(
     texts: Iterable[str], architecture: Architecture, *, vocab_size: int | None = None, fold: bool = True
 ) -> Tokenizer:
-    """One token per character of the normalised text; those that are not in the vocabulary become `<unk>`.
+    """One token per character of the normalized text; characters outside the vocabulary become `<unk>`.
 
     Args:
-        texts: their characters make the vocabulary.
-        architecture: how a prompt is framed.
-        vocab_size: most tokens, control tokens included; the rarest characters are left out. None takes all.
-        fold: people write the same date with other capitals, other blanks and composed or decomposed accents, and
-            normalising all of that away (NFKC, lower case, single blanks, none at the ends) makes them one input. False
-            keeps the text but for the composition of its accents (NFC), as text that is to be written needs.
+        texts: their characters are the vocabulary.
+        architecture: decides how a prompt is framed.
+        vocab_size: limit, control tokens included; the rarest characters are left out. None takes all.
+        fold: normalizes case, blanks and compatibility characters (NFKC, lower case, single blanks, none at the ends),
+            so that variants of one date are one input. False only composes accents (NFC), as targets need.
 
     Raises:
-        ValueError: when the vocabulary has no room for a single character.
+        ValueError: when `vocab_size` leaves no room for a character.
     """
     special = [PAD, BOS, EOS, UNKNOWN]
     if vocab_size is not None and vocab_size <= len(special):
@@ -59,7 +58,7 @@ def characters(
     inner.normalizer = normalizers.Sequence(folding if fold else [normalizers.NFC()])
     counts = Counter(character for text in texts for character in inner.normalizer.normalize_str(text))
     most = None if vocab_size is None else vocab_size - len(special)
-    # Frequent ones first; equally frequent ones in the order of their code points, so that the choice repeats.
+    # Ties are broken by code point, for a deterministic choice.
     alphabet = sorted(sorted(counts, key=lambda character: (-counts[character], character))[:most])
     vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
     inner.model = models.WordLevel(vocabulary, unk_token=UNKNOWN)
@@ -71,13 +70,13 @@ def characters(
 def byte_level_bpe(
     texts: Iterable[str], vocab_size: int, architecture: Architecture, *, pattern: str | None = CODE_PATTERN
 ) -> Tokenizer:
-    """Byte-pair merges learned from `texts`; any text comes back unchanged.
+    """Byte-pair merges learned from `texts`; decoding restores any text exactly.
 
     Args:
-        texts: to learn from.
-        vocab_size: most tokens, control tokens included.
-        architecture: how a prompt is framed.
-        pattern: a regular expression whose matches no merge may cross; None is GPT-2's, made for natural languages.
+        texts: training texts.
+        vocab_size: limit, control tokens included.
+        architecture: decides how a prompt is framed.
+        pattern: a regular expression whose matches no merge may cross; None is GPT-2's, for natural languages.
 
     Raises:
         ValueError: when the vocabulary is too small for the control tokens and the 256 bytes.
@@ -94,7 +93,7 @@ def byte_level_bpe(
 
 
 def single_bytes(vocab_size: int, architecture: Architecture) -> Tokenizer:
-    """One token per byte of the UTF-8 text: byte-level BPE that never learned a merge; any text comes back unchanged.
+    """One token per byte of the UTF-8 text: byte-level BPE without merges; decoding restores any text exactly.
 
     Raises:
         ValueError: when the vocabulary is too small for the control tokens and the 256 bytes.
@@ -106,7 +105,7 @@ def single_bytes(vocab_size: int, architecture: Architecture) -> Tokenizer:
 
 
 def _byte_level(vocab_size: int, pattern: str | None) -> tokenizers.Tokenizer:
-    """An empty model between the splitter and the decoder of byte symbols."""
+    """An empty BPE model with splitter and decoder of byte symbols."""
     smallest = len(_BYTE_SYMBOLS) + len((PAD, BOS, EOS))
     if vocab_size < smallest:
         raise ValueError(f"vocab_size is {vocab_size}, byte-level tokens need at least {smallest}")
@@ -125,7 +124,7 @@ def _byte_level(vocab_size: int, pattern: str | None) -> tokenizers.Tokenizer:
 
 
 def one_word_per_id(vocab_size: int, architecture: Architecture) -> Tokenizer:
-    """A stand-in for models with random weights: id i is the word `w<i>`, so that whatever they say can be read.
+    """A placeholder for models with random weights: id i is the word `w<i>`.
 
     Raises:
         ValueError: when there is no room for the control tokens.
@@ -135,13 +134,13 @@ def one_word_per_id(vocab_size: int, architecture: Architecture) -> Tokenizer:
         raise ValueError(f"vocab_size is {vocab_size}, the control tokens alone need {len(special)}")
     words = [*special, *(f"w{index}" for index in range(len(special), vocab_size))]
     inner = tokenizers.Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN))
-    # Punctuation stands alone, or the word `<bos>` would be found in the vocabulary.
+    # Splits off punctuation: otherwise the text `<bos>` would be a word of the vocabulary.
     inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
     return _finish(inner, architecture, special)
 
 
 def _finish(inner: tokenizers.Tokenizer, architecture: Architecture, special: list[str]) -> Tokenizer:
-    """Declares the control tokens and how a prompt is framed: bos before a text to continue, eos after a source."""
+    """Declares the control tokens and the frame of a prompt: bos before a text to continue, eos after a source."""
     inner.add_special_tokens(special)
     if architecture is Architecture.ENCODER_DECODER:
         frame = processors.TemplateProcessing(single=f"$A {EOS}", special_tokens=[(EOS, EOS_ID)])

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from model.spec.config import Architecture, ModelConfig
-from model.spec.generation import NO_WISHES, GenerationRules
+from model.spec.generation import NO_RULES, GenerationRules
 from service.engine.batch import (
     KVCopy,
     KVDrop,
@@ -257,7 +257,7 @@ def fake_engine(
     last_run: LastRun | None = None,
     kv_budget: KVBudget | None = None,
     clock: Callable[[], float] = time.monotonic,
-    generation: GenerationRules = NO_WISHES,
+    generation: GenerationRules = NO_RULES,
 ) -> Engine:
     """A whole engine over a `FakeRunner`; `limits` default to 4 slots, chunks of 8 and 16 prefill tokens a step."""
     limits = limits or EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=16)

@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from model.spec.artifact import Device, Manifest, Precision
 from model.spec.chat import Chat, ChatSettings
 from model.spec.config import Architecture, ModelConfig
-from model.spec.generation import NO_WISHES, GenerationRules
+from model.spec.generation import NO_RULES, GenerationRules
 from model.spec.golden import CaseResult, Feed, GoldenCase
 from model.spec.tokenizer import Tokenizer
 from onward.v1 import generation_pb2 as pb
@@ -85,7 +85,7 @@ def served_model(
     encoder_decoder: bool = False,
     golden_error: float = 0.0,
     precision: Precision = Precision.FP32,
-    generation: GenerationRules = NO_WISHES,
+    generation: GenerationRules = NO_RULES,
     chat: str | None = None,
 ) -> ServedModel:
     """What the server knows of a fake model; `chat` is the source of its template."""

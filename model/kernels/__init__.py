@@ -1,11 +1,10 @@
-"""Kernels of the project's own ONNX operators, in C++: the sources, and where to find what is built of them.
+"""C++ kernels of the project's own ONNX operators: the sources, and the library built from them.
 
-`python -m model.kernels` builds them, for x86-64. Which of them a processor can run the library finds out by itself.
-Operators of a graph without a kernel, and all of them where the library is not built, are computed by the standard
-operators that they stand for, only slower (`export.operators`).
+`python -m model.kernels` builds the library, for x86-64. At run time it registers the operators that the processor
+supports. ONNX Runtime runs all others by their function bodies of standard operators, slower (`export.operators`).
 
-The library lies beside its sources and is named after them, so that one of other sources is never taken for it. Knows
-nothing of ONNX Runtime, and needs the standard library alone.
+The library lies beside its sources, and its name has their digest, so a stale library is never loaded. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-"""Where the sources are."""
+"""The folder of the sources."""
 
-# The library carries what it needs of GCC's, so that it runs where there is no GCC, or an older one's libraries.
-# What a source needs of newer processors it says itself, so that one library runs on all of them. Products and sums are
-# rounded each by itself where the source does not say otherwise. The last two are false alarms of GCC's own headers.
+# GCC's libraries are linked statically: the library runs where they are missing or older. Sources set their targets by
+# pragmas, so that one library runs on all x86-64 processors. Without contraction, bits do not depend on the compiler's
+# choice of fused operations. The last two warnings are false alarms in GCC's own headers.
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -36,7 +35,7 @@ FLAGS = (
     "-Wno-uninitialized",
     "-Wno-maybe-uninitialized",
 )
-"""What a compiler is told, besides its input and output."""
+"""The compiler's flags, besides input and output."""
 
 _MACHINES = frozenset({"x86_64", "amd64"})
 _DIGITS = 12
@@ -44,12 +43,12 @@ _DIGITS = 12
 
 @cache
 def library() -> Path | None:
-    """The kernels' library; None where it is not built of these very sources. A process keeps what it found first."""
+    """The kernels' library; None if it is not built from these sources. Cached for the process."""
     return library_in(FOLDER)
 
 
 def why_not() -> str | None:
-    """Why there is no library, in words for an operator; None where there is one."""
+    """The reason that there is no library, for an operator; None if there is one."""
     if not is_for_this_machine():
         return f"they are for x86-64, and this machine is {platform.machine()}"
     if library() is None:
@@ -58,7 +57,7 @@ def why_not() -> str | None:
 
 
 def operators() -> tuple[str, ...]:
-    """The operators that the library has kernels for which this processor can run; none where there is no library.
+    """The operators whose kernels this processor supports; empty if there is no library.
 
     Raises:
         OSError: when it cannot be loaded.
@@ -73,12 +72,12 @@ def operators() -> tuple[str, ...]:
 
 
 def is_for_this_machine() -> bool:
-    """Whether there are kernels for this kind of processor at all."""
+    """Whether the kernels support this machine's architecture."""
     return platform.machine().lower() in _MACHINES
 
 
 def library_in(folder: Path) -> Path | None:
-    """As `library`, for sources elsewhere and as they are now."""
+    """As `library`, for another folder and not cached."""
     if not is_for_this_machine():
         return None
     path = folder / library_name(folder)
@@ -86,7 +85,7 @@ def library_in(folder: Path) -> Path | None:
 
 
 def library_name(folder: Path) -> str:
-    """The file name of what a folder's sources are built to: a digest of all that they are and are compiled with."""
+    """The file name of a folder's library, with a digest of its sources and the flags."""
     digest = hashlib.sha256("\0".join(FLAGS).encode())
     for path in sorted([*sources(folder), *folder.glob("*.h")]):
         digest.update(f"\0{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -94,5 +93,5 @@ def library_name(folder: Path) -> str:
 
 
 def sources(folder: Path) -> list[Path]:
-    """The files that are compiled, in order, and the linker's list of what the library exports."""
+    """The files to compile, in order, and the linker's list of exported symbols."""
     return [*sorted(folder.glob("*.cc")), *folder.glob("exports.ld")]

@@ -1,6 +1,6 @@
-"""`python -m model.kernels`: builds the kernels for this machine, unless that is done.
+"""`python -m model.kernels`: builds the kernels for this machine, unless they are up to date.
 
-Exit status: 0 they are built, or there are none for this machine; 2 they could not be built.
+Exit status: 0 if they are built or this machine has none; 2 if the build failed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ _OTHERWISE = "graphs run by standard operators, slower"
 
 
 def main(argv: Sequence[str], folder: Path = FOLDER) -> int:
-    """Builds a folder's kernels and says so; the exit status."""
+    """Builds a folder's kernels; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m model.kernels",
         description="Build the kernels of our own operators. Without them graphs run all the same, only slower.",
         allow_abbrev=False,
     )
-    parser.add_argument("--compiler", help="C++ compiler to build with, anew; default: what is found on PATH")
-    parser.add_argument(
-        "--if-possible", action="store_true", help="where they cannot be built, say so in a line and exit with 0"
-    )
+    parser.add_argument("--compiler", help="C++ compiler, forces a new build; default: the first found on PATH")
+    parser.add_argument("--if-possible", action="store_true", help="on failure, print one line and exit with 0")
     given = parser.parse_args(argv)
     if not is_for_this_machine():
         print(f"kernels: none for {platform.machine()}, they are for x86-64; {_OTHERWISE}")

@@ -1,6 +1,6 @@
-"""Builds the kernels' library: one call of a C++ compiler.
+"""Builds the kernels' library by one call of a C++ compiler.
 
-The library is put in its place whole or not at all, so builds may run beside each other, and beside servers.
+The library is replaced atomically, so builds may run concurrently with each other and with servers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from pathlib import Path
 from model.kernels import FLAGS, FOLDER, library_name, sources
 
 COMPILERS = ("g++", "c++")
-"""By these names a compiler is looked for, in this order. It has to be GCC: clang has another pragma for what GCC calls
-a target."""
+"""Names of the compiler, tried in this order. It must be GCC: clang has another pragma for targets."""
 
 _LIBRARIES = "libonward-*.so"
 _MAX_LINES = 20
@@ -26,7 +25,7 @@ class BuildError(Exception):
 
     Args:
         summary: why, and what to do, in one line.
-        details: the compiler's own words, its last lines.
+        details: the last lines of the compiler's output.
     """
 
     def __init__(self, summary: str, details: str = "") -> None:
@@ -36,7 +35,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A library, who made it, and what the compiler had to say all the same."""
+    """A library, its compiler, and the compiler's warnings."""
 
     path: Path
     compiler: str
@@ -44,11 +43,11 @@ class Built:
 
 
 def build(compiler: str | None = None, folder: Path = FOLDER) -> Built:
-    """Compiles a folder's sources, and removes what was built of others.
+    """Compiles a folder's sources, and removes older libraries.
 
     Args:
-        compiler: a name on PATH or a path; found by `COMPILERS` unless given.
-        folder: of the sources, and of the library.
+        compiler: a name on PATH or a path; default: the first of `COMPILERS` on PATH.
+        folder: holds the sources and the library.
 
     Raises:
         BuildError: when there is no compiler, or it fails, or the folder cannot be written.
@@ -70,13 +69,13 @@ def build(compiler: str | None = None, folder: Path = FOLDER) -> Built:
                 other.unlink(missing_ok=True)
     except OSError as error:
         raise BuildError(
-            f"{folder} cannot be written ({error.strerror}): build as whoever owns it, or install where you may write"
+            f"{folder} cannot be written ({error.strerror}): build as its owner, or install into a writable folder"
         ) from error
     return Built(target, found, warnings)
 
 
 def find_compiler(wanted: str | None = None) -> str:
-    """The path of a C++ compiler: of the one that is wanted, or else of the first of `COMPILERS` on PATH.
+    """The path of the wanted C++ compiler, or of the first of `COMPILERS` on PATH.
 
     Raises:
         BuildError: when there is none.
@@ -93,7 +92,7 @@ def find_compiler(wanted: str | None = None) -> str:
 
 
 def _compile(compiler: str, paths: list[Path], made: Path) -> str:
-    """Compiles to `made`; what the compiler said if it did."""
+    """Compiles to `made`; returns the compiler's warnings."""
     command = [compiler, *FLAGS, "-o", str(made), *map(str, paths)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603

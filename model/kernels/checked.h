@@ -1,4 +1,4 @@
-// Sizes that an artifact decides, multiplied in 64 bits: a product that does not fit throws, it never wraps.
+// Products of sizes from an artifact: throw instead of overflowing 64 bits.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,7 @@ constexpr float kLog2E = 1.44269504088896340736f;
 inline __m512 power_of_two(__m512 x) {
   const __m512 fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // ±0.5; 0 of infinity
   const __m512 whole = _mm512_sub_ps(x, fraction);
-  // The polynomial of degree 6 through (0, 1) with the least largest relative error, 2e-9.
+  // Minimax polynomial of degree 6 through (0, 1), relative error 2e-9.
   __m512 power = _mm512_set1_ps(0x1.41fbbcp-13f);
   power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0x1.5f3e54p-10f));
   power = _mm512_fmadd_ps(power, fraction, _mm512_set1_ps(0x1.3b2d4cp-7f));

@@ -1,7 +1,7 @@
-// One result is 16 lanes of sums over K, so that both sides are read as they lie in memory; 3 rows meet 8 columns at a
-// time, and each register that is loaded counts for 3 or 8 products. Of few rows the time is that of reading the
-// matrix, hence all of them meet a column at once, if they fit into the nearest cache, and the next columns are asked
-// for while these are multiplied; of many it is that of arithmetic, hence K in parts that stay in that cache.
+// One result is 16 lanes of sums over K, so both sides are read in memory order. A tile is 3 rows by 8 columns, so each
+// load serves 3 or 8 products. Few rows are bound by memory bandwidth: if they fit the L1 cache, all of them are one
+// tile, and the next columns are prefetched meanwhile. Many rows are bound by arithmetic: K is split into parts that
+// stay in the L1 cache.
 #include "float_linear.h"
 
 #include <immintrin.h>
@@ -23,7 +23,7 @@ int64_t best_stride(int64_t num_rows) {
 
 }  // namespace onward
 
-// All above runs on any processor, all below where that is true.
+// All above runs on any processor, all below only where it returns true.
 #pragma GCC target("avx512f,avx512dq")
 
 #include "fold.h"
@@ -33,33 +33,33 @@ int64_t best_stride(int64_t num_rows) {
 namespace onward {
 namespace {
 
-constexpr int64_t kTileRows = 3;       // with eight columns: 24 sums, and registers are left for what is multiplied
+constexpr int64_t kTileRows = 3;       // with eight columns: 24 sums, which leaves registers for the operands
 constexpr int64_t kTileColumns = 8;    // half a register of results
-constexpr int64_t kFewRows = 8;        // are a tile by themselves, with as many columns as leave it 24 sums,
-constexpr int64_t kFewNumbers = 6144;  // if they are no more numbers than stay in the nearest cache: 24 KiB
-constexpr int64_t kPart = 768;       // of K at most at a time: a tile's columns take three quarters of the first cache
-constexpr int64_t kBlock = 1 << 17;  // numbers, those of rows that stay in the next cache while all columns pass
+constexpr int64_t kFewRows = 8;        // at most so many rows are one tile, with as many columns as give 24 sums,
+constexpr int64_t kFewNumbers = 6144;  // if they have no more numbers than stay in the L1 cache: 24 KiB
+constexpr int64_t kPart = 768;       // rows of K at a time: a tile's columns take three quarters of the L1 cache
+constexpr int64_t kBlock = 1 << 17;  // numbers of the rows that stay in the L2 cache for all columns
 constexpr int64_t kLine = 64;
 
-// What 16 lanes have added up to so far.
+// Partial sums of 16 lanes.
 struct Sum {
   __m512 lanes;
 };
 
-// What a tile is the product of: one part of K.
+// One part of K, for a tile.
 struct Part {
   const float* columns;
   int64_t column_stride;
-  int64_t begin, end;  // of K, where `columns` begin
+  int64_t begin, end;  // rows of K; `columns` points at `begin`
   bool is_first, is_last;
-  int64_t lines_ahead;  // to ask for with each 16 numbers of K
+  int64_t lines_ahead;  // cache lines to prefetch per 16 numbers of K
 };
 
 // Adds the products of 16 numbers of each row and column, those of `mask`, to a tile's sums.
 template <int num_rows, int num_columns>
 [[gnu::always_inline]] inline void add_products(const float* rows, int64_t row_stride, const float* columns,
                                                 int64_t column_stride, __mmask16 mask, __m512* sums) {
-  // Of both sides the shorter stays in registers while the other passes.
+  // The shorter side stays in registers.
   if constexpr (num_rows > kTileRows) {
     __m512 right[num_columns];
 #pragma GCC unroll 8
@@ -83,8 +83,7 @@ template <int num_rows, int num_columns>
 #pragma GCC unroll 8
   for (int column = 0; column < num_columns; ++column) {
     __m512 right = _mm512_maskz_loadu_ps(mask, columns + column * column_stride);
-    // Loaded once: the compiler would have each multiplication load it anew, and loads are as scarce as
-    // multiplications.
+    // Loaded once: the compiler would repeat the load for each multiplication, and loads are as scarce.
     asm("" : "+v"(right));
 #pragma GCC unroll 3
     for (int row = 0; row < num_rows; ++row) {
@@ -94,15 +93,15 @@ template <int num_rows, int num_columns>
   }
 }
 
-// Adds up one part of K for a tile of results; between parts the sums wait in `waiting`. Fetches from `ahead` on.
+// Adds one part of K to a tile of results; between parts the sums are kept in `partial`. Prefetches from `ahead` on.
 template <int num_rows, int num_columns>
 void multiply_tile(const float* rows, const FloatMatrix& matrix, int64_t column, const Part& part, const char* ahead,
-                   Sum* waiting, float* output) {
+                   Sum* partial, float* output) {
   const int64_t stride = matrix.num_rows;
   const float* columns = part.columns;
   __m512 sums[num_rows * num_columns];
 #pragma GCC unroll 24
-  for (int i = 0; i < num_rows * num_columns; ++i) sums[i] = part.is_first ? _mm512_setzero_ps() : waiting[i].lanes;
+  for (int i = 0; i < num_rows * num_columns; ++i) sums[i] = part.is_first ? _mm512_setzero_ps() : partial[i].lanes;
   int64_t k = part.begin;
   for (; k + kLanes <= part.end; k += kLanes, columns += kLanes) {
     for (int64_t i = 0; i < part.lines_ahead; ++i, ahead += kLine) _mm_prefetch(ahead, _MM_HINT_T1);
@@ -112,10 +111,10 @@ void multiply_tile(const float* rows, const FloatMatrix& matrix, int64_t column,
     add_products<num_rows, num_columns>(rows + k, stride, columns, part.column_stride, first_lanes(part.end - k), sums);
   if (!part.is_last) {
 #pragma GCC unroll 24
-    for (int i = 0; i < num_rows * num_columns; ++i) waiting[i].lanes = sums[i];
+    for (int i = 0; i < num_rows * num_columns; ++i) partial[i].lanes = sums[i];
     return;
   }
-  // One row's results are one after the other.
+  // Results are row-major.
   fold<num_rows * num_columns>(sums);
   alignas(64) float results[2 * kLanes];
   for (int i = 0; i < num_rows * num_columns; i += kLanes) _mm512_store_ps(results + i, sums[i / kLanes]);
@@ -128,11 +127,11 @@ void multiply_tile(const float* rows, const FloatMatrix& matrix, int64_t column,
   }
 }
 
-// How many columns a tile of so many rows has.
+// The number of columns of a tile.
 constexpr int64_t tile_columns(int64_t num_rows) { return std::min(kTileColumns, kTileRows * kTileColumns / num_rows); }
 
 using Tile = void (*)(const float*, const FloatMatrix&, int64_t, const Part&, const char*, Sum*, float*);
-using Tiles = std::array<Tile, kTileColumns>;  // by the number of columns, less one
+using Tiles = std::array<Tile, kTileColumns>;  // by the number of columns minus one
 
 template <int num_rows, int... indices>
 constexpr Tiles tiles_of(std::integer_sequence<int, indices...>) {
@@ -145,7 +144,7 @@ constexpr const Tiles* kTiles[kFewRows] = {&kTilesOf<1>, &kTilesOf<2>, &kTilesOf
 
 int64_t ceil_div(int64_t count, int64_t unit) { return (count + unit - 1) / unit; }
 
-// Columns `begin` to `end` for `num_rows` rows, which stay in cache.
+// Columns [`begin`, `end`) for `num_rows` rows, which stay in the L2 cache.
 void multiply_block(const float* rows, int64_t num_rows, const FloatMatrix& matrix, int64_t begin, int64_t end,
                     float* output) {
   thread_local Scratch<Sum> sums;
@@ -153,10 +152,10 @@ void multiply_block(const float* rows, int64_t num_rows, const FloatMatrix& matr
   const bool is_one_tile = num_rows <= kTileRows || (num_rows <= kFewRows && num_rows * width <= kFewNumbers);
   const int64_t tile_rows = is_one_tile ? num_rows : kTileRows, columns_at_once = tile_columns(tile_rows);
   const int64_t num_tiles = ceil_div(num_rows, tile_rows);
-  // A single tile meets its columns once: nothing to keep near.
+  // A single tile reads its columns once, so K needs no parts.
   const int64_t num_parts = is_one_tile ? 1 : std::max<int64_t>(ceil_div(width, kPart), 1);
   const int64_t step = ceil_div(ceil_div(width, num_parts), kLanes) * kLanes;
-  Sum* const waiting = sums.at_least(num_parts == 1 ? 0 : num_rows * kTileColumns);
+  Sum* const partial = sums.at_least(num_parts == 1 ? 0 : num_rows * kTileColumns);
   for (int64_t column = begin; column < end; column += columns_at_once) {
     const int64_t num_columns = std::min(columns_at_once, end - column);
     const float* columns = matrix.weights + column * matrix.stride;
@@ -168,7 +167,7 @@ void multiply_block(const float* rows, int64_t num_rows, const FloatMatrix& matr
       for (int64_t row = 0; row < num_rows; row += tile_rows) {
         const int64_t count = std::min(tile_rows, num_rows - row);
         (*kTiles[count - 1])[num_columns - 1](rows + row * width, matrix, column, part, ahead,
-                                              waiting + row * kTileColumns, output + row * matrix.num_columns);
+                                              partial + row * kTileColumns, output + row * matrix.num_columns);
         ahead += ceil_div(last - first, kLanes) * lines_ahead * kLine;
       }
     }
@@ -180,7 +179,7 @@ void multiply_block(const float* rows, int64_t num_rows, const FloatMatrix& matr
 void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, const FloatMatrix& matrix, float* output) {
   if (num_rows == 0 || matrix.num_columns == 0) return;
   const int64_t width = matrix.num_rows;
-  // Blocks of one size: a block of a few rows would be all reading of the matrix.
+  // Blocks of equal size: a last block of few rows would be bound by reading the matrix.
   const int64_t num_blocks = std::max<int64_t>(ceil_div(num_rows * width, kBlock), 1);
   const int64_t block = ceil_div(ceil_div(num_rows, num_blocks), kTileRows) * kTileRows;
   share(parallel, ceil_div(matrix.num_columns, kTileColumns), [=, &matrix](int64_t begin, int64_t end) {

@@ -9,12 +9,11 @@ namespace onward {
 //
 //   s[i] = (x[4 i] + x[4 i + 2]) + (x[4 i + 1] + x[4 i + 3])        sum = (s[0] + s[1]) + (s[2] + s[3])
 //
-// Every sum is added up like this, whatever `count` is. What lanes past `count` hold is of no use.
+// The order of additions does not depend on `count`. Lanes past `count` are undefined.
 template <int count>
 [[gnu::always_inline]] inline void fold(__m512* vectors) {
   constexpr int pairs = (count + 1) / 2, fours = (pairs + 1) / 2, eights = (fours + 1) / 2, sixteens = (eights + 1) / 2;
-  // Each step adds one half of every sum to the other, and two registers become one; the last without a partner is its
-  // own.
+  // Each step adds the halves of every sum and merges two registers into one; the last may be paired with itself.
 #pragma GCC unroll 16
   for (int i = 0; i < pairs; ++i) {
     const __m512 a = vectors[2 * i], b = vectors[2 * i + 1 < count ? 2 * i + 1 : 2 * i];

@@ -6,7 +6,7 @@
 
 #include "scratch.h"
 
-// What follows runs only where `can_multiply` of linear.h.
+// Runs only where `can_multiply` of linear.h returns true.
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 
 #include "gelu.h"
@@ -16,33 +16,32 @@
 namespace onward {
 namespace {
 
-constexpr int64_t kTileRows = 16;  // the more rows, the less it matters that codes are taken apart first
+constexpr int64_t kTileRows = 16;  // more rows amortize the unpacking of codes
 constexpr int32_t kZeroCode = 8;
 constexpr float kStep = 1.0f / 127;
-constexpr int64_t kGroup = 4;   // codes of a column, which one instruction multiplies
-constexpr int kPairs = 4;       // of groups in a block, each pair in one register
-constexpr int kChains = 4;      // of additions hide the latency of one: those of rows or, of few rows, parts of them
+constexpr int64_t kGroup = 4;   // codes of a column that one instruction multiplies
+constexpr int kPairs = 4;       // pairs of groups in a block, each pair in one register
+constexpr int kChains = 4;      // chains of additions that hide the latency of one: of rows, or of parts of few rows
 constexpr int64_t kBlockBytes = kPairs * 64;
-// How many blocks ahead of its use a panel is asked for.
-constexpr int64_t kAhead = 8;
+constexpr int64_t kAhead = 8;  // prefetch distance in blocks
 
-// What rows are rounded to.
+// Quantized rows.
 struct Rounded {
   const int8_t* bytes;       // [num_rows, K]
   const float* scales;       // [num_rows]
-  const int32_t* shortfall;  // [num_rows, K / 32], each block's sum times what codes are too large by, negative
+  const int32_t* offsets;    // [num_rows, K / 32], each block's sum times minus the zero point of codes
 };
 
-// Sums a row's blocks.
-void sum_blocks(const int8_t* bytes, int64_t num_blocks, int32_t* shortfall) {
+// Writes a row's `Rounded::offsets`.
+void sum_blocks(const int8_t* bytes, int64_t num_blocks, int32_t* offsets) {
   for (int64_t block = 0; block < num_blocks; ++block, bytes += kInt4Block) {
     int32_t sum = 0;
     for (int64_t i = 0; i < kInt4Block; ++i) sum += bytes[i];
-    shortfall[block] = -kZeroCode * sum;
+    offsets[block] = -kZeroCode * sum;
   }
 }
 
-// One panel's columns for `num_rows` rounded rows.
+// One panel's columns for `num_rows` quantized rows.
 template <int num_rows>
 void multiply_tile(const Rounded& rows, const Int4Matrix& matrix, int64_t panel, float* output) {
   const int64_t width = matrix.num_rows, num_blocks = width / kInt4Block;
@@ -58,7 +57,7 @@ void multiply_tile(const Rounded& rows, const Int4Matrix& matrix, int64_t panel,
     for (int pair = 0; pair < kPairs; ++pair) {
       _mm_prefetch(codes + kAhead * kBlockBytes + pair * 64, _MM_HINT_T0);
       __m512i both = _mm512_loadu_si512(codes + pair * 64);
-      asm("" : "+v"(both));  // loaded once, where the compiler would load it twice
+      asm("" : "+v"(both));  // loaded once: the compiler would load it twice
       groups[2 * pair] = _mm512_and_si512(both, low_bits);
       groups[2 * pair + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_bits);
     }
@@ -76,7 +75,7 @@ void multiply_tile(const Rounded& rows, const Int4Matrix& matrix, int64_t panel,
           std::memcpy(&four, rows.bytes + row * width + block * kInt4Block + group * kGroup, sizeof four);
           __m512i& sum = exact[row - first][group % num_parts];
           if (group < num_parts)
-            sum = group == 0 ? _mm512_set1_epi32(rows.shortfall[row * num_blocks + block]) : _mm512_setzero_si512();
+            sum = group == 0 ? _mm512_set1_epi32(rows.offsets[row * num_blocks + block]) : _mm512_setzero_si512();
           sum = _mm512_dpbusd_epi32(sum, groups[group], _mm512_set1_epi32(four));
         }
       }
@@ -117,17 +116,17 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
   thread_local Scratch<int8_t> byte_scratch;
   thread_local Scratch<float> scale_scratch;
   thread_local Scratch<int32_t> block_scratch;
-  // Not through the thread's own names below: other threads have others of these names.
+  // Plain pointers for the lambdas: the thread_local names mean other objects on other threads.
   int8_t* const bytes = byte_scratch.at_least(num_rows * width);
   float* const scales = scale_scratch.at_least(num_rows);
-  int32_t* const shortfall = block_scratch.at_least(num_rows * num_blocks);
+  int32_t* const offsets = block_scratch.at_least(num_rows * num_blocks);
 
   for_each_row(parallel, num_rows, width, [=](int64_t row) {
     scales[row] = round_row(rows + row * width, width, kStep, 0, bytes + row * width);
-    sum_blocks(bytes + row * width, num_blocks, shortfall + row * num_blocks);
+    sum_blocks(bytes + row * width, num_blocks, offsets + row * num_blocks);
   });
   for_each_tile(parallel, num_panels, num_rows, kTileRows, [=, &matrix](int64_t panel, int64_t row, int64_t count) {
-    const Rounded tile{bytes + row * width, scales + row, shortfall + row * num_blocks};
+    const Rounded tile{bytes + row * width, scales + row, offsets + row * num_blocks};
     kTiles[count - 1](tile, matrix, panel, output + row * matrix.num_columns);
   });
 }

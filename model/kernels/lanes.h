@@ -9,7 +9,7 @@ namespace onward {
 
 constexpr int64_t kLanes = 16;
 
-// The lanes that the first `count` numbers take.
+// The mask of the first `count` lanes.
 inline __mmask16 first_lanes(int64_t count) {
   return count >= kLanes ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1);
 }

@@ -16,7 +16,7 @@ bool can_multiply() {
 
 }  // namespace onward
 
-// All above runs on any processor, all below where that is true.
+// All above runs on any processor, all below only where it returns true.
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 
 #include "gelu.h"
@@ -26,12 +26,12 @@ bool can_multiply() {
 namespace onward {
 namespace {
 
-constexpr int64_t kTileRows = 8;  // with two registers of columns: sixteen sums hide the latency of adding to one
+constexpr int64_t kTileRows = 8;  // with two registers of columns: sixteen sums hide the latency of one addition
 
-// How many bytes a rounded row takes: whole groups. What is in the last beyond the row meets weights of zero.
+// Bytes of a quantized row, in whole groups. Bytes past the row meet weights of zero.
 int64_t padded(int64_t width) { return (width + kGroupRows - 1) / kGroupRows * kGroupRows; }
 
-// One panel's columns for `num_rows` rounded rows.
+// One panel's columns for `num_rows` quantized rows.
 template <int num_rows>
 void multiply_tile(const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix, int64_t panel,
                    float* output) {
@@ -102,7 +102,7 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
   const int64_t num_panels = (matrix.num_columns + kPanelColumns - 1) / kPanelColumns;
   thread_local Scratch<uint8_t> bytes;
   thread_local Scratch<float> scales;
-  // Not through the thread's own names below: other threads have others of these names.
+  // Plain pointers for the lambdas: the thread_local names mean other objects on other threads.
   uint8_t* const rounded = bytes.at_least(num_rows * stride);
   float* const row_scales = scales.at_least(num_rows);
 

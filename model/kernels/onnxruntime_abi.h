@@ -1,8 +1,7 @@
-// The part of ONNX Runtime's C interface that custom operators need, declared here because its wheels bring no header.
+// The part of ONNX Runtime's C interface that custom operators need, declared here because its wheels have no header.
 //
-// ONNX Runtime promises that the table of functions is only ever added to, so that a function's place in it is its
-// name: places, signatures and the order of `CustomOp`'s members are those of interface version 24 (ONNX Runtime 1.24
-// and newer).
+// ONNX Runtime only ever appends to its table of functions, so a function is identified by its place: places, signatures
+// and the order of `CustomOp`'s members are those of interface version 24 (ONNX Runtime 1.24 and newer).
 #pragma once
 
 #include <cstddef>
@@ -12,7 +11,7 @@ namespace ort {
 
 constexpr uint32_t kVersion = 24;
 
-// Known to ONNX Runtime alone.
+// Opaque.
 struct Status;
 struct Value;
 struct KernelInfo;
@@ -27,7 +26,7 @@ enum ElementType : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kFloat16
 enum Characteristic : int { kRequired = 0, kOptional = 1 };
 enum MemoryType : int { kDefaultMemory = 0 };
 
-// Every function of the table by its place; a `Status` other than null is an error, which belongs to whoever gets it.
+// The table's functions by place; a `Status` other than null is an error, which the caller must release.
 struct Api {
   void* const* functions;
 
@@ -77,7 +76,7 @@ struct Api {
     return at<274, Status*(const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*)>()(
         context, fn, count, kEachByItself, data);
   }
-  // `dimensions` belong to the value, and are null where it has none.
+  // `dimensions` belong to the value, and are null if it has none.
   Status* type_and_shape(const Value* value, ElementType* type, const int64_t** dimensions, size_t* rank) const {
     return at<414, Status*(const Value*, ElementType*, const int64_t**, size_t*)>()(value, type, dimensions, rank);
   }
@@ -88,7 +87,7 @@ struct ApiBase {
   const char* (*get_version)();
 };
 
-// What ONNX Runtime asks of an operator. Members are called by their place in this struct: none may be missing.
+// An operator's table of functions. ONNX Runtime calls members by their place: none may be missing.
 struct CustomOp {
   uint32_t version;
   void* (*create_kernel_v1)(const CustomOp*, void* const* api, const KernelInfo*);

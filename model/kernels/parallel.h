@@ -1,4 +1,4 @@
-// How kernels share work among threads: whoever calls them lends the threads.
+// Parallel loops of kernels on threads that the caller provides.
 #pragma once
 
 #include <algorithm>
@@ -9,14 +9,13 @@
 
 namespace onward {
 
-// Runs `fn(data, index)` once for each index below `count`, on however many threads there are; returns when all are
-// done.
+// Runs `fn(data, index)` once for each index below `count`, on any number of threads; returns when all are done.
 struct Parallel {
   void* context;
   void (*run)(void* context, void (*fn)(void* data, size_t index), size_t count, void* data);
 
-  // The same for anything that can be called with an index. What fails for want of memory, the only way that kernels
-  // fail, is told when all others are done: threads that are lent take no exceptions.
+  // The same for any callable of an index. Throws `std::bad_alloc`, a kernel's only failure, after all calls have
+  // ended: the caller's threads accept no exceptions.
   template <typename Body>
   void operator()(size_t count, Body body) const {
     if (count == 1) return body(size_t{0});
@@ -39,16 +38,16 @@ struct Parallel {
   }
 };
 
-// Into how many pieces `share` cuts, at most: threads that come late or are held up find less left to do.
-constexpr int64_t kPieces = 64;
+// The most tasks that `share` makes: more than threads, so that a late or slow thread takes fewer.
+constexpr int64_t kMaxTasks = 64;
 
-// Calls `body(begin, end)` for pieces that together are all below `count`, which is not 0.
+// Calls `body(begin, end)` for ranges that together cover [0, `count`); `count` is not 0.
 template <typename Body>
 void share(const Parallel& parallel, int64_t count, const Body& body) {
-  const int64_t num_pieces = std::min(kPieces, count);
-  parallel(num_pieces, [=, &body](size_t index) {
-    const int64_t piece = static_cast<int64_t>(index);
-    body(piece * count / num_pieces, (piece + 1) * count / num_pieces);
+  const int64_t num_tasks = std::min(kMaxTasks, count);
+  parallel(num_tasks, [=, &body](size_t index) {
+    const int64_t task = static_cast<int64_t>(index);
+    body(task * count / num_tasks, (task + 1) * count / num_tasks);
   });
 }
 

@@ -17,7 +17,7 @@ namespace onward {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
-constexpr size_t kSlab = 16 * kHugePage;  // no more of it is resident than what is written
+constexpr size_t kSlab = 16 * kHugePage;  // only written pages become resident
 constexpr size_t kLine = 64;
 
 size_t round_up(size_t count, size_t unit) { return (count + unit - 1) / unit * unit; }
@@ -26,14 +26,14 @@ class Slab {
  public:
   explicit Slab(size_t size) : size_(size), memory_(static_cast<char*>(std::aligned_alloc(kHugePage, size))) {
     if (!memory_) throw std::bad_alloc();
-    // Where the system has none to give, pages of the usual size do.
+    // If the system has no huge pages, it uses ordinary ones.
     madvise(memory_, size, MADV_HUGEPAGE);
   }
   Slab(const Slab&) = delete;
   Slab& operator=(const Slab&) = delete;
   ~Slab() { std::free(memory_); }
 
-  // Room for `size` bytes, or null where there is none left.
+  // Space for `size` bytes, or null if too little is left.
   char* take(size_t size) {
     if (size_ - used_ < size) return nullptr;
     char* const place = memory_ + used_;
@@ -48,7 +48,7 @@ class Slab {
   char* memory_;
 };
 
-// Whether bytes are a part of a file that is mapped for this process alone: the system has them, whoever gives them back.
+// Whether the bytes are part of a private file mapping, whose pages can be released.
 bool is_mapped(uintptr_t begin, uintptr_t end) {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
@@ -61,7 +61,7 @@ bool is_mapped(uintptr_t begin, uintptr_t end) {
   return false;
 }
 
-// Gives back the pages of what has been copied, where they are a file's: it is not read any more.
+// Releases the pages of copied bytes if they are a mapped file's.
 void release(const void* bytes, size_t size) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const uintptr_t begin = round_up(reinterpret_cast<uintptr_t>(bytes), page);

@@ -13,7 +13,7 @@ bool can_compute_rows() {
 
 }  // namespace onward
 
-// All above runs on any processor, all below where that is true.
+// All above runs on any processor, all below only where it returns true.
 #pragma GCC target("avx512f,avx512dq,fma")
 
 #include "exponential.h"
@@ -22,12 +22,11 @@ bool can_compute_rows() {
 namespace onward {
 namespace {
 
-// Below this many numbers, all is over before another thread has woken.
-constexpr int64_t kDoneAlone = 1 << 13;
+constexpr int64_t kMinParallel = 1 << 13;  // numbers; fewer are computed faster than another thread wakes up
 
 template <typename Body>
 void share_rows(const Parallel& parallel, int64_t num_rows, int64_t width, const Body& body) {
-  if (num_rows * width <= kDoneAlone) {
+  if (num_rows * width <= kMinParallel) {
     body(int64_t{0}, num_rows);
   } else {
     share(parallel, num_rows, body);

@@ -1,4 +1,4 @@
-// What is done to each row by itself between products: gates and norms.
+// Row-wise operators between products: gates and norms.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@
 
 namespace onward {
 
-// Whether this processor has the instructions that these are made of.
+// Whether this processor has the instructions that these need.
 bool can_compute_rows();
 
-// `output` `[num_rows, width]` = silu(gate) · up, where each of `rows` `[num_rows, 2 · width]` is a gate and an up.
+// `output` `[num_rows, width]` = silu(gate) · up; each of `rows` `[num_rows, 2 · width]` is a gate, then an up.
 void swiglu(const Parallel& parallel, const float* rows, int64_t num_rows, int64_t width, float* output);
 
-// Two tensors `[num_rows, width]` and their sum, which may take the place of one of them.
+// Two tensors `[num_rows, width]` and their sum, which may overwrite one of them.
 struct Addition {
   const float* left;
   const float* right;

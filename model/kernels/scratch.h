@@ -1,4 +1,4 @@
-// Memory that a thread keeps for its next call: it grows to the largest that was ever asked for.
+// Memory that a thread keeps between calls; grows to the largest request.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ namespace onward {
 template <typename Number>
 class Scratch {
  public:
-  // Room for `count` numbers that begins at a cache line; what was there is lost.
+  // Space for `count` numbers, aligned to a cache line; earlier contents are lost.
   Number* at_least(size_t count) {
     if (count > size_) {
       constexpr size_t kLine = 64;

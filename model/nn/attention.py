@@ -1,14 +1,11 @@
-"""Attention as the paper writes it, and the projections on either side of it.
+"""Attention as the paper writes it, and its projections.
 
-`attend` is the formula softmax(QKᵀ/√d_k)V, computed step by step: the oracle that every other formulation is held to.
-`attend_fused` is the same function through torch's fused kernel, and what training runs. Both are pure. The weights
-live in `SelfAttention` and `CrossAttention`, which only project and say how their queries score their keys: training,
-the reference decoder and the exported graphs share them, and each brings its own way from queries, keys and values to
-an output.
+`attend` computes softmax(QKᵀ/√d_k)V step by step: the oracle for every other formulation. `attend_fused` is the same
+function through torch's fused kernel, for training. Both are pure. The weights are in `SelfAttention` and
+`CrossAttention`, which training, the reference decoder and the exported graphs share; each brings its own computation
+from queries, keys and values to an output.
 
-A score is `dot_scores`, the paper's, or `AdditiveScore`, its elder, for which there is no fused kernel.
-
-Knows nothing of layers, positions or caches.
+A score is `dot_scores`, the paper's, or `AdditiveScore`, the older one, which has no fused kernel.
 
 Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; additive scores: Bahdanau et al. (2015);
 grouped queries: Ainslie et al. (2023).
@@ -27,21 +24,13 @@ from torch import Tensor, nn
 from model.spec.config import AttentionScore, ModelConfig
 
 Score = Callable[[Tensor, Tensor], Tensor]
-"""How much each query asks for each key: `[B, H, S, D]` and `[B, H, T, D]` → `[B, H, S, T]`."""
+"""The score of each query and key: `[B, H, S, D]` and `[B, H, T, D]` → `[B, H, S, T]`."""
 
 
 def dot_scores(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
-    """Scaled dot products QKᵀ/√d_k: how much each query asks for each key.
+    """Scaled dot products QKᵀ/√d_k: `[B, H, S, D]` and `[B, H, T, D]` → `[B, H, S, T]`.
 
-    The scale is √d_k, the width of one head, and not d: a dot product of d_k unit-variance terms has variance d_k.
-
-    Args:
-        q: `[B, H, S, D]`.
-        k: `[B, H, T, D]`.
-        scale: the factor, 1/√D when None.
-
-    Returns:
-        `[B, H, S, T]`.
+    d_k is the width of one head: a dot product of d_k unit-variance terms has variance d_k. `scale` replaces 1/√d_k.
     """
     return q @ k.transpose(-2, -1) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
 
@@ -49,9 +38,8 @@ def dot_scores(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
 class AdditiveScore(nn.Module):
     """Additive scores vᵀtanh(q + k), one v for each head: Bahdanau et al.'s v_aᵀtanh(W_a s_{i-1} + U_a h_j).
 
-    W_a and U_a are the projections that make queries and keys anyway, so `vector` `[H, D]` is all that is new. Every
-    query meets every key in D numbers instead of one: `[B, H, S, T, D]` is materialised, which is why
-    `MAX_ADDITIVE_CONTEXT` bounds the lengths. There is no 1/√D, as tanh keeps each term within ±v.
+    W_a and U_a are the ordinary projections, so `vector` `[H, D]` is the only new weight. `[B, H, S, T, D]` is
+    materialized, so `MAX_ADDITIVE_CONTEXT` bounds the lengths. There is no 1/√D, as tanh bounds each term by ±v.
 
     Source: Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and Translate" (2015), equation 6
     and appendix A.1.2.
@@ -67,12 +55,12 @@ class AdditiveScore(nn.Module):
 
 
 def make_score(config: ModelConfig) -> Score:
-    """The score that the configuration asks for; a module where it has weights of its own."""
+    """The configuration's score; a module if it has weights."""
     return AdditiveScore(config) if config.attention_score is AttentionScore.ADDITIVE else dot_scores
 
 
 class Attend(Protocol):
-    """From queries, keys and values to the attention's output; `attend` and `attend_fused` are two of these."""
+    """From queries, keys and values to the attention's output, as `attend` and `attend_fused`."""
 
     def __call__(
         self,
@@ -89,15 +77,9 @@ class Attend(Protocol):
 
 
 def attention_weights(scores: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Each query's distribution over the keys: softmax of its scores, exactly zero where the mask forbids.
+    """Softmax of the scores `[B, H, S, T]`, exactly zero where masked, even for a NaN score.
 
-    Args:
-        scores: `[B, H, S, T]`, from any `Score`; what the mask forbids may be NaN.
-        mask: boolean, broadcastable to `[B, H, S, T]`, True where the query may attend. Every query needs at least one
-            True, or its row is NaN.
-
-    Returns:
-        `[B, H, S, T]`, rows summing to one.
+    The boolean mask is broadcastable to `[B, H, S, T]`, True where the query may attend. A row without any True is NaN.
     """
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
@@ -113,15 +95,15 @@ def attend(
     is_causal: bool = False,
     score: Score = dot_scores,
 ) -> Tensor:
-    """The paper's equation 1, softmax(QKᵀ/√d_k)V, written out for any score: slow, and right by reading.
+    """The paper's equation 1, softmax(QKᵀ/√d_k)V, for any score: slow and simple.
 
     Args:
         q: `[B, H, S, D]`.
-        k: `[B, Hkv, T, D]`; query heads are dealt to key heads in H/Hkv consecutive groups.
+        k: `[B, Hkv, T, D]`; each key head serves H/Hkv consecutive query heads.
         v: `[B, Hkv, T, D]`.
         mask: boolean, broadcastable to `[B, H, S, T]`, True where the query may attend.
         is_causal: query i also attends to no key after i; S must equal T.
-        score: of H query heads against as many key heads.
+        score: the score of H query heads and as many key heads.
 
     Returns:
         `[B, H, S, D]`.
@@ -138,19 +120,7 @@ def attend_and_weigh(
     is_causal: bool = False,
     score: Score = dot_scores,
 ) -> tuple[Tensor, Tensor]:
-    """`attend`, and the weights by which it summed the values.
-
-    Args:
-        q: as in `attend`, like all others.
-        k: as there.
-        v: as there.
-        mask: as there.
-        is_causal: as there.
-        score: as there.
-
-    Returns:
-        `[B, H, S, D]` and `[B, H, S, T]`.
-    """
+    """The output of `attend` `[B, H, S, D]`, and its weights `[B, H, S, T]`."""
     if is_causal:
         causal = causal_mask(k.shape[-2], device=k.device)
         mask = causal if mask is None else mask & causal
@@ -169,11 +139,10 @@ def attend_fused(
     is_causal: bool = False,
     score: Score = dot_scores,
 ) -> Tensor:
-    """`attend` through torch's fused kernel: the same values to rounding, without the S×T matrix in memory.
+    """`attend` through torch's fused kernel: the same values up to rounding, without the S×T matrix in memory.
 
-    For training. The kernel knows scaled dot products; with any other score this is `attend` itself. Graphs are
-    exported from `attend`: the ONNX operator that this one becomes takes no mask whose query axis is left to
-    broadcasting, as `padding_mask`'s is.
+    For training. With a score other than scaled dot products this is `attend` itself. Graphs are exported from
+    `attend`: the fused kernel's ONNX operator accepts no mask that broadcasts its query axis, as `padding_mask`.
     """
     if score is not dot_scores:
         return attend(q, k, v, mask, is_causal=is_causal, score=score)
@@ -189,7 +158,7 @@ def causal_mask(length: int, *, device: torch.device | None = None) -> Tensor:
 
 
 def window_mask(length: int, window: int, *, device: torch.device | None = None) -> Tensor:
-    """`[T, T]` boolean, False where a position lies `window` or more before another; causality is another mask's."""
+    """`[T, T]` boolean, False for keys `window` or more positions before the query; not causal by itself."""
     return torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
 
 
@@ -212,9 +181,8 @@ def join_heads(x: Tensor) -> Tensor:
 class SelfAttention(nn.Module):
     """The weights of one self-attention: W^Q, W^K, W^V fused into `qkv`, W^O as `output`, and the `score`'s if any.
 
-    `qkv` packs its outputs as all query heads, then all key heads, then all value heads. `query_norm` and `key_norm`
-    are RMSNorms over a head's width, None without `query_key_norm`; `window` is how many tokens a query is to see, 0
-    all.
+    `qkv` packs all query heads, then all key heads, then all value heads. `query_norm` and `key_norm` are RMSNorms over
+    a head's width, None without `query_key_norm`; `window` is the sliding window in tokens, 0 for none.
     """
 
     def __init__(self, config: ModelConfig, window: int = 0) -> None:
@@ -236,12 +204,12 @@ class SelfAttention(nn.Module):
         return packed
 
     def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What `project` packed → q `[B, H, S, D]`, k and v `[B, Hkv, S, D]`; q and k normed if they are to be."""
+        """The output of `project` → q `[B, H, S, D]`, k and v `[B, Hkv, S, D]`; q and k normed if configured."""
         q, k, v = self.unpack(packed)
         return split_heads(q, self.head_dim), split_heads(k, self.head_dim), split_heads(v, self.head_dim)
 
     def unpack(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same with the heads still joined: q `[B, S, H * D]`, k and v `[B, S, Hkv * D]`."""
+        """The same with joined heads: q `[B, S, H * D]`, k and v `[B, S, Hkv * D]`."""
         q, k, v = torch.split(packed, [self.query_width, self.kv_width, self.kv_width], dim=-1)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = (
@@ -257,10 +225,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """The weights of one cross-attention: `query` reads the decoder, `key_value` (keys, then values) the memory.
-
-    `score` is how they meet, with weights of its own or without.
-    """
+    """The weights of one cross-attention: `query` for the decoder, `key_value` (keys, then values) for the memory."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -278,7 +243,7 @@ class CrossAttention(nn.Module):
         return query
 
     def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory `[B, S, d]` → k and v, each `[B, Hkv, S, D]`: computed once per source, read at every step."""
+        """Memory `[B, S, d]` → k and v, each `[B, Hkv, S, D]`: computed once per source."""
         k, v = self.key_value(memory).chunk(2, dim=-1)
         return split_heads(k, self.head_dim), split_heads(v, self.head_dim)
 

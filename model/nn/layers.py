@@ -1,12 +1,10 @@
-"""The blocks between embedding and logits: norms, feed-forward networks, residual branches, the two kinds of layer.
+"""The blocks between embedding and logits: norms, feed-forward networks, residual branches, encoder and decoder layers.
 
-A layer is handed its attention as an argument, so that training, the reference decoder and the exported graphs run this
-very code and differ only in how queries meet keys. Knows nothing of masks, positions or caches.
+A layer receives its attention as an argument, so training, the reference decoder and the exported graphs share this
+code. All operations after the last attention are per token: with `select`, a layer computes them only for the tokens
+whose output is needed.
 
-Attention is where tokens meet; all that follows is each token's own affair. So what follows a stack's last attention
-need only be computed of the tokens whose output is wanted, which a layer is told by `select`.
-
-Dropout stands where the paper puts it, on each branch before it is added (section 5.4).
+Dropout is on each branch before it is added, as in the paper (section 5.4).
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ from model.nn.attention import CrossAttention, SelfAttention
 from model.spec.config import Activation, ModelConfig, Norm, NormPlacement
 
 AttendSelf = Callable[[SelfAttention, Tensor], Tensor]
-"""From a module and its input `[B, S, d]` to what the heads see, joined, `[B, S, H * D]`; the layer merges it."""
+"""From a module and its input `[B, S, d]` to the joined heads' output `[B, S, H * D]`, before W^O."""
 AttendCross = Callable[[CrossAttention, Tensor], Tensor]
-"""The same for cross-attention; where the memory comes from is the caller's business."""
+"""The same for cross-attention; the callable holds the memory."""
 Select = Callable[[Tensor], Tensor]
-"""From a tensor of all tokens to one of some: `[B, S, w]` → `[1, n, w]`, or of packed tokens `[T, w]` → `[n, w]`."""
+"""Selects tokens: `[B, S, w]` → `[1, n, w]`, or packed tokens `[T, w]` → `[n, w]`."""
 
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
@@ -44,7 +42,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 class FeedForward(nn.Module):
-    """FFN(x) = f(xW_1 + b_1)W_2 + b_2 with f = max(0, ·) as in the paper, or one of its smooth successors."""
+    """FFN(x) = f(xW_1 + b_1)W_2 + b_2, with f = max(0, ·) as in the paper, or a smooth activation."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -74,7 +72,7 @@ class GatedFeedForward(nn.Module):
 
 
 def make_feed_forward(config: ModelConfig) -> nn.Module:
-    """The feed-forward network that the configuration's activation asks for."""
+    """The feed-forward network for the configuration's activation."""
     return GatedFeedForward(config) if config.activation is Activation.SWIGLU else FeedForward(config)
 
 
@@ -88,7 +86,7 @@ class Residual(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor], select: Select | None = None) -> Tensor:
-        """`[B, S, d]` → `[B, S, d]`, or those tokens that `select` takes, which the sublayer takes of its output."""
+        """`[B, S, d]` → `[B, S, d]`, or the selected tokens; the sublayer must select its output itself."""
         kept = x if select is None else select(x)
         if self.placement is NormPlacement.PRE:
             out: Tensor = kept + self.dropout(sublayer(self.norm(x)))
@@ -116,10 +114,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention, in an encoder-decoder also cross-attention, then a feed-forward network.
-
-    `window` is how many tokens a query sees at most, 0 all.
-    """
+    """Self-attention, in an encoder-decoder also cross-attention, then a feed-forward network."""
 
     def __init__(self, config: ModelConfig, window: int = 0) -> None:
         super().__init__()
@@ -137,10 +132,10 @@ class DecoderLayer(nn.Module):
         attend_cross: AttendCross | None = None,
         select: Select | None = None,
     ) -> Tensor:
-        """`[B, S, d]` → `[B, S, d]`, or what `select` takes of it: nothing behind attention is computed of the rest.
+        """`[B, S, d]` → `[B, S, d]`, or the selected tokens.
 
         Raises:
-            ValueError: when `attend_cross` is given to a layer without cross-attention, or not to one that has it.
+            ValueError: unless `attend_cross` is given exactly if the layer has cross-attention.
         """
         own, cross, residual = self.self_attention, self.cross_attention, self.cross_attention_residual
         if (cross is None) != (attend_cross is None):

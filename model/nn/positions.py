@@ -1,11 +1,9 @@
-"""How order enters a model that would otherwise see a set: sinusoids, a learned table, rotations.
+"""Position encodings: sinusoids and learned tables, added to token vectors, and rotations of queries and keys.
 
-The first two are added to token vectors, the third turns queries and keys. Tables are computed in float64 and rounded
-once, so that an angle of thousands of radians is still right to the last float32 bit; always on the CPU, so that they
-are there even in a model that is made without its weights. Angles are radians.
+Tables are computed in float64 and rounded once, so an angle of thousands of radians is right to the last float32 bit;
+always on the CPU, so that a model built on the meta device has them. Angles are in radians.
 
-Sources: sinusoids, Vaswani et al. (2017), section 3.5; rotations, Su et al., "RoFormer" (2021); the ways to slow them
-down, with `rotary_frequencies`.
+Sources: sinusoids, Vaswani et al. (2017), section 3.5; rotations, Su et al., "RoFormer" (2021).
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ def sinusoidal_table(length: int, d_model: int, *, interleaved: bool = True) -> 
     """The paper's PE(i, 2j) = sin(i / 10000^(2j/d)), PE(i, 2j+1) = cos(the same).
 
     Returns:
-        `[length, d_model] float32`, sines at even and cosines at odd columns, or if not interleaved, sines in the first
-        half and cosines in the second.
+        `[length, d_model] float32`: sines in even and cosines in odd columns, or if not interleaved, sines in the first
+        and cosines in the second half.
     """
     exponents = torch.arange(0, d_model, 2, dtype=torch.float64, device="cpu") / d_model
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), 10000.0**-exponents)
@@ -32,22 +30,22 @@ def sinusoidal_table(length: int, d_model: int, *, interleaved: bool = True) -> 
 
 
 def base_frequencies(head_dim: int, theta: float) -> Tensor:
-    """By how many radians a step of one position turns pair j: theta^(-2j/D), `[head_dim / 2] float64`."""
+    """The rotation of pair j per position: theta^(-2j/D), `[head_dim / 2] float64`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     frequencies: Tensor = theta**-exponents
     return frequencies
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """`base_frequencies`, slowed down where `rope_scaling` says so.
+    """`base_frequencies`, slowed down by `rope_scaling`.
 
-    * `linear`: by 1/`rope_factor` of it.
-    * `llama3`: wavelengths (positions to a full turn) above `rope_original_context` / `rope_low_frequency_factor` by
-      1/`rope_factor`, those below the context / `rope_high_frequency_factor` as they were, those between by a mixture
-      that is linear in the frequency.
-    * `yarn`: pairs that turn more than `rope_beta_fast` times within `rope_original_context` as they were, those that
-      turn less than `rope_beta_slow` times by 1/`rope_factor`, those between by a mixture that is linear in j; the two
-      bounds are whole pairs if `rope_truncate`.
+    * `linear`: all divided by `rope_factor`.
+    * `llama3`: divided for wavelengths (positions per full turn) above `rope_original_context` /
+      `rope_low_frequency_factor`, unchanged below `rope_original_context` / `rope_high_frequency_factor`, between them
+      interpolated linearly in the frequency.
+    * `yarn`: unchanged for pairs that turn more than `rope_beta_fast` times within `rope_original_context`, divided for
+      those that turn less than `rope_beta_slow` times, between them interpolated linearly in j; the two bounds are
+      rounded to whole pairs if `rope_truncate`.
 
     Sources: linear, Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation"
     (2023); llama3, "The Llama 3 Herd of Models" (2024) and its published code; yarn, Peng et al., "YaRN: Efficient
@@ -68,17 +66,17 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 
 
 def _kept_by_llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
-    """How much of each frequency stays: 1 all, 0 none but what is slowed."""
+    """The weight of each unscaled frequency, in [0, 1]."""
     low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
     turns = config.rope_original_context * frequencies / (2 * math.pi)
     return ((turns - low) / (high - low)).clamp(0, 1)
 
 
 def _kept_by_yarn(config: ModelConfig) -> Tensor:
-    """As `_kept_by_llama3`, with bounds that are pairs."""
+    """The weight of each unscaled frequency, in [0, 1]."""
 
     def pair(num_turns: float) -> float:
-        """The pair, a fraction perhaps, that turns this often within the original context."""
+        """The fractional pair that turns this often within the original context."""
         longest = config.rope_original_context / (num_turns * 2 * math.pi)
         return config.head_dim * math.log(longest) / (2 * math.log(config.rope_theta))
 
@@ -92,12 +90,12 @@ def _kept_by_yarn(config: ModelConfig) -> Tensor:
 
 
 def rotary_tables(length: int, frequencies: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles that positions are turned by, position i by pair j.
+    """Cosines and sines of the angles by position and pair, times `factor`, which scales the rotated vectors.
 
     Args:
-        length: how many positions.
-        frequencies: `[D / 2] float64`, radians a position.
-        factor: multiplies both, so that what is turned becomes longer by it.
+        length: number of positions.
+        frequencies: `[D / 2] float64`, radians per position.
+        factor: multiplies both tables.
 
     Returns:
         Two `[length, D / 2] float32`, as ONNX's GroupQueryAttention takes them.
@@ -107,10 +105,10 @@ def rotary_tables(length: int, frequencies: Tensor, factor: float = 1.0) -> tupl
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair (x_j, x_{j + D/2}) by its position's angle: the rotate-half convention of Llama.
+    """Rotates each pair (x_j, x_{j + D/2}) by its position's angle: the rotate-half convention of Llama.
 
-    ONNX's GroupQueryAttention calls it `rotary_interleaved=0`. Dot products of rotated queries and keys depend on
-    positions only through their difference.
+    ONNX's GroupQueryAttention calls it `rotary_interleaved=0`. Dot products of rotated queries and keys depend on the
+    difference of positions only.
 
     Args:
         x: `[..., S, D]`.
@@ -118,7 +116,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         sin: as `cos`.
 
     Returns:
-        `[..., S, D]` in x's dtype; under autocast the turning itself is done in the tables' float32.
+        `[..., S, D]` in x's dtype; under autocast the rotation is computed in the tables' float32.
     """
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -126,7 +124,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class SinusoidalPositions(nn.Module):
-    """`sinusoidal_table` as a module: looked up, never trained, never saved."""
+    """`sinusoidal_table` as a module; not trained, not saved."""
 
     def __init__(self, length: int, d_model: int, *, interleaved: bool = True) -> None:
         super().__init__()
@@ -139,7 +137,7 @@ class SinusoidalPositions(nn.Module):
 
 
 class RotaryPositions(nn.Module):
-    """`rotary_tables` as a module; `cos` and `sin` are `[length, head_dim / 2]`, never trained, never saved."""
+    """`rotary_tables` as a module; `cos` and `sin` are `[length, head_dim / 2]`, not trained, not saved."""
 
     def __init__(self, config: ModelConfig, length: int) -> None:
         super().__init__()
@@ -150,13 +148,13 @@ class RotaryPositions(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turns queries or keys `[B, H, S, D]` standing at positions 0…S-1."""
+        """Rotates queries or keys `[B, H, S, D]` at positions 0…S-1."""
         position_ids = torch.arange(x.shape[-2], device=x.device)
         return rotate(x, self.cos[position_ids], self.sin[position_ids])
 
 
 def make_added_positions(config: ModelConfig, length: int) -> nn.Module | None:
-    """What maps position ids `[...]` to vectors `[..., d]` to be added to the tokens', or None for rotary models."""
+    """A module from position ids `[...]` to added vectors `[..., d]`, or None for rotary models."""
     if config.positions in (Positions.SINUSOIDAL, Positions.SINUSOIDAL_HALVES):
         interleaved = config.positions is Positions.SINUSOIDAL
         return SinusoidalPositions(length, config.d_model, interleaved=interleaved)
@@ -166,7 +164,7 @@ def make_added_positions(config: ModelConfig, length: int) -> nn.Module | None:
 
 
 def make_rotary_positions(config: ModelConfig, length: int) -> RotaryPositions | None:
-    """What turns queries and keys, or None for models that add their positions."""
+    """The rotation of queries and keys, or None for models that add their positions."""
     if config.positions is Positions.ROTARY:
         return RotaryPositions(config, length)
     return None

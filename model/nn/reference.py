@@ -1,7 +1,7 @@
-"""The oracle: slow decoding without a cache, by the paper's formula, that everything faster is compared with.
+"""The reference decoder: slow decoding without a cache, by the paper's formula; the oracle of parity tests.
 
-Each call runs the whole model over the whole sequence, one sequence at a time, unpadded, in evaluation mode and
-float32, with `attend` and no fused kernel. Nothing is reused from token to token, so nothing can be stale.
+Each call runs the whole model over one whole sequence, unpadded, in evaluation mode and float32, with `attend` and no
+fused kernel.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def logits(model: Transformer, sequence: Sequence[int], source: Sequence[int] | 
 
     Args:
         model: any device, float32.
-        sequence: decoder tokens, the start token of an encoder-decoder included; 1…context of them.
-        source: encoder tokens of an encoder-decoder, 1…source_context of them; None for a decoder-only model.
+        sequence: 1…context decoder tokens, the start token of an encoder-decoder included.
+        source: 1…source_context encoder tokens; None for a decoder-only model.
 
     Returns:
         `[T, V] float32` on the CPU.
 
     Raises:
-        ValueError: for an empty or too long sequence or source, a source where none belongs or none where one does,
-            or a model that is not float32.
+        ValueError: for an empty or too long sequence or source, a missing or an unexpected source, or a model that is
+            not float32.
     """
     _check(model, sequence, source)
     device = model.embedding.tokens.weight.device
@@ -54,15 +54,15 @@ def greedy(
     eos_ids: Collection[int] = (),
     start_id: int | None = None,
 ) -> list[int]:
-    """The most likely continuation, token by token, everything recomputed for each; the lowest id wins a tie.
+    """Greedy decoding with everything recomputed for each token; the lowest id wins a tie.
 
     Args:
         model: as in `logits`.
-        prompt: tokens to continue; may be empty where there is a start token.
+        prompt: tokens to continue; may be empty if there is a start token.
         source: as in `logits`.
-        max_tokens: how many tokens to add at most; the context ends the output earlier.
-        eos_ids: a token of these is the last one.
-        start_id: put before the prompt, as an encoder-decoder's output begins.
+        max_tokens: limit of new tokens; the context may end the output earlier.
+        eos_ids: tokens that end the output.
+        start_id: precedes the prompt, for an encoder-decoder.
 
     Returns:
         The new tokens, the ending one included.
@@ -70,7 +70,7 @@ def greedy(
     sequence = [*(() if start_id is None else (start_id,)), *prompt]
     num_given = len(sequence)
     while len(sequence) < min(num_given + max_tokens, model.config.context):
-        # NumPy promises the first of equal maxima, torch promises none in particular.
+        # NumPy guarantees the first of equal maxima, torch does not.
         token = int(logits(model, sequence, source)[-1].numpy().argmax())
         sequence.append(token)
         if token in eos_ids:
@@ -81,18 +81,10 @@ def greedy(
 def attention(
     model: Transformer, sequence: Sequence[int], source: Sequence[int] | None = None
 ) -> dict[AttentionKind, list[Tensor]]:
-    """Attention weights of every layer over one whole sequence.
-
-    Args:
-        model: as in `logits`.
-        sequence: as there.
-        source: as there.
+    """Attention weights of every layer over one whole sequence; arguments and errors as in `logits`.
 
     Returns:
         By kind and layer `[H, S, T] float32` on the CPU: row i is query i's distribution over the keys.
-
-    Raises:
-        ValueError: as `logits`.
     """
     _check(model, sequence, source)
     device = model.embedding.tokens.weight.device
@@ -111,7 +103,7 @@ def attention(
 
 
 def _keeping(place: Callable[[bool], list[Tensor]]) -> Attend:
-    """`attend` that appends its weights to a list, which is chosen by whether it is causal."""
+    """`attend` that also appends its weights to the list `place(is_causal)`."""
 
     def attend_and_keep(
         q: Tensor,
@@ -143,7 +135,7 @@ def _check(model: Transformer, sequence: Sequence[int], source: Sequence[int] | 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; a model lent in the middle of training goes back as it came."""
+    """Evaluation mode in the block; restores the previous mode."""
     training = model.training
     model.eval()
     try:

@@ -1,11 +1,10 @@
-"""The two families of transformer, put together from one set of parts.
+"""The two families of transformer, built from the same parts.
 
     DecoderOnly      tokens → embed → layers (causal) → final_norm → unembed → logits
-    EncoderDecoder   source → encoder (both ways) → memory; then the same, each layer attending to the memory too
+    EncoderDecoder   source → encoder (bidirectional) → memory; then the same, each layer attending to the memory too
 
-`forward` is the whole computation over whole sequences, as training and the reference decoder need it. The exporter
-takes the same parts one by one and brings a cached attention of its own. Sequences are padded on the right: in a causal
-decoder nothing looks right, so only a source needs its lengths.
+`forward` computes whole sequences, for training and the reference decoder. The exporter uses the parts with a cached
+attention of its own. Sequences are right-padded: a causal decoder ignores what follows, so only sources need lengths.
 
 Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.
 """
@@ -36,10 +35,10 @@ from model.spec.config import ModelConfig, NormPlacement
 
 
 class Embedding(nn.Module):
-    """Token vectors, times √d where the configuration says so, plus positions, then dropout (sections 3.4, 3.5, 5.4).
+    """Token vectors, times √d with `scale_embeddings`, plus positions, then dropout (sections 3.4, 3.5, 5.4).
 
-    `tokens` may be shared with another embedding; `length` bounds the positions. With `embedding_norm` there is a norm
-    before the dropout.
+    `tokens` may be shared with another embedding; `length` bounds the positions. `embedding_norm` adds a norm before
+    the dropout.
     """
 
     def __init__(self, config: ModelConfig, tokens: nn.Embedding, length: int) -> None:
@@ -64,7 +63,7 @@ class Embedding(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Reads a source in both directions; what it returns is the memory that decoders attend to."""
+    """Encodes a source bidirectionally into the memory that the decoder attends to."""
 
     def __init__(self, config: ModelConfig, tokens: nn.Embedding) -> None:
         super().__init__()
@@ -74,7 +73,7 @@ class Encoder(nn.Module):
         self.final_norm = _make_final_norm(config)
 
     def forward(self, source_ids: Tensor, source_lengths: Tensor, attend: Attend = attend_fused) -> Tensor:
-        """`[B, S] int64` right-padded and `[B]` lengths → memory `[B, S, d]`, meaningless past each length."""
+        """`[B, S] int64` right-padded and `[B]` lengths → memory `[B, S, d]`, undefined past each length."""
         mask = padding_mask(source_lengths, source_ids.shape[1])
         attend_self = partial(_attend_self, rotary=self.rotary, attend=partial(attend, mask=mask))
         hidden = self.embedding(source_ids)
@@ -85,11 +84,10 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What both families share: embedding, causal layers, final norm, output head.
+    """The parts that both families share: embedding, causal layers, final norm, output head.
 
-    With tied embeddings the head is the token table itself, transposed (section 3.4), and `head` is None. `logits_bias`
-    `[V]` is None unless the configuration has one, `rotary` unless positions are rotary; `final_norm` is the identity
-    for post-norm layers, which end in a norm already.
+    With tied embeddings the head is the transposed token table (section 3.4), and `head` is None. `logits_bias` `[V]`
+    and `rotary` are None unless configured; `final_norm` is the identity for post-norm layers, which end in a norm.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -126,7 +124,7 @@ class DecoderOnly(Decoder):
 
 
 class EncoderDecoder(Decoder):
-    """A sequence-to-sequence model: an encoder reads the source once, a causal decoder writes with it in view.
+    """A sequence-to-sequence model: an encoder for the source, and a causal decoder that attends to its output.
 
     With tied and shared embeddings and equal vocabularies source and target have one token table (section 3.4).
     """
@@ -151,7 +149,7 @@ class EncoderDecoder(Decoder):
     def decode_hidden(
         self, memory: Tensor, source_lengths: Tensor, target_ids: Tensor, attend: Attend = attend_fused
     ) -> Tensor:
-        """As `decode`, up to the normed hidden states `[B, T, d]`: not every position's logits are always wanted."""
+        """As `decode`, up to the normed hidden states `[B, T, d]`, for callers that need few positions' logits."""
         mask = padding_mask(source_lengths, memory.shape[1])
         attend_self = partial(_attend_self, rotary=self.rotary, attend=partial(attend, is_causal=True))
         attend_cross = partial(_attend_cross, memory=memory, attend=partial(attend, mask=mask))
@@ -174,11 +172,9 @@ Transformer = DecoderOnly | EncoderDecoder
 
 
 def build(config: ModelConfig, seed: int | None = None) -> Transformer:
-    """A model with fresh weights, in training mode, float32 on the CPU.
+    """A model with random weights, in training mode, float32 on the CPU.
 
-    Args:
-        config: what to build.
-        seed: makes the weights a function of (config, seed) and leaves torch's generator as it was; None draws from it.
+    With a `seed` the weights depend on (config, seed) alone, and torch's generator is left unchanged.
     """
     if seed is None:
         return _build(config)
@@ -188,9 +184,9 @@ def build(config: ModelConfig, seed: int | None = None) -> Transformer:
 
 
 def build_empty(config: ModelConfig) -> Transformer:
-    """A model whose parameters hold nothing yet, for one who sets them all: drawing them takes seconds for large ones.
+    """A model with uninitialized parameters, for loading: random weights take seconds for large models.
 
-    Position tables, functions of the configuration, are there. In training mode, float32 on the CPU.
+    Position tables are initialized. In training mode, float32 on the CPU.
     """
     with torch.device("meta"):
         model = _assemble(config)
@@ -201,7 +197,7 @@ def build_empty(config: ModelConfig) -> Transformer:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """How many trained numbers the model has, shared ones counted once."""
+    """The number of trained parameters, shared ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -218,13 +214,12 @@ def _build(config: ModelConfig) -> Transformer:
 def _initialize(model: Transformer, config: ModelConfig) -> None:
     """Normal weights of deviation √(2/5d), zero biases; norms keep their own start, γ = 1 and β = 0.
 
-    √(2/5d) is the SmallInit of Nguyen and Salazar, "Transformers without Tears" (2019): GPT-2's 0.02 at GPT-2's width,
-    and fit for narrower models too. Projections that write into a pre-norm residual stream are divided by the root of
-    their number (GPT-2), so that the stream's variance does not grow with depth; post-norm normalises each sum at once.
-    Embeddings that will be scaled start at d^-1/2, which √d lifts to the unit scale of the sinusoids; learned positions
-    beside them, which nothing lifts, start there, or they would not be heard at first. The vectors of
-    additive scores start at D^-1/2, which keeps the scores' variance below one whatever the head's width; Bahdanau et
-    al. start them at zero, where queries and keys have no gradient yet.
+    √(2/5d) is the SmallInit of Nguyen and Salazar, "Transformers without Tears" (2019): about GPT-2's 0.02 at its
+    width, and suitable for narrower models. Projections into a pre-norm residual stream are divided by the root of
+    their number (GPT-2), so that the stream's variance does not grow with depth; post-norm normalizes each sum.
+    Scaled embeddings start at d^-1/2, which √d lifts to the unit scale of the sinusoids; learned positions beside them
+    start at 1. The vectors of additive scores start at D^-1/2, which keeps the scores' variance below one for any
+    width; at zero, as in Bahdanau et al., queries and keys would have no gradient at first.
     """
     deviation = math.sqrt(2.0 / (5.0 * config.d_model))
     positions = {module.positions for module in model.modules() if isinstance(module, Embedding)}

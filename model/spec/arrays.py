@@ -1,7 +1,7 @@
-"""Reads .npz files that others wrote, and unpacks nothing before its size is known to be the right one.
+"""Writes .npz files, and reads untrusted ones: checks sizes before unpacking, and never unpickles.
 
-An archive of a few kilobytes can unpack to terabytes, and a header can claim a shape that the data behind it has not:
-the directory, every member's size and every array's header are checked first. Nothing is unpickled.
+An archive of a few kilobytes can unpack to terabytes, and a header can claim a shape that its data do not have. So the
+directory, every member's size and every array's header are checked first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import os
 import struct
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -23,25 +24,28 @@ from model.spec.reading import check_size, open_regular
 
 MAX_MEMBERS = 1 << 13
 MAX_INDEX_BYTES = 4 << 20
-_MAX_ENTRY_BYTES = 256  # of a member in the directory: 46, its name, and sizes of 64 bits
+_MAX_ENTRY_BYTES = 256  # a member's entry in the directory: 46, its name, and sizes of 64 bits
 _MAX_HEADER_BYTES = 1 << 12
-# The end of an archive without a comment: signature, numbers of disks and members, the directory's size and place. One
-# that is too large for these numbers has a locator of others before it.
+# The end record of an archive without a comment: signature, disks, members, the directory's size and place. A 64-bit
+# archive has a locator before it.
 _END = struct.Struct("<4s4H2LH")
 _END_SIGNATURE, _LOCATOR_SIGNATURE = b"PK\5\6", b"PK\6\7"
 _LOCATOR_BYTES = 20
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
-class ArrayFile:
-    """An open .npz file, a context manager.
+def save_arrays(path: Path, arrays: Mapping[str, npt.NDArray[np.generic]], index: Any) -> None:
+    """Writes arrays and the JSON `index`, nothing pickled."""
+    encoded = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
+    with path.open("wb") as stream:
+        np.savez_compressed(stream, allow_pickle=False, index=encoded, **arrays)
 
-    Args:
-        path: the file.
-        max_bytes: the most that it may have, and that all its members may unpack to.
+
+class ArrayFile:
+    """An open .npz file, a context manager; `max_bytes` limits its packed and its unpacked size.
 
     Raises:
-        ValueError: when it is no such archive, or larger.
+        ValueError: when it is no such archive, or too large.
         OSError: when it cannot be read.
     """
 
@@ -72,16 +76,12 @@ class ArrayFile:
         self._stream.close()
 
     def shape(self, name: str, kind: Any, num_axes: int) -> tuple[int, ...]:
-        """The shape of an array, which is not unpacked for it.
-
-        Args:
-            name: without ".npy".
-            kind: what its numbers must be, as in `np.integer`.
-            num_axes: how many axes it must have.
+        """The shape of the array `name`, read from its header.
 
         Raises:
-            KeyError: when there is none of this name.
-            ValueError: when it is of another kind, or its data are not as long as its header says.
+            KeyError: when there is none.
+            ValueError: when its type is not of `kind` (as in `np.integer`), it has not `num_axes` axes, or its data's
+                length contradicts its header.
         """
         member = self._archive.getinfo(f"{name}.npy")
         with self._archive.open(member) as stream:
@@ -94,14 +94,14 @@ class ArrayFile:
         return shape
 
     def read(self, name: str, kind: Any, num_axes: int) -> npt.NDArray[Any]:
-        """Unpacks an array; arguments and errors are those of `shape`."""
+        """Unpacks an array; arguments and errors as in `shape`."""
         self.shape(name, kind, num_axes)
         with self._archive.open(f"{name}.npy") as stream:
             array: npt.NDArray[Any] = npy.read_array(stream, allow_pickle=False)
         return array
 
     def read_index(self) -> Any:
-        """The JSON in the array of bytes "index", which says what the others are.
+        """The JSON in the byte array "index", which describes the other arrays.
 
         Raises:
             KeyError: when there is none.
@@ -113,7 +113,7 @@ class ArrayFile:
 
 
 def _check_directory(stream: BinaryIO) -> None:
-    """Refuses a directory of more members than are read: `zipfile` would make an object of each."""
+    """Refuses a directory with too many members: `zipfile` makes an object of each."""
     num_bytes = os.fstat(stream.fileno()).st_size
     stream.seek(max(0, num_bytes - _END.size - _LOCATOR_BYTES))
     tail = stream.read()
@@ -127,7 +127,7 @@ def _check_directory(stream: BinaryIO) -> None:
 
 
 def _read_header(stream: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of an array; the stream is at its data then."""
+    """Shape and type of an array; leaves the stream at its data."""
     version = npy.read_magic(stream)
     read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
     if read is None:

@@ -1,18 +1,16 @@
-"""Conversations to token ids, by a model's own template: the one way on which control tokens come from text.
+"""Renders conversations to token ids by a model's chat template: the only way from text to control tokens.
 
-A template is a program that others wrote (Jinja, as Hugging Face's tokenizers carry them along). It runs in a sandbox
-(`model.spec.chat_sandbox`) that changes nothing, reads nothing and is bounded in time and size. What it writes itself
-may be control tokens; what people said never is, whatever they said and whatever the template does with it:
+A template is an untrusted program (Jinja, as in Hugging Face's tokenizers). It runs in a sandbox
+(`model.spec.chat_sandbox`) without side effects and with limits of time and size. Its own output may be control tokens;
+the content of messages never is, whatever the template does with it:
 
-    said       `<|im_end|>`, anywhere               → ordinary characters
-    written    `<|im_end|>` by the template         → the control token
+    message    `<|im_end|>`, anywhere               → ordinary characters
+    template   `<|im_end|>`                         → the control token
 
-Noncharacters, which no text may hold, tell the two apart while the template runs. One stands behind every character
-of a message that a control token begins with, and before every one that it ends with, so that no cutting and joining
-makes one of what was said; strings that templates look for in messages (`</think>`, say) are left whole but enclosed by
-two others, with which string methods find them. What comes out with nothing in it is the template's own.
-
-Knows templates and a tokenizer; nothing of models or the wire.
+Noncharacters, which text must not contain, distinguish the two while the template runs. In messages one follows every
+character that a control token begins with, and precedes every one that it ends with, so that cutting and joining cannot
+make a control token. Strings that templates search for in messages (`</think>`, say) stay whole, enclosed by two other
+noncharacters, with which string methods find them. Output without noncharacters is the template's own.
 """
 
 from __future__ import annotations
@@ -30,29 +28,29 @@ from model.spec.chat_sandbox import CLOSE, OPEN, Sandbox, enclose, find_literals
 from model.spec.tokenizer import CONTROL_MARK, Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who may speak. A closed list, as some templates spell control tokens with it."""
+"""The roles. A closed list, as some templates spell control tokens with them."""
 
 VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The control tokens that templates know by name."""
+"""The control tokens that templates have by name."""
 
 MAX_TEMPLATE_CHARACTERS = 256 * 1024
 _MAX_REASON = 500
-"""Characters of what a template says when it refuses."""
+"""The limit of a template's error message, in characters."""
 
-# A noncharacter, as `OPEN` and `CLOSE` are.
+# A noncharacter, as `OPEN` and `CLOSE`.
 _BREAK = "\ufdd1"
 _RESERVED = frozenset({CONTROL_MARK, _BREAK, OPEN, CLOSE})
-# And halves of characters, which an escape can spell and nobody can encode.
+# Surrogates, too: an escape can spell them, but they cannot be encoded.
 _UNFIT = re.compile("[\ud800-\udfff" + "".join(_RESERVED) + "]")
 _MARKS = re.compile("[" + "".join(_RESERVED) + "]")
 
 
 class ChatTemplateError(ValueError):
-    """A template cannot be used; the message says why."""
+    """A template cannot be used."""
 
 
 class ConversationError(ValueError):
-    """A conversation cannot be rendered. `place` is the part at fault, as in `[2].role`, empty where it is no one's."""
+    """A conversation cannot be rendered. `place` is the part at fault, as in `[2].role`, or empty."""
 
     def __init__(self, reason: str, place: str = "") -> None:
         self.reason = reason
@@ -62,7 +60,7 @@ class ConversationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn: who speaks, one of `ROLES`, and what is said."""
+    """One turn: a role of `ROLES` and its content."""
 
     role: str
     content: str
@@ -70,7 +68,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """chat.json: a template, and the spellings of the control tokens that it knows by name (`VARIABLES`)."""
+    """chat.json: a template, and the spellings of the control tokens that it has by name (`VARIABLES`)."""
 
     template: str
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -103,15 +101,10 @@ class ChatSettings:
 
 
 class Chat:
-    """A template with its tokenizer, ready to use; immutable, and safe to use from several threads.
-
-    Args:
-        settings: the template.
-        tokenizer: of the model's prompts.
-        now: what the template's `strftime_now` tells.
+    """A template with its tokenizer. Immutable, thread-safe. `now` is the clock of the template's `strftime_now`.
 
     Raises:
-        ChatTemplateError: when the template cannot be compiled, or is one that bounds cannot hold.
+        ChatTemplateError: when the template cannot be compiled or bounded.
     """
 
     def __init__(
@@ -126,13 +119,13 @@ class Chat:
             literals = find_literals(environment.parse(source))
         except (jinja2.TemplateError, RecursionError, MemoryError, ValueError, SyntaxError) as error:
             raise ChatTemplateError(f"cannot be compiled: {error}") from error
-        # An escape may spell in a literal what the source itself does not hold.
+        # A literal may spell by an escape what the source does not contain.
         for text in (source, *literals, *settings.variables.values()):
             if unfit := _UNFIT.search(text):
                 raise ChatTemplateError(f"has U+{ord(unfit.group()):04X}, which no text may hold")
         self._variables = dict(settings.variables)
         text = "\0".join(literals)
-        # Added tokens that are not special are the template's if it writes them.
+        # Added tokens that are not special count as control tokens if the template writes them.
         ordinary = {
             spelling for spelling in tokenizer.added_spellings - tokenizer.control_spellings if spelling in text
         }
@@ -141,32 +134,32 @@ class Chat:
         environment.sought = self._guard.sought
 
     def render(self, messages: Sequence[Message]) -> str:
-        """What the template makes of a conversation to be answered, each of its control tokens behind `CONTROL_MARK`.
+        """Renders a conversation to be answered, with `CONTROL_MARK` before each of the template's control tokens.
 
         Raises:
-            ConversationError: when the template refuses it, or there is something in it that cannot be.
+            ConversationError: when the template refuses it, or a message is invalid.
         """
         if not messages:
             raise ConversationError("must have at least 1 message")
-        said = []
+        protected = []
         for index, message in enumerate(messages):
             if message.role not in ROLES:
                 raise ConversationError(f"must be one of {', '.join(ROLES)}", f"[{index}].role")
-            # One search: a set of a megabyte's characters would keep other threads waiting.
+            # One regular expression: a Python loop over a megabyte would hold the GIL.
             if reserved := _MARKS.search(message.content):
                 raise ConversationError(
                     f"must not have the noncharacter U+{ord(reserved.group()):04X}", f"[{index}].content"
                 )
-            said.append({"role": message.role, "content": self._guard.protect(message.content)})
+            protected.append({"role": message.role, "content": self._guard.protect(message.content)})
         try:
             with rendering():
                 written = self._template.render(
-                    **self._variables, messages=said, tools=None, documents=None, add_generation_prompt=True
+                    **self._variables, messages=protected, tools=None, documents=None, add_generation_prompt=True
                 )
         except SecurityError as error:
-            raise ConversationError(f"the model's template was stopped: {_tell(error)}") from error
-        except Exception as error:  # whatever a program may raise that others wrote
-            raise ConversationError(f"the model's template refuses it: {_tell(error)}") from error
+            raise ConversationError(f"the model's template was stopped: {_reason(error)}") from error
+        except Exception as error:  # an untrusted program may raise anything
+            raise ConversationError(f"the model's template refuses it: {_reason(error)}") from error
         return self._guard.resolve(written)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
@@ -183,12 +176,12 @@ class Chat:
 
 
 class _Guard:
-    """Tells what people said from what a template writes.
+    """Distinguishes the content of messages from the template's own output.
 
     Args:
-        special: control tokens, never to come from what was said.
-        ordinary: tokens that are the template's as well, though templates look for them in messages.
-        literals: strings that the template holds; it may look for these, too.
+        special: control tokens, which messages must never become.
+        ordinary: further tokens for which this holds, though templates search for them in messages.
+        literals: the template's strings, which it may search for, too.
     """
 
     def __init__(self, special: Iterable[str], ordinary: Iterable[str], literals: Iterable[str]) -> None:
@@ -204,12 +197,12 @@ class _Guard:
             if len(literal) > 1 and ends.intersection(literal) and not any(each in literal for each in special)
         }
         self.sought = frozenset(sought)
-        self._said = _any_of({*sought, *ends})
+        self._protected = _any_of({*sought, *ends})
         enclosed = enclose(f"(?:{_any_of(sought).pattern})")
-        self._written = re.compile(f"({enclosed})|({_any_of(control).pattern})|[{_BREAK}{OPEN}{CLOSE}]")
+        self._resolved = re.compile(f"({enclosed})|({_any_of(control).pattern})|[{_BREAK}{OPEN}{CLOSE}]")
 
     def protect(self, content: str) -> str:
-        """What was said, as the template gets it."""
+        """A message's content for the template, with noncharacters."""
 
         def mark(match: re.Match[str]) -> str:
             found = match.group()
@@ -218,10 +211,10 @@ class _Guard:
             before, behind = (_BREAK if found in ends else "" for ends in (self._lasts, self._firsts))
             return f"{before}{found}{behind}"
 
-        return self._said.sub(mark, content)
+        return self._protected.sub(mark, content)
 
     def resolve(self, written: str) -> str:
-        """What the template made of it, with the template's own control tokens marked and nothing else."""
+        """The template's output without noncharacters, with its own control tokens marked."""
 
         def mark(match: re.Match[str]) -> str:
             enclosed, control = match.groups()
@@ -229,21 +222,21 @@ class _Guard:
                 return enclosed[1:-1]
             return "" if control is None else f"{CONTROL_MARK}{control}"
 
-        return self._written.sub(mark, written)
+        return self._resolved.sub(mark, written)
 
 
 def _in_any_case(characters: Iterable[str]) -> frozenset[str]:
-    """The characters, and those that a change of case makes them of."""
+    """The characters in upper and lower case."""
     return frozenset(each for one in characters for each in (one, one.lower(), one.upper()) if len(each) == 1)
 
 
 def _any_of(spellings: Iterable[str]) -> re.Pattern[str]:
-    """The longest of these; of none, a pattern that never matches."""
+    """Matches the longest of these; never, if there are none."""
     ordered = sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
     return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
 
 
-def _tell(error: Exception) -> str:
-    """Its words without marks, and no more of them than an answer can take."""
+def _reason(error: Exception) -> str:
+    """The error's message without noncharacters, truncated."""
     words = _MARKS.sub("", str(error)[: 2 * _MAX_REASON])
     return words if len(words) <= _MAX_REASON else f"{words[: _MAX_REASON - 1]}…"

@@ -1,9 +1,11 @@
-"""Jinja within bounds: runs what others wrote, who may want all of the machine's time and memory, or what else it has.
+"""A Jinja sandbox with limits of time and memory, for untrusted chat templates.
 
-A template gets nothing but what it is given and changes nothing. Turns of loops, calls, time, lengths of strings and
-whatever is written, compared or handed on are counted against a budget, and a template beyond it is stopped with
-Jinja's `SecurityError`. Knows nothing of conversations, but that strings in what a template is given may be enclosed,
-so that it can be told where they come from: what looks for them finds them all the same.
+Jinja's own sandbox keeps templates from the interpreter's objects and from changing their arguments, but bounds neither
+time nor memory. Here loop iterations, calls, time, lengths of strings and the size of all values that are written,
+compared or passed on count against a budget; a template that exceeds it is stopped with Jinja's `SecurityError`.
+
+Strings in a template's arguments may be enclosed (`enclose`) to mark their origin; string methods that search for an
+enclosed string find it (`Sandbox.sought`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import wraps
+from functools import reduce, wraps
 from typing import Any
 
 import jinja2
@@ -29,20 +31,20 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 100_000
-"""Turns of loops and calls in one rendering."""
+"""Loop iterations and calls in one rendering."""
 MAX_SECONDS = 2.0
 MAX_CHARACTERS = 4 * 2**20
-"""Of any string that a template makes."""
+"""The limit of a string that a template makes."""
 MAX_TOTAL_CHARACTERS = 64 * 2**20
-"""Of all of them together."""
+"""The limit of all of them together."""
 _MAX_WEIGHT = 4 * MAX_CHARACTERS
-"""Of a list or an object, as text: a few that hold one another twice over come to more than any memory."""
+"""The limit of a list or an object as text: a few that hold one another twice exceed any memory."""
 _MAX_ARGUMENT = 10_000
-"""Of whole numbers given to methods and filters, which may be widths or counts."""
+"""The limit of integers given to methods and filters, which may be widths or counts."""
 
-# Noncharacters (The Unicode Standard, section 23.7): valid code points that no text may hold.
+# Noncharacters (The Unicode Standard, section 23.7): valid code points that text must not contain.
 OPEN, CLOSE = "\ufdd2", "\ufdd3"
-"""What stands before and behind a string that is enclosed."""
+"""The characters before and after an enclosed string."""
 
 
 def enclose(text: str) -> str:
@@ -52,7 +54,7 @@ def enclose(text: str) -> str:
 
 @dataclass(slots=True)
 class _Budget:
-    """What one rendering has used up."""
+    """The resources that one rendering has used."""
 
     deadline: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
     steps: int = 0
@@ -62,7 +64,7 @@ class _Budget:
     def step(self) -> None:
         self.steps += 1
         if self.steps > MAX_STEPS:
-            raise SecurityError(f"more than {MAX_STEPS} turns of loops and calls")
+            raise SecurityError(f"more than {MAX_STEPS} loop iterations and calls")
         if time.monotonic() > self.deadline:
             raise SecurityError(f"more than {MAX_SECONDS:g} seconds")
 
@@ -74,10 +76,10 @@ class _Budget:
             )
 
     def weigh(self, value: Any) -> int:
-        """About how many characters a value has as text, whatever it holds; at most `_MAX_WEIGHT`.
+        """The approximate size of a value as text, nested values included; raises above `_MAX_WEIGHT`.
 
-        What holds one thing twice counts it twice, which is what writing or comparing it would take. Nothing in the
-        sandbox changes, so that each is weighed once; the value is kept, or another could get its id.
+        A value that occurs twice counts twice, as it would in writing or comparing. Values in the sandbox are
+        immutable, so sizes are cached by id; the entry keeps the value alive, so that its id is not reused.
         """
         if isinstance(value, str):
             return len(value)
@@ -100,7 +102,7 @@ _budget: ContextVar[_Budget] = ContextVar("_budget")
 
 @contextmanager
 def rendering() -> Iterator[None]:
-    """The block has a budget of its own, which whatever it renders uses up."""
+    """Gives everything rendered in the block one budget."""
     token = _budget.set(_Budget())
     try:
         yield
@@ -109,7 +111,7 @@ def rendering() -> Iterator[None]:
 
 
 def _spent() -> _Budget:
-    """The rendering's, or where nothing is rendered, as when constants are folded, one of its own."""
+    """The current rendering's budget; outside of one, as when constants are folded, a fresh one."""
     return _budget.get(None) or _Budget()
 
 
@@ -119,7 +121,7 @@ _FILTERS = (
     "replace", "reverse", "round", "safe", "select", "selectattr", "sort", "string", "sum", "title", "trim", "unique",
     "upper",
 )  # fmt: skip
-# Methods that make much of little, or control tokens of what is none, and that no template needs.
+# Methods that amplify their input or could make control tokens, and that no template needs.
 _FORBIDDEN_METHODS = frozenset(
     {"expandtabs", "translate", "maketrans", "format", "format_map", "encode", "unescape", "striptags"}
 )
@@ -127,17 +129,17 @@ _BOUNDED_LOOP, _WEIGHED = "bounded_loop", "weighed"
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja as Hugging Face's tokenizers have it, without what could not be bounded.
+    """Jinja as in Hugging Face's tokenizers, without the features that cannot be bounded.
 
-    Every loop's turn and every call counts as a step, every string made of others counts its characters, and whatever
-    is written, compared or given to anything is weighed first. Formatting with widths, recursive loops, inclusion of
-    other templates and a few filters are not offered.
+    Every loop iteration and call counts as a step, every string made of others counts its characters, and every value
+    that is written, compared or passed is weighed first. Not available: formatting with widths, recursive loops,
+    inclusion of other templates, and a few filters.
 
     Args:
-        now: what `strftime_now` tells.
+        now: the clock of `strftime_now`.
 
     Attributes:
-        sought: strings that templates find in what they are given though they are enclosed there.
+        sought: strings that searches in arguments find even where they are enclosed.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -150,11 +152,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             optimized=False,
             finalize=_weighed,
         )
-        self.filters = {name: _bounded_filter(FILTERS[name]) for name in _FILTERS}
-        self.filters |= {"tojson": _bounded_filter(_to_json), _BOUNDED_LOOP: _bounded_loop}
-        self.filters |= {"join": _bounded_filter(_join), "replace": _bounded_filter(self._replace_filter)}
-        self.filters |= {"indent": _bounded_filter(_indent), "sum": _bounded_filter(_sum), _WEIGHED: _weighed}
-        self.tests = {name: _weighed_test(test) for name, test in self.tests.items()}
+        own = {"tojson": _to_json, "join": _join, "replace": self._replace_filter, "indent": _indent, "sum": _sum}
+        filters = {name: FILTERS[name] for name in _FILTERS} | own
+        self.filters = {name: _checked(function, _count_call) for name, function in filters.items()}
+        self.filters |= {_BOUNDED_LOOP: _bounded_loop, _WEIGHED: _weighed}
+        self.tests = {name: _checked(test, _weigh_all) for name, test in self.tests.items()}
         self.sought: frozenset[str] = frozenset()
         self.globals = {name: self.globals[name] for name in ("range", "cycler", "joiner")}
 
@@ -168,20 +170,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """What blocks, macros and the whole are put together by."""
+        """Joins the output of blocks, macros and the whole template."""
         parts = list(pieces)
         _spent().make(sum(map(len, parts)))
         return "".join(parts)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Puts the bounds into the template itself."""
+        """Parses a template and inserts the checks of loops, comparisons and keys."""
         tree = super()._parse(source, name, filename)
         for other in tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
             raise jinja2.TemplateSyntaxError("there are no other templates", other.lineno)
         for loop in tree.find_all(nodes.For):
             if loop.recursive:
                 raise jinja2.TemplateSyntaxError("recursive loops are not offered", loop.lineno)
-            loop.iter = nodes.Filter(loop.iter, _BOUNDED_LOOP, [], [], None, None, lineno=loop.lineno)
+            loop.iter = _filter(loop.iter, _BOUNDED_LOOP)
         for compared in tree.find_all(nodes.Compare):
             compared.expr = _weighing(compared.expr)
             for operand in compared.ops:
@@ -191,7 +193,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _without_concat(tree)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """`a[b]`, which may have to find all that b holds."""
+        """`a[b]`; a lookup hashes all of b."""
         return super().getitem(obj, _weighed(argument))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -210,8 +212,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Methods, macros and functions."""
-        _spent().step()
-        _require_bounded(*args, *kwargs.values())
+        _count_call(*args, *kwargs.values())
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         if isinstance(owner, str):
             args = (self._find(owner, args[0]), *args[1:]) if args else args
@@ -226,25 +227,25 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _replace(text, self._find(str(text), old), new, count)
 
     def _find(self, text: str, argument: Any) -> Any:
-        """What a method is to look for in a text where the same was said."""
+        """The string to search for: enclosed if the text has it so."""
         is_sought = isinstance(argument, str) and argument in self.sought
         return enclose(argument) if is_sought and enclose(argument) in text else argument
 
     def wrap_str_format(self, value: Any) -> None:
-        """No method is let through as one that formats safely: widths could be anything."""
+        """Replaces no format method by Jinja's safe one: widths would be unbounded."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Besides what the sandbox forbids anyway."""
+        """Forbids further methods of strings."""
         if isinstance(obj, str) and attr in _FORBIDDEN_METHODS:
             return False
         return super().is_safe_attribute(obj, attr, value)
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's, whose attributes may shadow anything, without names that Python's own machinery asks for."""
+    """Jinja's namespace, without private and special attribute names."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # So that a template's own names may include "self".
+        # A template's names may include "self".
         self, *rest = args
         values = dict(*rest, **kwargs)
         for name in values:
@@ -256,7 +257,7 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        # What it holds may hold others of its kind, each of them twice.
+        # Nested namespaces could grow exponentially.
         return "<namespace>"
 
 
@@ -266,24 +267,24 @@ def _require_public(name: Any) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, by which templates say what the model wrote: of no concern here, but to be understood."""
+    """`{% generation %}`, which marks the model's output for training: its contents are rendered as they are."""
 
     tags = {"generation"}  # noqa: RUF012 — as the library wants it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The block's contents, as they are."""
+        """Returns the block's contents."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def find_literals(tree: nodes.Template) -> set[str]:
-    """All strings that a template holds: its text, and the constants of its expressions."""
+    """All strings in a template: its text, and the constants of its expressions."""
     found = {node.data for node in tree.find_all(nodes.TemplateData)}
     return found | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
 
 
 def _without_concat(tree: nodes.Template) -> nodes.Template:
-    """`a ~ b`, which the sandbox does not see, as `a|string + b|string`, which it does."""
+    """Rewrites `a ~ b`, which the sandbox cannot intercept, as `a|string + b|string`."""
 
     def rewrite(node: nodes.Node) -> nodes.Node:
         for name, value in node.iter_fields():
@@ -293,13 +294,8 @@ def _without_concat(tree: nodes.Template) -> nodes.Template:
                 setattr(node, name, [rewrite(each) if isinstance(each, nodes.Node) else each for each in value])
         if not isinstance(node, nodes.Concat):
             return node
-        parts: list[nodes.Expr] = [
-            nodes.Filter(part, "string", [], [], None, None, lineno=node.lineno) for part in node.nodes
-        ]
-        joined = parts[0]
-        for part in parts[1:]:
-            joined = nodes.Add(joined, part, lineno=node.lineno)
-        return joined
+        parts: list[nodes.Expr] = [_filter(part, "string") for part in node.nodes]
+        return reduce(lambda left, right: nodes.Add(left, right, lineno=node.lineno), parts)
 
     rewrite(tree)
     return tree
@@ -311,43 +307,41 @@ def _bounded_loop(items: Any) -> Iterator[Any]:
         yield item
 
 
-def _bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(function: Any, check: Callable[..., None]) -> Callable[..., Any]:
+    """The function, with `check` called on its arguments first."""
+
     @wraps(function)
-    def bounded(*args: Any, **kwargs: Any) -> Any:
-        _spent().step()
-        _require_bounded(*args, *kwargs.values())
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, *kwargs.values())
         return function(*args, **kwargs)
 
-    return bounded
+    return checked
+
+
+def _filter(node: Any, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _weighing(node: nodes.Expr) -> nodes.Expr:
+    """The expression with its value weighed, unless it is a constant."""
+    return node if isinstance(node, nodes.Const) else _filter(node, _WEIGHED)
 
 
 def _weighed(value: Any) -> Any:
-    """The value, unless it is too large to be looked at as a whole."""
     _spent().weigh(value)
     return value
 
 
-def _weighing(node: nodes.Expr) -> nodes.Expr:
-    """An expression whose value is weighed; a constant needs no scales."""
-    if isinstance(node, nodes.Const):
-        return node
-    return nodes.Filter(node, _WEIGHED, [], [], None, None, lineno=node.lineno)
-
-
-def _weighed_test(function: Any) -> Callable[..., Any]:
-    @wraps(function)
-    def weighed(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            _weighed(value)
-        return function(*args, **kwargs)
-
-    return weighed
-
-
-def _require_bounded(*values: Any) -> None:
-    _require_small(*values)
+def _weigh_all(*values: Any) -> None:
     for value in values:
         _weighed(value)
+
+
+def _count_call(*values: Any) -> None:
+    """Counts a call with these arguments, and checks them."""
+    _spent().step()
+    _require_small(*values)
+    _weigh_all(*values)
 
 
 def _require_small(*values: Any) -> None:
@@ -358,7 +352,7 @@ def _require_small(*values: Any) -> None:
 
 @jinja2.pass_environment
 def _sum(environment: jinja2.Environment, items: Any, attribute: Any = None, start: Any = 0) -> Any:
-    """As Jinja's own, of numbers: lists would be copied anew with each that is added."""
+    """Jinja's own, for numbers only: a sum of lists copies them with each addition."""
     if not isinstance(start, (int, float)):
         raise SecurityError("a sum of what is no number")
     return FILTERS["sum"](environment, items, attribute, start)
@@ -383,7 +377,7 @@ def _join(items: Any, separator: Any = "", attribute: Any = None) -> str:
 
 
 def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:  # noqa: FBT001, FBT002
-    """As Jinja's own."""
+    """As Jinja's own, with its output counted before it is made."""
     prefix = " " * width if isinstance(width, int) else str(width)
     lines = str(text).split("\n")
     _spent().make(sum(map(len, lines)) + len(lines) * (len(prefix) + 1))
@@ -393,12 +387,12 @@ def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = 
 
 def _to_json(
     value: Any,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 — as Hugging Face has it
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 — Hugging Face's signature
     indent: int | None = None,
     separators: Any = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    """As Hugging Face has it: without HTML escapes, which is Jinja's own way."""
+    """As in Hugging Face: without Jinja's HTML escapes."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     _spent().make(len(text))
     return text

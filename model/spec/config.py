@@ -1,7 +1,6 @@
-"""What a transformer is, as plain data: sizes, positions, norms, activations, special tokens.
+"""A transformer's configuration as plain data: sizes, positions, norms, activations, special tokens.
 
-Knows nothing of torch, ONNX or training; the trainer, the exporter and the server all read this one record.
-Validation collects every problem and raises once.
+The trainer, the exporter and the server all read it. Validation collects every problem and raises once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from model.spec.fields import coerce_enums, from_json_values, to_json_values
 
 MAX_LAYERS = 4096
-"""Of a stack."""
+"""The limit of each stack."""
 
 
 class ConfigError(ValueError):
@@ -34,10 +33,10 @@ class Architecture(StrEnum):
 
 
 class Positions(StrEnum):
-    """How order enters: added sinusoids, a learned table, or rotations of queries and keys (Su et al., 2021).
+    """Position encoding: added sinusoids, a learned table, or rotations of queries and keys (Su et al., 2021).
 
-    `sinusoidal` lets sines and cosines alternate, as the paper writes them; `sinusoidal-halves` has all sines first, as
-    Marian (Junczys-Dowmunt et al., 2018) and the paper's own code do.
+    `sinusoidal` alternates sines and cosines, as the paper's text; `sinusoidal-halves` has all sines first, as Marian
+    (Junczys-Dowmunt et al., 2018) and the paper's code.
     """
 
     SINUSOIDAL = "sinusoidal"
@@ -47,10 +46,10 @@ class Positions(StrEnum):
 
 
 class RopeScaling(StrEnum):
-    """How rotations are slowed down for contexts longer than those of the first training.
+    """How rotations are slowed down for contexts longer than the training's.
 
     `linear` divides all angles (Chen et al., 2023), `llama3` those of long wavelengths (Llama Team, 2024), `yarn`
-    goes from one to the other over the pairs and lengthens queries and keys besides (Peng et al., 2023).
+    interpolates over the pairs and also scales queries and keys (Peng et al., 2023).
     """
 
     NONE = "none"
@@ -91,7 +90,7 @@ class Activation(StrEnum):
 
 
 class LayerType(StrEnum):
-    """What a decoder layer's self-attention sees: all before it, or a window of the last tokens."""
+    """The range of a decoder layer's self-attention: all earlier tokens, or a sliding window."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -128,19 +127,19 @@ class ModelConfig:
 
     Lengths are in tokens. `context` bounds the decoder's positions (prompt and output together for a
     decoder-only model, start token and output for an encoder-decoder); `source_context` bounds the encoder's.
-    Zero stands for "derived": `num_kv_heads` = `num_heads`, `head_dim` = `d_model` / `num_heads`,
+    Zero means "derived": `num_kv_heads` = `num_heads`, `head_dim` = `d_model` / `num_heads`,
     `source_vocab_size` = `vocab_size`, `source_context` = `context`.
 
-    `tie_embeddings` makes the output head the target's token table; `share_embeddings` makes that table the source's
-    too, where both vocabularies are equally large. Two tokenizers that happen to be equally large must not share.
+    `tie_embeddings` makes the target's token table the output head; `share_embeddings` makes it the source's table too,
+    if both vocabularies have the same size. Different tokenizers of the same size must not share.
 
-    `attention_bias` is of all projections around attention; without `attention_output_bias` the one behind it has none.
-    `query_key_norm` normalises each head's queries and keys before they are turned (RMSNorm; Henry et al., 2020),
-    `embedding_norm` the embeddings with their positions, and `logits_bias` is added to the logits.
+    `attention_bias` applies to all projections around attention; `attention_output_bias` can exclude the output's.
+    `query_key_norm` normalizes each head's queries and keys before rotation (RMSNorm; Henry et al., 2020),
+    `embedding_norm` the embeddings with their positions; `logits_bias` is added to the logits.
 
-    A query of a sliding layer sees the last `sliding_window` tokens, itself among them (Beltagy et al., 2020);
-    `layer_types` says of each decoder layer which it is. Empty means that all are alike: sliding where there is a
-    window, which 0 says there is not. What each `rope_` field does: `model.nn.positions.rotary_frequencies`.
+    A query of a sliding layer attends to the last `sliding_window` tokens, itself included (Beltagy et al., 2020).
+    `layer_types` has each decoder layer's type; empty means that all are sliding, or full if `sliding_window` is 0. The
+    `rope_` fields: `model.nn.positions.rotary_frequencies`.
 
     Raises:
         ConfigError: listing every invalid field.
@@ -191,7 +190,7 @@ class ModelConfig:
     eos_id: int = 2
 
     def __post_init__(self) -> None:
-        # Relations between sizes mean something only once every size is valid by itself.
+        # Relations between sizes are meaningful only if every size is valid by itself.
         alone = coerce_enums(self, _ENUMS) + self._coerce_layer_types() + self._size_problems()
         rest = self._number_problems()
         if alone:
@@ -201,7 +200,7 @@ class ModelConfig:
             raise ConfigError(problems)
 
     def _coerce_layer_types(self) -> list[str]:
-        # From JSON it may come as a list, or a single name.
+        # JSON has a list or a single name.
         given: Any = self.layer_types
         given = (given,) if isinstance(given, str) else tuple(given)
         unknown = [value for value in given if value not in tuple(LayerType)]
@@ -219,7 +218,7 @@ class ModelConfig:
         return [
             *(f"{name} is {size}, must be at least 1" for name in needed if (size := getattr(self, name)) < 1),
             *(f"{name} is {size}, must not be negative" for name in derived if (size := getattr(self, name)) < 0),
-            # Layers are listed one by one, so that their number is also an amount of work and of memory.
+            # Readers list layers one by one, so their number bounds work and memory.
             *(
                 f"{name} is {size}, must be at most {MAX_LAYERS}"
                 for name in ("num_layers", "num_encoder_layers")
@@ -248,11 +247,7 @@ class ModelConfig:
         return problems
 
     def _derive(self) -> list[str]:
-        """Fills in the sizes left at zero; returns the problems.
-
-        Done here, once, so that every reader sees numbers and never a zero that means something; the instance is still
-        under construction, so nothing observes the change.
-        """
+        """Fills in the sizes left at zero; returns the problems."""
         problems = []
         if not self.num_kv_heads:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
@@ -334,17 +329,17 @@ class ModelConfig:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether a source is encoded first and attended to by every decoder layer."""
+        """Whether there is an encoder, which every decoder layer attends to."""
         return self.architecture is Architecture.ENCODER_DECODER
 
     def window(self, layer: int) -> int:
-        """How many tokens a query of a decoder layer sees at most, itself among them; 0 where it sees all."""
+        """The sliding window of a decoder layer in tokens; 0 if it attends to all."""
         is_sliding = not self.layer_types or self.layer_types[layer] == LayerType.SLIDING
         return self.sliding_window if is_sliding else 0
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of float32 self-attention K/V that one decoder position holds over all layers."""
+        """Bytes of float32 self-attention K/V per decoder position, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 4
 
     def to_dict(self) -> dict[str, Any]:
@@ -353,7 +348,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """Builds from JSON; unknown, missing and wrongly typed fields are all reported at once.
+        """Builds from JSON.
 
         Raises:
             ConfigError: listing every problem.

@@ -1,16 +1,15 @@
-"""What a transformer costs, from its configuration alone: parameters, floating-point operations, K/V memory, requests.
+"""Cost model: parameters, floating-point operations, K/V memory and requests' work, from the configuration alone.
 
-The law of attention in code: what is linear grows with the tokens, what attends grows with their pairs, and at some
-length the second overtakes the first. Standard library only; the tests hold every figure to the real model.
+Linear operations grow with the tokens, attention's with pairs of tokens, which dominate from some length on.
 
-Operations are those of matrix products, two for each multiply-add. Norms, softmax, activations, lookups and the tanh of
-additive scores are left out, as is usual; they are of lower order in the width. Attention is counted as the formula is
-written, over all pairs of a query and a key: a kernel that skips what the causal mask forbids does half of it, for long
-texts, in self-attention (`attended_pairs` against `computed_pairs`).
+Operations are those of matrix products, two per multiply-add. Norms, softmax, activations, lookups and the tanh of
+additive scores are omitted, as is usual: they are of lower order in the width. Attention is counted over all pairs of a
+query and a key (`computed_pairs`); a kernel that skips masked pairs does about half of it in self-attention
+(`attended_pairs`).
 
-A request is counted as it is served (`request_work`): with a K/V cache, its prompt in pieces, then a token at a time,
-logits only where one is chosen, and of other tokens nothing that follows the last layer's attention. Its attention
-operations are those of the pairs that it needs, no more; what padding computes besides is told apart, in pairs.
+A request is counted as it is served (`request_work`): with a K/V cache, its prompt in chunks, then a token at a time;
+what follows the last layer's attention only for tokens whose logits are needed. Its attention operations exclude
+padding, which is counted separately, in pairs.
 
 Source of the convention: Kaplan et al., "Scaling Laws for Neural Language Models" (2020), section 2.1.
 """
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from model.spec.config import Activation, AttentionScore, ModelConfig, Norm, NormPlacement, Positions
 
 BACKWARD_AND_FORWARD = 3
-"""Training takes three times the forward operations: backwards each product becomes two, one for each factor."""
+"""Operations of training per operation of a forward pass: the backward pass has two products for each one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +35,21 @@ class Flops:
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """The sum of both."""
         return self.linear + self.attention
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """How many trained numbers the model has, shared ones counted once."""
+    """The number of trained parameters, shared ones counted once."""
     layers = config.num_layers * _decoder_layer_parameters(config)
     layers += config.num_encoder_layers * _encoder_layer_parameters(config)
-    num_stacks = 2 if config.is_encoder_decoder else 1
-    layers += num_stacks * _norm_parameters(config) * (config.norm_placement is NormPlacement.PRE)
-    layers += num_stacks * _norm_parameters(config) * config.embedding_norm
-    layers += config.vocab_size * config.logits_bias
-    return num_embedding_parameters(config) + layers
+    norms_per_stack = (config.norm_placement is NormPlacement.PRE) + config.embedding_norm
+    norms = (1 + config.is_encoder_decoder) * norms_per_stack * _norm_parameters(config)
+    return num_embedding_parameters(config) + layers + norms + config.vocab_size * config.logits_bias
 
 
 def num_embedding_parameters(config: ModelConfig) -> int:
-    """How many of them are in token tables, learned positions and an output head of its own."""
+    """Parameters in token tables, learned positions and an untied output head."""
     tokens, positions = config.vocab_size, config.context
     if config.is_encoder_decoder:
         positions += config.source_context
@@ -63,87 +60,71 @@ def num_embedding_parameters(config: ModelConfig) -> int:
 
 
 def causal_pairs(length: int, start: int = 0, window: int = 0) -> int:
-    """Pairs that `length` tokens form behind `start` others, each with all before it and with itself: one layer's.
+    """Pairs of a causal layer in which `length` tokens after `start` others attend to all up to themselves.
 
-    Where there is a `window`, each with the last so many of these.
+    With a `window`, each attends to the last `window` tokens.
     """
     growing = min(length, max(0, window - start)) if window else length
     return growing * start + growing * (growing + 1) // 2 + (length - growing) * window
 
 
 def attended_pairs(config: ModelConfig, length: int, source_length: int = 0) -> int:
-    """Pairs of a query and a key that the masks let meet, over all layers, for each head.
+    """Unmasked pairs of a query and a key, over all layers, per head.
 
     Args:
         config: the model.
         length: decoder tokens, at least 1.
-        source_length: encoder tokens, at least 1 for an encoder-decoder and 0 for any other.
+        source_length: encoder tokens, at least 1 for an encoder-decoder, else 0.
 
     Raises:
-        ValueError: for lengths that the model has no use for.
+        ValueError: for invalid lengths.
     """
     own = sum(causal_pairs(length, window=config.window(layer)) for layer in range(config.num_layers))
     return _pairs(config, length, source_length, own)
 
 
 def computed_pairs(config: ModelConfig, length: int, source_length: int = 0) -> int:
-    """The same with the pairs that causal masks and windows throw away: what the formula, as written, multiplies."""
+    """Pairs as `attended_pairs`, masked ones included."""
     return _pairs(config, length, source_length, config.num_layers * length * length)
 
 
 def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> Flops:
-    """Operations of one pass over one whole sequence, logits at every position included.
-
-    Args:
-        config: the model.
-        length: decoder tokens, at least 1.
-        source_length: encoder tokens, at least 1 for an encoder-decoder and 0 for any other.
-
-    Raises:
-        ValueError: for lengths that the model has no use for.
-    """
+    """Operations of a forward pass over one whole sequence with all logits; arguments as in `attended_pairs`."""
     _check_lengths(config, length, source_length)
     linear = length * (_target_token_flops(config) + _wanted_token_flops(config))
     linear += source_length * _source_token_flops(config)
     return Flops(linear, pair_flops(config) * computed_pairs(config, length, source_length))
 
 
-def training_flops(config: ModelConfig, length: int, source_length: int = 0) -> Flops:
-    """Operations of one pass forwards and backwards over one whole sequence; arguments as in `forward_flops`."""
-    forward = forward_flops(config, length, source_length)
-    return Flops(BACKWARD_AND_FORWARD * forward.linear, BACKWARD_AND_FORWARD * forward.attention)
-
-
 def pair_flops(config: ModelConfig) -> int:
-    """Operations of a query that meets a key in one layer, over all heads."""
-    # One multiply-add a channel for the scores, another for the weighted sum of the values.
+    """Operations per pair of a query and a key in one layer, over all heads."""
+    # One multiply-add per channel for the scores, another for the weighted sum of the values.
     return 4 * _query_width(config)
 
 
 def kv_bytes(config: ModelConfig, length: int, source_length: int = 0) -> int:
-    """Bytes of float32 keys and values that one sequence holds while it is decoded, those of its source included."""
+    """Bytes of float32 K/V of one sequence, its source's included."""
     _check_lengths(config, length, source_length)
-    # Cross-attention keeps as much of a source token as self-attention of a target token.
+    # Cross-attention caches as much per source token as self-attention per target token.
     return (length + source_length) * config.kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestShape:
-    """One request as it is served, as far as its cost depends on it. Everything is in tokens.
+    """The lengths of a request that its cost depends on, in tokens.
 
     Attributes:
-        prompt_tokens: what the decoder is given: the prompt, or an encoder-decoder's start token and target prefix.
-        generated_tokens: how many each row chooses, one entry for each output. A beam search has an entry for each
-            beam, and each is the number of its steps.
+        prompt_tokens: the decoder's prompt, or an encoder-decoder's start token and target prefix.
+        generated_tokens: tokens chosen per output row; in a beam search, the number of steps per beam.
         source_tokens: the encoder's; 0 for a decoder-only model.
-        cached_tokens: of these, tokens whose K/V were at hand: of the prompt, or, all or none, of the source.
-        chunk: prompts are computed in pieces that end at its multiples; None computes a prompt in one piece.
-        padded_prompt_tokens: the length that the beginning of the prompt is padded to; None where it is not.
-        padded_source_tokens: the same of the source.
-        scores_prompt: whether logits are wanted at every position of the prompt, not after its pieces alone.
+        cached_tokens: cache hits: tokens of the prompt, or all or none of the source.
+        chunk: chunked prefill ends chunks at its multiples; None computes a prompt as one chunk.
+        padded_prompt_tokens: the padded length of the prompt's first chunk; None without padding.
+        padded_source_tokens: the same for the source.
+        scores_prompt: whether logits are needed at every position of the prompt, not only after its chunks.
 
     Raises:
-        ValueError: naming a number that cannot be.
+        ValueError: naming an invalid number.
     """
 
     prompt_tokens: int
@@ -159,9 +140,8 @@ class RequestShape:
         if self.prompt_tokens < 1:
             raise ValueError(f"prompt_tokens is {self.prompt_tokens}, must be at least 1")
         if not self.generated_tokens or min(self.generated_tokens) < 0:
-            raise ValueError(
-                f"generated_tokens is {self.generated_tokens}, must have an entry of at least 0 for each row"
-            )
+            problem = "must have an entry of at least 0 for each row"
+            raise ValueError(f"generated_tokens is {self.generated_tokens}, {problem}")
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunk is {self.chunk}, must be at least 1")
         if self.source_tokens and self.cached_tokens not in (0, self.source_tokens):
@@ -173,13 +153,12 @@ class RequestShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseWork:
-    """What one phase of a request computes, by what computes it. No padding is counted, but for the two of that name.
+    """The work of one phase of a request, by graph. Padding is counted in `num_padded_*` only.
 
-    A step computes a piece of a prompt or a token for each row, whatever else it computes for others. A piece of one
-    token is computed as a decoding row is. Pairs are one layer's, for each head: one that sees all, unless a window was
-    given; `num_padded_pairs` are the decoder's.
-    `kv_token_steps` is how many tokens of the decoder have their K/V held, over all rows, summed over the steps;
-    `kv_source_token_steps` the same of the source.
+    A step computes a chunk of a prompt or one token per row. A chunk of one token is computed as a decode row. Pairs
+    are one layer's, per head, with the window given if any; `num_padded_pairs` are the decoder's. `kv_token_steps` is
+    the number of cached decoder tokens over all rows, summed over the steps; `kv_source_token_steps` the same for the
+    source.
     """
 
     num_steps: int = 0
@@ -201,7 +180,7 @@ class PhaseWork:
 
 @dataclass(frozen=True, slots=True)
 class RequestWork:
-    """What a request computes until its first token is chosen, and after that."""
+    """The work until a request's first token is chosen, and after that."""
 
     prefill: PhaseWork
     decode: PhaseWork
@@ -209,7 +188,7 @@ class RequestWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCost:
-    """What a request costs. Pairs are those of all layers, for each head; operations leave padding out."""
+    """The cost of a request. Pairs are over all layers, per head; operations exclude padding."""
 
     attended_pairs: int
     padded_pairs: int
@@ -219,18 +198,14 @@ class RequestCost:
 
 
 def request_work(shape: RequestShape, window: int = 0) -> RequestWork:
-    """What a request computes, piece by piece and token by token; with pairs of a decoder layer that has a `window`."""
+    """The work of a request, with the pairs of a decoder layer that has this `window`."""
     return RequestWork(_prefill_work(shape, window), _decode_work(shape, window))
 
 
 def request_cost(config: ModelConfig, shape: RequestShape, kv_token_bytes: int | None = None) -> RequestCost:
-    """What a request costs, first token and all.
+    """The cost of a request. `kv_token_bytes` are the K/V bytes per token, by default float32's.
 
-    Args:
-        config: the model.
-        shape: what is asked of it.
-        kv_token_bytes: bytes of the K/V of a token, the decoder's or its source's; None is float32's. A window keeps no
-            less than its layer would without it.
+    A sliding window does not reduce the cached tokens.
     """
     work = request_work(shape)
     phases = (work.prefill, work.decode)
@@ -260,20 +235,19 @@ def linear_flops(config: ModelConfig, work: PhaseWork) -> int:
 
 
 def prompt_linear_flops(config: ModelConfig, length: int) -> int:
-    """Linear operations of a whole prompt of a decoder-only model, up to the logits behind its last token."""
+    """Linear operations of a decoder-only model's whole prompt with the logits of its last token."""
     return linear_flops(config, PhaseWork(num_prefill_tokens=length, num_logits=1))
 
 
 def crossover_length(config: ModelConfig) -> int:
-    """From how many tokens on (in an encoder-decoder: of source and of target) attention takes half the operations."""
-    source_length = 1 if config.is_encoder_decoder else 0
-    once = forward_flops(config, 1, source_length)
-    # Linear operations grow with n and attention's with n², so that one token tells both factors.
+    """The length, of source and target alike, from which attention takes half of the operations."""
+    once = forward_flops(config, 1, int(config.is_encoder_decoder))
+    # Linear operations are proportional to n and attention's to n², so one token gives both factors.
     return math.ceil(once.linear / once.attention)
 
 
 def summary(config: ModelConfig) -> str:
-    """The figures for people, a line each."""
+    """The figures for people, one per line."""
     total, embeddings = num_parameters(config), num_embedding_parameters(config)
     flops = forward_flops(config, config.context, config.source_context)
     linear, attention = flops.linear / config.context, flops.attention / config.context
@@ -306,14 +280,14 @@ def _check_lengths(config: ModelConfig, length: int, source_length: int) -> None
 
 
 def _pairs(config: ModelConfig, length: int, source_length: int, causal: int) -> int:
-    """With those of all decoder layers with themselves as `causal`."""
+    """All pairs, with `causal` ones in the decoder's self-attention."""
     _check_lengths(config, length, source_length)
     cross = config.num_layers * length * source_length
     return causal + cross + config.num_encoder_layers * source_length * source_length
 
 
 def _prefill_work(shape: RequestShape, window: int) -> PhaseWork:
-    """One row, until the prompt is computed."""
+    """One row, until its prompt is computed."""
     source, prompt = shape.source_tokens, shape.prompt_tokens
     first = 0 if source else shape.cached_tokens
     chunk = shape.chunk or prompt
@@ -327,7 +301,7 @@ def _prefill_work(shape: RequestShape, window: int) -> PhaseWork:
     padded_source = shape.padded_source_tokens or source
     return PhaseWork(
         num_steps=len(ends),
-        # Of longer pieces only the end of the prompt is followed by a token that somebody chooses.
+        # Of longer chunks only the prompt's last one needs logits.
         num_logits=prompt - first if shape.scores_prompt else len(singles) + (ends[-1] - starts[-1] > 1),
         num_encoder_runs=int(is_encoded),
         num_encoder_tokens=source * is_encoded,
@@ -349,7 +323,7 @@ def _decode_work(shape: RequestShape, window: int) -> PhaseWork:
     """All rows: each feeds every token that it has chosen, except the last."""
     fed = [max(count - 1, 0) for count in shape.generated_tokens]
     own = sum(causal_pairs(count, shape.prompt_tokens, window) for count in fed)
-    # A token that is fed meets all that are held, itself among them, unless they lie before a window.
+    # A fed token attends to all cached ones and itself, unless they lie before a window.
     held = sum(causal_pairs(count, shape.prompt_tokens) for count in fed)
     cross = shape.source_tokens * sum(fed)
     return PhaseWork(
@@ -364,7 +338,7 @@ def _decode_work(shape: RequestShape, window: int) -> PhaseWork:
 
 
 def _target_token_flops(config: ModelConfig) -> int:
-    """Linear operations of a token of the decoder, up to where the last layer has attended."""
+    """Linear operations of a decoder token, up to the last layer's attention."""
     weights = _self_attention_weights(config) + _feed_forward_weights(config)
     if config.is_encoder_decoder:
         weights += 2 * config.d_model * _query_width(config)
@@ -372,23 +346,19 @@ def _target_token_flops(config: ModelConfig) -> int:
 
 
 def _wanted_token_flops(config: ModelConfig) -> int:
-    """Linear operations of a token of the decoder from there to its logits."""
-    return 2 * _last_weights(config) + _logits_flops(config)
+    """Linear operations of a decoder token from there to its logits."""
+    return 2 * (_last_weights(config) + config.d_model * config.vocab_size)
 
 
 def _last_weights(config: ModelConfig) -> int:
-    """What follows the last layer's attention, which is its cross-attention where it has one: W^O and all behind it."""
+    """Weights after the decoder's last attention (the cross-attention if there is one): W^O and the feed-forward's."""
     return config.d_model * _query_width(config) + _feed_forward_weights(config)
 
 
 def _source_token_flops(config: ModelConfig) -> int:
-    """Linear operations of a token of the source, the K/V that every decoder layer makes of it included."""
+    """Linear operations of a source token, its K/V for every decoder layer included."""
     encoder = config.num_encoder_layers * (_self_attention_weights(config) + _feed_forward_weights(config))
     return 2 * (encoder + config.num_layers * 2 * config.d_model * _kv_width(config))
-
-
-def _logits_flops(config: ModelConfig) -> int:
-    return 2 * config.d_model * config.vocab_size
 
 
 def _query_width(config: ModelConfig) -> int:
@@ -430,8 +400,7 @@ def _norm_parameters(config: ModelConfig) -> int:
 
 
 def _encoder_layer_parameters(config: ModelConfig) -> int:
-    head_norms = 2 * config.head_dim if config.query_key_norm else 0
-    norms = 2 * _norm_parameters(config) + head_norms
+    norms = 2 * _norm_parameters(config) + 2 * config.head_dim * config.query_key_norm
     return _attention_parameters(config) + _feed_forward_parameters(config) + norms
 
 

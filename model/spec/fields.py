@@ -1,7 +1,6 @@
-"""Frozen configurations to JSON values and back: what the model's, the data's and the training's share.
+"""Frozen configuration dataclasses to JSON values and back.
 
-Fields are int, float, bool, str, StrEnum or tuple[str, ...]; the last is a list in JSON, or one string alone. Standard
-library only.
+Fields are int, float, bool, str, StrEnum or tuple[str, ...]; a tuple is a list in JSON, or one string alone.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def to_json_values(config: Any) -> dict[str, Any]:
 
 
 def field_problems(kind: Any, values: Mapping[str, Any]) -> list[str]:
-    """Every unknown, missing or wrongly typed field, were `values` given to the dataclass `kind`."""
+    """Every unknown, missing or wrongly typed field of `values` for the dataclass `kind`."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     problems = [f"unknown field {name!r}" for name in values if name not in fields]
     for name, field in fields.items():
@@ -34,12 +33,10 @@ def field_problems(kind: Any, values: Mapping[str, Any]) -> list[str]:
 
 
 def from_json_values(kind: type[C], values: Mapping[str, Any], error: Callable[[list[str]], Exception]) -> C:
-    """The inverse of `to_json_values`: an instance of the dataclass `kind`.
+    """The inverse of `to_json_values`: an instance of the dataclass `kind`, which may validate further.
 
-    Args:
-        kind: whose own validation raises what it raises.
-        values: by field name, as JSON has them.
-        error: made of the list of every unknown, missing and wrongly typed field, and raised.
+    Raises:
+        Exception: `error` of the list of every unknown, missing and wrongly typed field.
     """
     if problems := field_problems(kind, values):
         raise error(problems)
@@ -47,10 +44,7 @@ def from_json_values(kind: type[C], values: Mapping[str, Any], error: Callable[[
 
 
 def coerce_enums(config: Any, kinds: Mapping[str, type[StrEnum]]) -> list[str]:
-    """Turns strings into enum members in an instance that is still being made; returns the problems.
-
-    Configuration files hold strings, and nobody has seen the instance yet, so that nothing observes the change.
-    """
+    """Turns strings into enum members in a frozen instance, during its `__post_init__`; returns the problems."""
     problems = []
     for name, kind in kinds.items():
         value = getattr(config, name)

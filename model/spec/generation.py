@@ -1,7 +1,7 @@
-"""What a model wants of every output: tokens that end it, begin it, close it or never stand in it.
+"""A model's generation settings: end tokens, forced and suppressed tokens.
 
-A checkpoint that others trained brings such wishes along (`model.hf`); one that was trained here has none but its end.
-Standard library only; who chooses tokens (`service.engine.logits`) sees to it that they are kept.
+Imported checkpoints (`model.hf`) bring them along; one trained here has only end tokens. The sampler
+(`service.engine.sampling`) enforces them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 GENERATION = "generation.json"
 """A checkpoint's file of `GenerationSettings`."""
 MAX_PATIENCE = 1000.0
-"""Of beam searches: more hypotheses than this never end."""
+"""The limit of beam searches: with more patience, hypotheses never end."""
 
 
 class GenerationError(ValueError):
-    """Generation settings are malformed; `problems` lists everything that is wrong with them."""
+    """Generation settings are malformed; `problems` lists everything that is wrong."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
@@ -28,15 +28,13 @@ class GenerationError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRules:
-    """Token ids that hold whatever a request asks for.
+    """Rules that apply to every request, as in Hugging Face's `generate` (its names in parentheses).
 
-    `forced_first_id` is an output's first token, unless the request gives its beginning. `forced_last_id` is its last
-    where `max_tokens` or the context's end cuts it off. `suppressed_ids` are never chosen. With `renormalize` a beam
-    search adds up the log-probabilities of what the rules leave, without it those of the whole vocabulary; a forced
-    token counts as certain either way. `patience` is a beam search's whose request says nothing of it, as
-    `service.engine.sampling.beam` explains it. All this is Hugging Face's `generate`, whose names for it are
-    `forced_bos_token_id`, `forced_eos_token_id`, `bad_words_ids` and `suppress_tokens`, `renormalize_logits`, and
-    `early_stopping`.
+    `forced_first_id` (`forced_bos_token_id`) is an output's first token, unless the request gives its beginning.
+    `forced_last_id` (`forced_eos_token_id`) is its last if `max_tokens` or the context cuts it off. `suppressed_ids`
+    (`bad_words_ids`, `suppress_tokens`) are never chosen. With `renormalize` (`renormalize_logits`) a beam search adds
+    up the log-probabilities of the allowed tokens, otherwise those of the whole vocabulary; a forced token counts as
+    certain either way. `patience` (`early_stopping`) is the default of beam searches (`service.engine.sampling.beam`).
     """
 
     forced_first_id: int | None = None
@@ -47,7 +45,7 @@ class GenerationRules:
 
     @property
     def named_ids(self) -> tuple[tuple[str, int], ...]:
-        """Every id with its field's name."""
+        """Every id, with its field's name."""
         forced = (("forced_first_id", self.forced_first_id), ("forced_last_id", self.forced_last_id))
         return (
             *((name, token) for name, token in forced if token is not None),
@@ -65,27 +63,21 @@ class GenerationRules:
         Raises:
             GenerationError: listing every problem.
         """
-        problems = [f"unknown field {name!r}" for name in sorted(values.keys() - _CHECKS.keys())]
-        problems += [
-            f"{name} is {values[name]!r}, must be {words}"
-            for name, (is_valid, words) in _CHECKS.items()
-            if name in values and not is_valid(values[name])
-        ]
-        if problems:
+        if problems := _rule_problems(values):
             raise GenerationError(problems)
         return cls(**{**values, "suppressed_ids": tuple(values.get("suppressed_ids", ()))})
 
 
-NO_WISHES = GenerationRules()
-"""Those of a model that was trained here."""
+NO_RULES = GenerationRules()
+"""The rules of a model that was trained here."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """generation.json of a checkpoint: all tokens that end an output, one at least, and the rules."""
+    """generation.json of a checkpoint: the tokens that end an output, at least one, and the rules."""
 
     eos_ids: tuple[int, ...]
-    rules: GenerationRules = NO_WISHES
+    rules: GenerationRules = NO_RULES
 
     def to_json(self) -> str:
         """The text of generation.json."""
@@ -107,12 +99,18 @@ class GenerationSettings:
             raise GenerationError(["not a JSON object of eos_ids and rules"])
         eos_ids, rules = values["eos_ids"], values["rules"]
         problems = [] if _is_ids(eos_ids) and eos_ids else [f"eos_ids is {eos_ids!r}, must be a list of token ids"]
-        if not isinstance(rules, dict):
-            raise GenerationError([*problems, f"rules is {rules!r}, must be a JSON object"])
-        parsed = GenerationRules.from_dict(rules)
+        problems += _rule_problems(rules) if isinstance(rules, dict) else [f"rules is {rules!r}, must be a JSON object"]
         if problems:
             raise GenerationError(problems)
-        return cls(tuple(eos_ids), parsed)
+        return cls(tuple(eos_ids), GenerationRules.from_dict(rules))
+
+
+def _rule_problems(values: Mapping[str, Any]) -> list[str]:
+    return [f"unknown field {name!r}" for name in sorted(values.keys() - _CHECKS.keys())] + [
+        f"{name} is {values[name]!r}, must be {words}"
+        for name, (is_valid, words) in _CHECKS.items()
+        if name in values and not is_valid(values[name])
+    ]
 
 
 def _is_id(value: object) -> bool:

@@ -1,14 +1,12 @@
-"""Golden cases: what PyTorch answered, so that whoever runs the exported graphs can check that they answer the same.
+"""Golden cases: PyTorch's logits for small schedules, which the exported graphs must reproduce.
 
-A case is a small schedule over a few sequences. Each step is either one row that feeds several tokens (a prefill, whole
-or in chunks) or several rows that feed one token each (decoding, ragged). The logits after every row's last fed token
-are compared. The exporter makes the cases, `export.verify` and the server replay them, each with its own runner.
-NumPy only.
+Each step of a schedule is either one row that feeds several tokens (prefill, whole or chunked) or several rows that
+feed one token each (ragged decoding). The logits after every row's last fed token are compared. The exporter makes the
+cases; `export.verify` and the server replay them with their own runners. NumPy only.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from model.spec.arrays import ArrayFile
+from model.spec.arrays import ArrayFile, save_arrays
 from model.spec.artifact import MAX_ARRAYS_BYTES, KVPrecision, Precision
 from model.spec.config import ModelConfig
 
 MAX_STEPS = 1 << 14
-"""Of all cases in a file. The exporter's longest case has half as many, and others have few."""
+"""The limit for all cases of a file together; the exporter's longest case has half as many."""
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
@@ -30,16 +28,16 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far a logit may be off and pass, whatever its row and however large its neighbours.
+    """The largest error of a logit: `absolute`, plus `relative` times the spread of its case's golden logits.
 
-    `absolute`, plus `relative` times the spread (standard deviation) of all golden logits of its case.
+    The spread is the standard deviation of all logits of the case.
     """
 
     absolute: float = 0.0
     relative: float = 0.0
 
     def of(self, logits: Float32) -> float:
-        """As one number, the largest absolute error that passes beside these golden logits."""
+        """The largest absolute error that passes for these golden logits."""
         return self.absolute + self.relative * float(logits.std())
 
 
@@ -50,19 +48,14 @@ TOLERANCES: Mapping[Precision, Tolerance] = {
     Precision.FP16: Tolerance(relative=2e-2),
     Precision.BF16: Tolerance(relative=0.16),
 }
-"""What each precision that is served is held to; one that is not here has no proof.
+"""The tolerance of each precision that can be served.
 
-Float32 rounding leaves a tenth of its tolerance in a trained model. One whose logits are so large that rounding alone
-exceeds it fails its proof rather than being given more room.
-
-Rounding weights and activations to a few bits leaves an error that grows with the logits themselves, so there the
-measure is their spread, which also decides whether an error can change a token. The presets' trained models come to 0.2
-at most in int8 and 0.7 in int4, twelve layers of random weights, which dampen nothing, to 0.3 and 1.9; logits that have
-nothing to do with the golden ones are off by four and more. Sixteen bits are rounded to by each operator,
-in bfloat16 eight times as coarsely, for which it is given eight times as much. How much a model loses is not for these
-cases to say, whose tokens are random: that is measured on held-out data (`benchmarks.quality`).
+Float32 rounding uses a tenth of its tolerance in a trained model. Quantization errors grow with the logits, so their
+tolerance is relative to the spread, which also decides whether an error can change a token. The presets' trained models
+reach at most 0.2 in int8 and 0.7 in int4, twelve layers of random weights 0.3 and 1.9; unrelated logits are off by four
+and more. bfloat16 rounds eight times as coarsely as float16 and has eight times its tolerance. The cases' tokens are
+random: the loss of quality is measured on held-out data (`benchmarks.quality`).
 """
-
 
 KV_TOLERANCES: Mapping[KVPrecision, Tolerance] = {
     KVPrecision.FP32: Tolerance(),
@@ -70,14 +63,14 @@ KV_TOLERANCES: Mapping[KVPrecision, Tolerance] = {
     KVPrecision.FP16: Tolerance(),
     KVPrecision.BF16: Tolerance(),
 }
-"""What rounding keys and values adds: a trained model comes to 0.03, twelve layers of random weights to 0.15.
+"""The tolerance added for quantized K/V: a trained model reaches 0.03, twelve layers of random weights 0.15.
 
-In sixteen bits they are what the graph computes in anyway, so nothing is added.
+Sixteen bits are the graph's own precision, so they add nothing.
 """
 
 
 def tolerance_of(precision: Precision, kv_precision: KVPrecision) -> Tolerance:
-    """What graphs of this precision over K/V of that one are held to: both roundings may go the same way."""
+    """The tolerance of a graph: the sum of both, as errors may have the same sign."""
     own, kv = TOLERANCES[precision], KV_TOLERANCES[kv_precision]
     return Tolerance(own.absolute + kv.absolute, own.relative + kv.relative)
 
@@ -110,7 +103,7 @@ class GoldenCase:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """How one case compared. Errors are over all its logits; `agreement` is the share of equal arg-maxima."""
+    """The comparison of one case. Errors are maxima over its logits; `agreement` is the share of equal arg-maxima."""
 
     name: str
     max_abs_error: float
@@ -121,11 +114,10 @@ class CaseResult:
 
 
 def compare(case: GoldenCase, logits: Float32, tolerance: Tolerance) -> CaseResult:
-    """Judges replayed `logits` `[N, V]` against the case's: every absolute error within the tolerance.
+    """Compares replayed `logits` `[N, V]` with the case's: every absolute error must be within the tolerance.
 
-    So a case that passes has another arg-max only where the golden one leads by at most twice the tolerance, which is a
-    tie as far as the arithmetic can tell. The relative error divides by the spread (standard deviation) of the golden
-    logits, which is what decides whether an absolute error can change a token. A NaN or a wrong shape fails.
+    A case that passes has another arg-max only where the golden one leads by at most twice the tolerance. The relative
+    error is the absolute one divided by the spread of the golden logits. A NaN or a wrong shape fails.
     """
     allowed = tolerance.of(case.logits)
     if logits.shape != case.logits.shape or not np.isfinite(logits).all():
@@ -137,10 +129,10 @@ def compare(case: GoldenCase, logits: Float32, tolerance: Tolerance) -> CaseResu
 
 
 def check_steps(case: GoldenCase) -> None:
-    """Asserts that a case's schedule is one a runner may meet: in order, and batched only one token at a time.
+    """Checks that a case's schedule is in order and batches rows of one token only, and that its arrays match it.
 
     Raises:
-        ValueError: naming the step, or what else does not fit together.
+        ValueError: naming the step or the mismatch.
     """
     known = range(len(case.sequences))
     computed = [0] * len(known)
@@ -162,40 +154,8 @@ def check_steps(case: GoldenCase) -> None:
         raise ValueError(f"{case.name}: {len(case.sources)} sources for {len(case.sequences)} sequences")
 
 
-def _misfits(header: _Header, config: ModelConfig) -> list[str]:
-    """Why a model of this configuration cannot be asked a case, by its sizes alone; empty when it can."""
-    problems = []
-    kinds = [("sequence", header.sequences, config.context)]
-    if config.is_encoder_decoder:
-        kinds.append(("source", header.sources, config.source_context))
-        if any(feed.count != 1 for step in header.steps for feed in step):
-            problems.append("feeds several tokens at once to an encoder-decoder")
-    if bool(header.sources) != config.is_encoder_decoder:
-        problems.append(f"has {len(header.sources)} sources, the model is {config.architecture}")
-    problems += [
-        f"{kind} {row} has {length} tokens, must have 1 to {longest}"
-        for kind, lengths, longest in kinds
-        for row, length in enumerate(lengths)
-        if not 1 <= length <= longest
-    ]
-    if header.logits[1] != config.vocab_size:
-        problems.append(f"has logits of {header.logits[1]} tokens, the model knows {config.vocab_size}")
-    return [f"{header.name}: {problem}" for problem in problems]
-
-
-def _foreign_ids(case: GoldenCase, config: ModelConfig) -> list[str]:
-    """The rows of a case that fits with ids which the model does not know."""
-    kinds = (("sequence", case.sequences, config.vocab_size), ("source", case.sources, config.source_vocab_size))
-    return [
-        f"{case.name}: {kind} {row} has ids outside [0, {vocab_size})"
-        for kind, rows, vocab_size in kinds
-        for row, ids in enumerate(rows)
-        if not 0 <= ids.min() <= ids.max() < vocab_size
-    ]
-
-
 def save(path: Path, cases: Iterable[GoldenCase]) -> None:
-    """Writes golden.npz: flat arrays and one JSON index, nothing pickled."""
+    """Writes golden.npz: flat arrays and one JSON index."""
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     index = []
     for number, case in enumerate(cases):
@@ -208,84 +168,67 @@ def save(path: Path, cases: Iterable[GoldenCase]) -> None:
         index.append(
             {"name": case.name, "sequences": len(case.sequences), "sources": len(case.sources), "steps": steps}
         )
-    arrays["index"] = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
-    with path.open("wb") as stream:
-        np.savez_compressed(stream, allow_pickle=False, **arrays)
+    save_arrays(path, arrays, index)
 
 
 def load(path: Path, config: ModelConfig | None = None) -> tuple[GoldenCase, ...]:
-    """Reads golden.npz.
-
-    Args:
-        path: the file.
-        config: of the model that is to answer; whoever replays what somebody else wrote gives it.
+    """Reads golden.npz, and checks that its cases fit the model `config`, which untrusted files require.
 
     Raises:
-        ValueError: when it is not a well-formed set of cases, or holds some that such a model cannot be asked.
+        ValueError: when it is not a well-formed set of cases, or a case does not fit.
     """
-    cases: list[GoldenCase] = []
-    problems: list[str] = []
     try:
         with ArrayFile(path, MAX_ARRAYS_BYTES) as arrays:
             entries = arrays.read_index()
             if (num_steps := sum(len(entry["steps"]) for entry in entries)) > MAX_STEPS:
                 raise ValueError(f"has {num_steps} steps, must have at most {MAX_STEPS}")
-            for number, entry in enumerate(entries):
-                header = _Header.read(arrays, number, entry)
-                misfits = _misfits(header, config) if config else []
-                problems += misfits
-                # What has other sizes than the model's is not even unpacked.
-                cases += [] if misfits else [_unpack(arrays, number, header)]
-    except Exception as error:  # archive, decompressors, NumPy and JSON each object in a way of their own
+            cases = tuple(_read_case(arrays, number, entry, config) for number, entry in enumerate(entries))
+    except Exception as error:  # archive, decompressors, NumPy and JSON raise various errors
         raise ValueError(f"{path.name} is not a set of golden cases: {error}") from error
     for case in cases:
         check_steps(case)
-        problems += _foreign_ids(case, config) if config else []
-    if problems:
-        raise ValueError(f"{path.name}: " + "; ".join(problems))
-    return tuple(cases)
+    return cases
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """What is known of a case before it is unpacked: lengths of its rows, its schedule, the shape of its logits."""
+def _read_case(arrays: ArrayFile, number: int, entry: Mapping[str, Any], config: ModelConfig | None) -> GoldenCase:
+    """Unpacks rows and logits, each only if its size fits the model."""
+    name, num_sources = str(entry["name"]), int(entry["sources"])
+    steps = tuple(tuple(Feed(*map(int, feed)) for feed in step) for step in entry["steps"])
+    logits = f"{number}/logits"
+    _, vocab_size = arrays.shape(logits, np.floating, 2)
+    sequence_limits = source_limits = None
+    if config is not None:
+        sequence_limits = config.context, config.vocab_size
+        source_limits = config.source_context, config.source_vocab_size
+        if config.is_encoder_decoder != bool(num_sources):
+            raise ValueError(f"{name}: has {num_sources} sources, the model is {config.architecture}")
+        if config.is_encoder_decoder and any(feed.count != 1 for step in steps for feed in step):
+            raise ValueError(f"{name}: feeds several tokens at once to an encoder-decoder")
+        if vocab_size != config.vocab_size:
+            raise ValueError(f"{name}: has logits of {vocab_size} tokens, the model has {config.vocab_size}")
 
-    name: str
-    sequences: tuple[int, ...]
-    sources: tuple[int, ...]
-    steps: tuple[Step, ...]
-    logits: tuple[int, ...]
+    def read(kind: str, count: int, limits: tuple[int, int] | None) -> tuple[Int64, ...]:
+        rows = range(count)
+        return tuple(read_ids(arrays, f"{number}/{kind}/{row}", f"{name}: {kind} {row}", limits) for row in rows)
 
-    @classmethod
-    def read(cls, arrays: ArrayFile, number: int, entry: Mapping[str, Any]) -> _Header:
-        def lengths(kind: str, count: int) -> tuple[int, ...]:
-            return tuple(arrays.shape(f"{number}/{kind}/{row}", np.integer, 1)[0] for row in range(count))
-
-        return cls(
-            str(entry["name"]),
-            lengths("sequence", entry["sequences"]),
-            lengths("source", entry["sources"]),
-            tuple(tuple(Feed(*map(int, feed)) for feed in step) for step in entry["steps"]),
-            arrays.shape(f"{number}/logits", np.floating, 2),
-        )
+    sequences = read("sequence", entry["sequences"], sequence_limits)
+    sources = read("source", num_sources, source_limits)
+    return GoldenCase(name, sequences, sources, steps, arrays.read(logits, np.floating, 2).astype(np.float32))
 
 
-def _unpack(arrays: ArrayFile, number: int, header: _Header) -> GoldenCase:
-    def rows(kind: str, count: int) -> tuple[Int64, ...]:
-        names = (f"{number}/{kind}/{row}" for row in range(count))
-        return tuple(arrays.read(name, np.integer, 1).astype(np.int64) for name in names)
-
-    return GoldenCase(
-        header.name,
-        rows("sequence", len(header.sequences)),
-        rows("source", len(header.sources)),
-        header.steps,
-        arrays.read(f"{number}/logits", np.floating, 2).astype(np.float32),
-    )
+def read_ids(arrays: ArrayFile, member: str, name: str, limits: tuple[int, int] | None) -> Int64:
+    """Unpacks token ids if there are 1 to `limits[0]`, and checks that they are below `limits[1]`."""
+    (length,) = arrays.shape(member, np.integer, 1)
+    if limits is not None and not 1 <= length <= limits[0]:
+        raise ValueError(f"{name} has {length} tokens, must have 1 to {limits[0]}")
+    ids = arrays.read(member, np.integer, 1).astype(np.int64)
+    if limits is not None and not 0 <= ids.min() <= ids.max() < limits[1]:
+        raise ValueError(f"{name} has ids outside [0, {limits[1]})")
+    return ids
 
 
 def staggered(lengths: Sequence[int]) -> tuple[Step, ...]:
-    """A ragged schedule of single-token feeds: row i joins at step i and each row leaves when it has fed its length."""
+    """A ragged schedule of single-token feeds: row i joins at step i and leaves after its length."""
     steps = []
     for tick in range(max(row + length for row, length in enumerate(lengths))):
         feeds = tuple(Feed(row, tick - row, 1) for row, length in enumerate(lengths) if 0 <= tick - row < length)

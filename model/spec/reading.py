@@ -1,6 +1,6 @@
-"""Reads files that others wrote: regular files only, and at most a stated number of bytes.
+"""Reads untrusted files: regular files only, with a size limit.
 
-A pipe, a socket or a device would block its reader for good, or never end. Standard library only.
+A pipe, a socket or a device could block its reader forever, or never end.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _KINDS = {
 
 
 class UnfitFile(ValueError):
-    """A file is no regular file, or too large; the message says which, without the path."""
+    """A file is not regular, or too large; the message does not name the path."""
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Opens a regular file for reading, without ever blocking.
+    """Opens a regular file for reading; never blocks.
 
     Raises:
         UnfitFile: when it is something else.
         OSError: when it cannot be opened.
     """
-    # Before it is opened, which is enough to set a device to work; and after, as it may have been replaced in between.
+    # Checked before opening, which alone can start a device, and after, as the file may have been replaced.
     _require_regular(path.stat())
     stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
@@ -42,7 +42,7 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """All of a regular file.
+    """Reads a regular file.
 
     Raises:
         UnfitFile: when it is something else, or larger.
@@ -56,17 +56,12 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """All of a regular file in UTF-8.
-
-    Raises:
-        ValueError: as `read_bytes`; when it is not UTF-8.
-        OSError: when it cannot be read.
-    """
+    """Reads a regular file in UTF-8; raises as `read_bytes`, and ValueError when it is not UTF-8."""
     return read_bytes(path, max_bytes).decode("utf-8")
 
 
 def check_size(num_bytes: int, max_bytes: int) -> None:
-    """Raises `UnfitFile` for a file that is too large."""
+    """Raises `UnfitFile` if a file is too large."""
     if num_bytes > max_bytes:
         raise UnfitFile(f"has {num_bytes} bytes, must have at most {max_bytes}")
 

@@ -1,11 +1,9 @@
-"""Text to token ids and back, as the `tokenizer.json` of a checkpoint or artifact says.
+"""Tokenizes and detokenizes text, by the `tokenizer.json` of a checkpoint or artifact.
 
-The server and the trainer read text through this one class, so that what was learned is what is served. It knows the
-`tokenizers` library and nothing of models, training or the wire. How such a file is made: `model.tokenizer_training`.
+The server and the trainer share this class. `model.tokenizer_training` makes such files.
 
-Text never turns into control tokens: `<bos>` written by a user is five ordinary characters. Control tokens come only
-from the file's own post-processor (`encode`), from whoever puts ids together by hand, or from marked text
-(`with_marks`).
+Text never becomes control tokens: `<bos>` written by a user is five ordinary characters. Control tokens come only from
+the file's post-processor (`encode`), from ids, or from marked text (`with_marks`).
 """
 
 from __future__ import annotations
@@ -24,15 +22,14 @@ from model.spec.reading import read_text
 _Result = TypeVar("_Result")
 
 CONTROL_MARK = "\ufdd0"
-"""A noncharacter (The Unicode Standard, section 23.7): before a control token's spelling it says that one is meant."""
+"""A noncharacter (The Unicode Standard, section 23.7) that marks the spelling after it as a control token."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 LOSSY_TOKEN_BYTES = 256
-"""Bytes of text that a token may stand for where its spelling is no bound: a limit of ours, not the tokenizer's.
+"""Our limit of bytes per token for tokenizers whose spellings are no bound (`Tokenizer.max_bytes`).
 
-Some tokenizers drop or collapse characters, or put one unknown token in the place of a word. A text with more bytes per
-token than this, on average, is refused for its length (`Tokenizer.max_bytes`).
+Some tokenizers drop or collapse characters, or replace a word by one unknown token.
 """
 
 PAD_ID = 0
@@ -45,15 +42,11 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer:
-    """One `tokenizer.json`, ready to use; immutable, and safe to use from several threads.
-
-    Args:
-        inner: the library's tokenizer, which this one takes over.
-    """
+    """One `tokenizer.json`. Immutable, thread-safe. Takes ownership of `inner`, the library's tokenizer."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         inner.encode_special_tokens = True
-        # A file may carry truncation or padding for somebody's training batches; a prompt is never cut in silence.
+        # A file may have truncation or padding for training batches; prompts must not be truncated silently.
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
@@ -67,7 +60,7 @@ class Tokenizer:
         vocabulary = inner.get_vocab(with_added_tokens=True)
         self._vocab_size = 1 + max(vocabulary.values(), default=-1)
         longest = max((len(spelling.encode()) for spelling in vocabulary), default=0)
-        # What a template writes as a control token has a mark before it.
+        # A template's control tokens are marked.
         longest += len(CONTROL_MARK.encode())
         self._max_token_bytes = longest if _spells_everything(inner) else max(longest, LOSSY_TOKEN_BYTES)
 
@@ -104,22 +97,16 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids a model must embed: one more than the largest, control tokens included.
-
-        A file may leave ids out, so that it has fewer tokens than this.
-        """
+        """The largest id plus one, control tokens included: a file may skip ids."""
         return self._vocab_size
 
     def max_bytes(self, num_tokens: int) -> int:
-        """Most bytes that a text of so many tokens may have: one that has more has more tokens.
-
-        Where spellings are no bound, `LOSSY_TOKEN_BYTES` stands for one.
-        """
+        """The most bytes of a text of `num_tokens` tokens; by `LOSSY_TOKEN_BYTES` if spellings are no bound."""
         return num_tokens * self._max_token_bytes
 
     @property
     def unknown_id(self) -> int | None:
-        """The id that stands for whatever the vocabulary cannot spell; None where there is none."""
+        """The id of the unknown token, if there is one."""
         model = json.loads(self._inner.to_str())["model"]
         index: int | None = model.get("unk_id")
         if index is None and (spelling := model.get("unk_token")) is not None:
@@ -128,29 +115,25 @@ class Tokenizer:
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether tokens are bytes, so that any text whatever should come back unchanged."""
+        """Whether tokens are bytes, so that decoding restores any text."""
         return '"ByteLevel"' in json.dumps(json.loads(self._inner.to_str())["decoder"])
 
     @property
     def added_spellings(self) -> frozenset[str]:
-        """The tokens that the file adds to its model's, control tokens among them."""
+        """The spellings of added tokens, control tokens included."""
         return self._added_spellings
 
     @property
     def control_spellings(self) -> frozenset[str]:
-        """The control tokens: special ones, in the file's own word, which no text turns into."""
+        """The spellings of control tokens ("special" in the file), which text never becomes."""
         return self._control_spellings
 
     def with_marks(self, others: Collection[str] = ()) -> MarkedTokenizer:
-        """The tokenizer that makes control tokens of their spellings where `CONTROL_MARK` stands before them.
-
-        Args:
-            others: added tokens that are not special, and shall be made of marked text alone as well.
-        """
+        """A tokenizer for marked text; `others` are added tokens, not special, that must be marked as well."""
         return MarkedTokenizer(_mark(self._inner, self._control_spellings.union(others)))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt or source, with the control tokens that the file's post-processor adds."""
+        """Ids of a prompt or source, with the control tokens of the file's post-processor."""
         return _encode(self._encoder, self._clean(text), add_special_tokens=True)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -158,7 +141,7 @@ class Tokenizer:
         return [encoding.ids for encoding in self._encoder.encode_batch_fast([*map(self._clean, texts)])]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of the text alone: no control tokens, as for a target or its forced beginning."""
+        """Ids of the text without control tokens, as for a target or its prefix."""
         return _encode(self._encoder, self._clean(text), add_special_tokens=False)
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -167,24 +150,24 @@ class Tokenizer:
         return [encoding.ids for encoding in self._encoder.encode_batch_fast(cleaned, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, control tokens left out.
+        """Text of the ids, without control tokens and ids outside the vocabulary.
 
-        Bytes that are no whole character yet come out as U+FFFD. Ids outside the vocabulary are left out.
+        Bytes of an incomplete character become U+FFFD.
         """
         text: str = _guarded(self._inner.decode, list(ids), skip_special_tokens=True)
         return text
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of an id, control tokens and byte symbols included; None for no id of ours."""
+        """The vocabulary's spelling of an id, control tokens and byte symbols included; None if there is no such id."""
         spelling: str | None = self._inner.id_to_token(token_id)
         return spelling
 
     def _clean(self, text: str) -> str:
-        """Text without what could spell a control token."""
+        """The text without marks, if the encoder would interpret them."""
         return text if self._encoder is self._inner else text.replace(CONTROL_MARK, _REPLACEMENT)
 
     def _may_spell_control_tokens(self) -> bool:
-        """Whether the model's own vocabulary could make a control token of ordinary characters."""
+        """Whether the model's vocabulary can make a control token from ordinary characters."""
         model = self._inner.model
         listed = [spelling for spelling in self._control_spellings if model.token_to_id(spelling) is not None]
         if not listed or not isinstance(model, tokenizers.models.BPE):
@@ -195,28 +178,28 @@ class Tokenizer:
 
 
 class MarkedTokenizer:
-    """Makes ids of text in which `CONTROL_MARK` and a control token's spelling are the token; made by `with_marks`.
+    """Tokenizes text in which `CONTROL_MARK` and a control token's spelling are the token; made by `with_marks`.
 
-    The spelling alone is ordinary characters. Whoever marks text must see to it that what others wrote has no mark.
+    Callers must remove marks from untrusted text.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone: nothing is added."""
+        """Ids of the text; the post-processor adds nothing."""
         return _encode(self._inner, text, add_special_tokens=False)
 
 
 def _encode(inner: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Ids of one text, by the library's method for many: the one for one holds the interpreter's lock all the while."""
+    """Ids of one text, by the library's batch method: the method for one text holds the GIL."""
     (encoding,) = _guarded(inner.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
     ids: list[int] = encoding.ids
     return ids
 
 
 def _guarded(function: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
-    """What a function of the library returns; a panic in it, which is no `Exception`, becomes a `TokenizerError`."""
+    """Calls a function of the library; a panic, which is no `Exception`, becomes a `TokenizerError`."""
     try:
         return function(*arguments, **options)
     except (Exception, KeyboardInterrupt, SystemExit):
@@ -226,7 +209,7 @@ def _guarded(function: Callable[..., _Result], *arguments: Any, **options: Any) 
 
 
 def _mark(inner: tokenizers.Tokenizer, spellings: Collection[str]) -> tokenizers.Tokenizer:
-    """The same with these added tokens spelled with a mark before them, so that no other text can be them."""
+    """A copy in which these added tokens are spelled with a mark, so that unmarked text cannot be them."""
     described = json.loads(inner.to_str())
     renamed = {spelling: CONTROL_MARK + spelling for spelling in spellings}
     for token in described["added_tokens"]:
@@ -251,12 +234,12 @@ def _mark(inner: tokenizers.Tokenizer, spellings: Collection[str]) -> tokenizers
     marked.no_padding()
     for spelling, name in renamed.items():
         if marked.token_to_id(name) != inner.token_to_id(spelling):
-            raise TokenizerError(f"{spelling} cannot be told from its spelling")
+            raise TokenizerError(f"{spelling} cannot be distinguished from its spelling")
     return marked
 
 
 def _spells_everything(inner: tokenizers.Tokenizer) -> bool:
-    """Whether each byte of any text is in the spelling of a token: nothing is dropped, collapsed or unknown."""
+    """Whether tokens' spellings cover every byte of any text: nothing is dropped, collapsed or unknown."""
     described = json.loads(inner.to_str())
     model, steps = described["model"], _steps(described["normalizer"]) + _steps(described["pre_tokenizer"])
     kinds = {step["type"] for step in steps}
@@ -274,7 +257,7 @@ def _spells_everything(inner: tokenizers.Tokenizer) -> bool:
 
 
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as the steps that it is made of."""
+    """The flattened steps of a normalizer or pre-tokenizer."""
     if part is None:
         return []
     inner = part.get("normalizers", part.get("pretokenizers"))
@@ -282,7 +265,7 @@ def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _keeps(step: dict[str, Any]) -> bool:
-    """Whether a splitting step keeps all of the text, and a replacing one makes it no shorter."""
+    """Whether a splitting step keeps all text, and a replacing one does not shorten it."""
     if step["type"] == "Split":
         return bool(step["behavior"] != "Removed")
     if step["type"] == "Replace":
@@ -292,7 +275,7 @@ def _keeps(step: dict[str, Any]) -> bool:
 
 
 def _parts(merge: str | list[str]) -> list[str]:
-    """The two tokens of a BPE merge, of which files have two notations."""
+    """The two tokens of a BPE merge, in either of the files' notations."""
     return merge.split(" ") if isinstance(merge, str) else merge
 
 

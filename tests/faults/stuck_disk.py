@@ -26,5 +26,5 @@ def _read_slowly(path: Path, max_bytes: int) -> str:
 
 
 if __name__ == "__main__":
-    artifact.read_text = _read_slowly  # type: ignore[attr-defined]
+    artifact.checks.read_text = _read_slowly  # type: ignore[attr-defined]
     sys.exit(main(sys.argv[1:], is_own_process=True))

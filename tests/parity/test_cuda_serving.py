@@ -487,7 +487,7 @@ async def test_models_are_loaded_and_unloaded_on_a_device_by_the_engine_thread_a
     told: Told, library: HostLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The stand-in computes in float32, which no artifact for CUDA does.
-    monkeypatch.setattr(artifact, "CUDA_PRECISIONS", (*artifact.CUDA_PRECISIONS, Precision.FP32))
+    monkeypatch.setattr(artifact.checks, "CUDA_PRECISIONS", (*artifact.CUDA_PRECISIONS, Precision.FP32))
     for name in ("a", "b"):
         shutil.copytree(paged_artifact(DECODER_ONLY), tmp_path / name)
         text = dataclasses.replace(artifact.read_manifest(tmp_path / name), device=Device.CUDA).to_json()

@@ -1,8 +1,7 @@
 """Worked examples of attention from lecture notes, with the formulas in NumPy: the oracle for torch and ONNX Runtime.
 
-Plain float64, written for reading: loops over tokens and heads where the notes have sums. Figures that the notes print
-are kept as printed, to the digits printed. Two remarks on them: the notes worked their sinusoids in degrees, where the
-paper means radians; and one slide divides scores by d, where the paper and all other slides divide by √d_k.
+Plain float64, with loops over tokens and heads where the notes have sums. Figures are as printed in the notes.
+Sinusoids are in radians, as in the paper (the notes computed in degrees), and scores are divided by √d_k.
 
 Additive scores are after Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and Translate"
 (2015).
@@ -27,8 +26,6 @@ SHOW_ME_WEIGHTS = np.array(
 )
 MONEY = np.array([0.41, 0.08, 0.51, 0.87])
 MONEY_POSITION = 3
-MONEY_PLUS_POSITION_IN_DEGREES = np.array([0.46, 1.08, 0.51, 1.87])
-POSITION_1_IN_DEGREES = np.array([0.02, 1.0, 0.0, 1.0])
 POSITION_1_IN_RADIANS = np.array([0.841, 0.540, 0.010, 1.000])
 
 # "<start> not on your life <end>": scores up to the diagonal; the notes mask the rest, and whatever stood there.
@@ -124,21 +121,10 @@ def feed_forward(x: Array, w_1: Array, b_1: Array, w_2: Array, b_2: Array) -> Ar
     return np.maximum(0.0, x @ w_1 + b_1) @ w_2 + b_2
 
 
-def position_vector(position: int, width: int, *, degrees: bool = False) -> Array:
+def position_vector(position: int, width: int) -> Array:
     """PE(i, 2j) = sin(i / 10000^(2j/d)), PE(i, 2j+1) = cos(the same), element by element."""
     vector = np.empty(width)
     for pair in range(width // 2):
         angle = position / 10000.0 ** (2 * pair / width)
-        angle = np.deg2rad(angle) if degrees else angle
         vector[2 * pair], vector[2 * pair + 1] = np.sin(angle), np.cos(angle)
     return vector
-
-
-def shift_matrix(offset: int, width: int) -> Array:
-    """Takes PE_i to PE_{i + offset} for every i: one block (cos δω, sin δω; -sin δω, cos δω) for each pair."""
-    matrix = np.zeros((width, width))
-    for pair in range(width // 2):
-        angle = offset / 10000.0 ** (2 * pair / width)
-        block = slice(2 * pair, 2 * pair + 2)
-        matrix[block, block] = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
-    return matrix

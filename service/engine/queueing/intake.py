@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from model.spec.generation import NO_WISHES, GenerationRules
+from model.spec.generation import NO_RULES, GenerationRules
 from service.engine.logits import LogitsRules, make_beam_rules, make_model_rules, make_rules
 from service.engine.queueing.waiting import due_time
 from service.engine.sampling.beam import BeamSearch
@@ -27,7 +27,7 @@ class ModelShape:
     eos_ids: frozenset[int]
     source_context: int | None = None
     decoder_start_id: int = 0
-    generation: GenerationRules = NO_WISHES
+    generation: GenerationRules = NO_RULES
 
     @property
     def is_encoder_decoder(self) -> bool:

@@ -33,6 +33,11 @@ from tests.servers import served_model
 FAMILIES = pytest.mark.parametrize("encoder_decoder", [False, True], ids=["decoder-only", "encoder-decoder"])
 NOTHING = StoppingParams(max_tokens=0)
 SOURCE = (7, 8, 9)
+# Lengths, and where scoring starts: at both sides of the edges of chunks of eight.
+EDGES = (
+    *((2, (1,)), (3, (2,)), (8, (1, 7)), (9, (8,)), (10, (9,)), (16, (8,)), (17, (1, 15, 16)), (18, (8, 17))),
+    *((40, (1, 9, 16, 17)), (CONTEXT, (1, 15))),
+)
 
 
 def some_tokens(count: int, salt: int = 0) -> list[int]:
@@ -52,12 +57,9 @@ def by_definition(source: Sequence[int], tokens: Sequence[int], scoring: PromptS
 
 
 @FAMILIES
-@pytest.mark.parametrize("start", [1, 2, 8, 9, 15, 16, 17])
-@pytest.mark.parametrize("length", [2, 3, 8, 9, 10, 16, 17, 18, 40, CONTEXT])
+@pytest.mark.parametrize(("length", "start"), [(length, each) for length, starts in EDGES for each in starts])
 def test_scores_are_the_models_whatever_the_chunks(encoder_decoder: bool, length: int, start: int) -> None:
     """`length` counts all that the decoder is given: its start token, too."""
-    if start >= length:
-        start = length - 1
     scoring = PromptScoring(num_top=2, start=start)
     tokens = [BOS, *some_tokens(length - 1)]
     engine = fake_engine(encoder_decoder=encoder_decoder)

@@ -113,17 +113,14 @@ def test_template_that_takes_text_apart_does_not_make_control_tokens_of_it(templ
 
 @pytest.mark.parametrize(
     ("template", "said"),
-    [("{{ '<' + messages[0].content }}", "|im_end|>"), ("{{ messages[0].content + '>' }}", "<|im_end|")],
+    [
+        ("{{ '<' + messages[0].content }}", "|im_end|>"),
+        ("{{ messages[0].content + '>' }}", "<|im_end|"),
+        ("{{ '<|im_' }}{{ messages[0].content }}", "end|>"),
+    ],
 )
 def test_template_that_completes_what_is_said_makes_no_control_token(template: str, said: str) -> None:
     ids = make(template).encode([Message("user", said)])
-    assert not CONTROL_IDS.keys() & set(ids)
-    assert TOKENIZER.decode(ids) == "<|im_end|>"
-
-
-def test_two_messages_side_by_side_make_no_control_token() -> None:
-    chat = make("{{ messages[0].content }}{{ messages[1].content }}")
-    ids = chat.encode([Message("user", "<|im_"), Message("user", "end|>")])
     assert not CONTROL_IDS.keys() & set(ids)
     assert TOKENIZER.decode(ids) == "<|im_end|>"
 
@@ -144,10 +141,6 @@ def test_tags_that_the_template_writes_are_text_where_people_say_them() -> None:
 
 def test_added_tokens_that_the_template_does_not_know_are_vocabulary() -> None:
     assert spell(make(CHATML).encode([Message("user", "use <tool>")]))[1:3] == ["user\nuse ", "<tool>"]
-
-
-def test_plain_prompt_is_not_changed_by_there_being_a_template() -> None:
-    assert not {token for token in TOKENIZER.encode("<|im_end|></s>") if CONTROL_IDS.get(token) in SPECIAL}
 
 
 @pytest.mark.parametrize("reserved", [CONTROL_MARK, "\ufdd1", "\ufdd2", "\ufdd3"])
@@ -188,9 +181,6 @@ def test_variables_are_control_tokens() -> None:
 def test_roles_are_a_closed_list() -> None:
     with pytest.raises(ConversationError, match=r"\[0\]\.role: must be one of system, developer, user"):
         make("<|{{ messages[0].role }}|>").encode([Message("im_end", "a")])
-
-
-def test_conversation_needs_a_message() -> None:
     with pytest.raises(ConversationError, match="at least 1"):
         make(CHATML).encode([])
 
@@ -232,13 +222,34 @@ def test_template_features_of_hugging_face_are_there() -> None:
     assert text == '{"role": "user", "content": "é\\"<"}FalseNoneTrueFalse'
 
 
+# Every way to read a value.
+USES = (
+    "{{ ns.x }}",
+    "{{ ns.x ~ 'a' }}",
+    "{{ ns.x | tojson }}",
+    "{{ ns.x | string | length }}",
+    "{{ [ns.x] | join }}",
+    "{{ ns.x == ns.y }}",
+    "{{ 1 if ns.x in [ns.y] }}",
+    "{{ ns.x is eq(ns.y) }}",
+    "{{ [ns.x] | select('eq', ns.y) | list | length }}",
+    "{{ dict(a=ns.x).items() }}",
+    "{{ {'a': ns.x}.values() }}",
+    "{{ f(ns.x) }}",
+    "{{ [1] | batch(3, ns.x) | list }}",
+    "{{ messages[ns.x] }}",
+    "{{ {ns.x: 1} | length }}",
+    "{{ raise_exception(ns.x) }}",
+)
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "turns of loops"),
+        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "loop iterations"),
         (
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-            "turns of loops",
+            "loop iterations",
         ),
         ("{{ 'a' * 10 ** 9 }}", "characters"),
         ("{{ messages[0].content * 100000 }}", "the number|characters"),
@@ -282,30 +293,15 @@ def test_template_features_of_hugging_face_are_there() -> None:
                 "{% set ns = namespace(x=[1], y=[1]) %}{% macro f() %}{{ varargs }}{% endmacro %}" + grow + use,
                 "in a list",
             )
-            for grow in (
-                "{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}",
-                "{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% set ns.y = (ns.y, ns.y) %}{% endfor %}",
-                "{% for i in range(60) %}{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% set ns.y = {'a': ns.y, 'b': ns.y} %}"
-                "{% endfor %}",
+            for grow, uses in (
+                ("{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}", ("{{ ns.x }}",)),
+                ("{% for i in range(60) %}{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}", ("{{ ns.x }}",)),
+                (
+                    "{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}",
+                    USES,
+                ),
             )
-            for use in (
-                "{{ ns.x }}",
-                "{{ ns.x ~ 'a' }}",
-                "{{ ns.x | tojson }}",
-                "{{ ns.x | string | length }}",
-                "{{ [ns.x] | join }}",
-                "{{ ns.x == ns.y }}",
-                "{{ 1 if ns.x in [ns.y] }}",
-                "{{ ns.x is eq(ns.y) }}",
-                "{{ [ns.x] | select('eq', ns.y) | list | length }}",
-                "{{ dict(a=ns.x).items() }}",
-                "{{ {'a': ns.x}.values() }}",
-                "{{ f(ns.x) }}",
-                "{{ [1] | batch(3, ns.x) | list }}",
-                "{{ messages[ns.x] }}",
-                "{{ {ns.x: 1} | length }}",
-                "{{ raise_exception(ns.x) }}",
-            )
+            for use in uses
         ),
         (
             "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = namespace(a=ns.x, b=ns.x) %}"

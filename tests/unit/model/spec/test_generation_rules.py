@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from model.spec.generation import NO_WISHES, GenerationError, GenerationRules, GenerationSettings
+from model.spec.generation import NO_RULES, GenerationError, GenerationRules, GenerationSettings
 from service.engine.batch import BeamRow
 from service.engine.logits import make_beam_rules, make_model_rules, make_rules
 from service.engine.sampling.sampler import Sampler
@@ -31,7 +31,7 @@ def generated(rules: GenerationRules, max_tokens: int = 6, **options: object) ->
 def test_settings_survive_json_and_name_all_that_is_wrong() -> None:
     settings = GenerationSettings((3, 4), RULES)
     assert GenerationSettings.from_json(settings.to_json()) == settings
-    assert GenerationRules.from_dict(NO_WISHES.to_dict()) == NO_WISHES
+    assert GenerationRules.from_dict(NO_RULES.to_dict()) == NO_RULES
     wrong = {"eos_ids": [], "rules": {"forced_first_id": -1, "suppressed_ids": [True], "renormalize": 1}}
     wrong["rules"] |= {"more": 2, "patience": -1.0}
     with pytest.raises(GenerationError) as caught:
@@ -50,7 +50,7 @@ def test_settings_survive_json_and_name_all_that_is_wrong() -> None:
 
 
 def test_first_token_is_forced_and_the_last_where_the_output_is_cut_off() -> None:
-    free = generated(NO_WISHES)
+    free = generated(NO_RULES)
     assert free[0] != FIRST
     assert free[-1] != LAST
     tokens = generated(RULES)
@@ -139,7 +139,7 @@ def test_patience_is_the_models_where_a_request_says_nothing_of_it() -> None:
 
 
 def test_a_model_without_wishes_has_no_rules() -> None:
-    assert make_model_rules(NO_WISHES, max_tokens=3, has_prefix=False) == ()
+    assert make_model_rules(NO_RULES, max_tokens=3, has_prefix=False) == ()
     assert make_rules(SamplingParams(), StoppingParams(), (), ()) is None
 
 

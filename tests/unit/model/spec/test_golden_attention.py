@@ -155,9 +155,9 @@ def test_every_precision_that_is_served_has_a_tolerance_and_rounding_has_more_ro
     ("change", "words"),
     [
         ({"sequence": np.array([1, 20], np.int64)}, "sequence has ids outside"),
-        ({"sequence": np.empty(0, np.int64)}, "must have 1 to 16 tokens"),
-        ({"source": np.full(17, 3)}, "must have 1 to 16 tokens"),
-        ({"source": np.empty(0, np.int64)}, "source is of shape"),
+        ({"sequence": np.empty(0, np.int64)}, "must have 1 to 16"),
+        ({"source": np.full(17, 3)}, "must have 1 to 16"),
+        ({"source": np.empty(0, np.int64)}, "source has 0 tokens"),
         ({"weights": {}}, "is not a set of golden attention"),
     ],
 )

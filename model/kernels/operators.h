@@ -1,0 +1,407 @@
+// The operators of the domain `onward`: each checks its inputs and calls the kernel that computes its outputs.
+//
+// A class has a name, ports, a constructor that reads attributes and constant inputs, and `compute`, which must be
+// thread-safe. `is_supported` says whether this processor has the instructions that the kernel needs.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "attention.h"
+#include "checked.h"
+#include "float_linear.h"
+#include "int4_linear.h"
+#include "linear.h"
+#include "rows.h"
+#include "runtime.h"
+
+namespace onward {
+
+// `Int8Linear(rows [..., K], panels [⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8, scales [N]) → [..., N]`, and `BiasedInt8Linear`
+// with a bias `[N]` as a fourth input; the suffix `Gelu` applies GELU to the output. See linear.h.
+template <bool kHasBias, bool kHasGelu>
+class Int8Linear {
+ public:
+  static constexpr const char* kName =
+      kHasGelu ? (kHasBias ? "BiasedInt8LinearGelu" : "Int8LinearGelu") : kHasBias ? "BiasedInt8Linear" : "Int8Linear";
+  static constexpr std::array<Port, 3 + kHasBias> kInputs = {{{ort::kFloat}, {ort::kInt8}, {ort::kFloat}}};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
+  static bool is_supported() { return can_multiply(); }
+
+  Int8Linear(const Runtime& runtime, const ort::KernelInfo* info)
+      : rounding_{runtime.attribute(info, "step", kMinStep, 1.0f),
+                  static_cast<int32_t>(runtime.attribute<int64_t>(info, "zero", 0, 255))},
+        num_rows_(runtime.attribute<int64_t>(info, "K", 1, kMaxRows)),
+        panels_(runtime.constant(info, 1)),
+        scales_(runtime.constant(info, 2)),
+        bias_(runtime, info, 3),
+        resident_(runtime.resident(info, 1, sizeof(int8_t))) {
+    // Constants, as the column sums below are computed from them once.
+    runtime.require(panels_.data && scales_.data, "panels and scales must be stored in the graph");
+    runtime.require(scales_.shape.size() == 1 && panels_.shape.size() == 4,
+                    "panels must have 4 dimensions and scales 1");
+    const Shape shape = {(scales_.shape[0] + kPanelColumns - 1) / kPanelColumns,
+                         (num_rows_ + kGroupRows - 1) / kGroupRows, kPanelColumns, kGroupRows};
+    runtime.require(panels_.shape == shape, "panels must be [ceil(N / 32), ceil(K / 4), 32, 4]");
+    runtime.require(ends_in_zeros(matrix(nullptr)), "panels must be zero past K");
+    offsets_.resize(scales_.shape[0]);
+    sum_columns(matrix(nullptr), rounding_.zero, offsets_.data());
+  }
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    const Tensor rows = runtime.input(context, 0);
+    const Int8Matrix matrix = this->matrix(bias_.get(runtime, context, scales_.shape[0]));
+    runtime.require(!rows.shape.empty() && rows.shape.back() == num_rows_, "rows must be K numbers wide");
+    const Tensor output = runtime.output(context, 0, rows.shape.with_last(scales_.shape[0]));
+    const SessionThreads threads{&runtime, context};
+    multiply(threads.parallel(), rows.as<float>(), rows.shape.num_rows(), rounding_, matrix, output.as<float>());
+  }
+
+ private:
+  Int8Matrix matrix(const float* bias) const {
+    return {numbers<int8_t>(resident_, panels_), num_rows_, scales_.shape[0], scales_.as<float>(), bias,
+            offsets_.data(), kHasGelu};
+  }
+
+  static constexpr int64_t kMaxRows = 1 << 16;  // sums of bytes stay exact in 32 bits
+  static constexpr float kMinStep = 0x1p-16f;   // no scale is subnormal, no quotient past 32 bits
+
+  Rounding rounding_;
+  int64_t num_rows_;
+  Tensor panels_, scales_;
+  Bias<kHasBias> bias_;
+  std::shared_ptr<const void> resident_;
+  std::vector<int32_t> offsets_;
+};
+
+// `Int4Linear(rows [..., K], panels [⌈N / 16⌉, K / 32, 4, 16, 4] uint8, scales [⌈N / 16⌉, K / 32, 16] float16) →
+// [..., N]`, and `BiasedInt4Linear` with a bias `[N]`; `Gelu` as above. See int4_linear.h.
+template <bool kHasBias, bool kHasGelu>
+class Int4Linear {
+ public:
+  static constexpr const char* kName =
+      kHasGelu ? (kHasBias ? "BiasedInt4LinearGelu" : "Int4LinearGelu") : kHasBias ? "BiasedInt4Linear" : "Int4Linear";
+  static constexpr std::array<Port, 3 + kHasBias> kInputs = {{{ort::kFloat}, {ort::kUint8}, {ort::kFloat16}}};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
+  static bool is_supported() { return can_multiply(); }
+
+  Int4Linear(const Runtime& runtime, const ort::KernelInfo* info)
+      : num_rows_(runtime.attribute<int64_t>(info, "K", kInt4Block, kMax)),
+        num_columns_(runtime.attribute<int64_t>(info, "N", 1, kMax)),
+        panels_(runtime, info, 1),
+        scales_(runtime, info, 2),
+        bias_(runtime, info, 3),
+        resident_panels_(runtime.resident(info, 1, sizeof(uint8_t))),
+        resident_scales_(runtime.resident(info, 2, sizeof(uint16_t))) {
+    runtime.require(num_rows_ % kInt4Block == 0, "K must be a multiple of 32");
+  }
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    const Tensor rows = runtime.input(context, 0), panels = panels_.get(runtime, context);
+    const Tensor scales = scales_.get(runtime, context);
+    const float* bias = bias_.get(runtime, context, num_columns_);
+    runtime.require(!rows.shape.empty() && rows.shape.back() == num_rows_, "rows must be K numbers wide");
+    const int64_t num_blocks = num_rows_ / kInt4Block;
+    const int64_t num_panels = (num_columns_ + kInt4PanelColumns - 1) / kInt4PanelColumns;
+    runtime.require(panels.shape == Shape{num_panels, num_blocks, 4, kInt4PanelColumns, 4} &&
+                        scales.shape == Shape{num_panels, num_blocks, kInt4PanelColumns},
+                    "panels must be [ceil(N / 16), K / 32, 4, 16, 4] and scales [ceil(N / 16), K / 32, 16]");
+    const Int4Matrix matrix{numbers<uint8_t>(resident_panels_, panels), numbers<uint16_t>(resident_scales_, scales),
+                            num_rows_, num_columns_, bias, kHasGelu};
+    const Tensor output = runtime.output(context, 0, rows.shape.with_last(num_columns_));
+    const SessionThreads threads{&runtime, context};
+    multiply(threads.parallel(), rows.as<float>(), rows.shape.num_rows(), matrix, output.as<float>());
+  }
+
+ private:
+  static constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+
+  int64_t num_rows_, num_columns_;
+  Weight panels_, scales_;
+  Bias<kHasBias> bias_;
+  std::shared_ptr<const void> resident_panels_;
+  std::shared_ptr<const void> resident_scales_;
+};
+
+// `Linear(rows [..., K], weight [N, K]) → [..., N]`, and `BiasedLinear` with a bias `[N]`; `Gelu` as above. See
+// float_linear.h.
+template <bool kHasBias, bool kHasGelu>
+class Linear {
+ public:
+  static constexpr const char* kName =
+      kHasGelu ? (kHasBias ? "BiasedLinearGelu" : "LinearGelu") : kHasBias ? "BiasedLinear" : "Linear";
+  static constexpr std::array<Port, 2 + kHasBias> kInputs = {};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
+  static bool is_supported() { return can_multiply_floats(); }
+
+  Linear(const Runtime& runtime, const ort::KernelInfo* info)
+      : weight_(runtime, info, 1),
+        bias_(runtime, info, 2),
+        resident_(runtime.resident_rows(info, 1, sizeof(float), best_stride)) {}
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    const Tensor rows = runtime.input(context, 0), weight = weight_.get(runtime, context);
+    runtime.require(weight.shape.size() == 2, "weight must be [N, K]");
+    const float* bias = bias_.get(runtime, context, weight.shape[0]);
+    runtime.require(!rows.shape.empty() && rows.shape.back() == weight.shape[1], "rows must be K numbers wide");
+    const int64_t width = weight.shape[1];
+    const FloatMatrix matrix{numbers<float>(resident_, weight), width, weight.shape[0],
+                             resident_ ? best_stride(width) : width, bias, kHasGelu};
+    const Tensor output = runtime.output(context, 0, rows.shape.with_last(weight.shape[0]));
+    const SessionThreads threads{&runtime, context};
+    multiply(threads.parallel(), rows.as<float>(), rows.shape.num_rows(), matrix, output.as<float>());
+  }
+
+ private:
+  Weight weight_;
+  Bias<kHasBias> bias_;
+  std::shared_ptr<const void> resident_;
+};
+
+// `com.microsoft.GroupQueryAttention`, as far as exported graphs use it; see attention.h. Number is the type of cached
+// K/V.
+template <typename Number>
+class CachedAttention {
+ public:
+  static bool is_supported() { return can_attend(); }
+
+  CachedAttention(const Runtime& runtime, const ort::KernelInfo* info)
+      : num_heads_(runtime.attribute<int64_t>(info, "num_heads", 1, kMax)),
+        num_kv_heads_(runtime.attribute<int64_t>(info, "kv_num_heads", 1, num_heads_)),
+        rotates_(runtime.attribute<int64_t>(info, "do_rotary", 0, 1) != 0),
+        window_(std::max<int64_t>(runtime.attribute<int64_t>(info, "local_window_size", -1, kMaxPositions), 0)),
+        cosines_(runtime, info, 7),
+        sines_(runtime, info, 8),
+        int8_(runtime, info) {
+    runtime.require(num_heads_ % num_kv_heads_ == 0, "kv_num_heads must divide num_heads");
+  }
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    const Tensor query = runtime.input(context, 0), key = runtime.input(context, 1), value = runtime.input(context, 2);
+    const Tensor past_key = runtime.input(context, 3), past_value = runtime.input(context, 4);
+    const Tensor last = runtime.input(context, 5), total = runtime.input(context, 6);
+    const Tensor cosines = cosines_.get(runtime, context), sines = sines_.get(runtime, context);
+    runtime.require(query.shape.size() == 3 && past_key.shape.size() == 4, "query must have 3 dimensions, past_key 4");
+    runtime.require(total.data && total.shape.count() == 1, "total_sequence_length must be one number");
+    runtime.require(past_key.shape[1] == num_kv_heads_ && past_key.shape == past_value.shape,
+                    "past_key and past_value must have kv_num_heads heads");
+    AttentionShape shape{};
+    shape.batch = query.shape[0];
+    shape.new_tokens = query.shape[1];
+    shape.total_tokens = *total.as<int32_t>();
+    shape.num_heads = num_heads_;
+    shape.num_kv_heads = num_kv_heads_;
+    shape.head_dim = past_key.shape[3];
+    shape.capacity = past_key.shape[2];
+    shape.window = window_;
+    shape.scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
+    const bool is_packed = key.is_absent();
+    runtime.require(is_packed == value.is_absent(), "key and value must both be given or neither");
+    runtime.require(is_packed || key.shape.size() == 3, "key must have 3 dimensions");
+    // Empty keys mean cross-attention: the source's are cached already.
+    shape.appends = is_packed || key.shape[1] > 0;
+    runtime.require(shape.head_dim > 0 && shape.head_dim % kHeadDimMultiple == 0 && shape.head_dim <= kMax,
+                    "heads must be a multiple of 16 wide, 65536 at most");
+    const int64_t width = product(num_heads_, shape.head_dim), kv_width = product(num_kv_heads_, shape.head_dim);
+    runtime.require(query.shape[2] == (is_packed ? width + 2 * kv_width : width), "query must be as wide as its heads");
+    runtime.require(past_key.shape[0] == shape.batch && last.shape == Shape{shape.batch},
+                    "past_key and seqlens_k must have as many rows as query");
+    if (!is_packed) {
+      const Shape wanted = {shape.batch, shape.appends ? shape.new_tokens : 0, kv_width};
+      runtime.require(key.shape == wanted && value.shape == wanted,
+                      "key and value must be as many and wide as their heads");
+    }
+    if (rotates_) {
+      runtime.require(cosines.shape.size() == 2 && cosines.shape[1] == shape.head_dim / 2 &&
+                          cosines.shape == sines.shape && cosines.shape[0] >= shape.total_tokens,
+                      "cos_cache and sin_cache must reach total_sequence_length and be half as wide as a head");
+    }
+    for (int64_t row = 0; row < shape.batch; ++row) {
+      const int64_t position = last.as<int32_t>()[row];  // -1 for a row without tokens
+      runtime.require(-1 <= position && position < shape.capacity, "seqlens_k must be within the cache");
+      runtime.require(position < shape.total_tokens, "seqlens_k must be within total_sequence_length");
+    }
+
+    AttentionTensors<Number> tensors{};
+    if constexpr (std::is_same_v<Number, int8_t>) {
+      const Tensor sinks = int8_.sinks.get(runtime, context);
+      const Tensor key_scales = int8_.key_scales.get(runtime, context);
+      const Tensor value_scales = int8_.value_scales.get(runtime, context);
+      runtime.require(!sinks.data || sinks.shape == Shape{num_heads_}, "sinks must be one of each head");
+      const Shape wanted = {1, num_kv_heads_, 1, shape.head_dim};
+      runtime.require(key_scales.shape == wanted && value_scales.shape == wanted,
+                      "key_scales and value_scales must be [1, kv_num_heads, 1, head_dim]");
+      tensors.sinks = sinks.as<float>();
+      tensors.key_scales = key_scales.as<float>();
+      tensors.value_scales = value_scales.as<float>();
+    }
+    const Tensor output = runtime.output(context, 0, {shape.batch, shape.new_tokens, width});
+    tensors.query = query.as<float>();
+    tensors.query_stride = query.shape[2];
+    tensors.key = is_packed ? tensors.query + width : key.as<float>();
+    tensors.value = is_packed ? tensors.key + kv_width : value.as<float>();
+    tensors.key_stride = is_packed ? tensors.query_stride : kv_width;
+    tensors.past_key = present(runtime, context, 1, past_key);
+    tensors.past_value = present(runtime, context, 2, past_value);
+    tensors.last = last.as<int32_t>();
+    tensors.cosines = rotates_ ? cosines.as<float>() : nullptr;
+    tensors.sines = rotates_ ? sines.as<float>() : nullptr;
+    tensors.output = output.as<float>();
+    const SessionThreads threads{&runtime, context};
+    if (shape.batch > 0 && shape.new_tokens > 0) attend(threads.parallel(), shape, tensors);
+  }
+
+ private:
+  static constexpr int64_t kHeadDimMultiple = 16;
+  static constexpr int64_t kMax = 1 << 16;  // for heads and for their width: products of both fit 64 bits
+  static constexpr int64_t kMaxPositions = std::numeric_limits<int32_t>::max();
+
+  // Further inputs for K/V in int8.
+  struct Int8Inputs {
+    Weight sinks, key_scales, value_scales;
+    Int8Inputs(const Runtime& runtime, const ort::KernelInfo* info)
+        : sinks(runtime, info, 9), key_scales(runtime, info, 10), value_scales(runtime, info, 11) {}
+  };
+  struct NoInputs {
+    NoInputs(const Runtime&, const ort::KernelInfo*) {}
+  };
+
+  // The cache to write: the input's buffer if the caller bound it as output, else a copy.
+  static Number* present(const Runtime& runtime, ort::KernelContext* context, size_t index, const Tensor& past) {
+    const Tensor present = runtime.output(context, index, past.shape);
+    if (present.data != past.data) std::copy_n(past.as<Number>(), past.shape.count(), present.as<Number>());
+    return present.as<Number>();
+  }
+
+  int64_t num_heads_, num_kv_heads_;
+  bool rotates_;
+  int64_t window_;
+  Weight cosines_, sines_;
+  std::conditional_t<std::is_same_v<Number, int8_t>, Int8Inputs, NoInputs> int8_;
+};
+
+class GroupQueryAttention : public CachedAttention<float> {
+ public:
+  using CachedAttention::CachedAttention;
+  static constexpr char kName[] = "GroupQueryAttention";
+  static constexpr Port kInputs[] = {
+      {ort::kFloat}, {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional},   // query, key, value
+      {ort::kFloat}, {ort::kFloat},                                                  // past
+      {ort::kInt32}, {ort::kInt32},                                                  // last, total
+      {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional}};                 // cosines, sines
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat, ort::kFloat, ort::kFloat};
+};
+
+// The same over K/V in int8, with a scale per channel.
+class Int8CacheAttention : public CachedAttention<int8_t> {
+ public:
+  using CachedAttention::CachedAttention;
+  static constexpr char kName[] = "Int8CacheAttention";
+  static constexpr Port kInputs[] = {
+      {ort::kFloat}, {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional},   // query, key, value
+      {ort::kInt8}, {ort::kInt8},                                                    // past
+      {ort::kInt32}, {ort::kInt32},                                                  // last, total
+      {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional},                  // cosines, sines
+      {ort::kFloat, ort::kOptional}, {ort::kFloat}, {ort::kFloat}};                  // sinks, scales
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat, ort::kInt8, ort::kInt8};
+};
+
+// `SwiGLU(rows [..., 2 · width]) → [..., width]`; see rows.h.
+class SwiGlu {
+ public:
+  static constexpr char kName[] = "SwiGLU";
+  static constexpr Port kInputs[] = {{ort::kFloat}};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
+  static bool is_supported() { return can_compute_rows(); }
+
+  SwiGlu(const Runtime&, const ort::KernelInfo*) {}
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    const Tensor rows = runtime.input(context, 0);
+    runtime.require(!rows.shape.empty() && rows.shape.back() % 2 == 0, "rows must be gate and up beside each other");
+    const int64_t width = rows.shape.back() / 2, num_rows = rows.shape.num_rows();
+    const Tensor output = runtime.output(context, 0, rows.shape.with_last(width));
+    const SessionThreads threads{&runtime, context};
+    if (rows.shape.count()) swiglu(threads.parallel(), rows.as<float>(), num_rows, width, output.as<float>());
+  }
+};
+
+// `AddRMSNorm(left, right, weight) → sum, normed` and `AddLayerNorm(left, right, weight, bias)`; see rows.h.
+class AddNorm {
+ public:
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat, ort::kFloat};
+  static bool is_supported() { return can_compute_rows(); }
+
+  AddNorm(const Runtime& runtime, const ort::KernelInfo* info)
+      : epsilon_(runtime.attribute(info, "epsilon", 0.0f, std::numeric_limits<float>::max())) {}
+
+ protected:
+  // Checks the inputs and calls `norm(parallel, addition, weights, epsilon, output)`.
+  template <size_t kNumWeights, typename Norm>
+  void compute(const Runtime& runtime, ort::KernelContext* context, const std::array<Weight, kNumWeights>& inputs,
+               Norm norm) const {
+    const Tensor left = runtime.input(context, 0), right = runtime.input(context, 1);
+    runtime.require(!left.shape.empty() && left.shape == right.shape, "left and right must have one shape");
+    const int64_t width = left.shape.back();
+    std::array<const float*, kNumWeights> weights{};
+    for (size_t index = 0; index < kNumWeights; ++index) {
+      const Tensor weight = inputs[index].get(runtime, context);
+      runtime.require(weight.shape == Shape{width}, "weight and bias must be as long as a row");
+      weights[index] = weight.as<float>();
+    }
+    const Tensor sums = runtime.output(context, 0, left.shape), output = runtime.output(context, 1, left.shape);
+    const SessionThreads threads{&runtime, context};
+    const int64_t num_rows = left.shape.num_rows();
+    const Addition addition{left.as<float>(), right.as<float>(), sums.as<float>(), num_rows, width};
+    if (left.shape.count()) norm(threads.parallel(), addition, weights, epsilon_, output.as<float>());
+  }
+
+ private:
+  float epsilon_;
+};
+
+class AddRmsNorm : public AddNorm {
+ public:
+  static constexpr char kName[] = "AddRMSNorm";
+  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
+
+  AddRmsNorm(const Runtime& runtime, const ort::KernelInfo* info)
+      : AddNorm(runtime, info), weights_{Weight(runtime, info, 2)} {}
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    AddNorm::compute(runtime, context, weights_, [](const auto& parallel, const auto& addition, auto weights,
+                                                    float epsilon, float* y) {
+      add_rms_norm(parallel, addition, weights[0], epsilon, y);
+    });
+  }
+
+ private:
+  std::array<Weight, 1> weights_;
+};
+
+class AddLayerNorm : public AddNorm {
+ public:
+  static constexpr char kName[] = "AddLayerNorm";
+  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
+
+  AddLayerNorm(const Runtime& runtime, const ort::KernelInfo* info)
+      : AddNorm(runtime, info), weights_{Weight(runtime, info, 2), Weight(runtime, info, 3)} {}
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    AddNorm::compute(runtime, context, weights_, [](const auto& parallel, const auto& addition, auto weights,
+                                                    float epsilon, float* y) {
+      add_layer_norm(parallel, addition, weights[0], weights[1], epsilon, y);
+    });
+  }
+
+ private:
+  std::array<Weight, 2> weights_;
+};
+
+}  // namespace onward
