@@ -28,7 +28,7 @@ def explain(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[int, str, 
             requests.append(request)
             return answer
 
-    monkeypatch.setattr("onward.blocking.GenerationServiceStub", Stub)
+    monkeypatch.setattr("onward.methods.GenerationServiceStub", Stub)
     out, err = io.StringIO(), io.StringIO()
     code = explain_client.explain(ExplainConfig(model="m", text="hello", **options), out, err)
     return code, out.getvalue(), err.getvalue()
