@@ -1,10 +1,10 @@
-"""The dashboard: rows of panels, each a title, a unit and what it asks Prometheus; written as the JSON of Grafana.
+"""Grafana's dashboard: rows of panels, each a title, a unit and queries, written as Grafana's JSON.
 
     python -m deploy.grafana.dashboard            writes deploy/grafana/dashboards/onward.json
-    python -m deploy.grafana.dashboard --check    exits with 1 if that file is not what would be written
+    python -m deploy.grafana.dashboard --check    exits with 1 if that file is out of date
 
-The file is committed, since Grafana reads files; `python -m benchmarks.dashboard` draws it without Grafana. Knows the
-names of the metrics (docs/metrics.md) and nothing else of the server.
+The file is committed, as Grafana reads files; `python -m benchmarks.dashboard` draws it without Grafana. Of the server
+it knows the names of the metrics only (docs/metrics.md).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _WIDTH = 8
 _DATA_SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 SECONDS, RATIO, BYTES, NUMBER = "s", "percentunit", "bytes", "short"
-"""Grafana's names of units."""
+"""Grafana's unit names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. `queries` are expressions by legend; a legend may quote labels, as in `{{model_name}}`."""
+    """One panel. `queries` are expressions by legend; a legend may contain labels, such as `{{model_name}}`."""
 
     title: str
     unit: str
@@ -65,7 +65,7 @@ class Panel:
 
 
 def _of(metric: str, *more: str) -> str:
-    """The series of the chosen models and servers."""
+    """The series of the selected models and servers."""
     matchers = ", ".join(('model_name=~"$model"', 'instance=~"$instance"', *more))
     return f"{metric}{{{matchers}}}"
 
@@ -106,7 +106,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Requests in the server",
             NUMBER,
-            "A queue that does not empty is a server that is too small.",
+            "A queue that never empties means a server that is too small.",
             {
                 "{{model_name}} running": f"sum by (model_name) ({_of('onward_num_requests_running')})",
                 "{{model_name}} waiting": f"sum by (model_name) ({_of('onward_num_requests_waiting')})",
@@ -115,7 +115,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Tokens a second",
             NUMBER,
-            "Prompt tokens count when their request has its first token, whether they were computed or at hand.",
+            "Prompt tokens, computed or cached, count when their request gets its first token.",
             {
                 "{{model_name}} generated": _sum("onward_generation_tokens_total"),
                 "{{model_name}} prompt": _sum("onward_prompt_tokens_total"),
@@ -134,7 +134,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Within objectives",
             RATIO,
-            "Exact shares over five minutes; there are some where the server was given objectives (`--slo-…`).",
+            "Exact shares over five minutes, for servers with objectives (`--slo-…`).",
             {
                 "{{model_name}} first token, {{le}} s": _within("onward_time_to_first_token_seconds"),
                 "{{model_name}} between tokens, {{le}} s": _within("onward_inter_token_latency_seconds"),
@@ -144,7 +144,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Alerts",
             NUMBER,
-            "How many fire.",
+            "Number of firing alerts.",
             {"firing": 'count(ALERTS{alertname=~"Onward.+", alertstate="firing"}) or vector(0)'},
         ),
     ),
@@ -168,7 +168,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             _quantiles("onward_time_per_output_token_seconds"),
         ),
         Panel("Whole requests", SECONDS, "From arrival to the end.", _quantiles("onward_e2e_request_latency_seconds")),
-        Panel("Queue", SECONDS, "From arrival to a slot.", _quantiles("onward_request_queue_time_seconds")),
+        Panel("Queue", SECONDS, "From arrival to being scheduled.", _quantiles("onward_request_queue_time_seconds")),
         Panel(
             "Where a request's time goes",
             SECONDS,
@@ -185,7 +185,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Rows of a step",
             NUMBER,
-            "Sequences that moved together.",
+            "Sequences computed together.",
             {
                 "{{model_name}} mean": _mean("onward_step_batch_size"),
                 "{{model_name}} p99": _quantile(0.99, "onward_step_batch_size"),
@@ -194,7 +194,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Tokens of a step",
             NUMBER,
-            "Of prompts, sources and outputs; padding aside.",
+            "Of prompts, sources and outputs, without padding.",
             {
                 "{{model_name}} mean": _mean("onward_step_tokens"),
                 "{{model_name}} p99": _quantile(0.99, "onward_step_tokens"),
@@ -203,7 +203,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Padding",
             RATIO,
-            "Share of all tokens computed that were in vain.",
+            "Share of computed tokens that are padding.",
             {
                 "{{model_name}}": f"{_sum('onward_padding_tokens_total')} / "
                 f"({_sum('onward_padding_tokens_total')} + {_sum('onward_step_tokens_sum')})"
@@ -217,9 +217,9 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             _quantiles("onward_engine_host_seconds"),
         ),
         Panel(
-            "Graphs that stand still",
+            "Idle graphs",
             RATIO,
-            "Share of the time that there was work.",
+            "Share of the engine's busy time.",
             {
                 "{{model_name}}": f"{_sum('onward_engine_host_seconds_sum')} / "
                 f"({_sum('onward_engine_host_seconds_sum')} + {_sum('onward_engine_run_seconds_sum')})"
@@ -234,15 +234,15 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             {"{{model_name}}": f"max by (model_name) ({_of('onward_kv_cache_usage_ratio')})"},
         ),
         Panel(
-            "Prompt tokens at hand",
+            "Prefix cache hits",
             RATIO,
-            "Share of prompt tokens whose keys and values needed no work.",
+            "Share of prompt tokens found in the prefix cache.",
             {"{{model_name}}": f"{_sum('onward_cached_prompt_tokens_total')} / {_sum('onward_prompt_tokens_total')}"},
         ),
         Panel(
             "Preemptions a second",
             NUMBER,
-            "Requests that made way for more urgent ones.",
+            "Requests preempted by more urgent ones.",
             {"{{model_name}}": _sum("onward_preemptions_total")},
         ),
     ),
@@ -250,13 +250,13 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Predictions off by",
             RATIO,
-            "Mean of |predicted - measured| / measured service time of the requests lately ended.",
+            "Mean of |predicted - measured| / measured service time of recently ended requests.",
             {"{{model_name}}": f"max by (model_name) ({_of('onward_cost_model_relative_error')})"},
         ),
         Panel(
             "What a step's work costs",
             SECONDS,
-            "Seconds by term, learned from the steps.",
+            "Seconds by term, fitted to measured steps.",
             {"{{model_name}} {{term}}": f"avg by (model_name, term) ({_of('onward_cost_model_coefficient')}) > 0"},
             is_logarithmic=True,
         ),
@@ -286,7 +286,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Processors in use",
             NUMBER,
-            "Cores' worth of time.",
+            "In cores.",
             {"{{instance}}": 'rate(process_cpu_seconds_total{job="onward", instance=~"$instance"}[$__rate_interval])'},
         ),
         Panel(
@@ -323,7 +323,7 @@ def render() -> str:
 
 
 def _choice(name: str, label: str, query: str) -> builders.QueryVariable:
-    """A choice of several values of a label, all of them to begin with."""
+    """A variable: a multiple choice of a label's values, by default all."""
     return (
         builders.QueryVariable(name)
         .label(label)
@@ -369,7 +369,7 @@ def _panel(panel: Panel) -> TimeSeries:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes the file, or compares it."""
+    """Writes or checks the file; returns the exit status."""
     wanted = render()
     if list(arguments) == ["--check"]:
         if FILE.exists() and FILE.read_text(encoding="utf-8") == wanted:
