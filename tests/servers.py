@@ -273,17 +273,20 @@ def rich_details(error: grpc.aio.AioRpcError) -> Any:
     return status.details
 
 
-async def status_of(call: Any) -> grpc.aio.AioRpcError:
-    """The error with which a call ends; fails the test if it succeeds."""
+async def status_of(call: Any, code: grpc.StatusCode | None = None) -> grpc.aio.AioRpcError:
+    """The error with which a call ends. Fails the test if it succeeds, or ends with another status than `code`."""
+    error = None
     try:
         if isinstance(call, grpc.aio.UnaryStreamCall):
             while await call.read() is not grpc.aio.EOF:
                 pass
         else:
             await call
-    except grpc.aio.AioRpcError as error:
-        return error
-    raise AssertionError("the call succeeded")
+    except grpc.aio.AioRpcError as caught:
+        error = caught
+    assert error is not None, "the call succeeded"
+    assert code in (None, error.code()), error
+    return error
 
 
 async def expire(ask: Callable[[float], Any], is_known: Callable[[], bool]) -> None:

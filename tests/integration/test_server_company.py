@@ -128,8 +128,7 @@ async def test_whoever_names_no_model_is_told_which_there_are(tmp_path: Path) ->
             server.generation.Generate(generate_request("ab")),
             server.models.GetModel(model_pb2.GetModelRequest()),
         ):
-            error = await status_of(call)
-            assert error.code() is grpc.StatusCode.NOT_FOUND
+            error = await status_of(call, grpc.StatusCode.NOT_FOUND)
             assert error.details() == "model: must be named, several are served; served: other, translator, writer"
         await server.models.UnloadModel(model_pb2.UnloadModelRequest(model="other"))
         await server.models.UnloadModel(model_pb2.UnloadModelRequest(model="translator"))
@@ -216,8 +215,9 @@ async def test_the_budget_is_shared_by_weight_and_a_named_model_finds_its_part_k
         await server.models.LoadModel(model_pb2.LoadModelRequest(model="later"))
         assert await memory(server, "later") == (BUDGET // 5, 0)
         assert server.metric("kv_memory_bytes", model_name="later") == BUDGET // 5
-        error = await status_of(server.models.LoadModel(model_pb2.LoadModelRequest(model="stranger")))
-        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        error = await status_of(
+            server.models.LoadModel(model_pb2.LoadModelRequest(model="stranger")), grpc.StatusCode.FAILED_PRECONDITION
+        )
         left = BUDGET - sum([(await memory(server, name))[0] for name in (*ALL, "later")])
         assert str(error.details()).startswith(
             f"'stranger' cannot be served: kv_memory: stranger gets {left} of {BUDGET} bytes beside later "

@@ -201,8 +201,7 @@ def stub_of(server: Running) -> Any:
 )
 async def test_a_bad_request_is_refused_by_its_tensor_or_parameter(request_: oip.ModelInferRequest, words: str) -> None:
     async with running() as server:
-        error = await status_of(stub_of(server).ModelInfer(request_))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        error = await status_of(stub_of(server).ModelInfer(request_), grpc.StatusCode.INVALID_ARGUMENT)
         assert words in str(error.details())
         assert sum(server.ended().values()) == 1
 
@@ -248,7 +247,7 @@ async def test_a_time_limit_in_microseconds_is_a_deadline() -> None:
             # On a busy machine it is over before its first step.
             await eventually(lambda: gate.entered.is_set() or call.done())
             await asyncio.sleep(0.1)
-        assert (await status_of(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await status_of(call, grpc.StatusCode.DEADLINE_EXCEEDED)
         await server.until_ended(1)
 
 

@@ -54,8 +54,7 @@ async def test_a_priority_above_the_keys_is_refused_by_name_and_one_below_is_not
             asked = generate_request("ab", max_tokens=1, priority=most + 1)
             estimate = pb.EstimateRequest(request=asked)
             for ask, what in ((server.generation.Generate, asked), (server.generation.Estimate, estimate)):
-                error = await status_of(ask(what, **by(name)))
-                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                error = await status_of(ask(what, **by(name)), grpc.StatusCode.INVALID_ARGUMENT)
                 assert error.details() == f"priority: must be at most {most} with this API key, got {most + 1}"
     async with running() as server:
         assert (await server.generation.Generate(generate_request("ab", max_tokens=1, priority=2**31 - 1))).outputs

@@ -121,8 +121,9 @@ async def test_text_of_more_bytes_than_the_context_holds_is_never_tokenized() ->
 async def test_target_prefix_of_more_bytes_than_the_context_holds_is_never_tokenized() -> None:
     model, tokenizer = watched_model(encoder_decoder=True)
     async with running([model]) as server:
-        error = await status_of(server.generation.Generate(generate_request("a", target_prefix=LONG)))
-        assert error.code() is Code.OUT_OF_RANGE
+        error = await status_of(
+            server.generation.Generate(generate_request("a", target_prefix=LONG)), Code.OUT_OF_RANGE
+        )
         assert str(error.details()).startswith("target_prefix: must have at most 62 tokens, which hold at most")
         assert max(tokenizer.sizes) == 1
 
@@ -133,10 +134,10 @@ async def test_text_beyond_the_limit_of_tokenize_waits_for_no_thread() -> None:
         tokenizer.goes_on.clear()
         waiting = server.generation.Tokenize(pb.TokenizeRequest(text="a"))
         await eventually(lambda: tokenizer.sizes == [1])
-        error = await status_of(server.generation.Tokenize(pb.TokenizeRequest(text=LONG)))
-        assert error.code() is Code.INVALID_ARGUMENT
-        error = await status_of(server.generation.Detokenize(pb.DetokenizeRequest(token_ids=[3] * 65_537)))
-        assert error.code() is Code.INVALID_ARGUMENT
+        await status_of(server.generation.Tokenize(pb.TokenizeRequest(text=LONG)), Code.INVALID_ARGUMENT)
+        await status_of(
+            server.generation.Detokenize(pb.DetokenizeRequest(token_ids=[3] * 65_537)), Code.INVALID_ARGUMENT
+        )
         tokenizer.goes_on.set()
         await waiting
         assert tokenizer.sizes == [1]
@@ -152,8 +153,7 @@ async def test_estimates_hold_places_while_they_are_tokenized() -> None:
         lane = server.app._engine._lanes[MODEL]
         await eventually(lambda: lane._taken.total() == SLOTS + QUEUE)
         for call in (server.generation.Estimate(estimate), server.generation.Generate(generate_request())):
-            error = await status_of(call)
-            assert error.code() is Code.RESOURCE_EXHAUSTED
+            error = await status_of(call, Code.RESOURCE_EXHAUSTED)
             assert str(error.details()).startswith(f"{SLOTS + QUEUE} requests of {MODEL} run or wait")
         waiting.pop().cancel()
         await eventually(lambda: lane._taken.total() == SLOTS + QUEUE - 1)
