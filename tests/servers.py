@@ -168,7 +168,7 @@ class Running:
         }
 
     async def until_ended(self, count: int, model: str = MODEL) -> dict[str, int]:
-        """How `count` requests ended, when they have. Nobody holds a slot or waits for one then, which is checked."""
+        """How `count` requests ended, once they have; then none may run or wait."""
         await eventually(lambda: sum(self.ended(model).values()) >= count)
         assert self.metric("num_requests_running", model_name=model) == 0
         assert self.metric("num_requests_waiting", model_name=model) == 0
@@ -180,7 +180,7 @@ class Running:
         return self.app._engine.num_streams
 
     async def until_idle(self, model: str = MODEL) -> dict[str, int]:
-        """How requests ended, when nobody holds a place any more."""
+        """How requests ended, once none is left."""
         await eventually(lambda: self.num_streams == 0)
         return self.ended(model)
 
@@ -198,7 +198,7 @@ async def running(
 ) -> AsyncIterator[Running]:
     """Runs a server over fake models: by default one, on `runner`. `changes` are to `CONFIG`.
 
-    `trust` serves without a look at the golden cases, which a runner that writes what it is told would fail.
+    `trust` serves without replaying the golden cases, which a scripted runner would fail.
     """
     served = served or [served_model()]
     engines = engines or {model.name: engine_for(model, runner) for model in served}
@@ -290,17 +290,16 @@ async def status_of(call: Any, code: grpc.StatusCode | None = None) -> grpc.aio.
 
 
 async def expire(ask: Callable[[float], Any], is_known: Callable[[], bool]) -> None:
-    """Asks with a deadline that passes, as often as it takes until the server knows of one that did.
+    """Calls with a deadline that passes, until `is_known`: the server has noticed one.
 
-    Where the machine is busy a short one passes before the call is there: each has twice the time of the one before.
-    A call that ends before it is a request is known as late, too: whoever wants one that was says so by `is_known`.
-    Admission by deadline must be off, or a server whose steps were slow refuses the call in the place of being late.
+    On a busy machine a short deadline may pass before the server has the call, so each attempt has twice the time of
+    the one before. Admission by deadline must be off, or a slow server would refuse the call.
     """
     timeout = 0.05
     while not is_known():
         error = await status_of(ask(timeout))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED, f"{error.code()}: {error.details()}"
-        # The server hears of it a moment after its caller.
+        # The server notices later than the caller.
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await eventually(is_known)

@@ -397,7 +397,7 @@ async def test_what_a_server_has_not_begun_goes_to_another(beside: Beside, fault
 
 
 @pytest.mark.parametrize("fault", [Fault.RESET, Fault.CLOSED])
-async def test_what_a_server_may_have_begun_goes_to_nobody_else(beside: Beside, fault: Fault) -> None:
+async def test_what_a_server_may_have_begun_is_not_retried(beside: Beside, fault: Fault) -> None:
     broken, balanced = await beside.doing(fault)
     num_answered, error = 0, None
     while not broken.num_calls:

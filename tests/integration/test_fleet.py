@@ -52,11 +52,11 @@ def test_one_process_is_many_servers() -> None:
         assert [target.rpartition(":")[0] for target in targets] == addresses(3)
         for target in targets:
             with grpc.insecure_channel(target) as channel:
-                told = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
-                assert told.status == health_pb2.HealthCheckResponse.SERVING
+                answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_metrics_are_told_at_every_address() -> None:
+def test_metrics_are_served_at_every_address() -> None:
     page = b"sheep 1\n" * 1000
     with fleet.exposing(page, addresses(3)) as targets:
         assert len(targets) == 3

@@ -42,7 +42,7 @@ PROMPT = (1, *spell("ab"))
 
 @dataclass(slots=True)
 class Context:
-    """As Ray's: it is told a status, and knows of no deadline."""
+    """As Ray's: takes a status and has no deadline."""
 
     metadata: tuple[tuple[str, str], ...] = ()
     code: grpc.StatusCode = grpc.StatusCode.OK
@@ -108,7 +108,7 @@ async def test_every_method_is_there_and_health_besides() -> None:
     assert model_pb2.GetModelResponse.FromString(data).model == MODEL
 
 
-async def test_a_server_is_told_every_method_with_bytes_on_both_sides() -> None:
+async def test_every_method_is_registered_with_bytes_on_both_sides() -> None:
     server, found = Mock(), {}
     add_methods(Mock(), server)
     for call in server.add_generic_rpc_handlers.call_args_list:
@@ -125,7 +125,7 @@ async def test_a_server_is_told_every_method_with_bytes_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize(("name", "serves"), [("", True), (MODEL, True), ("onward.v1.GenerationService", True)])
-async def test_health_is_told(name: str, serves: bool) -> None:
+async def test_health_is_reported(name: str, serves: bool) -> None:
     async with taking() as (handlers, _):
         assert handlers.is_serving()
         data = await handlers.call("Check", health_pb2.HealthCheckRequest(service=name).SerializeToString(), Context())
@@ -133,11 +133,11 @@ async def test_health_is_told(name: str, serves: bool) -> None:
     assert (status == health_pb2.HealthCheckResponse.SERVING) is serves
 
 
-async def test_nobodys_health_is_not_found() -> None:
+async def test_unknown_health_is_not_found() -> None:
     context = Context()
     async with taking() as (handlers, _):
         with pytest.raises(Refused):
-            await handlers.call("Check", health_pb2.HealthCheckRequest(service="nobody").SerializeToString(), context)
+            await handlers.call("Check", health_pb2.HealthCheckRequest(service="unknown").SerializeToString(), context)
     assert context.code is grpc.StatusCode.NOT_FOUND
 
 
@@ -178,7 +178,7 @@ async def test_a_stream_of_requests_is_answered_while_more_may_come() -> None:
     assert seen == {"x", "y"}
 
 
-async def test_refusals_tell_the_context_code_words_and_details() -> None:
+async def test_refusals_set_the_contexts_code_message_and_details() -> None:
     async with taking() as (handlers, _):
         unary, stream = Context(), Context()
         with pytest.raises(Refused):

@@ -48,7 +48,7 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], grpc.StatusCode, str, str]] = {
         "target_prefix",
         "must be empty, as fake is decoder-only, got 'b'",
     ),
-    "unknown model": ({"model": "nobody"}, grpc.StatusCode.NOT_FOUND, "", "model: 'nobody' is not served"),
+    "unknown model": ({"model": "unknown"}, grpc.StatusCode.NOT_FOUND, "", "model: 'unknown' is not served"),
     "long request id": ({"request_id": "x" * 129}, grpc.StatusCode.INVALID_ARGUMENT, "request_id", "128 characters"),
     "control characters": ({"request_id": "a\nb"}, grpc.StatusCode.INVALID_ARGUMENT, "request_id", "printable"),
     "NaN temperature": (

@@ -76,7 +76,7 @@ def expected(server: ServerProcess, seen: dict[str, Any]) -> str:
 
 
 def test_tritonclient_lists_and_reads_metadata(seen: dict[str, Any]) -> None:
-    assert [seen[each] for each in ("live", "ready", "model_ready", "nobody_ready")] == [True, True, True, False]
+    assert [seen[each] for each in ("live", "ready", "model_ready", "unknown_ready")] == [True, True, True, False]
     assert seen["server"][0] == "onward"
     assert seen["inputs"] == [["text_input", "BYTES", [1]]]
     assert seen["outputs"] == [["text_output", "BYTES", [-1]]]
@@ -102,7 +102,7 @@ def test_tritonclient_streams_pieces_and_a_marked_end(seen: dict[str, Any], expe
     assert answer["errors"] == []
 
 
-def test_tritonclient_hears_of_an_error_in_a_stream_and_the_others_go_on(seen: dict[str, Any]) -> None:
+def test_an_error_in_a_stream_is_tritonclients_and_other_requests_continue(seen: dict[str, Any]) -> None:
     (words,) = seen["stream"]["bad"]["errors"]
     assert "INVALID_ARGUMENT" in words
     assert "parameters.top_p" in words
@@ -111,7 +111,7 @@ def test_tritonclient_hears_of_an_error_in_a_stream_and_the_others_go_on(seen: d
 @pytest.mark.parametrize(
     ("case", "code", "words"),
     [
-        ("unknown model", NOT_FOUND, "'nobody' is not served"),
+        ("unknown model", NOT_FOUND, "'unknown' is not served"),
         ("unknown version", INVALID, "model_version: the only version is 1, got '2'"),
         ("wrong dtype", INVALID, "text_input.datatype: must be BYTES, got 'FP32'"),
         ("wrong shape", INVALID, "text_input.shape: must be [1]: one text a request, got [2]"),
@@ -123,7 +123,7 @@ def test_tritonclient_hears_of_an_error_in_a_stream_and_the_others_go_on(seen: d
         ("no such method", "StatusCode.UNIMPLEMENTED", ""),
     ],
 )
-def test_tritonclient_is_told_what_is_wrong(seen: dict[str, Any], case: str, code: str, words: str) -> None:
+def test_tritonclient_gets_the_reason_of_a_refusal(seen: dict[str, Any], case: str, code: str, words: str) -> None:
     found_code, found_words = seen["refusals"][case]
     assert found_code == code
     assert words in found_words
@@ -219,7 +219,7 @@ def test_no_parameter_in_json_is_read_that_has_more_bytes_than_entries_can_take(
     assert max(read) <= 16 * 256 * 12
 
 
-async def test_a_stream_tells_tokens_as_they_come() -> None:
+async def test_a_stream_sends_tokens_as_they_are_generated() -> None:
     steps = threading.Semaphore(1)
     runner = FakeRunner(SLOTS, before_run=lambda _: steps.acquire())
     async with running(runner=runner, verify=False, trust=True) as server:

@@ -1,4 +1,4 @@
-"""Several outputs, beams and priorities over real gRPC: what a client sees of an engine that tells a given story."""
+"""Several outputs, beams and priorities over real gRPC: as a client sees them of an engine with scripted tokens."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_each_output_has_its_deltas_then_its_end_and_the_summary_is_last()
     assert events[-1].summary.usage == pb.Usage(prompt_tokens=3, generated_tokens=8)
 
 
-async def test_outputs_of_one_step_are_told_before_the_next_step() -> None:
+async def test_outputs_of_one_step_are_sent_before_the_next_step() -> None:
     may_step = threading.Semaphore(1)
     async with telling(ScriptedEngine(lambda _: SAMPLES, before_step=may_step.acquire)) as server:
         call = await read_accepted(server.stream(sampling=THREE))
@@ -142,7 +142,7 @@ async def test_hypotheses_come_at_the_end_best_first_with_their_scores() -> None
     assert (asked.beam_size, asked.num_hypotheses) == (3, 2)
 
 
-async def test_long_hypotheses_are_told_in_several_messages_and_in_order() -> None:
+async def test_long_hypotheses_are_sent_in_several_messages_in_order() -> None:
     text = "abcdefghijklmnopqrstuvwxyz" * 20
 
     def script(_: GenerationRequest) -> Steps:
@@ -193,7 +193,7 @@ async def test_engine_that_forgets_an_output_fails_the_call_and_not_the_server()
     assert error.code() is grpc.StatusCode.INTERNAL
 
 
-async def test_time_between_tokens_is_told_per_output() -> None:
+async def test_time_between_tokens_is_measured_per_output() -> None:
     steps: Steps = [[token(5, index) for index in range(3)] for _ in range(4)]
     steps = [*steps, [token(5, index, LENGTH) for index in range(3)]]
     async with telling(ScriptedEngine(lambda _: steps)) as server:
@@ -209,7 +209,7 @@ async def test_time_between_tokens_is_told_per_output() -> None:
         assert server.metric("request_generation_tokens_sum", model_name=MODEL) == 15
 
 
-async def test_cached_prompt_tokens_are_told_and_counted() -> None:
+async def test_cached_prompt_tokens_are_reported_and_counted() -> None:
     engine = ScriptedEngine(lambda _: [[token(5, 0, LENGTH)]], num_cached_tokens=2, num_preemptions=1)
     async with telling(engine) as server:
         answer = await server.generation.Generate(generate_request())
@@ -248,7 +248,7 @@ async def test_rows_of_a_request_fit_into_the_batch(fields: dict[str, Any], fiel
 
 
 @pytest.mark.parametrize("encoder_decoder", [False, True])
-async def test_memory_for_keys_and_values_is_told(encoder_decoder: bool) -> None:
+async def test_memory_for_keys_and_values_is_reported(encoder_decoder: bool) -> None:
     model = served_model(context=48, encoder_decoder=encoder_decoder)
     budgets = []
     for changes in ({}, {"kv_memory": 34567}):
@@ -260,7 +260,7 @@ async def test_memory_for_keys_and_values_is_told(encoder_decoder: bool) -> None
 
 
 @pytest.mark.parametrize("provider", [PrefillProvider.CPU, PrefillProvider.OPENVINO])
-async def test_provider_of_prompts_is_told(provider: PrefillProvider) -> None:
+async def test_prefill_provider_is_reported(provider: PrefillProvider) -> None:
     model = dataclasses.replace(served_model(), prefill_provider=provider)
     async with running([model], {MODEL: ScriptedEngine(lambda _: SAMPLES)}, trust=True) as server:
         assert (await server.models.GetModel(model_pb2.GetModelRequest())).prefill_provider == provider.value

@@ -52,7 +52,7 @@ QUEUE = 4
 
 
 class Watched(Tokenizer):
-    """Notes how long what it tokenizes is; waits while it is told to."""
+    """Notes the length of each text; waits while `goes_on` is cleared."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         super().__init__(inner)
