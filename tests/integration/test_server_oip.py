@@ -165,45 +165,45 @@ def stub_of(server: Running) -> Any:
     return GRPCInferenceServiceStub(server.channel)
 
 
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        (raw(), "text_input.contents: "),
-        (raw(b"ab"), "raw_input_contents: must be one text behind its length"),
-        (raw(struct.pack("<I", 9) + b"ab"), "raw_input_contents: must be one text behind its length"),
-        (raw(struct.pack("<I", 1) + b"ab"), "raw_input_contents: must be one text behind its length"),
-        (raw(struct.pack("<I", 1) + b"a", b""), "raw_input_contents: must have one entry for each input"),
-        (raw(struct.pack("<I", 2) + b"\xff\xfe"), "text_input: must be UTF-8"),
-        (raw(struct.pack("<I", 0)), "text_input: must not be empty"),
-        (twice(infer_request()), "inputs: must have text_input once"),
-        (infer_request(max_tokens=2**40), "parameters.max_tokens: is out of its type's range"),
-        (infer_request(stop="[1, 2]"), "parameters.stop: must be a JSON list of its type's entries"),
-        (infer_request(logit_bias="[]"), "parameters.logit_bias: must be a JSON object"),
-        (infer_request(stop_token_ids="7"), "parameters.stop_token_ids: must be a JSON list"),
-        (infer_request(ignore_eos="yes"), "parameters.ignore_eos: must be a truth value"),
-        (infer_request(timeout="soon"), "parameters.timeout: must be a number of microseconds"),
-        (
-            infer_request(stop_token_ids=f"[{'3,' * 1_900_000}3]"),
-            "parameters.stop_token_ids: must have at most 32768 as",
-        ),
-        (
-            infer_request(allowed_token_ids=f"[{'3,' * 16_384}3]"),
-            "parameters.allowed_token_ids: must have at most 32768",
-        ),
-        (
-            infer_request(stop_token_ids=f"[{'3,' * 64}3]"),
-            "parameters.stop_token_ids: must have at most 64 entries, got 65",
-        ),
-        (infer_request(**{"x" * 3_000_000: "y" * 1_000_000}), f"parameters.{'x' * 100}"),
-        (infer_request(request_id="x" * 129), "id: must have at most 128 characters, got 'xxx"),
-        (infer_request(beam_size=3), "parameters.temperature: must not be set with beam_search"),
-    ],
-)
-async def test_a_bad_request_is_refused_by_its_tensor_or_parameter(request_: oip.ModelInferRequest, words: str) -> None:
+def packed(size: int, data: bytes) -> oip.ModelInferRequest:
+    """A request with one text behind its length, which may be wrong."""
+    return raw(struct.pack("<I", size) + data)
+
+
+ONE_TEXT = "raw_input_contents: must be one text behind its length"
+BAD_REQUESTS = [
+    (raw(), "text_input.contents: "),
+    (raw(b"ab"), ONE_TEXT),
+    (packed(9, b"ab"), ONE_TEXT),
+    (packed(1, b"ab"), ONE_TEXT),
+    (raw(struct.pack("<I", 1) + b"a", b""), "raw_input_contents: must have one entry for each input"),
+    (packed(2, b"\xff\xfe"), "text_input: must be UTF-8"),
+    (packed(0, b""), "text_input: must not be empty"),
+    (twice(infer_request()), "inputs: must have text_input once"),
+    (infer_request(max_tokens=2**40), "parameters.max_tokens: is out of its type's range"),
+    (infer_request(stop="[1, 2]"), "parameters.stop: must be a JSON list of its type's entries"),
+    (infer_request(logit_bias="[]"), "parameters.logit_bias: must be a JSON object"),
+    (infer_request(stop_token_ids="7"), "parameters.stop_token_ids: must be a JSON list"),
+    (infer_request(ignore_eos="yes"), "parameters.ignore_eos: must be a truth value"),
+    (infer_request(timeout="soon"), "parameters.timeout: must be a number of microseconds"),
+    (infer_request(stop_token_ids=f"[{'3,' * 1_900_000}3]"), "parameters.stop_token_ids: must have at most 32768 as"),
+    (infer_request(allowed_token_ids=f"[{'3,' * 16_384}3]"), "parameters.allowed_token_ids: must have at most 32768"),
+    (
+        infer_request(stop_token_ids=f"[{'3,' * 64}3]"),
+        "parameters.stop_token_ids: must have at most 64 entries, got 65",
+    ),
+    (infer_request(**{"x" * 3_000_000: "y" * 1_000_000}), f"parameters.{'x' * 100}"),
+    (infer_request(request_id="x" * 129), "id: must have at most 128 characters, got 'xxx"),
+    (infer_request(beam_size=3), "parameters.temperature: must not be set with beam_search"),
+]
+
+
+async def test_a_bad_request_is_refused_by_its_tensor_or_parameter() -> None:
     async with running() as server:
-        error = await status_of(stub_of(server).ModelInfer(request_), grpc.StatusCode.INVALID_ARGUMENT)
-        assert words in str(error.details())
-        assert sum(server.ended().values()) == 1
+        for number, (request, words) in enumerate(BAD_REQUESTS, 1):
+            error = await status_of(stub_of(server).ModelInfer(request), grpc.StatusCode.INVALID_ARGUMENT)
+            assert words in str(error.details())
+            assert sum(server.ended().values()) == number
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids", "logit_bias", "allowed_token_ids"])
@@ -293,7 +293,7 @@ async def test_requests_of_a_stream_are_read_while_those_unanswered_hold_less_th
     wait_for_room = _InFlight.wait_for_room
 
     async def noted(in_flight: _InFlight) -> None:
-        # A wait that there is no need for is over before anybody else runs.
+        # An unneeded wait ends before another task runs.
         waiting.append(in_flight)
         await wait_for_room(in_flight)
         waiting.pop()
