@@ -1,21 +1,4 @@
-"""The errors of a client: one class per gRPC status that the server uses.
-
-    ClientError
-    ├── CallError                 the call ended with a status other than OK, its `code`
-    │   ├── InvalidArgument       a field is outside its limit; `violations` name it
-    │   ├── OutOfRange            the prompt is too long, or the answer too large for a message
-    │   ├── NotFound              the model is not served
-    │   ├── FailedPrecondition    the artifact cannot be served
-    │   ├── Unimplemented         the model or the server does not support it
-    │   ├── Unauthenticated       the API key is missing or unknown
-    │   ├── PermissionDenied      the caller may not use the method
-    │   ├── ResourceExhausted     overloaded, over quota, or the deadline is out of reach; `retry_after_seconds`
-    │   ├── Unavailable           the server is unreachable, starting or draining
-    │   ├── DeadlineExceeded      the deadline passed
-    │   ├── Cancelled             canceled by either side
-    │   ├── Aborted               the stream was read too slowly
-    │   └── Internal              a fault of the server, which logs the details under the id in the message
-    └── IncompleteStream          a stream ended with OK, but before its summary
+"""The errors of a client: `CallError` with one subclass per gRPC status that the server uses, and `IncompleteStream`.
 
 Decodes gRPC's standard error details; makes no calls.
 """
@@ -149,20 +132,12 @@ class Internal(CallError):
     """A fault of the server, which logs the details under the id in the message."""
 
 
+# By status, as in INVALID_ARGUMENT: InvalidArgument.
 _KINDS: Mapping[grpc.StatusCode, type[CallError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
-    grpc.StatusCode.OUT_OF_RANGE: OutOfRange,
-    grpc.StatusCode.NOT_FOUND: NotFound,
-    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
-    grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
-    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.ABORTED: Aborted,
-    grpc.StatusCode.INTERNAL: Internal,
+    code: kind
+    for kind in CallError.__subclasses__()
+    for code in grpc.StatusCode
+    if code.name.replace("_", "").lower() == kind.__name__.lower()
 }
 
 

@@ -54,12 +54,15 @@ SECONDS, RATIO, BYTES, NUMBER = "s", "percentunit", "bytes", "short"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. `queries` are expressions by legend; a legend may contain labels, such as `{{model_name}}`."""
+    """One panel. `queries` are expressions by legend, or one whose legend is the model.
+
+    A legend may contain labels, such as `{{model_name}}`.
+    """
 
     title: str
     unit: str
     meaning: str
-    queries: Mapping[str, str]
+    queries: Mapping[str, str] | str
     is_stacked: bool = False
     is_logarithmic: bool = False
 
@@ -76,6 +79,15 @@ def _rate(metric: str, *more: str) -> str:
 
 def _sum(metric: str, *more: str, by: str = "model_name") -> str:
     return f"sum by ({by}) ({_rate(metric, *more)})"
+
+
+def _gauge(reduce: str, metric: str) -> str:
+    return f"{reduce} by (model_name) ({_of(metric)})"
+
+
+def _share(part: str, rest: str) -> str:
+    """Of two rates, the share of the first in their sum."""
+    return f"{_sum(part)} / ({_sum(part)} + {_sum(rest)})"
 
 
 def _mean(histogram: str) -> str:
@@ -108,8 +120,8 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             NUMBER,
             "A queue that never empties means a server that is too small.",
             {
-                "{{model_name}} running": f"sum by (model_name) ({_of('onward_num_requests_running')})",
-                "{{model_name}} waiting": f"sum by (model_name) ({_of('onward_num_requests_waiting')})",
+                "{{model_name}} running": _gauge("sum", "onward_num_requests_running"),
+                "{{model_name}} waiting": _gauge("sum", "onward_num_requests_waiting"),
             },
         ),
         Panel(
@@ -204,10 +216,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "Padding",
             RATIO,
             "Share of computed tokens that are padding.",
-            {
-                "{{model_name}}": f"{_sum('onward_padding_tokens_total')} / "
-                f"({_sum('onward_padding_tokens_total')} + {_sum('onward_step_tokens_sum')})"
-            },
+            _share("onward_padding_tokens_total", "onward_step_tokens_sum"),
         ),
         Panel("A step's graphs", SECONDS, "Time of one run.", _quantiles("onward_engine_run_seconds")),
         Panel(
@@ -220,10 +229,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "Idle graphs",
             RATIO,
             "Share of the engine's busy time.",
-            {
-                "{{model_name}}": f"{_sum('onward_engine_host_seconds_sum')} / "
-                f"({_sum('onward_engine_host_seconds_sum')} + {_sum('onward_engine_run_seconds_sum')})"
-            },
+            _share("onward_engine_host_seconds_sum", "onward_engine_run_seconds_sum"),
         ),
     ),
     "Cache": (
@@ -231,19 +237,19 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "K/V memory in use",
             RATIO,
             "Of the budget for keys and values.",
-            {"{{model_name}}": f"max by (model_name) ({_of('onward_kv_cache_usage_ratio')})"},
+            _gauge("max", "onward_kv_cache_usage_ratio"),
         ),
         Panel(
             "Prefix cache hits",
             RATIO,
             "Share of prompt tokens found in the prefix cache.",
-            {"{{model_name}}": f"{_sum('onward_cached_prompt_tokens_total')} / {_sum('onward_prompt_tokens_total')}"},
+            f"{_sum('onward_cached_prompt_tokens_total')} / {_sum('onward_prompt_tokens_total')}",
         ),
         Panel(
             "Preemptions a second",
             NUMBER,
             "Requests preempted by more urgent ones.",
-            {"{{model_name}}": _sum("onward_preemptions_total")},
+            _sum("onward_preemptions_total"),
         ),
     ),
     "Cost model": (
@@ -251,7 +257,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "Predictions off by",
             RATIO,
             "Mean of |predicted - measured| / measured service time of recently ended requests.",
-            {"{{model_name}}": f"max by (model_name) ({_of('onward_cost_model_relative_error')})"},
+            _gauge("max", "onward_cost_model_relative_error"),
         ),
         Panel(
             "What a step's work costs",
@@ -267,15 +273,15 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             NUMBER,
             "1 where a model answers requests, and where its golden cases passed.",
             {
-                "{{model_name}} serves": f"min by (model_name) ({_of('onward_model_serving')})",
-                "{{model_name}} parity": f"min by (model_name) ({_of('onward_parity_passed')})",
+                "{{model_name}} serves": _gauge("min", "onward_model_serving"),
+                "{{model_name}} parity": _gauge("min", "onward_parity_passed"),
             },
         ),
         Panel(
             "Parity",
             NUMBER,
             "Largest logit difference from PyTorch in the golden cases.",
-            {"{{model_name}}": f"max by (model_name) ({_of('onward_parity_max_abs_error')})"},
+            _gauge("max", "onward_parity_max_abs_error"),
         ),
         Panel(
             "Memory",
@@ -361,7 +367,8 @@ def _panel(panel: Panel) -> TimeSeries:
         built = built.min(0)
     if panel.is_stacked:
         built = built.stacking(StackingConfig().mode(StackingMode.NORMAL))
-    for number, (legend, expression) in enumerate(panel.queries.items()):
+    queries = {"{{model_name}}": panel.queries} if isinstance(panel.queries, str) else panel.queries
+    for number, (legend, expression) in enumerate(queries.items()):
         built = built.with_target(
             Dataquery().expr(expression).legend_format(legend).ref_id(chr(ord("A") + number)).range()
         )
