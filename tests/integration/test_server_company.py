@@ -122,19 +122,6 @@ async def test_each_model_answers_among_others_what_it_answers_alone(tmp_path_fa
     assert alone["writer"] != alone["other"]
 
 
-async def test_a_call_without_a_model_gets_their_names(tmp_path: Path) -> None:
-    async with serving(tmp_path, ALL) as server:
-        for call in (
-            server.generation.Generate(generate_request("ab")),
-            server.models.GetModel(model_pb2.GetModelRequest()),
-        ):
-            error = await status_of(call, grpc.StatusCode.NOT_FOUND)
-            assert error.details() == "model: must be named, several are served; served: other, translator, writer"
-        await server.models.UnloadModel(model_pb2.UnloadModelRequest(model="other"))
-        await server.models.UnloadModel(model_pb2.UnloadModelRequest(model="translator"))
-        assert (await server.generation.Generate(generate_request("ab", max_tokens=2))).model == "writer"
-
-
 async def test_unloading_one_model_harms_no_stream_of_the_others(tmp_path: Path) -> None:
     def stream(server: Running, name: str) -> Any:
         return server.generation.GenerateStream(stream_request("3 May", model=name, max_tokens=70, ignore_eos=True))
@@ -153,22 +140,6 @@ async def test_unloading_one_model_harms_no_stream_of_the_others(tmp_path: Path)
 
 async def _unload(server: Running, name: str) -> None:
     await server.models.UnloadModel(model_pb2.UnloadModelRequest(model=name))
-
-
-async def test_a_model_that_does_not_pass_is_alone_with_that() -> None:
-    models = [served_model("good"), served_model("bad", golden_error=1.0), served_model("pair", encoder_decoder=True)]
-    async with running(models) as server:
-        assert [await health(server, name) for name in ("good", "bad", "pair", "")] == [
-            SERVING,
-            NOT_SERVING,
-            SERVING,
-            NOT_SERVING,
-        ]
-        assert (await status_of(server.generation.Generate(generate_request(model="bad")))).code() is (
-            grpc.StatusCode.UNAVAILABLE
-        )
-        for name in ("good", "pair"):
-            assert (await server.generation.Generate(generate_request(model=name, max_tokens=3))).model == name
 
 
 async def test_an_estimate_has_the_factor_of_other_models() -> None:
