@@ -23,6 +23,7 @@ from model.spec.config import Architecture, ModelConfig
 from model.spec.generation import NO_WISHES, GenerationRules
 from model.spec.golden import CaseResult, Feed, GoldenCase
 from model.spec.tokenizer import Tokenizer
+from onward.inference import open_inference_pb2 as oip
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from onward.v1.model_pb2_grpc import ModelServiceStub
@@ -167,6 +168,11 @@ class Running:
             if sample.name == "onward_requests_total" and sample.labels["model_name"] == model and sample.value
         }
 
+    async def until_handled(self, method: str, code: str) -> None:
+        """Waits until a call of a method ended with a status, for the first time."""
+        labels = {"grpc_method": method, "grpc_code": code}
+        await eventually(lambda: self.metric("grpc_server_handled_total", **labels) == 1)
+
     async def until_ended(self, count: int, model: str = MODEL) -> dict[str, int]:
         """How `count` requests ended, once they have; then none may run or wait."""
         await eventually(lambda: sum(self.ended(model).values()) >= count)
@@ -238,6 +244,25 @@ def generate_request(text: str = "ab", **fields: Any) -> pb.GenerateRequest:
 def stream_request(text: str = "ab", **fields: Any) -> pb.GenerateStreamRequest:
     """The same, to be streamed."""
     return pb.GenerateStreamRequest.FromString(generate_request(text, **fields).SerializeToString())
+
+
+def infer_request(
+    text: str = "ab", request_id: str = "", model: str = MODEL, **parameters: Any
+) -> oip.ModelInferRequest:
+    """A greedy request of the Open Inference Protocol."""
+    request = oip.ModelInferRequest(model_name=model, id=request_id)
+    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(text.encode())
+    for name, value in {"temperature": 0, **parameters}.items():
+        field = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
+        setattr(request.parameters[name], field, value)
+    return request
+
+
+async def nothing() -> AsyncIterator[bytes]:
+    """The input of a call whose request never comes."""
+    await asyncio.Event().wait()
+    yield b""
 
 
 def kinds(events: list[pb.GenerateStreamResponse]) -> list[str]:

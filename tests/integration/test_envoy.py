@@ -23,7 +23,6 @@ import pytest_asyncio
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from onward.inference import open_inference_pb2 as oip
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2
@@ -43,7 +42,9 @@ from tests.servers import (
     eventually,
     expire,
     generate_request,
+    infer_request,
     kinds,
+    nothing,
     read,
     read_accepted,
     rich_details,
@@ -111,18 +112,10 @@ async def test_tokens_come_through_one_by_one(balanced: Balanced) -> None:
             steps.release(100)
 
 
-def infer_request(model_name: str = MODEL, **fields: Any) -> oip.ModelInferRequest:
-    request = oip.ModelInferRequest(model_name=model_name, **fields)
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"ab")
-    request.parameters["max_tokens"].int64_param = 4
-    request.parameters["temperature"].double_param = 0
-    return request
-
-
 async def test_several_conversations_of_the_other_protocol_share_a_stream(balanced: Balanced) -> None:
     call = GRPCInferenceServiceStub(balanced.channel).ModelStreamInfer()
     for name in ("x", "y"):
-        await call.write(infer_request(id=name))
+        await call.write(infer_request(request_id=name, max_tokens=4))
     await call.done_writing()
     texts: Counter[str] = Counter()
     async for message in call:
@@ -167,7 +160,7 @@ REFUSED: Mapping[str, tuple[grpc.StatusCode, Callable[[grpc.aio.Channel], Any]]]
     "answer too large": (Code.OUT_OF_RANGE, generate(**TOO_LARGE)),
     "unknown model by the other protocol": (
         Code.NOT_FOUND,
-        lambda channel: GRPCInferenceServiceStub(channel).ModelInfer(infer_request(model_name="unknown")),
+        lambda channel: GRPCInferenceServiceStub(channel).ModelInfer(infer_request(model="unknown")),
     ),
 }
 
@@ -277,12 +270,11 @@ async def test_a_server_that_takes_no_more_calls_is_not_taken_for_a_dead_one(nar
         stack.enter_context(balanced.steps.held())
         held = await fill(balanced)
         # The other places that there are, for calls whose requests never come, each of a connection of its own.
-        never = asyncio.Event()
         begun = []
         for server in [*balanced.servers] * (SLOTS + 2):
             options = [("grpc.use_local_subchannel_pool", 1)]
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(target_of(server), options))
-            begun.append(channel.stream_unary(_GENERATE)(_after(never)))
+            begun.append(channel.stream_unary(_GENERATE)(nothing()))
         for server in balanced.servers:
             # They are on their way; until then it is the queue that is full.
             while (await status_of(server.generation.Generate(generate_request()))).details() != FULL:
@@ -307,11 +299,6 @@ async def test_a_server_that_takes_no_more_calls_is_not_taken_for_a_dead_one(nar
 
 
 FULL = f"{2 * (SLOTS + 2)} calls run, which is the most there may be at once"
-
-
-async def _after(event: asyncio.Event) -> AsyncIterator[bytes]:
-    await event.wait()
-    yield b""
 
 
 async def test_a_call_that_failed_in_a_server_is_not_sent_to_another(balanced: Balanced) -> None:

@@ -113,8 +113,7 @@ async def test_running_requests_are_recorded_and_no_text_is() -> None:
             _, (request,) = await tables(server)
             _, _, body = await get(server)
             call.cancel()
-            cancelled_calls = {"grpc_method": "GenerateStream", "grpc_code": "CANCELLED"}
-            await eventually(lambda: server.metric("grpc_server_handled_total", **cancelled_calls) == 1)
+            await server.until_handled("GenerateStream", "CANCELLED")
         finally:
             go_on.set()
         await server.until_ended(1)

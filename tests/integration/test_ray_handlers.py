@@ -28,6 +28,7 @@ from tests.servers import (
     engine_for,
     eventually,
     generate_request,
+    infer_request,
     kinds,
     served_model,
     stream_request,
@@ -150,20 +151,12 @@ async def test_answers_and_streams_are_those_of_a_server() -> None:
     assert (kinds(events)[0], kinds(events)[-1]) == ("accepted", "summary")
 
 
-def infer_request(name: str) -> bytes:
-    request = oip.ModelInferRequest(model_name=MODEL, id=name)
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"ab")
-    request.parameters["max_tokens"].int64_param = 4
-    request.parameters["temperature"].double_param = 0
-    return request.SerializeToString()
-
-
 async def test_a_stream_of_requests_is_answered_while_more_may_come() -> None:
     is_answered = asyncio.Event()
 
     async def requests() -> AsyncIterator[bytes]:
         for name in ("x", "y"):
-            yield infer_request(name)
+            yield infer_request(request_id=name, max_tokens=4).SerializeToString()
         await is_answered.wait()
 
     seen: set[str] = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests.servers import (
     engine_for,
     eventually,
     generate_request,
+    nothing,
     read_accepted,
     running,
     served_model,
@@ -99,11 +99,6 @@ async def test_a_check_that_brings_no_request_ends_though_calls_may_take_their_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(receiving, "_MAX_OPEN_SECONDS", 0.01)
-
-    async def nothing() -> AsyncIterator[bytes]:
-        await asyncio.Event().wait()
-        yield b""
-
     async with running(max_stall_seconds=600.0) as server:
         await status_of(server.channel.stream_unary("/grpc.health.v1.Health/Check")(nothing()), grpc.StatusCode.ABORTED)
 

@@ -27,6 +27,8 @@ from tests.servers import (
     Running,
     eventually,
     generate_request,
+    infer_request,
+    nothing,
     read,
     read_accepted,
     running,
@@ -63,11 +65,6 @@ async def outcome(call: Any) -> grpc.StatusCode | None:
     except grpc.aio.AioRpcError as error:
         return error.code()
     return None
-
-
-async def nothing() -> AsyncIterator[bytes]:
-    await asyncio.Event().wait()
-    yield b""
 
 
 async def test_more_metadata_than_the_limit_is_refused_and_the_next_call_is_not() -> None:
@@ -136,12 +133,9 @@ async def test_unfinished_calls_of_one_key_leave_slots_to_another_and_are_freed_
 
 async def test_a_silent_stream_loses_its_place_to_another_connections_and_one_at_work_does_not() -> None:
     gate = Gate()
-    text = open_inference_pb2.ModelInferRequest(model_name=MODEL)
-    tensor = text.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-    tensor.contents.bytes_contents.append(b"ab")
 
     async def one_request() -> AsyncIterator[bytes]:
-        yield text.SerializeToString()
+        yield infer_request().SerializeToString()
         await asyncio.Event().wait()
 
     async with AsyncExitStack() as stack:
@@ -253,8 +247,7 @@ async def test_a_client_that_stops_reading_loses_its_place_and_the_others_keep_t
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.endpoint.port}", options) as channel:
             stalled = GenerationServiceStub(channel).GenerateStream(request)
             await read_accepted(stalled)
-            ended = {"grpc_method": "GenerateStream", "grpc_code": "ABORTED"}
-            await eventually(lambda: server.metric("grpc_server_handled_total", **ended) == 1)
+            await server.until_handled("GenerateStream", "ABORTED")
             await server.until_ended(1)
             assert server.ended() == {"cancelled": 1}
             await server.generation.Generate(generate_request("ab", max_tokens=2))

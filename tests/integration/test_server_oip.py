@@ -28,7 +28,7 @@ from tests.fakes import FakeRunner, Gate
 from tests.faults.http2 import varint
 from tests.faults.process import DECODER, MODELS, ServerProcess, greedy, serving
 from tests.identities import key_table
-from tests.servers import MODEL, SLOTS, Running, eventually, generate_request, running, status_of
+from tests.servers import SLOTS, Running, eventually, generate_request, infer_request, running, status_of
 
 CLIENT = Path(__file__).with_name("triton_client.py")
 INVALID, NOT_FOUND = "StatusCode.INVALID_ARGUMENT", "StatusCode.NOT_FOUND"
@@ -137,16 +137,6 @@ def test_tritonclient_unloads_and_loads_a_server_s_models_and_not_those_of_sever
     else:
         assert [seen[name][0] for name in ("unload", "load")] == ["StatusCode.PERMISSION_DENIED"] * 2
     assert seen["text_again"] == seen["text"]
-
-
-def infer_request(text: str = "ab", request_id: str = "", **parameters: Any) -> oip.ModelInferRequest:
-    request = oip.ModelInferRequest(model_name=MODEL, id=request_id)
-    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-    tensor.contents.bytes_contents.append(text.encode())
-    for name, value in {"temperature": 0, **parameters}.items():
-        field = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
-        setattr(request.parameters[name], field, value)
-    return request
 
 
 def raw(*chunks: bytes) -> oip.ModelInferRequest:
@@ -261,8 +251,7 @@ async def test_leaving_a_stream_frees_what_all_its_requests_held() -> None:
             await gate.until_entered()
             await eventually(lambda: server.app._engine.num_streams == SLOTS + 2)  # what holds a place
             call.cancel()
-            cancelled = {"grpc_method": "ModelStreamInfer", "grpc_code": "CANCELLED"}
-            await eventually(lambda: server.metric("grpc_server_handled_total", **cancelled) == 1)
+            await server.until_handled("ModelStreamInfer", "CANCELLED")
         assert await server.until_ended(SLOTS + 2) == {"cancelled": SLOTS + 2}
 
 

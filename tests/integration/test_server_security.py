@@ -36,7 +36,6 @@ from tests.servers import (
     MODEL,
     SLOTS,
     Running,
-    eventually,
     generate_request,
     read_accepted,
     rich_details,
@@ -251,8 +250,7 @@ async def test_a_keys_calls_at_once_are_bounded_and_a_cancelled_one_frees_its_pl
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
             )
             held.cancel()
-            cancelled = {"grpc_method": "GenerateStream", "grpc_code": "CANCELLED"}
-            await eventually(lambda: server.metric("grpc_server_handled_total", **cancelled) == 1)
+            await server.until_handled("GenerateStream", "CANCELLED")
         assert await server.until_ended(1) == {"cancelled": 1}
         await server.generation.Generate(generate_request("ab", max_tokens=1), metadata=bearer())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import struct
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from tokenizers import decoders, pre_tokenizers
 
 from model.spec.chat import Chat, ChatSettings
 from model.spec.tokenizer import LOSSY_TOKEN_BYTES, Tokenizer
-from onward.inference import open_inference_pb2 as oip
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from onward.v1 import generation_pb2 as pb
 from service import app
@@ -32,6 +30,7 @@ from tests.servers import (
     Running,
     eventually,
     generate_request,
+    infer_request,
     letter_tokenizer,
     read,
     running,
@@ -71,15 +70,6 @@ def watched_model(**options: Any) -> tuple[ServedModel, Watched]:
     chat = Chat(ChatSettings(TEMPLATE), tokenizer)
     model = served_model(**options)
     return dataclasses.replace(model, prompt_tokenizer=tokenizer, output_tokenizer=tokenizer, chat=chat), tokenizer
-
-
-def infer_request(text: str, request_id: str = "", **parameters: int) -> oip.ModelInferRequest:
-    request = oip.ModelInferRequest(model_name=MODEL, id=request_id)
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-    request.raw_input_contents.append(struct.pack("<I", len(text)) + text.encode())
-    for name, value in {"temperature": 0, **parameters}.items():
-        request.parameters[name].int64_param = value
-    return request
 
 
 def chat(*contents: str) -> dict[str, Any]:

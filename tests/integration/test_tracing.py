@@ -22,7 +22,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from onward.inference import open_inference_pb2
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from onward.v1 import generation_pb2 as pb
 from service.config import Admission, Telemetry
@@ -37,6 +36,7 @@ from tests.servers import (
     eventually,
     expire,
     generate_request,
+    infer_request,
     read,
     read_accepted,
     running,
@@ -203,8 +203,7 @@ async def test_call_ends_with_its_handler_and_its_request_with_the_engines_word(
             call_of_client = await read_accepted(server.stream(max_tokens=2))
             await gate.until_entered()
             call_of_client.cancel()
-            cancelled = {"grpc_method": "GenerateStream", "grpc_code": "CANCELLED"}
-            await eventually(lambda: server.metric("grpc_server_handled_total", **cancelled) == 1)
+            await server.until_handled("GenerateStream", "CANCELLED")
             assert not kept.spans
             await asyncio.sleep(0.05)
         await server.until_ended(1)
@@ -220,8 +219,7 @@ async def test_request_that_ends_in_the_queue_has_waited_and_done_no_more(kept: 
             held = [await read_accepted(server.stream(max_tokens=2)) for _ in range(SLOTS)]
             waiting = await read_accepted(server.stream(request_id="waits", max_tokens=2))
             waiting.cancel()
-            cancelled = {"grpc_method": "GenerateStream", "grpc_code": "CANCELLED"}
-            await eventually(lambda: server.metric("grpc_server_handled_total", **cancelled) == 1)
+            await server.until_handled("GenerateStream", "CANCELLED")
         for call_of_client in held:
             await read(call_of_client)
         await server.until_ended(SLOTS + 1)
@@ -341,21 +339,13 @@ async def test_traces_of_concurrent_calls_do_not_mix(kept: Kept) -> None:
         assert [span.name for span in kept.below(root)] == ["queue", "prefill", "decode"]
 
 
-def infer_request(max_tokens: int) -> open_inference_pb2.ModelInferRequest:
-    request = open_inference_pb2.ModelInferRequest(model_name=MODEL)
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"ab")
-    request.parameters["max_tokens"].int64_param = max_tokens
-    request.parameters["temperature"].int64_param = 0
-    return request
-
-
 async def test_each_request_of_a_stream_of_many_has_a_span_of_its_own(kept: Kept) -> None:
     async with running(tracer=kept.tracer) as server:
         stub: Any = GRPCInferenceServiceStub(server.channel)
-        await stub.ModelInfer(infer_request(2))
+        await stub.ModelInfer(infer_request(max_tokens=2))
         call = stub.ModelStreamInfer()
         for max_tokens in (3, 0, 5):
-            await call.write(infer_request(max_tokens))
+            await call.write(infer_request(max_tokens=max_tokens))
         await call.done_writing()
         assert [each async for each in call]
     unary, stream = [span for span in kept.spans if span.kind is SpanKind.SERVER]
@@ -385,7 +375,7 @@ async def test_requests_of_a_stream_that_was_left_are_cancelled_each(kept: Kept)
         stub: Any = GRPCInferenceServiceStub(server.channel)
         call = stub.ModelStreamInfer()
         for _ in range(2):
-            await call.write(infer_request(60_000))
+            await call.write(infer_request(max_tokens=60_000))
         await eventually(lambda: server.metric("num_requests_running", model_name=MODEL) == 2)
         call.cancel()
         await server.until_ended(2)
