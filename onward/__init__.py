@@ -1,15 +1,13 @@
-"""A client of `onward.v1` for Python: blocking and asyncio, with deadlines, retries and errors that say what is wrong.
+"""The Python client of `onward.v1`: blocking and asyncio, with deadlines, retries and typed errors.
 
     with Client("127.0.0.1:8001") as client:
         print(client.generate("3 May 1977", model="dates").text)
 
-Knows the wire contract and gRPC, and nothing of the server's code. Where an answer has more than one shape, or an
-integer stands for a word, it is put into a frozen dataclass (`Generation`, `Output`, `Chunk`). Everything else is the
-contract's own message: its stubs are typed, and tell an absent value from a zero, which a copy would have to learn anew
-with every field.
+Knows the wire contract and gRPC, and none of the server's code. Answers with several shapes or enums become frozen
+dataclasses (`Generation`, `Output`, `Chunk`); every other answer is the contract's own typed message.
 
-The names are those of `onward.client`, imported when one is first asked for: the stubs alone, `onward.v1`, load no
-client.
+The names are those of `onward.client`, which is imported when one of them is first used: `import onward.v1` loads only
+the stubs.
 """
 
 import importlib

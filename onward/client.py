@@ -1,4 +1,4 @@
-"""All that the package exports: the client's classes, their options, answers and errors."""
+"""The package's exports: the client's classes, options, answers and errors."""
 
 from onward.answers import Chunk, FinishReason, Generation, Output
 from onward.asynchronous import AsyncClient, AsyncStream

@@ -1,4 +1,4 @@
-"""Where a server is, and how each knows the other: an address, TLS, an API key. Opens channels and makes no calls."""
+"""A server's address, TLS and API key. Opens channels, makes no calls."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """How the server is known, and the client to it.
+    """TLS: how the client verifies the server, and its own certificate.
 
     Attributes:
-        ca_certificate: PEM of who signs the server's certificate; by default, whom gRPC trusts by itself.
-        client_certificate: PEM of the client's own certificate, where the server asks for one.
-        client_key: PEM of that certificate's key.
+        ca_certificate: PEM of the CA of the server's certificate; by default gRPC's own roots.
+        client_certificate: PEM of the client's certificate, for mutual TLS.
+        client_key: PEM of its private key.
         server_name: the name in the server's certificate; by default the target's.
 
     Raises:
-        ValueError: for a certificate without its key, or a key without its certificate.
+        ValueError: a certificate without its key, or a key without its certificate.
     """
 
     ca_certificate: bytes | None = None
@@ -38,16 +38,16 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How a server is reached. Without `tls` nothing is encrypted, the API key neither.
+    """How to reach a server. Without `tls`, everything is sent unencrypted, the API key included.
 
     Attributes:
-        target: address as gRPC writes it, as in "127.0.0.1:8001".
-        tls: how to encrypt.
-        api_key: shown with every call.
-        max_answer_bytes: the largest message that is taken, -1 for any; gRPC's own 4 MiB unless given.
+        target: gRPC's form of an address, such as "127.0.0.1:8001".
+        tls: None for no encryption.
+        api_key: sent with every call.
+        max_answer_bytes: largest message accepted, -1 for no limit; by default gRPC's 4 MiB.
 
     Raises:
-        ValueError: for an empty target, or a key that no header can carry.
+        ValueError: the target is empty, or the key cannot be sent in a header.
     """
 
     target: str
@@ -60,23 +60,23 @@ class Connection:
             raise ValueError("target: must be an address, as in 127.0.0.1:8001")
         key = self.api_key
         if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
-            # Its text is a secret.
+            # The message must not contain the key.
             raise ValueError("api_key: must be printable ASCII, not empty, and without space around it")
 
     @property
     def metadata(self) -> Metadata:
-        """What every call must show. Not gRPC's call credentials, which a channel in the clear refuses."""
+        """Metadata of every call. Not gRPC's call credentials, which an unencrypted channel refuses."""
         return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
 
     def channel(self, *options: ChannelOption) -> grpc.Channel:
-        """A channel for blocking calls, which connects with its first. The caller closes it."""
+        """A blocking channel, which connects at its first call. The caller closes it."""
         options = (*self._options(), *options)
         if self.tls is None:
             return grpc.insecure_channel(self.target, options)
         return grpc.secure_channel(self.target, self._credentials(self.tls), options)
 
     def aio_channel(self, *options: ChannelOption) -> grpc.aio.Channel:
-        """The same for the running event loop."""
+        """An asyncio channel of the running event loop."""
         options = (*self._options(), *options)
         if self.tls is None:
             return grpc.aio.insecure_channel(self.target, options)

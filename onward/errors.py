@@ -1,23 +1,6 @@
-"""What can go wrong, as one tree: a class for each status that the server answers with.
+"""The errors of a client: `CallError` with one subclass per gRPC status that the server uses, and `IncompleteStream`.
 
-    ClientError
-    ├── CallError                 the call ended with another status than OK; `code` says which
-    │   ├── InvalidArgument       a field has a value outside its limit; `violations` name it
-    │   ├── OutOfRange            the prompt leaves no room, or no message can hold the answer
-    │   ├── NotFound              no such model is served
-    │   ├── FailedPrecondition    an artifact that cannot be served
-    │   ├── Unimplemented         this model or server does not offer it
-    │   ├── Unauthenticated       no API key, or an unknown one
-    │   ├── PermissionDenied      the key, or the server, is not for this method
-    │   ├── ResourceExhausted     no place, no allowance, or no time; `retry_after_seconds` says when to come again
-    │   ├── Unavailable           nobody there, starting, draining
-    │   ├── DeadlineExceeded      the deadline passed
-    │   ├── Cancelled             given up, by either side
-    │   ├── Aborted               read too slowly
-    │   └── Internal              the server's fault; its log has the rest under the id in the message
-    └── IncompleteStream          a stream ended as if all were well, but before its summary
-
-Knows gRPC's two kinds of calls and the standard details that come with a status; makes no calls.
+Decodes gRPC's standard error details; makes no calls.
 """
 
 from __future__ import annotations
@@ -36,7 +19,7 @@ _NANOSECONDS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One field that breaks a limit: its full path, as in `sampling.top_p`, and what is wrong with it."""
+    """A field outside its limit: its full path, such as `sampling.top_p`, and what is wrong."""
 
     field: str
     description: str
@@ -44,13 +27,13 @@ class FieldViolation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
-    """What a status says for programs to read, all of it optional.
+    """A status's machine-readable details, all optional.
 
     Attributes:
-        violations: fields that break a limit.
-        retry_after_seconds: when to come again; None where that would not help, or nobody knows.
-        reason: stable name of what happened, in capitals.
-        facts: numbers that belong to the reason, by name.
+        violations: fields outside their limits.
+        retry_after_seconds: when to retry; None where a retry would not help or the time is unknown.
+        reason: stable name of the cause, in capitals.
+        facts: the reason's numbers, by name.
     """
 
     violations: tuple[FieldViolation, ...] = ()
@@ -63,11 +46,11 @@ NO_DETAILS = Details()
 
 
 class ClientError(Exception):
-    """Root of what a client raises of itself."""
+    """Root of the client's errors."""
 
 
 class IncompleteStream(ClientError):
-    """A stream ended with OK and without its summary: what was read may not be all."""
+    """A stream ended with OK but without its summary: chunks may be missing."""
 
     def __init__(self, request_id: str | None) -> None:
         self.request_id = request_id
@@ -75,13 +58,13 @@ class IncompleteStream(ClientError):
 
 
 class CallError(ClientError):
-    """A call that ended with another status than OK.
+    """A call ended with a status other than OK.
 
     Args:
         code: the status.
-        message: the server's words, or gRPC's.
-        request_id: of a generation, where it was given or the stream had told it; the server's log has it too.
-        details: what comes with the status.
+        message: from the server or from gRPC.
+        request_id: of a generation, if known; the server logs it too.
+        details: of the status.
     """
 
     def __init__(
@@ -98,39 +81,39 @@ class CallError(ClientError):
 
 
 class InvalidArgument(CallError):
-    """A field has a value outside its limit; `violations` name it."""
+    """A field is outside its limit; `violations` name it."""
 
 
 class OutOfRange(CallError):
-    """The prompt leaves no room in the context, or no message can hold the answer."""
+    """The prompt is too long for the context, or the answer too large for a message."""
 
 
 class NotFound(CallError):
-    """No such model is served."""
+    """The model is not served."""
 
 
 class FailedPrecondition(CallError):
-    """An artifact that cannot be served; the message lists all that is wrong with it."""
+    """The artifact cannot be served; the message lists every problem."""
 
 
 class Unimplemented(CallError):
-    """The request asks for something that this model or server does not offer."""
+    """The model or the server does not support what is requested."""
 
 
 class Unauthenticated(CallError):
-    """The call shows no API key, or one that is not known."""
+    """The API key is missing or unknown."""
 
 
 class PermissionDenied(CallError):
-    """The caller may not use this method."""
+    """The caller may not use the method."""
 
 
 class ResourceExhausted(CallError):
-    """No place, no allowance, or no time. Without `retry_after_seconds`, coming again is no help."""
+    """Overloaded, over quota, or the deadline is out of reach. Retrying helps only with `retry_after_seconds`."""
 
 
 class Unavailable(CallError):
-    """Nobody is there, or the server is starting or draining."""
+    """The server is unreachable, starting or draining."""
 
 
 class DeadlineExceeded(CallError):
@@ -138,36 +121,28 @@ class DeadlineExceeded(CallError):
 
 
 class Cancelled(CallError):
-    """The call was given up; not by this process, where it is a stream that nobody closed."""
+    """The call was canceled; for a stream that was not closed here, by the server or a proxy."""
 
 
 class Aborted(CallError):
-    """The stream was read so slowly that the server gave it up."""
+    """The stream was read so slowly that the server ended it."""
 
 
 class Internal(CallError):
-    """The server's fault. The message has an id, under which the server's log has the rest."""
+    """A fault of the server, which logs the details under the id in the message."""
 
 
+# By status, as in INVALID_ARGUMENT: InvalidArgument.
 _KINDS: Mapping[grpc.StatusCode, type[CallError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
-    grpc.StatusCode.OUT_OF_RANGE: OutOfRange,
-    grpc.StatusCode.NOT_FOUND: NotFound,
-    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
-    grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
-    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.ABORTED: Aborted,
-    grpc.StatusCode.INTERNAL: Internal,
+    code: kind
+    for kind in CallError.__subclasses__()
+    for code in grpc.StatusCode
+    if code.name.replace("_", "").lower() == kind.__name__.lower()
 }
 
 
 def call_error(error: grpc.RpcError, request_id: str | None) -> CallError:
-    """The error of our tree for one of gRPC's, which becomes its cause. Either kind of gRPC's calls will do."""
+    """The `CallError` of a gRPC error, blocking or asyncio, which becomes its cause."""
     code = error.code()
     failed = _KINDS.get(code, CallError)(
         code, error.details() or "", request_id=request_id, details=_details(_rich_status(error))
@@ -177,7 +152,7 @@ def call_error(error: grpc.RpcError, request_id: str | None) -> CallError:
 
 
 def _rich_status(error: grpc.RpcError) -> status_pb2.Status | None:
-    """None where there is none, or one that belongs to another status: a proxy may have put its own in front."""
+    """The status with details; None without one, or if a proxy replaced the status and kept its details."""
     try:
         return rpc_status.from_call(error)
     except (ValueError, DecodeError):

@@ -1,4 +1,4 @@
-"""Python's arguments to the contract's messages. Checks nothing that the server checks: its limits are its own."""
+"""Python arguments → protobuf messages. Validation beyond types is the server's."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Target: TypeAlias = str | Sequence[int]
 
 
 class CallOptions(TypedDict, total=False):
-    """What any call can be told."""
+    """Options of every call."""
 
     timeout_seconds: float | None
-    """From now to the deadline, over all tries; None for ever. Default: the client's."""
+    """Until the deadline, over all attempts; None for no deadline. Default: the client's."""
     traceparent: str
-    """W3C trace context: the span that this call belongs to, for a server that sends traces."""
+    """W3C trace context: the parent span, for a server that exports traces."""
     tracestate: str
-    """W3C trace context: what tracing systems add to that."""
+    """W3C trace context: vendors' additions to `traceparent`."""
 
 
 class GenerateOptions(CallOptions, total=False):
-    """What a generation can be told, by the names of the contract, where each is described. None is as not said."""
+    """Options of a generation, named and described as in the .proto file. None means not set."""
 
     request_id: str | None
     model: str | None
@@ -71,7 +71,7 @@ GROUPS: Mapping[str, type[Message]] = {
     "beam_search": pb.BeamSearchParams,
     "response": pb.ResponseOptions,
 }
-"""The fields of a request that hold options; no two of them have one of the same name."""
+"""Fields of a request that group options. Option names are unique over all groups."""
 
 
 def chat(*turns: tuple[str, str]) -> pb.Chat:
@@ -80,18 +80,18 @@ def chat(*turns: tuple[str, str]) -> pb.Chat:
 
 
 def generate(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """The request of a generation, without its deadline.
+    """A generation's request, without its deadline.
 
     Raises:
-        TypeError: for a value that the field cannot hold, such as bytes for a prompt.
-        ValueError: for an option that there is not, or a number that its field cannot hold.
+        TypeError: a value of a type that the field cannot hold, such as bytes for a prompt.
+        ValueError: an unknown option, or a number out of its field's range.
     """
     given: dict[str, Any] = {
         name: value for name, value in options.items() if value is not None and name not in CallOptions.__annotations__
     }
     for group, message in GROUPS.items():
         own = {name: given.pop(name) for name in message.DESCRIPTOR.fields_by_name if name in given}
-        # Not even empty: with beam search, what is not said of sampling must not be set either.
+        # Absent if empty: beam search refuses a request whose `sampling` is set.
         if own:
             given[group] = message(**own)
     if isinstance(prompt, pb.Chat):
@@ -100,50 +100,30 @@ def generate(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
 
 
 def stream(prompt: Prompt, options: GenerateOptions) -> pb.GenerateStreamRequest:
-    """The same, to be streamed: both messages have the same fields and numbers, and so the same bytes."""
+    """The streaming request. Both messages have the same fields and numbers, so the same bytes."""
     return pb.GenerateStreamRequest.FromString(generate(prompt, options).SerializeToString())
 
 
 def score(prompt: Target, target: Target | None, model: str) -> pb.ScoreRequest:
-    """Asks how probable the target is after the prompt, or the prompt by itself."""
-    return pb.ScoreRequest(model=model, **_prompt_and_target(prompt, target))
-
-
-def explain(
-    prompt: Target,
-    target: Target | None,
-    *,
-    model: str,
-    layers: Sequence[int],
-    heads: Sequence[int],
-    kinds: Sequence[pb.AttentionKind.ValueType],
-    max_tokens: int | None,
-) -> pb.ExplainRequest:
-    """Asks where the model looked."""
-    return pb.ExplainRequest(
-        model=model,
-        layers=layers,
-        heads=heads,
-        kinds=kinds,
-        max_tokens=max_tokens,
-        **_prompt_and_target(prompt, target),
-    )
+    """Scores the target after the prompt, or the prompt itself."""
+    return pb.ScoreRequest(model=model, **prompt_and_target(prompt, target))
 
 
 def carry_deadline(request: Message, seconds: float | None) -> None:
-    """Writes the deadline into a generation as well, for proxies that hide the call's own."""
+    """Writes the deadline into a generation's request, for proxies that hide the call's own deadline."""
     if seconds is not None and isinstance(request, pb.GenerateRequest | pb.GenerateStreamRequest):
         request.timeout_seconds = seconds
 
 
 def request_id(request: Message) -> str | None:
-    """The id that a generation was given."""
+    """The id that the caller gave a generation."""
     if isinstance(request, pb.GenerateRequest | pb.GenerateStreamRequest):
         return request.request_id or None
     return None
 
 
-def _prompt_and_target(prompt: Target, target: Target | None) -> dict[str, Any]:
+def prompt_and_target(prompt: Target, target: Target | None) -> dict[str, Any]:
+    """The fields of a prompt and an optional target."""
     fields = _either("prompt", prompt, "text", "token_ids")
     if target is not None:
         fields |= _either("target", target, "target_text", "target_token_ids")
@@ -154,6 +134,6 @@ def _either(name: str, value: Target, text: str, token_ids: str) -> dict[str, An
     if isinstance(value, str):
         return {text: value}
     if isinstance(value, bytes | bytearray | memoryview):
-        # A sequence of integers too, but no tokens.
+        # Also a sequence of integers.
         raise TypeError(f"{name}: must be text or token ids, got {type(value).__name__}")
     return {token_ids: pb.TokenIds(ids=value)}

@@ -1,7 +1,7 @@
-"""When a call is tried again, and how long it waits before that. Pure arithmetic: knows no channel and sleeps nowhere.
+"""When a call is retried, and after what pause. Pure arithmetic: makes no calls, does not sleep.
 
-Tried again is what the server has refused with a time to come again (RESOURCE_EXHAUSTED with RetryInfo), and what found
-nobody (UNAVAILABLE), unless repeating it might change something. Everything else would end the same way again.
+Retried are RESOURCE_EXHAUSTED with RetryInfo, and UNAVAILABLE where repeating the call is safe. Every other status
+would come back the same.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from onward.errors import CallError, ResourceExhausted, Unavailable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How often and how patiently.
+    """Exponential backoff with jitter.
 
-    Before try k + 1 a call waits as long as the server has told it to, and a random part of
-    `initial_backoff_seconds` * 2^(k - 1), at most of `max_backoff_seconds`, besides: so those who were refused together
-    do not come again together. A pause that would outlast the deadline is not begun; the call fails at once.
+    Before attempt k + 1 a call waits for the server's retry delay, plus a random part of `initial_backoff_seconds` *
+    2^(k - 1), at most of `max_backoff_seconds`: calls refused together do not return together. If the pause would
+    outlast the deadline, the call fails at once.
 
     Attributes:
-        max_attempts: tries in all; 1 is never again.
-        initial_backoff_seconds: longest random pause after the first try.
-        max_backoff_seconds: longest random pause at all.
+        max_attempts: attempts in all; 1 means no retry.
+        initial_backoff_seconds: longest random pause after the first attempt.
+        max_backoff_seconds: longest random pause of all.
 
     Raises:
-        ValueError: naming the field and its limit.
+        ValueError: names the field and its limit.
     """
 
     max_attempts: int = 5
@@ -48,10 +48,9 @@ class RetryPolicy:
 
     @property
     def channel_options(self) -> tuple[ChannelOption, ...]:
-        """For the channel that is tried again on.
+        """Options of the client's channel: it reconnects no later than the client retries.
 
-        Between two tries to connect gRPC fails every call at once, for a second at first and for up to two minutes
-        later: our next try must not fall into that.
+        Between two attempts to connect, gRPC fails every call at once, by default for up to two minutes.
         """
         return (
             ("grpc.initial_reconnect_backoff_ms", max(1, round(self.initial_backoff_seconds * 1000))),
@@ -59,7 +58,7 @@ class RetryPolicy:
         )
 
     def pause_seconds(self, error: CallError, attempt: int, draw: Callable[[], float]) -> float:
-        """How long to wait after try `attempt`, from 1; `draw` gives numbers from 0 to 1."""
+        """The pause after attempt number `attempt`, from 1; `draw` returns numbers from 0 to 1."""
         longest = min(self.max_backoff_seconds, math.ldexp(self.initial_backoff_seconds, min(attempt, 64) - 1))
         return (error.retry_after_seconds or 0.0) + longest * draw()
 
@@ -69,17 +68,17 @@ NO_RETRIES = RetryPolicy(max_attempts=1)
 
 
 class Attempts:
-    """The tries of one call.
+    """The attempts of one call.
 
     Args:
-        policy: how many, and how far apart.
-        timeout_seconds: for all of them together, from now; None for ever.
-        is_repeatable: whether a call of which nobody knows how far it came may be made once more.
-        clock: seconds, monotonic.
-        draw: numbers from 0 to 1.
+        policy: their number and pauses.
+        timeout_seconds: of all attempts together, from now; None for no deadline.
+        is_repeatable: whether the call may be retried when it is unknown how far it came.
+        clock: monotonic seconds.
+        draw: returns numbers from 0 to 1.
 
     Raises:
-        ValueError: for a timeout that is no time.
+        ValueError: the timeout is not finite or not positive.
     """
 
     def __init__(
@@ -102,14 +101,14 @@ class Attempts:
 
     @property
     def left_seconds(self) -> float | None:
-        """Until the deadline, not below 0; None where there is none."""
+        """Until the deadline, at least 0; None without a deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def pause_seconds(self, error: CallError) -> float:
-        """How long to wait before the next try, now that one has failed.
+        """How long to wait before the next attempt, after one that failed.
 
         Raises:
-            CallError: the given one, when there is no next.
+            CallError: `error`, if there is no next attempt.
         """
         self._num_failed += 1
         pause = self._policy.pause_seconds(error, self._num_failed, self._draw)

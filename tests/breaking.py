@@ -1,4 +1,4 @@
-"""A server that is healthy and breaks a call in ways that no server of ours can be told to: HTTP/2, frame by frame.
+"""A healthy server that breaks calls in ways that no real server of ours can: HTTP/2, frame by frame.
 
 Knows as much of HTTP/2 (RFC 9113) as Envoy needs to take it for a gRPC server: it answers health checks, and does to
 every other call what it was made for, once the whole request has come.
@@ -36,7 +36,7 @@ class Fault(Enum):
     GOODBYE = auto()
     """GOAWAY that names a stream before it as the last to be looked at."""
     RESET = auto()
-    """RST_STREAM, nobody knows why."""
+    """RST_STREAM with an internal error."""
     CLOSED = auto()
     """The connection ends."""
     RESET_AFTER_A_MESSAGE = auto()

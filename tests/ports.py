@@ -1,4 +1,4 @@
-"""Ports for what is told where to listen before it does, or comes back to where it was."""
+"""Ports for servers that are configured before they listen, or that return to their address."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """One that the system gives to nobody by itself, so that it is free still when somebody comes to use it."""
+    """A port outside the ephemeral range, so that it is still free when it is used."""
     first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
     while True:
         port = random.SystemRandom().randrange(10_000, int(first)) if int(first) > 10_100 else 0

@@ -1,4 +1,4 @@
-"""A server that refuses what it is told to, in the real one's words, and then answers: what retries are tried on."""
+"""A server that refuses as often as configured, like the real one, and then answers: for tests of retries."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from model.spec.config import Architecture, ModelConfig
 from model.spec.generation import NO_RULES, GenerationRules
 from model.spec.golden import CaseResult, Feed, GoldenCase
 from model.spec.tokenizer import Tokenizer
+from onward.inference import open_inference_pb2 as oip
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from onward.v1.model_pb2_grpc import ModelServiceStub
@@ -167,8 +168,13 @@ class Running:
             if sample.name == "onward_requests_total" and sample.labels["model_name"] == model and sample.value
         }
 
+    async def until_handled(self, method: str, code: str) -> None:
+        """Waits until a call of a method ended with a status, for the first time."""
+        labels = {"grpc_method": method, "grpc_code": code}
+        await eventually(lambda: self.metric("grpc_server_handled_total", **labels) == 1)
+
     async def until_ended(self, count: int, model: str = MODEL) -> dict[str, int]:
-        """How `count` requests ended, when they have. Nobody holds a slot or waits for one then, which is checked."""
+        """How `count` requests ended, once they have; then none may run or wait."""
         await eventually(lambda: sum(self.ended(model).values()) >= count)
         assert self.metric("num_requests_running", model_name=model) == 0
         assert self.metric("num_requests_waiting", model_name=model) == 0
@@ -180,7 +186,7 @@ class Running:
         return self.app._engine.num_streams
 
     async def until_idle(self, model: str = MODEL) -> dict[str, int]:
-        """How requests ended, when nobody holds a place any more."""
+        """How requests ended, once none is left."""
         await eventually(lambda: self.num_streams == 0)
         return self.ended(model)
 
@@ -198,7 +204,7 @@ async def running(
 ) -> AsyncIterator[Running]:
     """Runs a server over fake models: by default one, on `runner`. `changes` are to `CONFIG`.
 
-    `trust` serves without a look at the golden cases, which a runner that writes what it is told would fail.
+    `trust` serves without replaying the golden cases, which a scripted runner would fail.
     """
     served = served or [served_model()]
     engines = engines or {model.name: engine_for(model, runner) for model in served}
@@ -240,6 +246,25 @@ def stream_request(text: str = "ab", **fields: Any) -> pb.GenerateStreamRequest:
     return pb.GenerateStreamRequest.FromString(generate_request(text, **fields).SerializeToString())
 
 
+def infer_request(
+    text: str = "ab", request_id: str = "", model: str = MODEL, **parameters: Any
+) -> oip.ModelInferRequest:
+    """A greedy request of the Open Inference Protocol."""
+    request = oip.ModelInferRequest(model_name=model, id=request_id)
+    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(text.encode())
+    for name, value in {"temperature": 0, **parameters}.items():
+        field = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
+        setattr(request.parameters[name], field, value)
+    return request
+
+
+async def nothing() -> AsyncIterator[bytes]:
+    """The input of a call whose request never comes."""
+    await asyncio.Event().wait()
+    yield b""
+
+
 def kinds(events: list[pb.GenerateStreamResponse]) -> list[str]:
     return [str(event.WhichOneof("event")) for event in events]
 
@@ -273,31 +298,33 @@ def rich_details(error: grpc.aio.AioRpcError) -> Any:
     return status.details
 
 
-async def status_of(call: Any) -> grpc.aio.AioRpcError:
-    """The error with which a call ends; fails the test if it succeeds."""
+async def status_of(call: Any, code: grpc.StatusCode | None = None) -> grpc.aio.AioRpcError:
+    """The error with which a call ends. Fails the test if it succeeds, or ends with another status than `code`."""
+    error = None
     try:
         if isinstance(call, grpc.aio.UnaryStreamCall):
             while await call.read() is not grpc.aio.EOF:
                 pass
         else:
             await call
-    except grpc.aio.AioRpcError as error:
-        return error
-    raise AssertionError("the call succeeded")
+    except grpc.aio.AioRpcError as caught:
+        error = caught
+    assert error is not None, "the call succeeded"
+    assert code in (None, error.code()), error
+    return error
 
 
 async def expire(ask: Callable[[float], Any], is_known: Callable[[], bool]) -> None:
-    """Asks with a deadline that passes, as often as it takes until the server knows of one that did.
+    """Calls with a deadline that passes, until `is_known`: the server has noticed one.
 
-    Where the machine is busy a short one passes before the call is there: each has twice the time of the one before.
-    A call that ends before it is a request is known as late, too: whoever wants one that was says so by `is_known`.
-    Admission by deadline must be off, or a server whose steps were slow refuses the call in the place of being late.
+    On a busy machine a short deadline may pass before the server has the call, so each attempt has twice the time of
+    the one before. Admission by deadline must be off, or a slow server would refuse the call.
     """
     timeout = 0.05
     while not is_known():
         error = await status_of(ask(timeout))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED, f"{error.code()}: {error.details()}"
-        # The server hears of it a moment after its caller.
+        # The server notices later than the caller.
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await eventually(is_known)

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Names all that the image installs, with version and hashes, for Python 3.11 and later: versions are those of
-# constraints.txt, as far as that has them. Needs uv (from PyPI) on the path, or UV to say where it is.
+# Pins the image's packages with versions and hashes, for Python 3.11 and later; versions come from constraints.txt
+# where it has them. Needs uv (from PyPI) on the path, or its path in UV.
 #
 #   sh deploy/container/pin.sh
 set -eu
@@ -9,7 +9,7 @@ pin() {
   "${UV:-uv}" pip compile --quiet --universal --python-version 3.11 --constraint constraints.txt \
     --generate-hashes --no-header --no-annotate --no-emit-index-url "$@"
 }
-# What `tokenizers` would download with, and all that this needs: the server reads files.
+# The downloader of `tokenizers` and its dependencies: the server reads local files.
 downloading="anyio click colorama filelock fsspec h11 hf-xet httpcore2 httpx2 httpx2-jsfetch huggingface-hub idna pyyaml \
   tqdm truststore"
 left_out=$(for name in $downloading; do printf -- '--no-emit-package %s ' "$name"; done)

@@ -1,9 +1,9 @@
-"""The dashboard: rows of panels, each a title, a unit and what it asks Prometheus; written as the JSON of Grafana.
+"""Grafana's dashboard: rows of panels, each a title, a unit and queries, written as Grafana's JSON.
 
     python -m deploy.grafana.dashboard            writes deploy/grafana/dashboards/onward.json
-    python -m deploy.grafana.dashboard --check    exits with 1 if that file is not what would be written
+    python -m deploy.grafana.dashboard --check    exits with 1 if that file is out of date
 
-The file is committed, since Grafana reads files; `benchmarks run dashboard` draws it without Grafana. Knows the
+The file is committed, as Grafana reads files; `python -m benchmarks run dashboard` draws it without Grafana. Knows the
 names of the metrics (docs/metrics.md) and nothing else of the server.
 """
 
@@ -49,23 +49,26 @@ _WIDTH = 8
 _DATA_SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 SECONDS, RATIO, BYTES, NUMBER = "s", "percentunit", "bytes", "short"
-"""Grafana's names of units."""
+"""Grafana's unit names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. `queries` are expressions by legend; a legend may quote labels, as in `{{model_name}}`."""
+    """One panel. `queries` are expressions by legend, or one whose legend is the model.
+
+    A legend may contain labels, such as `{{model_name}}`.
+    """
 
     title: str
     unit: str
     meaning: str
-    queries: Mapping[str, str]
+    queries: Mapping[str, str] | str
     is_stacked: bool = False
     is_logarithmic: bool = False
 
 
 def _of(metric: str, *more: str) -> str:
-    """The series of the chosen models and servers."""
+    """The series of the selected models and servers."""
     matchers = ", ".join(('model_name=~"$model"', 'instance=~"$instance"', *more))
     return f"{metric}{{{matchers}}}"
 
@@ -76,6 +79,15 @@ def _rate(metric: str, *more: str) -> str:
 
 def _sum(metric: str, *more: str, by: str = "model_name") -> str:
     return f"sum by ({by}) ({_rate(metric, *more)})"
+
+
+def _gauge(reduce: str, metric: str) -> str:
+    return f"{reduce} by (model_name) ({_of(metric)})"
+
+
+def _share(part: str, rest: str) -> str:
+    """Of two rates, the share of the first in their sum."""
+    return f"{_sum(part)} / ({_sum(part)} + {_sum(rest)})"
 
 
 def _mean(histogram: str) -> str:
@@ -106,16 +118,16 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Requests in the server",
             NUMBER,
-            "A queue that does not empty is a server that is too small.",
+            "A queue that never empties means a server that is too small.",
             {
-                "{{model_name}} running": f"sum by (model_name) ({_of('onward_num_requests_running')})",
-                "{{model_name}} waiting": f"sum by (model_name) ({_of('onward_num_requests_waiting')})",
+                "{{model_name}} running": _gauge("sum", "onward_num_requests_running"),
+                "{{model_name}} waiting": _gauge("sum", "onward_num_requests_waiting"),
             },
         ),
         Panel(
             "Tokens a second",
             NUMBER,
-            "Prompt tokens count when their request has its first token, whether they were computed or at hand.",
+            "Prompt tokens, computed or cached, count when their request gets its first token.",
             {
                 "{{model_name}} generated": _sum("onward_generation_tokens_total"),
                 "{{model_name}} prompt": _sum("onward_prompt_tokens_total"),
@@ -134,7 +146,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Within objectives",
             RATIO,
-            "Exact shares over five minutes; there are some where the server was given objectives (`--slo-…`).",
+            "Exact shares over five minutes, for servers with objectives (`--slo-…`).",
             {
                 "{{model_name}} first token, {{le}} s": _within("onward_time_to_first_token_seconds"),
                 "{{model_name}} between tokens, {{le}} s": _within("onward_inter_token_latency_seconds"),
@@ -144,7 +156,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Alerts",
             NUMBER,
-            "How many fire.",
+            "Number of firing alerts.",
             {"firing": 'count(ALERTS{alertname=~"Onward.+", alertstate="firing"}) or vector(0)'},
         ),
     ),
@@ -168,7 +180,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             _quantiles("onward_time_per_output_token_seconds"),
         ),
         Panel("Whole requests", SECONDS, "From arrival to the end.", _quantiles("onward_e2e_request_latency_seconds")),
-        Panel("Queue", SECONDS, "From arrival to a slot.", _quantiles("onward_request_queue_time_seconds")),
+        Panel("Queue", SECONDS, "From arrival to being scheduled.", _quantiles("onward_request_queue_time_seconds")),
         Panel(
             "Where a request's time goes",
             SECONDS,
@@ -185,7 +197,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Rows of a step",
             NUMBER,
-            "Sequences that moved together.",
+            "Sequences computed together.",
             {
                 "{{model_name}} mean": _mean("onward_step_batch_size"),
                 "{{model_name}} p99": _quantile(0.99, "onward_step_batch_size"),
@@ -194,7 +206,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Tokens of a step",
             NUMBER,
-            "Of prompts, sources and outputs; padding aside.",
+            "Of prompts, sources and outputs, without padding.",
             {
                 "{{model_name}} mean": _mean("onward_step_tokens"),
                 "{{model_name}} p99": _quantile(0.99, "onward_step_tokens"),
@@ -203,11 +215,8 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Padding",
             RATIO,
-            "Share of all tokens computed that were in vain.",
-            {
-                "{{model_name}}": f"{_sum('onward_padding_tokens_total')} / "
-                f"({_sum('onward_padding_tokens_total')} + {_sum('onward_step_tokens_sum')})"
-            },
+            "Share of computed tokens that are padding.",
+            _share("onward_padding_tokens_total", "onward_step_tokens_sum"),
         ),
         Panel("A step's graphs", SECONDS, "Time of one run.", _quantiles("onward_engine_run_seconds")),
         Panel(
@@ -217,13 +226,10 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             _quantiles("onward_engine_host_seconds"),
         ),
         Panel(
-            "Graphs that stand still",
+            "Idle graphs",
             RATIO,
-            "Share of the time that there was work.",
-            {
-                "{{model_name}}": f"{_sum('onward_engine_host_seconds_sum')} / "
-                f"({_sum('onward_engine_host_seconds_sum')} + {_sum('onward_engine_run_seconds_sum')})"
-            },
+            "Share of the engine's busy time.",
+            _share("onward_engine_host_seconds_sum", "onward_engine_run_seconds_sum"),
         ),
     ),
     "Cache": (
@@ -231,32 +237,32 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "K/V memory in use",
             RATIO,
             "Of the budget for keys and values.",
-            {"{{model_name}}": f"max by (model_name) ({_of('onward_kv_cache_usage_ratio')})"},
+            _gauge("max", "onward_kv_cache_usage_ratio"),
         ),
         Panel(
-            "Prompt tokens at hand",
+            "Prefix cache hits",
             RATIO,
-            "Share of prompt tokens whose keys and values needed no work.",
-            {"{{model_name}}": f"{_sum('onward_cached_prompt_tokens_total')} / {_sum('onward_prompt_tokens_total')}"},
+            "Share of prompt tokens found in the prefix cache.",
+            f"{_sum('onward_cached_prompt_tokens_total')} / {_sum('onward_prompt_tokens_total')}",
         ),
         Panel(
             "Preemptions a second",
             NUMBER,
-            "Requests that made way for more urgent ones.",
-            {"{{model_name}}": _sum("onward_preemptions_total")},
+            "Requests preempted by more urgent ones.",
+            _sum("onward_preemptions_total"),
         ),
     ),
     "Cost model": (
         Panel(
             "Predictions off by",
             RATIO,
-            "Mean of |predicted - measured| / measured service time of the requests lately ended.",
-            {"{{model_name}}": f"max by (model_name) ({_of('onward_cost_model_relative_error')})"},
+            "Mean of |predicted - measured| / measured service time of recently ended requests.",
+            _gauge("max", "onward_cost_model_relative_error"),
         ),
         Panel(
             "What a step's work costs",
             SECONDS,
-            "Seconds by term, learned from the steps.",
+            "Seconds by term, fitted to measured steps.",
             {"{{model_name}} {{term}}": f"avg by (model_name, term) ({_of('onward_cost_model_coefficient')}) > 0"},
             is_logarithmic=True,
         ),
@@ -267,15 +273,15 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             NUMBER,
             "1 where a model answers requests, and where its golden cases passed.",
             {
-                "{{model_name}} serves": f"min by (model_name) ({_of('onward_model_serving')})",
-                "{{model_name}} parity": f"min by (model_name) ({_of('onward_parity_passed')})",
+                "{{model_name}} serves": _gauge("min", "onward_model_serving"),
+                "{{model_name}} parity": _gauge("min", "onward_parity_passed"),
             },
         ),
         Panel(
             "Parity",
             NUMBER,
             "Largest logit difference from PyTorch in the golden cases.",
-            {"{{model_name}}": f"max by (model_name) ({_of('onward_parity_max_abs_error')})"},
+            _gauge("max", "onward_parity_max_abs_error"),
         ),
         Panel(
             "Memory",
@@ -286,7 +292,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Processors in use",
             NUMBER,
-            "Cores' worth of time.",
+            "In cores.",
             {"{{instance}}": 'rate(process_cpu_seconds_total{job="onward", instance=~"$instance"}[$__rate_interval])'},
         ),
         Panel(
@@ -323,7 +329,7 @@ def render() -> str:
 
 
 def _choice(name: str, label: str, query: str) -> builders.QueryVariable:
-    """A choice of several values of a label, all of them to begin with."""
+    """A variable: a multiple choice of a label's values, by default all."""
     return (
         builders.QueryVariable(name)
         .label(label)
@@ -361,7 +367,8 @@ def _panel(panel: Panel) -> TimeSeries:
         built = built.min(0)
     if panel.is_stacked:
         built = built.stacking(StackingConfig().mode(StackingMode.NORMAL))
-    for number, (legend, expression) in enumerate(panel.queries.items()):
+    queries = {"{{model_name}}": panel.queries} if isinstance(panel.queries, str) else panel.queries
+    for number, (legend, expression) in enumerate(queries.items()):
         built = built.with_target(
             Dataquery().expr(expression).legend_format(legend).ref_id(chr(ord("A") + number)).range()
         )
@@ -369,7 +376,7 @@ def _panel(panel: Panel) -> TimeSeries:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes the file, or compares it."""
+    """Writes or checks the file; returns the exit status."""
     wanted = render()
     if list(arguments) == ["--check"]:
         if FILE.exists() and FILE.read_text(encoding="utf-8") == wanted:

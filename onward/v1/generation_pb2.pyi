@@ -4,9 +4,9 @@ isort:skip_file
 Generating text: one request, its outputs, and what they cost.
 
 Conventions of the whole contract. A scalar whose zero is not its default is `optional`: absent means the default,
-zero means zero. Counts are signed, so that a negative one is answered with a status that names it and not lost in a
-client library. Limits marked "configured" are the server's and are told by `ModelService.GetModel`. A bad value is
-INVALID_ARGUMENT with google.rpc.BadRequest naming the field's full path, as in `sampling.top_p`.
+zero means zero. Counts are signed, so that the server, not the client library, refuses a negative one. Limits marked
+"configured" are the server's and are in `ModelService.GetModel`. A bad value is INVALID_ARGUMENT with
+google.rpc.BadRequest, which names the field's full path, such as `sampling.top_p`.
 """
 
 from collections import abc as _abc
@@ -38,11 +38,11 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_STOP: _FinishReason.ValueType  # 2
     """A stop text or stop token id matched."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 3
-    """`max_tokens` or the context is used up."""
+    """`max_tokens` or the end of the context is reached."""
     FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 4
-    """The deadline came near and `partial_on_deadline` was asked for."""
+    """The deadline is near and `partial_on_deadline` is set."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 5
-    """The client went away."""
+    """The client canceled or disconnected."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why an output ended."""
@@ -54,11 +54,11 @@ FINISH_REASON_END_OF_SEQUENCE: FinishReason.ValueType  # 1
 FINISH_REASON_STOP: FinishReason.ValueType  # 2
 """A stop text or stop token id matched."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 3
-"""`max_tokens` or the context is used up."""
+"""`max_tokens` or the end of the context is reached."""
 FINISH_REASON_DEADLINE: FinishReason.ValueType  # 4
-"""The deadline came near and `partial_on_deadline` was asked for."""
+"""The deadline is near and `partial_on_deadline` is set."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 5
-"""The client went away."""
+"""The client canceled or disconnected."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _AttentionKind:
@@ -77,7 +77,7 @@ class _AttentionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Attenti
     """The decoder's attention to the encoder's output."""
 
 class AttentionKind(_AttentionKind, metaclass=_AttentionKindEnumTypeWrapper):
-    """Which attention of the model is meant."""
+    """An attention of the model."""
 
 ATTENTION_KIND_UNSPECIFIED: AttentionKind.ValueType  # 0
 """Never sent."""
@@ -103,7 +103,7 @@ class _TextSideEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TextSide.Val
     """The output's."""
 
 class TextSide(_TextSide, metaclass=_TextSideEnumTypeWrapper):
-    """Whose vocabulary is meant; they differ only where an encoder-decoder has two."""
+    """Which vocabulary; they differ only for an encoder-decoder with two."""
 
 TEXT_SIDE_UNSPECIFIED: TextSide.ValueType  # 0
 """The prompt's in `Tokenize`, the output's in `Detokenize`."""
@@ -115,7 +115,7 @@ Global___TextSide: _TypeAlias = TextSide  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
-    """Tokens given by number."""
+    """Token ids."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -146,9 +146,9 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks. Limit: one of "system", "developer", "user", "assistant", "tool"; the model's template may refuse some."""
+    """The speaker. Limit: one of "system", "developer", "user", "assistant", "tool"; the model's template may refuse some."""
     content: _builtins.str
-    """What is said. Special-token text in it is ordinary characters. Limit: no code points U+FDD0 to U+FDD3."""
+    """The text. Special-token text in it is ordinary characters. Limit: no code points U+FDD0 to U+FDD3."""
     def __init__(
         self,
         *,
@@ -165,7 +165,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class Chat(_message.Message):
-    """A conversation, rendered by the model's own template: the only way to control tokens."""
+    """A conversation, rendered by the model's own template: the only input that may produce control tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -190,8 +190,8 @@ Global___Chat: _TypeAlias = Chat  # noqa: Y015
 @_typing.final
 class SamplingParams(_message.Message):
     """How the next token is chosen. Names, defaults and order are vLLM's: bias, then repetition, frequency and presence
-    penalty, and masks; then temperature, min-p, top-k, top-p. With temperature 0 the most probable token is what those
-    before temperature leave. Log-probabilities are the model's own, before all of it.
+    penalty, and masks; then temperature, min-p, top-k, top-p. Temperature 0 chooses the most probable token after the
+    masks. Log-probabilities are the model's own, before all of these.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -245,9 +245,9 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted from the logits of generated tokens for each time they occurred. Default 0. Limit: from -2 to 2."""
     seed: _builtins.int
-    """Same seed, same request: same tokens, in any company. Default: the server draws one."""
+    """Same seed, same request: same tokens, independent of batch composition. Default: the server draws one."""
     n: _builtins.int
-    """Number of outputs, each drawn by itself: output i is the same whatever `n` is. Default 1. Limit: at least 1, at most
+    """Number of outputs, sampled independently: output i does not depend on `n`. Default 1. Limit: at least 1, at most
     configured.
     """
     @_builtins.property
@@ -258,7 +258,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Only these token ids may be generated; an output ends by itself only if an end-of-sequence token is among them.
+        """Only these token ids may be generated; an output ends with an end-of-sequence token only if one is among them.
         Default: all. Limit: at most as many as the vocabulary has, each below its size.
         """
 
@@ -306,7 +306,7 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class StoppingParams(_message.Message):
-    """When an output ends, apart from the end of the context."""
+    """When an output ends, other than at the end of the context."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -317,18 +317,18 @@ class StoppingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Tokens to generate at most; cut to the room left by what precedes the output. Default 256. Limit: at least 1, at
+    """Most tokens to generate; cut to the room left in the context. Default 256. Limit: at least 1, at
     most configured.
     """
     min_tokens: _builtins.int
     """Tokens to generate before any stop counts: until then no end-of-sequence token (ignored or not) and none of
-    `stop_token_ids` is chosen, and a stop text that is complete by then is let pass. Default 0. Limit: at most
-    `max_tokens`, and some token must be left to choose.
+    `stop_token_ids` is chosen, and stop texts are ignored. Default 0. Limit: at most `max_tokens`, and some token must
+    be left to choose.
     """
     ignore_eos: _builtins.bool
-    """Goes on after an end-of-sequence token. Default false."""
+    """Continues after an end-of-sequence token. Default false."""
     include_stop_in_output: _builtins.bool
-    """Leaves the matched stop text in the output. Default false."""
+    """Keeps the matched stop text in the output. Default false."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end the output when they appear in it. Limit: configured number and length, none empty."""
@@ -359,9 +359,9 @@ Global___StoppingParams: _TypeAlias = StoppingParams  # noqa: Y015
 
 @_typing.final
 class BeamSearchParams(_message.Message):
-    """Beam search, in place of sampling: nothing is drawn, and no field of `sampling` may be set. Nor may `stopping.stop`: it
-    is looked for in text that only grows, and what a beam has said may be taken back. The outputs are hypotheses, best
-    first, known when the search is over; a stream's deltas come then.
+    """Beam search, in place of sampling: no field of `sampling` may be set. Nor may `stopping.stop`, which is matched in
+    text that only grows, while a beam may be replaced. The outputs are hypotheses, best first, known when the search has
+    ended; a stream's deltas follow then.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -380,9 +380,9 @@ class BeamSearchParams(_message.Message):
     length_penalty: _builtins.float
     """Exponent of the length that divides a score. Default 1.0. Limit: from -10 to 10."""
     patience: _builtins.float
-    """Search goes on until `beam_size` times this many hypotheses have ended; with 0, until `beam_size` have and the best
-    beam, as it is, would score no better than the worst of the best `beam_size`. Default: the model's own, which is
-    1.0 unless it was imported with another. Limit: from 0 to 1000.
+    """The search continues until `beam_size` times this many hypotheses have ended; with 0, until `beam_size` have and the
+    best beam, as it is, would score no better than the worst of the best `beam_size`. Default: the model's own, which
+    is 1.0 unless it was imported with another. Limit: from 0 to 1000.
     """
     no_repeat_ngram_size: _builtins.int
     """No token n-gram of this size occurs twice. Default 0, which is off. Limit: at least 0."""
@@ -475,25 +475,25 @@ class GenerateRequest(_message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     PARTIAL_ON_DEADLINE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Names the request in logs and answers. Default: the server draws one. Limit: configured length, not in flight."""
+    """Names the request in logs and answers. Default: the server generates one. Limit: configured length, not in flight."""
     model: _builtins.str
     """The model's name. Default: the only one served; must be given where several are."""
     text: _builtins.str
     """Text; special-token text in it is ordinary characters. Limit: fewer tokens than the context, else OUT_OF_RANGE."""
     target_prefix: _builtins.str
-    """Forced start of an encoder-decoder's output, encoded without control tokens. It is given, not generated: the output
-    continues it and does not repeat it, no stop is looked for in it, and usage counts it with the prompt. Default:
+    """Forced start of an encoder-decoder's output, encoded without control tokens. The output continues it and does not
+    repeat it, no stop is matched in it, and usage counts it with the prompt. Default:
     none. Limit: two tokens fewer than the context, else OUT_OF_RANGE; INVALID_ARGUMENT for a decoder-only model.
     """
     priority: _builtins.int
-    """Higher goes first, and may take the place of a lower one that runs, which goes on later. Default 0."""
+    """Higher is scheduled first, and may preempt a running request of lower priority. Default 0."""
     timeout_seconds: _builtins.float
     """Seconds from arrival to the deadline, for proxies that hide the call's own; the earlier one counts. A request that is
     predicted to miss it is RESOURCE_EXHAUSTED at once, where the server admits by deadline. Default: none. Limit:
     finite, above 0.
     """
     partial_on_deadline: _builtins.bool
-    """Ends with what there is shortly before the deadline (FINISH_REASON_DEADLINE), be it nothing, instead of
+    """Ends shortly before the deadline with the tokens so far, possibly none (FINISH_REASON_DEADLINE), instead of
     DEADLINE_EXCEEDED. Default false.
     """
     @_builtins.property
@@ -620,7 +620,7 @@ class TokenLogprobs(_message.Message):
     """Natural logarithm of the chosen token's probability."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
-        """The most probable tokens, best first; as many as asked for."""
+        """The most probable tokens, best first; as many as requested."""
 
     def __init__(
         self,
@@ -656,14 +656,14 @@ class GenerationOutput(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Why it ended."""
     score: _builtins.float
-    """Length-normalised log-probability. Absent unless beam search was used."""
+    """Length-normalized log-probability. Absent unless beam search was used."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens generated, in order, the one that ended the output included."""
+        """The generated tokens, in order, including the one that ended the output."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """One entry for each of `token_ids`, if asked for."""
+        """One entry for each of `token_ids`, if requested."""
 
     @_builtins.property
     def matched_stop(self) -> Global___MatchedStop:
@@ -702,7 +702,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt, special ones included, and of `target_prefix`."""
     cached_tokens: _builtins.int
-    """Of these, tokens whose keys and values were already at hand: computed for requests before."""
+    """Of these, tokens whose keys and values were in the prefix cache."""
     generated_tokens: _builtins.int
     """Tokens generated, over all outputs."""
     def __init__(
@@ -762,9 +762,9 @@ Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
 class Cost(_message.Message):
-    """What a request costs by the model's arithmetic, the quadratic law, and on the clock. In an answer the counts are of
-    what was done, in an estimate of outputs as long as `max_tokens` and the context allow. Cached tokens cost nothing to
-    compute, but are attended to and held.
+    """A request's cost: operations, by the model's arithmetic and the quadratic law of attention, and time. In an answer the
+    counts are actual; in an estimate, of outputs as long as `max_tokens` and the context allow. Cached tokens cost nothing
+    to compute, but are attended to and held in memory.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -777,9 +777,9 @@ class Cost(_message.Message):
     PREDICTED_SECONDS_FIELD_NUMBER: _builtins.int
     MEASURED_SECONDS_FIELD_NUMBER: _builtins.int
     attended_pairs: _builtins.int
-    """Query-key pairs that the masks let meet, over all layers, for each head."""
+    """Query-key pairs that the masks allow, over all layers, for each head."""
     padded_pairs: _builtins.int
-    """Query-key pairs computed in vain, for padding; counted in the same way."""
+    """Query-key pairs computed for padding; counted in the same way."""
     linear_flops: _builtins.float
     """Floating-point operations that grow linearly with length, two for each multiply-add; without padding."""
     attention_flops: _builtins.float
@@ -787,10 +787,9 @@ class Cost(_message.Message):
     kv_byte_steps: _builtins.float
     """Bytes of keys and values held, summed over the steps that computed something for the request."""
     predicted_seconds: _builtins.float
-    """Seconds of service foretold, from being scheduled until the end. In an answer: by what was known when the request
-    was handed over, knowing which of its tokens were cached. For outputs as long as `max_tokens` and the context
-    allow, which is what they are with `ignore_eos`; otherwise it is an upper bound, as nobody knows the length. Absent
-    while too few steps were seen to tell.
+    """Predicted seconds of service, from being scheduled until the end; in an answer, as predicted when the request was
+    submitted, with its cached tokens known. For outputs as long as `max_tokens` and the context allow: exact with
+    `ignore_eos`, otherwise an upper bound, as the length is unknown. Absent until enough steps were measured.
     """
     measured_seconds: _builtins.float
     """Seconds of service taken, without the queue: `Timings.prefill` and `Timings.decode`. Absent in an estimate."""
@@ -822,7 +821,7 @@ Global___Cost: _TypeAlias = Cost  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """The whole answer."""
+    """The answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -836,7 +835,7 @@ class GenerateResponse(_message.Message):
     model: _builtins.str
     """The model that answered."""
     request_id: _builtins.str
-    """The request's id, given or drawn."""
+    """The request's id, the client's or generated."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationOutput]:
         """The outputs, by index."""
@@ -851,7 +850,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def cost(self) -> Global___Cost:
-        """What it cost, if asked for."""
+        """Its cost, if requested."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
@@ -973,14 +972,14 @@ class GenerateStreamResponse(_message.Message):
 
     @_typing.final
     class Accepted(_message.Message):
-        """The request is in. First event, once."""
+        """The request is admitted. First event, once."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
         REQUEST_ID_FIELD_NUMBER: _builtins.int
         MODEL_FIELD_NUMBER: _builtins.int
         request_id: _builtins.str
-        """The request's id, given or drawn."""
+        """The request's id, the client's or generated."""
         model: _builtins.str
         """The model that answers."""
         def __init__(
@@ -997,7 +996,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_typing.final
     class Prompt(_message.Message):
-        """More of the prompt's log-probabilities, if asked for. All come before the first delta."""
+        """Log-probabilities of the prompt, in parts, if requested. All precede the first delta."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1019,7 +1018,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_typing.final
     class Delta(_message.Message):
-        """More of one output: what became ready since the last delta, one token or several."""
+        """An increment of one output: one or more tokens since the last delta."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1037,7 +1036,7 @@ class GenerateStreamResponse(_message.Message):
 
         @_builtins.property
         def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-            """One entry for each of `token_ids`, if asked for."""
+            """One entry for each of `token_ids`, if requested."""
 
         def __init__(
             self,
@@ -1055,7 +1054,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_typing.final
     class Finished(_message.Message):
-        """One output is over. Once per output, after its deltas; those of other outputs may still come."""
+        """One output ended. Once per output, after its deltas; those of other outputs may still follow."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1091,7 +1090,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_typing.final
     class Summary(_message.Message):
-        """The request is over. Last event, once."""
+        """The request ended. Last event, once."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1108,7 +1107,7 @@ class GenerateStreamResponse(_message.Message):
 
         @_builtins.property
         def cost(self) -> Global___Cost:
-            """What it cost, if asked for."""
+            """Its cost, if requested."""
 
         def __init__(
             self,
@@ -1130,23 +1129,23 @@ class GenerateStreamResponse(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___GenerateStreamResponse.Accepted:
-        """The request is in."""
+        """The request is admitted."""
 
     @_builtins.property
     def delta(self) -> Global___GenerateStreamResponse.Delta:
-        """More of one output."""
+        """An increment of one output."""
 
     @_builtins.property
     def finished(self) -> Global___GenerateStreamResponse.Finished:
-        """One output is over."""
+        """One output ended."""
 
     @_builtins.property
     def summary(self) -> Global___GenerateStreamResponse.Summary:
-        """The request is over."""
+        """The request ended."""
 
     @_builtins.property
     def prompt(self) -> Global___GenerateStreamResponse.Prompt:
-        """More of the prompt's log-probabilities."""
+        """Log-probabilities of the prompt."""
 
     def __init__(
         self,
@@ -1169,7 +1168,7 @@ Global___GenerateStreamResponse: _TypeAlias = GenerateStreamResponse  # noqa: Y0
 
 @_typing.final
 class ScoreRequest(_message.Message):
-    """Asks how probable a text is."""
+    """Asks for the log-probabilities of a text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1218,7 +1217,7 @@ Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
 
 @_typing.final
 class ScoreResponse(_message.Message):
-    """How probable a text is."""
+    """The log-probabilities of a text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1282,14 +1281,14 @@ Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
 
 @_typing.final
 class EstimateRequest(_message.Message):
-    """Asks what a request would cost. It is checked as `Generate` would check it, with the same errors, and takes no place."""
+    """Asks what a request would cost. Checked like `Generate`, with the same errors; not queued."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
-        """The request, exactly as it would be sent. What is cached of its prompt or source counts as it is now."""
+        """The request, exactly as it would be sent. Tokens of its prompt or source that are cached now count as cached."""
 
     def __init__(
         self,
@@ -1306,7 +1305,7 @@ Global___EstimateRequest: _TypeAlias = EstimateRequest  # noqa: Y015
 
 @_typing.final
 class EstimateResponse(_message.Message):
-    """What a request would cost, were it sent now. An output is taken to be as long as `max_tokens` and the context allow."""
+    """What a request would cost if it were sent now, with outputs as long as `max_tokens` and the context allow."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1315,14 +1314,14 @@ class EstimateResponse(_message.Message):
     FINISH_SECONDS_FIELD_NUMBER: _builtins.int
     SHARING_FACTOR_FIELD_NUMBER: _builtins.int
     queue_seconds: _builtins.float
-    """Seconds until it would be scheduled, by the requests that run and wait before it, which are taken to be as long as
-    such requests lately were. Absent with `cost.predicted_seconds`.
+    """Seconds until it would be scheduled, after the running and waiting requests before it, which are assumed to be as
+    long as recent ones. Absent if `cost.predicted_seconds` is.
     """
     finish_seconds: _builtins.float
-    """Seconds until it would end: `queue_seconds` and `cost.predicted_seconds`. Absent with them."""
+    """Seconds until it would end: `queue_seconds` plus `cost.predicted_seconds`. Absent if they are."""
     sharing_factor: _builtins.float
-    """By how many times all of that is longer for the sake of other models that share the cores, by the work that these
-    have and lately had: 1 with the cores to itself. Absent with them.
+    """Factor by which these times are longer because other models share the cores, by their present and recent work: 1
+    without others. Absent if they are.
     """
     @_builtins.property
     def cost(self) -> Global___Cost:
@@ -1357,7 +1356,7 @@ Global___EstimateResponse: _TypeAlias = EstimateResponse  # noqa: Y015
 
 @_typing.final
 class ExplainRequest(_message.Message):
-    """Asks where the model looked."""
+    """Asks for attention weights."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1377,8 +1376,8 @@ class ExplainRequest(_message.Message):
     target_text: _builtins.str
     """Text; special-token text in it is ordinary characters."""
     max_tokens: _builtins.int
-    """Tokens to generate at most where no target is given; cut to what these limits and the largest message leave room
-    for. Default 64. Limit: at least 1.
+    """Most tokens to generate if no target is given; cut to what these limits and the largest message allow. Default 64.
+    Limit: at least 1.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -1390,17 +1389,17 @@ class ExplainRequest(_message.Message):
 
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Layers asked for, from 0. Default: all. Limit: below the number of layers, and no more entries than that; of a kind
+        """Layers, from 0. Default: all. Limit: below the number of layers, and no more entries than that; of a kind
         that has fewer, those that it has.
         """
 
     @_builtins.property
     def heads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Heads asked for, from 0. Default: all. Limit: below the number of heads, and no more entries than that."""
+        """Heads, from 0. Default: all. Limit: below the number of heads, and no more entries than that."""
 
     @_builtins.property
     def kinds(self) -> _containers.RepeatedScalarFieldContainer[Global___AttentionKind.ValueType]:
-        """Kinds asked for. Default: all that the model has. Limit: kinds that the model has, at most three entries."""
+        """Kinds. Default: all that the model has. Limit: kinds that the model has, at most three entries."""
 
     def __init__(
         self,
@@ -1436,7 +1435,7 @@ Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
 
 @_typing.final
 class ExplainResponse(_message.Message):
-    """Where the model looked. An answer that no message can hold is OUT_OF_RANGE, before anything is computed: ask for fewer
+    """Attention weights. An answer larger than a message may be is OUT_OF_RANGE, before anything is computed: ask for fewer
     layers, heads or kinds.
     """
 
@@ -1540,7 +1539,7 @@ class TokenizeRequest(_message.Message):
     text: _builtins.str
     """The text; special-token text in it is ordinary characters. Limit: configured number of bytes."""
     side: Global___TextSide.ValueType
-    """Whose vocabulary. Default: the prompt's."""
+    """Which vocabulary. Default: the prompt's."""
     add_special_tokens: _builtins.bool
     """Adds the special tokens that `Generate` adds to a prompt. Default true."""
     def __init__(
@@ -1603,7 +1602,7 @@ class DetokenizeRequest(_message.Message):
     model: _builtins.str
     """The model's name. Default: the only one served."""
     side: Global___TextSide.ValueType
-    """Whose vocabulary. Default: the output's."""
+    """Which vocabulary. Default: the output's."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids. Limit: configured number, each below the vocabulary's size."""

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Generates text with the served models. Cancelling a call frees what it holds at the model's next step.
+    """Generates text with the served models. Canceling a call frees its resources at the model's next step.
     """
 
     def __init__(self, channel):
@@ -73,18 +73,18 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """Generates text with the served models. Cancelling a call frees what it holds at the model's next step.
+    """Generates text with the served models. Canceling a call frees its resources at the model's next step.
     """
 
     def Generate(self, request, context):
-        """Generates and answers once, when every output has ended.
+        """Generates, and answers when every output has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """The same, told as it happens: one `accepted`, any number of `prompt` and `delta`, one `finished` per output, one
+        """Generates and streams events: one `accepted`, any number of `prompt` and `delta`, one `finished` per output, one
         `summary`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -92,21 +92,21 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Tells how probable a given text is.
+        """Returns the log-probabilities of a given text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Estimate(self, request, context):
-        """Tells what a request would cost and when it would end, without running it.
+        """Predicts what a request would cost and when it would end, without running it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Tells where the model looked: attention weights.
+        """Returns attention weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,7 +173,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Generates text with the served models. Cancelling a call frees what it holds at the model's next step.
+    """Generates text with the served models. Canceling a call frees its resources at the model's next step.
     """
 
     @staticmethod

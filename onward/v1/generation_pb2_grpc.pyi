@@ -4,9 +4,9 @@ isort:skip_file
 Generating text: one request, its outputs, and what they cost.
 
 Conventions of the whole contract. A scalar whose zero is not its default is `optional`: absent means the default,
-zero means zero. Counts are signed, so that a negative one is answered with a status that names it and not lost in a
-client library. Limits marked "configured" are the server's and are told by `ModelService.GetModel`. A bad value is
-INVALID_ARGUMENT with google.rpc.BadRequest naming the field's full path, as in `sampling.top_p`.
+zero means zero. Counts are signed, so that the server, not the client library, refuses a negative one. Limits marked
+"configured" are the server's and are in `ModelService.GetModel`. A bad value is INVALID_ARGUMENT with
+google.rpc.BadRequest, which names the field's full path, such as `sampling.top_p`.
 """
 
 from collections import abc as _abc
@@ -33,24 +33,24 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerationServiceStub:
-    """Generates text with the served models. Cancelling a call frees what it holds at the model's next step."""
+    """Generates text with the served models. Canceling a call frees its resources at the model's next step."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Generates and answers once, when every output has ended."""
+    """Generates, and answers when every output has ended."""
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateStreamRequest, _generation_pb2.GenerateStreamResponse]
-    """The same, told as it happens: one `accepted`, any number of `prompt` and `delta`, one `finished` per output, one
+    """Generates and streams events: one `accepted`, any number of `prompt` and `delta`, one `finished` per output, one
     `summary`.
     """
     Score: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ScoreRequest, _generation_pb2.ScoreResponse]
-    """Tells how probable a given text is."""
+    """Returns the log-probabilities of a given text."""
     Estimate: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EstimateRequest, _generation_pb2.EstimateResponse]
-    """Tells what a request would cost and when it would end, without running it."""
+    """Predicts what a request would cost and when it would end, without running it."""
     Explain: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ExplainRequest, _generation_pb2.ExplainResponse]
-    """Tells where the model looked: attention weights."""
+    """Returns attention weights."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
     """Splits text into a model's tokens."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
@@ -58,28 +58,28 @@ class GenerationServiceStub:
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
-    """Generates text with the served models. Cancelling a call frees what it holds at the model's next step."""
+    """Generates text with the served models. Canceling a call frees its resources at the model's next step."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates and answers once, when every output has ended."""
+    """Generates, and answers when every output has ended."""
     GenerateStream: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateStreamRequest, _generation_pb2.GenerateStreamResponse]  # type: ignore[assignment]
-    """The same, told as it happens: one `accepted`, any number of `prompt` and `delta`, one `finished` per output, one
+    """Generates and streams events: one `accepted`, any number of `prompt` and `delta`, one `finished` per output, one
     `summary`.
     """
     Score: _aio.UnaryUnaryMultiCallable[_generation_pb2.ScoreRequest, _generation_pb2.ScoreResponse]  # type: ignore[assignment]
-    """Tells how probable a given text is."""
+    """Returns the log-probabilities of a given text."""
     Estimate: _aio.UnaryUnaryMultiCallable[_generation_pb2.EstimateRequest, _generation_pb2.EstimateResponse]  # type: ignore[assignment]
-    """Tells what a request would cost and when it would end, without running it."""
+    """Predicts what a request would cost and when it would end, without running it."""
     Explain: _aio.UnaryUnaryMultiCallable[_generation_pb2.ExplainRequest, _generation_pb2.ExplainResponse]  # type: ignore[assignment]
-    """Tells where the model looked: attention weights."""
+    """Returns attention weights."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Splits text into a model's tokens."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Joins a model's tokens into text."""
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Generates text with the served models. Cancelling a call frees what it holds at the model's next step."""
+    """Generates text with the served models. Canceling a call frees its resources at the model's next step."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -87,7 +87,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.GenerateResponse, _abc.Awaitable[_generation_pb2.GenerateResponse]]:
-        """Generates and answers once, when every output has ended."""
+        """Generates, and answers when every output has ended."""
 
     @_abc_1.abstractmethod
     def GenerateStream(
@@ -95,7 +95,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateStreamRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateStreamResponse], _abc.AsyncIterator[_generation_pb2.GenerateStreamResponse]]:
-        """The same, told as it happens: one `accepted`, any number of `prompt` and `delta`, one `finished` per output, one
+        """Generates and streams events: one `accepted`, any number of `prompt` and `delta`, one `finished` per output, one
         `summary`.
         """
 
@@ -105,7 +105,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.ScoreResponse, _abc.Awaitable[_generation_pb2.ScoreResponse]]:
-        """Tells how probable a given text is."""
+        """Returns the log-probabilities of a given text."""
 
     @_abc_1.abstractmethod
     def Estimate(
@@ -113,7 +113,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.EstimateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.EstimateResponse, _abc.Awaitable[_generation_pb2.EstimateResponse]]:
-        """Tells what a request would cost and when it would end, without running it."""
+        """Predicts what a request would cost and when it would end, without running it."""
 
     @_abc_1.abstractmethod
     def Explain(
@@ -121,7 +121,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.ExplainResponse, _abc.Awaitable[_generation_pb2.ExplainResponse]]:
-        """Tells where the model looked: attention weights."""
+        """Returns attention weights."""
 
     @_abc_1.abstractmethod
     def Tokenize(

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub:
-    """Tells about the served models and changes which are served.
+    """Lists, describes, verifies, loads and unloads models.
     """
 
     def __init__(self, channel):
@@ -68,27 +68,27 @@ class ModelServiceStub:
 
 
 class ModelServiceServicer:
-    """Tells about the served models and changes which are served.
+    """Lists, describes, verifies, loads and unloads models.
     """
 
     def ListModels(self, request, context):
-        """Names the served models.
+        """Lists the served models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Tells what one model is and what it may be asked.
+        """Describes one model, its limits and capabilities.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyParity(self, request, context):
-        """Replays the model's golden cases on the provider in use and compares with PyTorch's answers. Needs the model idle:
-        requests that arrive meanwhile wait, and if those in flight take longer than 10 s the answer is UNAVAILABLE. Calls
-        that come together share one replay.
+        """Replays the model's golden cases on the provider in use and compares the answers with PyTorch's. Needs an idle model:
+        new requests wait, and if those in flight take longer than 10 s the answer is UNAVAILABLE. Concurrent calls share one
+        replay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,7 +157,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService:
-    """Tells about the served models and changes which are served.
+    """Lists, describes, verifies, loads and unloads models.
     """
 
     @staticmethod

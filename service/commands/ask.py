@@ -1,8 +1,4 @@
-"""A small client for people and for probes: asks a server once and prints what it says.
-
-Asks through `client`, the library, and tries nothing again: a person sees at once what the server says. Several answers
-are printed one after the other, each with its number.
-"""
+"""`python -m service ask` and `health`: call a server once, without retries, and print its answer."""
 
 from __future__ import annotations
 
@@ -19,12 +15,12 @@ from service.commands.connection import connection
 from service.config import AskConfig, HealthConfig
 
 _FAILED = 1
-# As shells report a command that SIGINT ended.
+# The shells' exit status of a command that SIGINT ended.
 _INTERRUPTED = 130
 
 
 def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
-    """Prints the answer's text to `out`, or the status to `err`; the exit status."""
+    """Prints the answer's text to `out` or an error to `err`; returns the exit status."""
     options: GenerateOptions = {
         "model": config.model,
         "temperature": config.temperature,
@@ -33,7 +29,7 @@ def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -
         "partial_on_deadline": config.partial_on_deadline,
         "timeout_seconds": config.timeout_seconds,
     }
-    # With beams, the number of draws must not be set: the two exclude each other.
+    # Beam search excludes `n`.
     if config.beam_size:
         options |= {"beam_size": config.beam_size, "num_hypotheses": config.n}
     else:
@@ -57,7 +53,7 @@ def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -
 
 
 def health(config: HealthConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
-    """Prints what the server says of itself; 0 if that is SERVING. What a container's probe runs."""
+    """Prints the health service's status; returns 0 if it is SERVING. For a container's probe."""
     at = connection(config)
     try:
         with at.channel() as channel:
@@ -72,10 +68,10 @@ def health(config: HealthConfig, out: TextIO = sys.stdout, err: TextIO = sys.std
 
 
 def _print_stream(stream: Stream, out: TextIO, *, is_numbered: bool) -> None:
-    """Prints a stream as it comes. Of several answers, which grow together, each is printed when it is whole.
+    """Prints a stream chunk by chunk; of several outputs, each one when it is complete.
 
     Raises:
-        IncompleteStream: when it ends early; what came is printed.
+        IncompleteStream: the stream ended early; its chunks are printed.
     """
     texts: defaultdict[int, str] = defaultdict(str)
     try:

@@ -1,4 +1,4 @@
-"""What the command line says of a server, as the client's `Connection`: reads the files, tells all that is wrong."""
+"""The client's `Connection` from the command line: reads its files, reports every problem."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from service.errors import StartupError
 
 
 def connection(config: ConnectionConfig, *, max_answer_bytes: int | None = None) -> Connection:
-    """Where to, and how.
+    """The connection of a command.
 
     Args:
-        config: the operator's.
-        max_answer_bytes: the largest message that is taken, -1 for any; gRPC's own 4 MiB unless given.
+        config: the command's.
+        max_answer_bytes: largest message accepted, -1 for no limit; by default gRPC's 4 MiB.
 
     Raises:
-        StartupError: naming every file that cannot be read or used, or a key that belongs to no certificate.
+        StartupError: names every file that cannot be read or used, and a key without a certificate.
     """
     problems: list[str] = []
     files = (config.ca_certificate, config.client_key, config.client_certificate)
@@ -34,7 +34,7 @@ def connection(config: ConnectionConfig, *, max_answer_bytes: int | None = None)
         tls = Tls(
             ca_certificate=authority, client_certificate=certificate, client_key=key, server_name=config.server_name
         )
-    # What is no ASCII is refused below, by name.
+    # `Connection` refuses a key that is not ASCII.
     api_key = None if shown is None else shown.decode("ascii", errors="replace").strip()
     try:
         return Connection(config.target, tls, api_key, max_answer_bytes)

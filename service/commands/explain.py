@@ -1,6 +1,6 @@
-"""`python -m service explain`: asks a server where a model looked, and writes that down for people.
+"""`python -m service explain`: fetches attention weights and writes them as an HTML page and an SVG picture.
 
-Asks through `client`, the library. Apart from the other commands' client: those that only ask need no NumPy.
+A module of its own, as `ask` needs no NumPy.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from service.config import ExplainConfig
 from service.explain.attention_page import page, picture
 
 _FAILED = 1
-# As shells report a command that SIGINT ended.
+# The shells' exit status of a command that SIGINT ended.
 _INTERRUPTED = 130
-# Whatever the server was willing to send.
-_ANY_SIZE = -1
+_NO_LIMIT = -1
 
 
 def explain(config: ExplainConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
-    """Writes the page and the picture and prints their paths to `out`, or the status to `err`; the exit status."""
+    """Writes the files and prints their paths to `out`, or an error to `err`; returns the exit status."""
     try:
-        with Client(connection(config, max_answer_bytes=_ANY_SIZE), retries=NO_RETRIES) as client:
+        with Client(connection(config, max_answer_bytes=_NO_LIMIT), retries=NO_RETRIES) as client:
             response = client.explain(
                 config.text,
                 config.target_text,

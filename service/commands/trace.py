@@ -1,9 +1,8 @@
-"""`python -m service trace`: what a server's flight recorder remembers, as a file for Perfetto or chrome://tracing.
+"""`python -m service trace`: a server's flight recorder as a file for Perfetto or chrome://tracing.
 
-The file is in the JSON Trace Event Format. Each model is a process with one track of slices, which never overlap, for
-its steps: `host` (the graphs stand still while there is work), then the run by what it computes, then `sample` (until
-tokens are chosen and reported). Counters stand beside it, and each request is an asynchronous slice that holds its
-phases. Knows the JSON of `service.telemetry.debug` and no server's insides.
+The file is in the JSON Trace Event Format. Each model is a process with one track for its steps, whose slices never
+overlap: `host` (there is work, but the graphs do not run), the run, named by what it computes, and `sample` (until the
+tokens are reported). Each request is an asynchronous slice that contains its phases.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ Row = Mapping[str, Any]
 
 
 class _Refused(OnwardError):
-    """The server did not tell what it remembers; the message says why."""
+    """The server did not send its log; the message says why."""
 
 
 def trace(config: TraceConfig, out: TextIO, err: TextIO) -> int:
-    """Asks a server, writes the file and says so on `out`, or what went wrong on `err`; the exit status."""
+    """Writes the file and reports it on `out`, or an error on `err`; returns the exit status."""
     try:
         written = trace_events(_fetch(config.metrics_target))
         config.out.write_text(json.dumps(written, separators=(",", ":"), allow_nan=False), encoding="utf-8")
@@ -51,10 +50,10 @@ def trace(config: TraceConfig, out: TextIO, err: TextIO) -> int:
 
 
 def trace_events(log: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's content: `traceEvents` in order of time, which counts from the first of them.
+    """The file's content: `traceEvents` in order of time, which begins with the first one.
 
     Args:
-        log: what `service.telemetry.debug` serves.
+        log: the JSON of `service.telemetry.debug`.
     """
     steps = {name: _rows(model["steps"]) for name, model in log["models"].items()}
     requests = {name: _rows(model["requests"]) for name, model in log["models"].items()}
@@ -69,7 +68,7 @@ def trace_events(log: Mapping[str, Any]) -> dict[str, Any]:
         events += _step_events(steps[name], pid, clock)
         for index, row in enumerate(requests[name]):
             events += _request_events(row, pid, f"{pid}.{index}", clock, now)
-    # Stable: events of one moment stay as they were made, in which begin and end are properly nested.
+    # Stable: events of one moment keep their order, in which begin and end are nested.
     events.sort(key=lambda event: event["ts"])
     return {
         "traceEvents": names + events,
@@ -85,7 +84,7 @@ def trace_events(log: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """The server's seconds to the file's microseconds since `origin`, whole nanoseconds so that ends meet starts."""
+    """Converts the server's seconds to microseconds since `origin`, rounded to nanoseconds so that ends meet starts."""
 
     origin: float
 
@@ -104,8 +103,8 @@ def _fetch(target: str) -> dict[str, Any]:
     """The log of the server whose metrics are at `target`.
 
     Raises:
-        _Refused: when there is no log to be had.
-        OSError, http.client.HTTPException: when there is no answer, or not a metrics server's.
+        _Refused: the server has no log.
+        OSError, http.client.HTTPException: no answer, or not a metrics server's.
     """
     address = urlsplit(f"//{target}")
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_TIMEOUT_SECONDS)
@@ -135,12 +134,12 @@ def _named(kind: str, pid: int, name: str) -> Event:
 
 
 def _step_events(rows: list[Row], pid: int, clock: _Clock) -> Iterator[Event]:
-    """The slices and counters of one model's steps."""
+    """Slices and counters of one model's steps."""
     last_end = float("-inf")
     for row in rows:
         start, end = row["start_time"], row["end_time"]
         if row["host_seconds"] is not None:
-            # What came before the end of this model's own last step has its slice already.
+            # Host time before the end of the model's last step is part of that step's slice.
             yield _slice("host", pid, clock.span(max(start - row["host_seconds"], last_end), start), {})
         run_end = start + row["run_seconds"]
         numbers = {name: value for name, value in row.items() if name not in ("start_time", "end_time")}
@@ -158,7 +157,7 @@ def _step_events(rows: list[Row], pid: int, clock: _Clock) -> Iterator[Event]:
 
 
 def _work(row: Row) -> str:
-    """What a step's run computed: few names, so that a viewer gives each its own colour."""
+    """What a step's run computed: few names, as a viewer colors slices by name."""
     if row["error_id"] is not None:
         return "failed"
     kinds = {"encode": "num_encoder_tokens", "prefill": "num_prefill_tokens", "decode": "num_decode_rows"}
@@ -166,7 +165,7 @@ def _work(row: Row) -> str:
 
 
 def _request_events(row: Row, pid: int, number: str, clock: _Clock, now: float) -> Iterator[Event]:
-    """One request around its phases; one that is open lasts until now, and its phases are not known yet."""
+    """One request and its phases. An open request lasts until now; its phases are unknown."""
     numbers = {name: value for name, value in row.items() if not name.endswith("_time")}
     finished = now if row["finished_time"] is None else row["finished_time"]
     name = f"request {row['request_id']}"

@@ -1,1 +1,1 @@
-"""Attention weights of one request: computed by the explain graph, and drawn."""
+"""`Explain`: attention weights, and the page and picture that show them."""

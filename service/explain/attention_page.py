@@ -1,7 +1,7 @@
-"""An `ExplainResponse` as one page for people: heat maps with tokens on both axes, the most telling first.
+"""An `ExplainResponse` as an HTML page: heat maps with tokens on both axes.
 
-The page is a single file that works without a network and runs nothing: a policy in it forbids scripts and everything
-from elsewhere, and all text of tokens is escaped. Knows the wire contract; neither servers nor files.
+The page is a single file without scripts or external resources: its Content-Security-Policy forbids both, and all text
+of tokens is escaped.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from service.explain.heatmap import STYLE, Heatmap, draw
 Kind: TypeAlias = pb.AttentionKind.ValueType
 Weights: TypeAlias = npt.NDArray[np.float32]
 
-# The most telling first.
+# The page's order.
 _ORDER = (pb.ATTENTION_KIND_CROSS, pb.ATTENTION_KIND_DECODER, pb.ATTENTION_KIND_ENCODER)
 _TITLES: dict[Kind, tuple[str, str]] = {
     pb.ATTENTION_KIND_CROSS: (
         "Cross-attention",
-        "Each row is a token that was written, each column a token of the source: the stronger the colour, the more "
+        "Each row is a token that was written, each column a token of the source: the stronger the color, the more "
         "the decoder looked there when it chose the row's token.",
     ),
     pb.ATTENTION_KIND_DECODER: (
         "The decoder's self-attention",
         "Each row is a token that the decoder had just read, each column one that it had read by then: the stronger "
-        "the colour, the more it looked there when it chose the token after the row's. The first row has nothing but "
-        "itself to look at and does not count for the colours.",
+        "the color, the more it looked there when it chose the token after the row's. The first row has nothing but "
+        "itself to look at and does not count for the colors.",
     ),
     pb.ATTENTION_KIND_ENCODER: (
         "The encoder's self-attention",
@@ -60,14 +60,14 @@ code { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace
 """
 _MEAN_WIDTH, _MEAN_CELLS = 520.0, (5.0, 26.0)
 _HEAD_WIDTH, _HEAD_CELLS = 300.0, (3.0, 16.0)
-# As vocabularies of bytes (GPT-2's alphabet) and of pieces (SentencePiece's) spell them.
+# Spaces and line ends as GPT-2's byte vocabulary and SentencePiece spell them.
 _SPACES = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})
 _PICTURE_WIDTH = 900.0
 _MAX_QUOTE = 48
 
 
 def page(response: pb.ExplainResponse, model: str, text: str) -> str:
-    """The whole of an HTML file: every kind, the mean over heads of each layer, then each head."""
+    """An HTML file: for every kind, the mean over heads of each layer, then each head."""
     written = _written(response)
     sections = "".join(_section(response, kind) for kind in _kinds(response))
     title = html.escape(f"{model}: where the model looked")
@@ -78,7 +78,7 @@ def page(response: pb.ExplainResponse, model: str, text: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{title}</title>\n<style>\n{STYLE}{_PAGE_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
         f"<p>It read <code>{html.escape(text)}</code><br>and wrote <code>{html.escape(written)}</code></p>\n"
-        '<p class="faint">Attention is a share: each row sums to 1. Colours are relative to the strongest of '
+        '<p class="faint">Attention is a share: each row sums to 1. Colors are relative to the strongest of '
         "their own map, whose value stands below it. Layers and heads count from 0. "
         "␣ is a space, ↵ the end of a line.</p>\n"
         f"{sections}</body>\n</html>\n"
@@ -86,10 +86,10 @@ def page(response: pb.ExplainResponse, model: str, text: str) -> str:
 
 
 def picture(response: pb.ExplainResponse, model: str, text: str) -> str:
-    """The first map of the page as an SVG file of its own: of the most telling kind, the last layer's mean over heads.
+    """An SVG file of one heat map: of the page's first kind, the last layer's mean over heads.
 
     Raises:
-        ValueError: when the response has no map at all.
+        ValueError: the response has no attention.
     """
     kind = next(iter(_kinds(response)), None)
     if kind is None:
@@ -144,30 +144,30 @@ def _cell(num_columns: int, width: float, cells: tuple[float, float]) -> float:
 
 
 def _strongest(kind: Kind, weights: Weights) -> float:
-    """The largest share that could have been another: the decoder's first token has but itself to look at."""
+    """The largest weight. Excludes the decoder's first row, whose only weight is always 1."""
     chosen = weights[1:] if kind == pb.ATTENTION_KIND_DECODER and len(weights) > 1 else weights
     return float(chosen.max())
 
 
 def _written(response: pb.ExplainResponse) -> str:
-    """The output as far as its tokens' spelling tells; those that are spelled like `<eos>` are no text."""
+    """The output's text, joined from its tokens' spelling, without special tokens such as `<eos>`."""
     tokens = (each for each in response.target_tokens if not re.fullmatch(r"<[^<>]*>", each))
     return "".join(tokens).translate(_SPACES)
 
 
 def _quote(text: str) -> str:
-    """The beginning of a text, in one line."""
+    """The beginning of a text, on one line."""
     line = re.sub(r"\s", " ", text)
     return line if len(line) <= _MAX_QUOTE else f"{line[: _MAX_QUOTE - 1]}…"
 
 
 def _kinds(response: pb.ExplainResponse) -> list[Kind]:
-    """The kinds that a response has, the most telling first."""
+    """The response's kinds, in the page's order."""
     return [kind for kind in _ORDER if any(each.kind == kind for each in response.attentions)]
 
 
 def _means(response: pb.ExplainResponse, kind: Kind) -> Iterator[tuple[tuple[int, tuple[int, ...]], Weights]]:
-    """For each layer of a kind its number, which heads were asked for, and their mean."""
+    """For each layer of a kind: its number, the requested heads, and their mean."""
     own = (each for each in response.attentions if each.kind == kind)
     for layer, group in groupby(own, key=lambda each: each.layer):
         heads = list(group)
@@ -183,7 +183,7 @@ def _matrix(attention: pb.ExplainResponse.Attention) -> Weights:
 
 
 def _labels(response: pb.ExplainResponse, kind: Kind) -> tuple[Sequence[str], Sequence[str]]:
-    """What the rows and columns of a kind are called."""
+    """Labels of the rows and columns of a kind."""
     return {
         pb.ATTENTION_KIND_CROSS: (response.target_tokens, response.prompt_tokens),
         pb.ATTENTION_KIND_DECODER: (response.decoder_tokens, response.decoder_tokens),

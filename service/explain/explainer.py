@@ -1,10 +1,10 @@
-"""`Explain` off the hot path: one worker thread, a short queue before it, graphs that are loaded when first asked for.
+"""`Explain` off the hot path: one worker thread with a short queue; graphs are loaded on first use.
 
-    take a place ─> tokenise ─> generate greedily, where no target is given ─> wait for the worker ─> run ─> answer
+    take a slot ─> tokenize ─> generate greedily, if no target is given ─> wait for the worker ─> run ─> answer
 
-The worker alone touches the loaded graphs; places are counted on the event loop. Where no call asks for attention there
-is neither a thread nor a graph, and a model that is served no more takes its graph along. What is generated runs
-as any request does, through the engine, and is counted as one. Knows neither protobuf nor gRPC.
+Only the worker touches the loaded graphs; slots are counted on the event loop. A server without `Explain` calls has
+neither the thread nor a graph; unloading a model releases its graph. The generation is an ordinary request to the
+engine and counted as one. Knows neither protobuf nor gRPC.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from service.repository.models import Models, ServedModel, prompt_field, text_si
 _LOGGER = logging.getLogger(__name__)
 
 MAX_WAITING = 8
-"""Calls that may be there besides the one that is computed; each holds no more than its tokens."""
+"""Calls that may wait for the worker; each holds only its tokens."""
 
 _ADVICE = "ask for fewer layers, heads or kinds"
 _MIN_RETRY_SECONDS = 0.05
 
 
 class AttentionSource(Protocol):
-    """What computes attention weights; `service.engine.sessions.attention.AttentionGraph` is one."""
+    """Computes attention weights, as `service.engine.sessions.attention.AttentionGraph` does."""
 
     def run(self, decoder: tuple[int, ...], source: tuple[int, ...], outputs: tuple[str, ...]) -> list[Float32]:
         """Weights `[H, queries, keys]` of each output."""
@@ -46,12 +46,12 @@ class Explainer:
     """Answers calls for attention weights, one at a time.
 
     Args:
-        generator: writes the outputs that are not given.
-        models: what is served.
-        load: a model's explain graph; called on the worker, once for each model that is asked for.
-        texts: where prompts are tokenized.
-        max_tokens: most of a source, and most that a decoder reads.
-        max_message_bytes: most of an answer.
+        generator: generates missing targets.
+        models: the served models.
+        load: loads a model's explain graph; called on the worker, once per model.
+        texts: tokenizes prompts.
+        max_tokens: most tokens of a source, and most that a decoder reads.
+        max_message_bytes: largest answer.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Explainer:
         self._texts = texts
         self._max_tokens = max_tokens
         self._max_message_bytes = max_message_bytes
-        # It starts its thread with the first call.
+        # Starts its thread at the first call.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="explain")
         self._graphs: dict[str, tuple[ServedModel, AttentionSource]] = {}
         self._queue = FairQueue(self._worker, 1)
@@ -78,16 +78,16 @@ class Explainer:
         self._last_seconds = 1.0
 
     async def explain(self, call: ExplainCall, time_remaining: float | None) -> Explanation:
-        """Where the model looked. Cancelling gives up the wait; a run that has begun goes to its end unheard.
+        """Computes attention weights. Canceling ends the wait; a run in progress completes and is discarded.
 
         Raises:
-            RequestError: whatever kept it from its end.
+            RequestError: of the request.
         """
         deadline = None if time_remaining is None else time.monotonic() + time_remaining
         tenant = current_caller().tenant
         with self._places.take(tenant, max(self._last_seconds, _MIN_RETRY_SECONDS)):
             model, selection, task = await self._prepare(call, deadline)
-            # What was made for one model means nothing to another that has taken its place meanwhile.
+            # A reload may have replaced the model meanwhile.
             while self._models.resolve(model.name) is not model:
                 model, selection, task = await self._prepare(call, deadline)
             self._is_used = True
@@ -95,17 +95,17 @@ class Explainer:
             return found
 
     def models_changed(self) -> None:
-        """Lets go of the graphs of models that are served no more, or are others by now."""
+        """Releases the graphs of unloaded and replaced models."""
         if self._is_used:
             self._worker.submit(self._keep, [self._models.resolve(name) for name in self._models.names])
 
     def close(self) -> None:
-        """Ends the worker; calls that wait for it are cancelled."""
+        """Ends the worker; waiting calls are canceled."""
         self._is_used = False
         self._queue.close()
 
     async def _prepare(self, call: ExplainCall, deadline: float | None) -> tuple[ServedModel, Selection, ExplainTask]:
-        """All that can be refused, and the output where none is given."""
+        """Makes every check of a call, and generates the target if none is given."""
         model = self._models.resolve(call.model)
         self._models.require_serving(model.name)
         if not model.explains:
@@ -130,7 +130,7 @@ class Explainer:
         selection: Selection,
         deadline: float | None,
     ) -> tuple[int, ...]:
-        """The greedy output, by the way of any request and cut to what can be explained of it."""
+        """Generates greedily, at most as many tokens as the answer can explain."""
         config = model.manifest.config
         room = min(explaining.target_room(config, len(prompt), self._max_tokens), call.max_tokens)
         fits = explaining.fitting_room(
@@ -163,7 +163,7 @@ class Explainer:
         return tuple(token_ids)
 
     def _compute(self, model: ServedModel, task: ExplainTask, selection: Selection) -> tuple[Explanation, float]:
-        """On the worker: the answer, after loading the graph if this is the first for the model, and its seconds."""
+        """On the worker: the answer and its seconds. Loads the graph if the model has none."""
         began = time.monotonic()
         known, graph = self._graphs.get(model.name, (None, None))
         if graph is None or known is not model:
@@ -177,8 +177,8 @@ class Explainer:
         return found, seconds
 
     def _keep(self, served: Sequence[ServedModel]) -> None:
-        """On the worker: drops the graphs of all other models."""
+        """On the worker: releases the graphs of all other models."""
         kept = {name: entry for name, entry in self._graphs.items() if any(entry[0] is model for model in served)}
         for name in self._graphs.keys() - kept.keys():
-            _LOGGER.info("the explain graph of %s is let go", name)
+            _LOGGER.info("released the explain graph of %s", name)
         self._graphs = kept

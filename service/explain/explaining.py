@@ -1,6 +1,6 @@
-"""Where a model looked: what `Explain` asks of a model, what that comes to in matrices, and what the answer is.
+"""The request and answer of `Explain`: which matrices a call selects, its tokens, and the answer's size.
 
-Knows models, tokens and sizes; neither who computes the weights nor protobuf.
+Knows neither protobuf nor how the weights are computed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from service.scoring import Text, encode_target
 Float32 = npt.NDArray[np.float32]
 
 _WEIGHT_BYTES = 4
-# More than a message has for one matrix besides its weights, and for the spelling of one token as a rule.
+# Bounds: a matrix's bytes in a message beside its weights, and, as a rule, a token's spelling.
 _MATRIX_BYTES = 32
 _TOKEN_BYTES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainCall:
-    """A request as far as it can be judged without its model: `prompt` and `target` are text or raw ids, not empty.
+    """A request, checked as far as possible without its model. `prompt` and `target` are not empty.
 
-    `target` None asks for what the model generates, `max_tokens` at most; of `kinds`, `layers` and `heads` nothing
-    means all.
+    Without `target` the model generates one of at most `max_tokens`. Empty `kinds`, `layers` or `heads` mean all.
     """
 
     request_id: str
@@ -46,18 +45,18 @@ class ExplainCall:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which matrices are wanted: heads of layers, each layer by its kind and number."""
+    """The selected matrices: heads of layers, each layer by kind and number."""
 
     layers: tuple[tuple[AttentionKind, int], ...]
     heads: tuple[int, ...]
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The explain graph's outputs that hold them."""
+        """The explain graph's outputs that contain them."""
         return tuple(attention_output(kind, layer) for kind, layer in self.layers)
 
     def num_bytes(self, num_decoder_tokens: int, num_source_tokens: int) -> int:
-        """What the weights take in a message."""
+        """Size of the weights in a message."""
         pairs = {
             AttentionKind.ENCODER: num_source_tokens**2,
             AttentionKind.DECODER: num_decoder_tokens**2,
@@ -68,7 +67,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class ExplainTask:
-    """What an explain graph is asked: `decoder` and `source` are what it reads, `target` what the decoder chose.
+    """The input of an explain graph, `decoder` and `source`, and the tokens that the decoder chose, `target`.
 
     `source` is empty for a decoder-only model, whose `decoder` begins with the prompt.
     """
@@ -80,7 +79,7 @@ class ExplainTask:
 
     @classmethod
     def of(cls, model: ServedModel, prompt: tuple[int, ...], target: tuple[int, ...]) -> ExplainTask:
-        """The last token of the target is chosen and never read."""
+        """The decoder reads all but the last token of the target."""
         if model.manifest.config.is_encoder_decoder:
             return cls(prompt, (model.manifest.decoder_start_id, *target[:-1]), prompt, target)
         return cls(prompt, (*prompt, *target[:-1]), (), target)
@@ -98,7 +97,7 @@ class AttentionMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The answer: its tokens as the vocabularies spell them, and its matrices by kind, layer and head."""
+    """The answer: tokens as the vocabularies spell them, and matrices by kind, layer and head."""
 
     prompt_tokens: tuple[str, ...]
     target_tokens: tuple[str, ...]
@@ -107,10 +106,10 @@ class Explanation:
 
 
 def select(model: ServedModel, call: ExplainCall) -> Selection:
-    """The matrices that a call asks for, in order and each once.
+    """The matrices that a call selects, in order and each once.
 
     Raises:
-        InvalidRequest: naming the first kind, layer or head that the model does not have.
+        InvalidRequest: names the first kind, layer or head that the model does not have.
     """
     config = model.manifest.config
     counts = attention_layers(config)
@@ -126,19 +125,19 @@ def select(model: ServedModel, call: ExplainCall) -> Selection:
 
 
 def encode(model: ServedModel, call: ExplainCall, max_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids of a call's prompt and of its target, empty where that is to be generated; off the event loop.
+    """Token ids of a call's prompt and target (empty if it is to be generated). Runs off the event loop.
 
     Args:
         model: the call's.
-        call: with text that may take milliseconds.
-        max_tokens: most of a source, and most that a decoder reads and chooses.
+        call: its text may take milliseconds to tokenize.
+        max_tokens: most tokens of a source, and most that a decoder reads and chooses.
 
     Raises:
-        PromptTooLong: when prompt or target has no room.
-        InvalidRequest: when an id is not in the vocabulary, or a text has no tokens.
+        PromptTooLong: the prompt or the target is too long.
+        InvalidRequest: an id is not in the vocabulary, or a text has no tokens.
     """
     config = model.manifest.config
-    # Behind a prompt there is room for a token, as when it is to be continued; a source stands by itself.
+    # After a prompt there must be room for a token; a source needs none.
     most = max_tokens if config.is_encoder_decoder else max_tokens - 1
     prompt = model.encode_prompt(call.prompt, min(most, model.max_prompt_tokens))
     if call.target is None:
@@ -149,7 +148,7 @@ def encode(model: ServedModel, call: ExplainCall, max_tokens: int) -> tuple[tupl
 
 
 def target_room(config: ModelConfig, num_prompt_tokens: int, max_tokens: int) -> int:
-    """How many tokens a target may have beside its prompt or source."""
+    """The longest target, in tokens, with its prompt or source."""
     if config.is_encoder_decoder:
         return min(config.context - 1, max_tokens)
     return min(config.context, max_tokens) - num_prompt_tokens
@@ -159,11 +158,11 @@ def fitting_room(selection: Selection, num_prompt_tokens: int, room: int, limit:
     """The longest target, up to `room` tokens, whose answer has at most `limit` bytes; 0 when none has.
 
     Args:
-        selection: what the answer holds.
+        selection: the answer's matrices.
         num_prompt_tokens: of the prompt or source.
-        room: what there is otherwise.
-        limit: of the message.
-        has_source: whether that is a source.
+        room: other limits of the target.
+        limit: of the message, in bytes.
+        has_source: whether the prompt is a source.
     """
     num_matrices = len(selection.layers) * len(selection.heads)
     taken, source = (0, num_prompt_tokens) if has_source else (num_prompt_tokens - 1, 0)
@@ -176,7 +175,7 @@ def fitting_room(selection: Selection, num_prompt_tokens: int, room: int, limit:
 
 
 def explanation(model: ServedModel, task: ExplainTask, selection: Selection, weights: Sequence[Float32]) -> Explanation:
-    """Puts an answer together; `weights` `[H, queries, keys]` are the selection's outputs, in order."""
+    """Assembles an answer. `weights` `[H, queries, keys]` are the selection's outputs, in order."""
     matrices = (
         AttentionMatrix(kind, layer, head, matrix[head])
         for (kind, layer), matrix in zip(selection.layers, weights, strict=True)

@@ -1,7 +1,6 @@
-"""A matrix of shares as a picture: an SVG of few bytes, with labels on both axes, for light and dark surroundings.
+"""Heat maps as small SVGs with labels on both axes, in light and dark mode.
 
-Knows nothing of attention. Labels are whatever somebody's vocabulary holds, and so is any text here: everything that is
-not ours is escaped. Nothing is loaded and nothing runs: no scripts, no fonts, no pictures from elsewhere.
+Labels are untrusted and escaped. No scripts, fonts or external resources. Knows nothing of attention.
 """
 
 from __future__ import annotations
@@ -32,30 +31,35 @@ svg .paper { fill: #ffffff }
   svg .paper { fill: #0d1117 }
 }
 """
-"""What the pictures need once on a page, or each when it stands alone."""
+"""CSS: once on a page, or in each picture that is a file of its own."""
 
-# Steps of opacity: neighbors cannot be distinguished, and a path for each holds all its cells.
+# Steps of opacity: too fine to be distinguished. Each is one path.
 _NUM_LEVELS = 32
 _MAX_LABEL = 16
-# A monospaced character's width in parts of its size.
+# A monospaced character's width, relative to the font size.
 _ADVANCE = 0.61
 _GAP = 6.0
 _MIN_GRID_CELL = 10.0
 _LEGEND_WIDTH = 230.0
 _AXIS_HEIGHT = 24.0
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-# What has no shape, as vocabularies of characters, of bytes (GPT-2's alphabet) and of pieces (SentencePiece's) spell
-# it. Other letters of that alphabet stand for themselves in some language.
+# White space as character vocabularies, GPT-2's byte vocabulary and SentencePiece spell it. Other letters of GPT-2's
+# alphabet are letters of some language.
 _SHAPES = str.maketrans({" ": "␣", "Ġ": "␣", "▁": "␣", "\n": "↵", "Ċ": "↵", "\r": "␍", "\t": "⇥"})
 
 
 @dataclass(frozen=True, slots=True)
 class Heatmap:
-    """Shares from 0 to 1, `weights` `[rows, columns]`, and what each row and column is called.
+    """A matrix and its labels.
 
-    `strongest` is the share from which on a colour is as strong as can be. `lines` stand above, the first as a title;
-    `row_axis` and `column_axis` say what the labels are. Of a picture with none of these, as there are many on a page,
-    the surroundings say it.
+    Attributes:
+        rows: labels.
+        columns: labels.
+        weights: `[rows, columns]`, from 0 to 1.
+        strongest: the weight with full opacity.
+        lines: of text above, the first one a title.
+        row_axis: name of the row labels.
+        column_axis: name of the column labels.
     """
 
     rows: Sequence[str]
@@ -72,15 +76,15 @@ def draw(heatmap: Heatmap, cell: float, *, alone: bool = False) -> str:
 
     Args:
         heatmap: what to draw.
-        cell: the side of a cell in pixels.
-        alone: whether it is a file of its own and not part of a page.
+        cell: side of a cell, in pixels.
+        alone: whether it is a file of its own.
     """
     frame = _Frame.of(heatmap, cell)
     parts = [*_title(heatmap), *_labels(heatmap, frame), *_cells(heatmap, frame), *_legend(heatmap, frame)]
     attributes = f'viewBox="0 0 {frame.width:g} {frame.height:g}" width="{frame.width:g}" height="{frame.height:g}"'
     name = _escape(heatmap.lines[0] if heatmap.lines else "heat map")
     if alone:
-        # A picture's own colours, wherever it is shown: of a page around it nothing is known.
+        # Its own background: the page around it is unknown.
         paper = f'<rect width="{frame.width:g}" height="{frame.height:g}" class="paper"/>'
         parts = [f"<style>{_escape(STYLE)}</style>", paper, *parts]
         attributes += ' xmlns="http://www.w3.org/2000/svg"'
@@ -88,14 +92,14 @@ def draw(heatmap: Heatmap, cell: float, *, alone: bool = False) -> str:
 
 
 def visible(token: str) -> str:
-    """A token as a label: with a shape for every character, and not too long; an empty one is a dot."""
+    """A token as a label: visible white space, at most `_MAX_LABEL` characters, a dot if empty."""
     shaped = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in token.translate(_SHAPES))
     return (shaped if len(shaped) <= _MAX_LABEL else shaped[: _MAX_LABEL - 1] + "…") or "·"
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where things are, in pixels: the matrix's left upper corner, a cell's side, letters, the whole."""
+    """Layout in pixels: the matrix's top left corner, a cell's side, the font size, the whole picture."""
 
     left: float
     top: float
@@ -127,13 +131,13 @@ class _Frame:
 
 
 def _label_height(columns: Sequence[str], letter: float) -> float:
-    """Of the tallest label: those of one character stand upright, others on their side."""
+    """Height of the tallest column label. Labels of one character are upright, others rotated."""
     longest = max((len(visible(each)) for each in columns), default=1)
     return letter if longest == 1 else _ADVANCE * letter * longest
 
 
 def _num_below_axis(heatmap: Heatmap, cell: float) -> int:
-    """How many columns have what the axis is called above them."""
+    """Number of columns below the axis name."""
     return math.ceil(7.0 * (len(heatmap.column_axis) + 3) / cell)
 
 
@@ -147,7 +151,7 @@ def _title(heatmap: Heatmap) -> Iterator[str]:
 
 def _labels(heatmap: Heatmap, frame: _Frame) -> Iterator[str]:
     cell, letter = frame.cell, frame.letter
-    # Where cells are smaller than letters, only so many labels that each has its place.
+    # Cells smaller than letters: only every n-th label.
     every = max(1, math.ceil(0.9 * letter / cell))
     base = frame.top - _GAP
     middle = 0.36 * letter
@@ -173,7 +177,7 @@ def _labels(heatmap: Heatmap, frame: _Frame) -> Iterator[str]:
 
 
 def _cells(heatmap: Heatmap, frame: _Frame) -> Iterator[str]:
-    """One path for each level of opacity, in units of cells; neighbours of one level are one rectangle."""
+    """One path per level of opacity, in units of cells; equal neighbors are one rectangle."""
     num_rows, num_columns = heatmap.weights.shape
     shades = np.minimum(np.asarray(heatmap.weights, np.float64) / (heatmap.strongest or 1.0), 1.0)
     levels = np.rint(shades * _NUM_LEVELS).astype(int)
@@ -213,5 +217,5 @@ def _legend(heatmap: Heatmap, frame: _Frame) -> Iterator[str]:
 
 
 def _escape(text: str) -> str:
-    """Text as XML takes it: some characters it does not, however they are written."""
+    """Escapes text for XML and replaces the characters that XML forbids."""
     return html.escape(_NO_XML.sub("\N{REPLACEMENT CHARACTER}", text), quote=True)

@@ -1,1 +1,1 @@
-"""The process itself: garbage collection, huge pages, and the pool of processes for texts."""
+"""Garbage collection, huge pages, and thread pools for work on text."""

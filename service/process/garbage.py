@@ -1,7 +1,7 @@
-"""Python's collector of cyclic garbage, which holds up every thread of the process while it looks at all objects.
+"""Python's cyclic garbage collector, which stops every thread while it traverses the objects.
 
-Most objects of the oldest generation live as long as the server: modules, classes, generated code. They are set aside
-once all are there.
+Most objects of the oldest generation live as long as the server: modules, classes, generated code. They are frozen
+once loaded, so that collections skip them.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import gc
 
 
 def set_aside() -> None:
-    """Takes all objects that live now out of later collections."""
+    """Freezes all live objects: later collections skip them."""
     gc.collect()
     gc.freeze()
 
 
 def collect() -> None:
-    """Collects garbage of all objects, also of those that were set aside, which are afterwards."""
-    is_set_aside = gc.get_freeze_count() > 0
+    """Collects all objects, frozen ones included; freezes the survivors again if any were frozen."""
+    was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
-    if is_set_aside:
+    if was_frozen:
         gc.freeze()

@@ -1,8 +1,8 @@
-"""Asks the C library for memory in huge pages, which can only be set before a process starts.
+"""Huge pages for the C library's memory, which must be requested before a process starts.
 
-Every decoding step reads all weights and all K/V once, and in pages of 4 KiB half of what that costs beyond the
-reading itself is the processor's looking up of addresses. glibc asks Linux for pages of 2 MiB when its tunable
-`glibc.malloc.hugetlb` is 1, and reads the tunable when a process starts: so the server replaces itself, once.
+Every decoding step reads all weights and K/V once; with pages of 4 KiB, TLB misses slow that down. glibc requests pages
+of 2 MiB if its tunable `glibc.malloc.hugetlb` is 1, and reads the tunable at process start: the server replaces itself,
+once.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def restart_with_huge_pages() -> None:
-    """Starts this process's command anew, under the same id, with memory in huge pages.
+    """Restarts this process's command, under the same process id, with huge pages.
 
-    Returns where that is done already, was decided otherwise, or would bring nothing.
+    Returns if the tunable is already set, or would have no effect.
     """
-    wanted = environment_for_huge_pages(os.environ, _c_library(), _setting())  # noqa: TID251 (handed on whole)
+    wanted = environment_for_huge_pages(os.environ, _c_library(), _setting())  # noqa: TID251 (passed on whole)
     if wanted is not None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], dict(wanted))  # noqa: S606 (ourselves)
 
 
 def environment_for_huge_pages(environ: Mapping[str, str], c_library: str, setting: str) -> Mapping[str, str] | None:
-    """The environment to start with; None when this process need not be started anew.
+    """The environment to restart with; None for no restart.
 
     Args:
-        environ: of this process; a tunable that it already names, with whatever value, is left alone.
-        c_library: its name and version; others than glibc know no tunables.
-        setting: what Linux says of huge pages, its choice in brackets: `always` needs no asking, `never` ignores it.
+        environ: of this process; if it sets the tunable, to whatever value, there is no restart.
+        c_library: name and version; only glibc has tunables.
+        setting: Linux's setting, with its choice in brackets: `always` needs no request, `never` ignores it.
     """
     tunables = environ.get(_VARIABLE, "")
     is_named = any(tunable.partition("=")[0] == _TUNABLE for tunable in tunables.split(":"))

@@ -1,9 +1,9 @@
-"""Threads for work on text, off the event loop and behind the engine: tokenizing, templates, large messages.
+"""Threads for work on text off the event loop: tokenizing, chat templates, large messages.
 
-Tokenizing takes about two microseconds per byte (a megabyte: two seconds) and cannot be interrupted. So long texts have
-one thread of their own, with a low priority and a short queue: they neither delay short texts nor take the engine's
-cores. Tenants take turns on every thread (`FairQueue`), so that what one of them asks for does not hold up another.
-`model.spec.tokenizer` releases the interpreter's lock while it tokenizes. Knows nothing of what the work is.
+Tokenizing takes about two microseconds per byte (a megabyte: two seconds) and cannot be interrupted. Long texts
+therefore have one thread of their own, with low priority and a short queue: they neither delay short texts nor take the
+engine's cores. Tenants share every thread by round robin (`FairQueue`). `model.spec.tokenizer` releases the
+interpreter's lock while it tokenizes.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from service.errors import Overloaded
 _Result = TypeVar("_Result")
 
 LONG_BYTES = 32 << 10
-"""Texts of more bytes are long."""
+"""Texts above this size are long."""
 MAX_LONG = 16
-"""Long texts that may run or wait at once; each holds no more than its message."""
-# What work counts for at least while it is in an executor: nothing is done in no time.
+"""Long texts that may run or wait at once."""
+# Least size that work in an executor counts for.
 _LEAST_BYTES = 1 << 10
-# Of the long texts' thread: with this, Linux gives it a tenth of a core that another thread wants.
+# Of the long texts' thread: Linux gives it a tenth of a core that another thread wants.
 _NICENESS = 10
-# Estimates of when a long text's place is free.
+# For the retry delay of a refused long text.
 _SECONDS_PER_BYTE = 2e-6
 _MIN_RETRY_SECONDS = 0.05
 
 
 class FairQueue:
-    """A queue in front of an executor: tenants take turns, one piece of work each (round robin).
+    """A queue in front of an executor: round robin over tenants, one work item each.
 
-    Work conserving: a tenant that is alone has every thread. The executor has what its threads run, and behind that no
-    more than `LONG_BYTES` of short work, so that threads do not wait for the event loop between short texts. The rest
-    waits here; cancelled work leaves at once, with its text. Used on one event loop.
+    Work conserving: a tenant that is alone gets every thread. The executor holds one item per thread plus at most
+    `LONG_BYTES` of short work, so that threads do not wait for the event loop between short texts. The rest waits here;
+    canceled work leaves at once. Used on one event loop.
 
     Args:
         executor: runs the work.
@@ -49,19 +49,19 @@ class FairQueue:
     def __init__(self, executor: Executor, num_threads: int) -> None:
         self._executor = executor
         self._num_threads = num_threads
-        # Of the work in the executor.
+        # Work in the executor.
         self._num_begun = self._num_begun_bytes = 0
-        # By tenant, the next one first, what waits: the future of its turn, and its bytes. No tenant's is empty.
+        # Waiting work by tenant, the next tenant first: the future of its turn → its bytes. No entry is empty.
         self._waiting: dict[str, dict[asyncio.Future[None], int]] = {}
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[..., _Result], *arguments: object) -> _Result:
-        """Runs `work` on a thread. Cancelling takes back work that has not begun.
+        """Runs `work(*arguments)` on a thread. Canceling withdraws work that has not begun.
 
         Args:
-            tenant: whose work it is.
-            num_bytes: how long the text is, at least.
-            work: what to do.
-            arguments: what to do it with.
+            tenant: the owner of the work.
+            num_bytes: the text's length, at least.
+            work: runs on the thread.
+            arguments: of `work`.
         """
         loop, num_bytes = asyncio.get_running_loop(), max(num_bytes, _LEAST_BYTES)
         await self._take_turn(tenant, num_bytes)
@@ -75,12 +75,12 @@ class FairQueue:
         except BaseException:  # closed, or no thread can be started
             self._release(num_bytes)
             raise
-        # Not when the caller leaves: a thread is busy to the end of its work.
+        # At the work's end, even if the caller was canceled: the thread is busy until then.
         future.add_done_callback(ended)
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Ends the executor after what it does; work that waits is cancelled."""
+        """Ends the executor after its running work; waiting work is canceled."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         for turns in self._waiting.values():
             for turn in turns:
@@ -101,7 +101,7 @@ class FairQueue:
             raise
 
     def _begin(self) -> None:
-        """Begins what the executor has room for."""
+        """Starts as much work as the executor has room for."""
         while self._waiting:
             tenant, turns = next(iter(self._waiting.items()))
             turn, num_bytes = next(iter(turns.items()))
@@ -129,11 +129,11 @@ class FairQueue:
 
 
 class TenantSlots:
-    """A limited number of places. A tenant with a name, which has an API key, takes half of them at most.
+    """A limited number of slots. A named tenant (with an API key) gets at most half of them.
 
     Args:
-        what: the places are for, in an `Overloaded`.
-        limit: how many there are.
+        what: the slots are for, in an `Overloaded`.
+        limit: their number.
     """
 
     def __init__(self, what: str, limit: int) -> None:
@@ -143,19 +143,19 @@ class TenantSlots:
 
     @property
     def num_taken(self) -> int:
-        """Places that are taken."""
+        """Slots in use."""
         return self._taken.total()
 
     @contextmanager
     def take(self, tenant: str, retry_after_seconds: float) -> Iterator[None]:
-        """Takes a place for the length of the block.
+        """Holds a slot inside the block.
 
         Args:
-            tenant: whose work it is; empty where calls need no key.
-            retry_after_seconds: when a place should be free.
+            tenant: the owner of the work; empty where calls need no key.
+            retry_after_seconds: when a slot should be free.
 
         Raises:
-            Overloaded: when all places are taken, or the tenant has its half of them.
+            Overloaded: all slots are taken, or the tenant holds half of them.
         """
         if (taken := self.num_taken) >= self._limit:
             raise Overloaded(self._what, taken, self._limit, retry_after_seconds)
@@ -183,17 +183,10 @@ class TextPool:
         self._long_sizes: list[int] = []
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[..., _Result], *arguments: object) -> _Result:
-        """Runs `work` on a thread. Cancelling takes back work that has not begun.
-
-        Args:
-            tenant: whose work it is; empty where calls need no key.
-            num_bytes: how long the text is, at least.
-            work: what to do.
-            arguments: what to do it with.
+        """As `FairQueue.run`.
 
         Raises:
-            Overloaded: when the text is long and `MAX_LONG` others run or wait, or half as many of a tenant with a
-                name.
+            Overloaded: the text is long and `MAX_LONG` others run or wait, or half as many of a named tenant.
         """
         if num_bytes <= LONG_BYTES:
             return await self._short.run(tenant, num_bytes, work, *arguments)
@@ -206,12 +199,12 @@ class TextPool:
                 self._long_sizes.remove(num_bytes)
 
     def close(self) -> None:
-        """Ends the threads after what they do; work that waits is cancelled."""
+        """Ends the threads after their running work; waiting work is canceled."""
         for queue in (self._short, self._long):
             queue.close()
 
 
 def _lower_priority() -> None:
-    """On Linux, of the calling thread alone; elsewhere it would be the whole process's."""
+    """Of the calling thread; only on Linux, as elsewhere `nice` changes the whole process."""
     if sys.platform == "linux":
         os.nice(_NICENESS)

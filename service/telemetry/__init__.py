@@ -1,1 +1,1 @@
-"""Metrics, traces and recorded steps: what the server reports of itself. Changes nothing of what it reports on."""
+"""Metrics, traces and the flight recorder. They observe the server and change nothing."""

@@ -1,10 +1,10 @@
-"""`/debug/steps` on the metrics port: the flight recorder's log as JSON, for `python -m service trace` and for people.
+"""`/debug/steps` on the metrics port: the flight recorder's log as JSON, for `python -m service trace`.
 
     {"format": 1, "monotonic_time": …, "unix_time": …, "models": {NAME: {"steps": TABLE, "requests": TABLE}}}
 
-A table is `{"columns": [name, …], "rows": [[value, …], …]}`, oldest first; times are `time.monotonic()` seconds of the
-server, and `service.telemetry.recorder` says what the columns are. Whatever else is asked goes on to the metrics. Knows
-nothing of engines, nor of who draws the log.
+A table is `{"columns": [name, …], "rows": [[value, …], …]}`, oldest row first. Times are the server's
+`time.monotonic()` seconds; `service.telemetry.recorder` defines the columns. Every other path is answered by the
+metrics' application.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from service.telemetry.ring import Row
 PATH = "/debug/steps"
 FORMAT = 1
 
-# Rows encoded at a time: the encoder holds the interpreter's lock throughout, and a step must not wait for all of them.
+# Rows encoded at a time: the encoder holds the interpreter's lock, for which the engine's step waits.
 _ROWS_AT_ONCE = 64
 _LOOP_SECONDS = 5.0
 _PLAIN = ("Content-Type", "text/plain; charset=utf-8")
 
 
 def with_debug(app: WSGIApplication, take: Callable[[], FlightLog], *, is_on: bool) -> WSGIApplication:
-    """An application that answers `PATH` itself and leaves every other path to `app`.
+    """An application that answers `PATH`, and every other path by `app`.
 
     Args:
         app: answers the other paths.
-        take: the recorder's log; called on the thread of the HTTP request.
-        is_on: whether anything is recorded.
+        take: returns the recorder's log; called on the HTTP request's thread.
+        is_on: whether the recorder is on.
     """
 
     def debug_app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -58,9 +58,9 @@ def with_debug(app: WSGIApplication, take: Callable[[], FlightLog], *, is_on: bo
 
 
 def from_loop(loop: asyncio.AbstractEventLoop, take: Callable[[], FlightLog]) -> Callable[[], FlightLog]:
-    """`take` for other threads: has the event loop run it, which alone may look at what the recorder keeps.
+    """`take` for other threads: runs it on the event loop, which owns the recorder.
 
-    The callable raises TimeoutError when the loop is held up for seconds, RuntimeError when it is closed.
+    The returned function raises TimeoutError if the loop does not answer, RuntimeError if it is closed.
     """
 
     def ask() -> FlightLog:
@@ -72,7 +72,7 @@ def from_loop(loop: asyncio.AbstractEventLoop, take: Callable[[], FlightLog]) ->
 
 
 def encode(log: FlightLog) -> Iterator[bytes]:
-    """The log as JSON, in pieces."""
+    """The log as JSON, in chunks."""
     head = {"format": FORMAT, "monotonic_time": log.monotonic_time, "unix_time": log.unix_time}
     yield f'{json.dumps(head)[:-1]}, "models": {{'.encode()
     for index, (name, model) in enumerate(log.models.items()):

@@ -1,4 +1,4 @@
-"""The tracer that an operator asked for, with the OpenTelemetry SDK or without it."""
+"""Opens the configured tracer, with the OpenTelemetry SDK or without."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from service.telemetry.tracing import NoTracer, Tracer
 
 
 def open_tracer(telemetry: Telemetry, endpoint: str | None) -> Tracer:
-    """The tracer that an operator wants.
+    """Opens the configured tracer.
 
     Args:
         telemetry: what to export.
-        endpoint: where to; None leaves it to OpenTelemetry's own environment variables.
+        endpoint: where to; None for OpenTelemetry's environment variables.
 
     Raises:
-        StartupError: when OpenTelemetry is not installed, or its environment variables are no good.
+        StartupError: OpenTelemetry is not installed, or its environment variables are invalid.
     """
     if telemetry is Telemetry.OFF:
         return NoTracer()
     try:
-        # Late: an extra of its own, which no other server must have or wait for.
+        # Imported late: an optional extra, slow to import.
         from service.telemetry.otel import export
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):
@@ -28,5 +28,5 @@ def open_tracer(telemetry: Telemetry, endpoint: str | None) -> Tracer:
         raise StartupError(["--otel needs the extra `otel`, which is not installed"]) from error
     try:
         return export(endpoint, with_metrics=telemetry is Telemetry.ALL)
-    except Exception as error:  # whatever the SDK makes of what it finds in the environment
+    except Exception as error:  # whatever the SDK raises for its environment variables
         raise StartupError([f"OpenTelemetry cannot be set up: {error}"]) from error

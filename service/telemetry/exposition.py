@@ -1,10 +1,9 @@
-"""Metrics over HTTP: Prometheus' text format at `/metrics`, rendered by a thread of its own beside the busy ones.
+"""Metrics over HTTP: Prometheus' text format at `/metrics`, rendered on a thread of its own.
 
-What a scrape waits for is the interpreter's lock, which the engine thread and the event loop want as well. They take
-turns every switch interval, so that a rendering takes as many times longer as there are others, and a thread that
-releases the lock, as for every system call, waits for a turn again. Hence the plain text format whatever a scraper
-would rather have (OpenMetrics takes the client library almost twice as long, for exemplars that we do not have), fast
-compression, and one write for an answer. Knows nothing of which metrics there are.
+A scrape competes with the engine thread and the event loop for the interpreter's lock. They take turns every switch
+interval, and each system call releases the lock and waits for a turn again. Hence the plain text format whatever the
+scraper prefers (OpenMetrics takes the client library almost twice as long, for exemplars that we do not have), fast
+compression, and one write per answer.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ _LOGGER = logging.getLogger(__name__)
 PATH = "/metrics"
 
 _STOP_POLL_SECONDS = 0.1
-# A fifth of the highest level's time or less, for a few bytes more.
+# At most a fifth of the highest level's time, for a few bytes more.
 _GZIP_LEVEL = 1
 _MAX_ONE_WRITE_BYTES = 1 << 18
-# For a client to ask and to take its answer, all of both: one that does so byte by byte must not keep a thread.
+# From connect to the end of the answer: a client that sends or reads byte by byte must not hold a thread.
 _MAX_SECONDS = 10.0
-# Each has a thread. A scraper takes one, for milliseconds. Beyond that a new one has another closed, or is refused.
+# Each has a thread; a scraper needs one for milliseconds. Above, a new connection evicts another or is refused.
 _MAX_CONNECTIONS = 16
-# From its request on, a connection has so long to be answered before others of its address may take its place.
+# An answer gets this long before a new connection from the same address may evict it.
 _ANSWER_SECONDS = 1.0
-# For a connection that is closed to give its place back.
+# For an evicted connection's thread to end.
 _CLOSING_SECONDS = 1.0
 _MAX_REQUEST_BYTES = 1 << 14
 _PLAIN = ("Content-Type", "text/plain; charset=utf-8")
 
 
 def metrics_app(registry: CollectorRegistry) -> WSGIApplication:
-    """An application that answers scrapes at `PATH`, and nothing else."""
-    # One rendering at a time competes with the engine for the interpreter's lock, however many ask.
+    """A WSGI application that answers scrapes at `PATH`."""
+    # At most one rendering competes with the engine for the interpreter's lock.
     rendering = threading.Lock()
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -62,7 +61,7 @@ def metrics_app(registry: CollectorRegistry) -> WSGIApplication:
         try:
             with rendering:
                 body = generate_latest(registry)
-        except Exception:  # a collector's own; the next scrape may do better
+        except Exception:  # a collector's; the next scrape may succeed
             _LOGGER.exception("a scrape failed")
             start_response("500 Internal Server Error", [_PLAIN])
             return [b"the log has more of it\n"]
@@ -78,10 +77,10 @@ def metrics_app(registry: CollectorRegistry) -> WSGIApplication:
 
 @contextmanager
 def exposing(app: WSGIApplication, host: str, port: int) -> Iterator[int]:
-    """Answers HTTP requests for the length of the block; yields the port, which the system chose if it was 0.
+    """Serves HTTP inside the block; yields the port, chosen by the system if it was 0.
 
     Raises:
-        StartupError: when the address cannot be used.
+        StartupError: the address cannot be used.
     """
     try:
         server = _Server(host, port)
@@ -100,25 +99,25 @@ def exposing(app: WSGIApplication, host: str, port: int) -> Iterator[int]:
 
 class _Handler(WSGIRequestHandler):
     wbufsize = _MAX_ONE_WRITE_BYTES
-    # An answer that takes two writes must not wait until the first is acknowledged.
+    # The second write of an answer must not wait for the first one's acknowledgment.
     disable_nagle_algorithm = True
 
     def setup(self) -> None:
-        """Bounds the request, of which the base class would take megabytes."""
+        """Bounds the request's size; the base class would accept megabytes."""
         super().setup()
         self.rfile: Any = _Bounded(self.rfile)
 
     def get_environ(self) -> WSGIEnvironment:
-        """What the application is asked: the request is complete."""
+        """The application's environment. The request is complete when this is called."""
         self.server.asked(self.request)  # type: ignore[attr-defined]
         return super().get_environ()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Says nothing: a line for each scrape would drown the others."""
+        """Logs nothing: a line per scrape would flood the log."""
 
 
 class _Bounded:
-    """A request's lines, of `_MAX_REQUEST_BYTES` in all."""
+    """A request's lines, at most `_MAX_REQUEST_BYTES` in all."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._left = _MAX_REQUEST_BYTES
@@ -135,7 +134,7 @@ class _Bounded:
 
 @dataclass(slots=True)
 class _Connection:
-    """One that is open: its client's address, since when it is, when its request was complete, and its end."""
+    """An open connection: its client's address, when it was opened, when its request was complete, and its end."""
 
     host: str
     begun: float = field(default_factory=time.monotonic)
@@ -144,7 +143,7 @@ class _Connection:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each connection, of which there are few: one that is slow holds up no other, for so long."""
+    """A thread per connection, of which there are few: a slow client delays no other."""
 
     daemon_threads = True
     request_queue_size = _MAX_CONNECTIONS
@@ -156,13 +155,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__((address, port), _Handler)
 
     def server_bind(self) -> None:
-        """Binds. The base class would look its own name up, which waits where no name server answers."""
+        """Binds, without the base class's lookup of the host's name, which waits if no name server answers."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is a place for a connection; where all are taken, another one may be closed for it."""
+        """Whether to accept a connection. If all are taken, another one may be evicted for it."""
         if len(self._open) >= _MAX_CONNECTIONS:
             self._make_room(client_address[0])
         has_place = len(self._open) < _MAX_CONNECTIONS
@@ -171,11 +170,11 @@ class _Server(ThreadingMixIn, WSGIServer):
         return has_place
 
     def _make_room(self, host: str) -> None:
-        """Closes the connection that deserves its place least, if any, for one of an address.
+        """Evicts a connection, if any may be, for a new one from `host`.
 
-        That is one of the address that has most, which may be the only address: a proxy's, or this machine's. Of these
-        it is one that has not asked yet, and the oldest of those. A scraper asks as soon as it is connected. One that
-        asked within `_ANSWER_SECONDS` is closed only for an address that has fewer, and where there is no other.
+        Candidates are the connections of the address that has most. Those without a complete request go first (a
+        scraper sends its request at once), the oldest of them first. A connection whose request is younger than
+        `_ANSWER_SECONDS` goes last, and only for an address that has fewer connections.
         """
         taken, now = list(self._open.items()), time.monotonic()
         held = Counter(each.host for _, each in taken)
@@ -191,11 +190,11 @@ class _Server(ThreadingMixIn, WSGIServer):
             connection.ended.wait(_CLOSING_SECONDS)
 
     def asked(self, request: Any) -> None:
-        """A connection's request is complete."""
+        """Notes that a connection's request is complete."""
         self._open[request].asked = time.monotonic()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answers a request, unless the client leaves or has had its time."""
+        """Answers a request; ends quietly if the client disconnects or was cut."""
         with suppress(ConnectionError):
             super().finish_request(request, client_address)
 
@@ -207,20 +206,20 @@ class _Server(ThreadingMixIn, WSGIServer):
             connection.ended.set()
 
     def service_actions(self) -> None:
-        """Cuts connections that have had their time; their threads find them closed. Called at every poll."""
+        """Cuts connections older than `_MAX_SECONDS`. Called at every poll."""
         for request, each in list(self._open.items()):
             if time.monotonic() - each.begun > _MAX_SECONDS:
                 _cut(request)
 
 
 def _cut(connection: socket.socket) -> None:
-    """Ends a connection, which its thread finds closed."""
+    """Shuts a connection down; its thread gets an error."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _accepts_gzip(header: str) -> bool:
-    """Whether an `Accept-Encoding` names gzip and does not rule it out."""
+    """Whether an `Accept-Encoding` allows gzip."""
     for part in header.split(","):
         coding, _, weight = part.partition(";")
         if coding.strip().lower() == "gzip":

@@ -1,4 +1,4 @@
-"""A request's phases: queue, prefill and decode, cut from its times. Knows neither engines nor what draws them."""
+"""A request's phases, computed from its timings: queue, prefill and decode."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from service.engine.types import RequestTimings
 from service.errors import EngineFailed, NotServing
 
-# Outcomes reported without the engine, by code that knows of the request no more than when it arrived.
-_UNKNOWN_FATE = frozenset({EngineFailed.label, NotServing.label})
+# Outcomes reported without the engine, which alone knows whether the request was scheduled.
+_WITHOUT_ENGINE = frozenset({EngineFailed.label, NotServing.label})
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a request's life, in `time.monotonic()` seconds."""
+    """A named interval of `time.monotonic()` seconds."""
 
     name: str
     start: float
@@ -21,13 +21,13 @@ class Phase:
 
 
 def phases(timings: RequestTimings, outcome: str) -> tuple[Phase, ...]:
-    """The phases that a request went through, back to back; the one in which it ended lasts until its end.
+    """The phases of an ended request, back to back; the last one lasts until its end.
 
-    None is claimed of a request that was lost with its engine: it may have waited until then, or run.
+    Empty for a request that was lost with its engine: it may have waited or run.
 
     Args:
-        timings: when things happened to it.
-        outcome: the finish reason or the error's label with which it ended.
+        timings: of the request.
+        outcome: its finish reason or error label.
     """
     arrival, scheduled, first, finished = (
         timings.arrival_time,
@@ -36,7 +36,7 @@ def phases(timings: RequestTimings, outcome: str) -> tuple[Phase, ...]:
         timings.finished_time,
     )
     if scheduled is None:
-        return () if outcome in _UNKNOWN_FATE else (Phase("queue", arrival, finished),)
+        return () if outcome in _WITHOUT_ENGINE else (Phase("queue", arrival, finished),)
     queue = Phase("queue", arrival, scheduled)
     if first is None:
         return queue, Phase("prefill", scheduled, finished)

@@ -1,12 +1,12 @@
-"""Every metric of the server: name, meaning, unit, buckets; `docs/metrics.md` lists them for people.
+"""Every metric of the server: name, meaning, unit, buckets. `docs/metrics.md` lists them.
 
-Names are vLLM's suffixes under the prefix `onward_`; the registry is injected, so that tests share no counters. Labels
-are bounded: served models, finish reasons and error labels, our own methods, gRPC codes, objectives, terms of the cost
-model. Knows nothing of who observes.
+Names are vLLM's suffixes under the prefix `onward_`. Label values are bounded: served models, finish reasons and error
+labels, our own methods, gRPC codes, objectives, terms of the cost model.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,19 +32,19 @@ def geometric_buckets(first: float, factor: float, last: float) -> tuple[float, 
     return tuple(buckets)
 
 
-# A small model answers in milliseconds: the usual buckets, which begin at 10 ms or more, would tell nothing.
+# A small model answers in milliseconds: prometheus_client's default buckets would put it into the first two.
 TIME_BUCKETS = geometric_buckets(100e-6, 1.5, 150.0)
 TOKEN_BUCKETS = geometric_buckets(1, 2, 131072)
 BATCH_BUCKETS = geometric_buckets(1, 2, 1024)
 
 
 OUTCOMES = tuple(sorted({*map(str, FinishReason), *error_labels()}))
-"""How a request can end, as a label. Each is there from the start: what appears at 1 has no rate."""
+"""Values of the label `finish_reason`. Each is exported from the start: a series that begins at 1 has no rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """Seconds that an operator promises. Each becomes a bucket boundary, so that the share within it is exact."""
+    """Latency objectives in seconds. Each becomes a bucket boundary, so that the share within it is exact."""
 
     time_to_first_token: tuple[float, ...] = ()
     inter_token_latency: tuple[float, ...] = ()
@@ -53,10 +53,15 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request that is over, as the metrics see it. `outcome` is a finish reason or an error's label.
+    """An ended request.
 
-    Generated tokens are those of all its outputs, `num_longest_tokens` those of the longest; `seconds_per_token` is
-    their mean time after each output's first, None where that means nothing.
+    Attributes:
+        outcome: finish reason or error label.
+        timings: of its phases.
+        num_prompt_tokens: cached ones included.
+        num_generated_tokens: of all outputs.
+        num_longest_tokens: of the longest output.
+        seconds_per_token: mean time of a token after an output's first; None if no output has two tokens.
     """
 
     outcome: str
@@ -71,55 +76,53 @@ _NO_OBJECTIVES = Objectives()
 
 
 class Metrics:
-    """All metrics, registered once in `registry`; `objectives` are boundaries of the histograms they speak of."""
+    """All metrics, registered in `registry`.
+
+    Args:
+        registry: must have none of them.
+        objectives: bucket boundaries of their histograms.
+    """
 
     def __init__(self, registry: CollectorRegistry, objectives: Objectives = _NO_OBJECTIVES) -> None:
         def make(kind: type[_Metric], name: str, meaning: str, *labels: str, **options: Any) -> _Metric:
             return kind(name, meaning, labels, namespace=NAMESPACE, registry=registry, **options)
 
-        def seconds(name: str, meaning: str, bounds: Sequence[float] = ()) -> Histogram:
-            return make(Histogram, name, meaning, _MODEL, buckets=sorted({*TIME_BUCKETS, *bounds}))
+        def gauge(name: str, meaning: str, *labels: str) -> Gauge:
+            return make(Gauge, name, meaning, _MODEL, *labels)
+
+        def count(name: str, meaning: str) -> Counter:
+            return make(Counter, name, meaning, _MODEL)
 
         def sizes(name: str, meaning: str, buckets: Sequence[float]) -> Histogram:
             return make(Histogram, name, meaning, _MODEL, buckets=buckets)
 
+        def seconds(name: str, meaning: str, bounds: Sequence[float] = ()) -> Histogram:
+            return sizes(name, meaning, sorted({*TIME_BUCKETS, *bounds}))
+
         ProcessCollector(registry=registry)
-        self.running = make(Gauge, "num_requests_running", "Requests that run.", _MODEL)
-        self.waiting = make(Gauge, "num_requests_waiting", "Requests that wait for their place.", _MODEL)
-        self.kv_usage = make(Gauge, "kv_cache_usage_ratio", "Share of the key-value cache in use, 0 to 1.", _MODEL)
-        self.kv_memory = make(Gauge, "kv_memory_bytes", "What the model's keys and values may take.", _MODEL)
-        self.serving = make(Gauge, "model_serving", "Whether the model answers requests, 1 or 0.", _MODEL)
-        self.parity = make(
-            Gauge, "parity_max_abs_error", "Largest logit difference from PyTorch in the golden cases.", _MODEL
+        self.running = gauge("num_requests_running", "Requests that run.")
+        self.waiting = gauge("num_requests_waiting", "Requests that wait to be scheduled.")
+        self.kv_usage = gauge("kv_cache_usage_ratio", "Share of the key-value cache in use, 0 to 1.")
+        self.kv_memory = gauge("kv_memory_bytes", "Budget of the model's keys and values.")
+        self.serving = gauge("model_serving", "Whether the model answers requests, 1 or 0.")
+        self.parity = gauge("parity_max_abs_error", "Largest logit difference from PyTorch in the golden cases.")
+        self.parity_passed = gauge("parity_passed", "Whether every golden case passed, 1 or 0.")
+        self.coefficient = gauge(
+            "cost_model_coefficient", "Seconds of a step by term, fitted to measured steps.", "term"
         )
-        self.parity_passed = make(Gauge, "parity_passed", "Whether every golden case passed, 1 or 0.", _MODEL)
-        self.coefficient = make(
-            Gauge, "cost_model_coefficient", "Seconds of a step by term, learned from the steps.", _MODEL, "term"
+        self.relative_error = gauge(
+            "cost_model_relative_error", "Recent mean error of predicted service times, relative to the measured."
         )
-        self.relative_error = make(
-            Gauge,
-            "cost_model_relative_error",
-            "By how much of it service times lately differed from what was predicted.",
-            _MODEL,
-        )
-        slo = make(Gauge, "slo_seconds", "Objectives that were given; each is a bucket boundary.", "slo", "bound")
-        self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens taken in, cached ones included.", _MODEL)
-        self.cached_prompt_tokens = make(
-            Counter, "cached_prompt_tokens", "Prompt tokens whose keys and values were at hand.", _MODEL
-        )
-        self.generation_tokens = make(Counter, "generation_tokens", "Tokens generated and told.", _MODEL)
-        self.padding_tokens = make(Counter, "padding_tokens", "Tokens computed in vain, as padding.", _MODEL)
-        self.preemptions = make(
-            Counter, "preemptions", "Times that a request lost its place to more urgent ones.", _MODEL
-        )
-        self.max_draft_tokens = make(
-            Gauge, "spec_decode_max_draft_tokens", "Tokens that are guessed at once at most; 0: none ever are.", _MODEL
-        )
-        self.drafts = make(Counter, "spec_decode_num_drafts", "Steps in which tokens were guessed ahead.", _MODEL)
-        self.draft_tokens = make(Counter, "spec_decode_num_draft_tokens", "Tokens that were guessed.", _MODEL)
-        self.accepted_tokens = make(
-            Counter, "spec_decode_num_accepted_tokens", "Tokens that were guessed and came true.", _MODEL
-        )
+        self.max_draft_tokens = gauge("spec_decode_max_draft_tokens", "Most draft tokens of a step; 0: no speculation.")
+        slo = make(Gauge, "slo_seconds", "Configured objectives; each is a bucket boundary.", "slo", "bound")
+        self.prompt_tokens = count("prompt_tokens", "Prompt tokens after prefill, cached ones included.")
+        self.cached_prompt_tokens = count("cached_prompt_tokens", "Prompt tokens found in the prefix cache.")
+        self.generation_tokens = count("generation_tokens", "Tokens generated and sent.")
+        self.padding_tokens = count("padding_tokens", "Tokens computed as padding.")
+        self.preemptions = count("preemptions", "Times that a request was preempted by a more urgent one.")
+        self.drafts = count("spec_decode_num_drafts", "Steps with draft tokens.")
+        self.draft_tokens = count("spec_decode_num_draft_tokens", "Draft tokens.")
+        self.accepted_tokens = count("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
         self.requests = make(
             Counter, "requests", "Requests that ended or were refused, by reason or error.", _MODEL, "finish_reason"
         )
@@ -150,163 +153,125 @@ class Metrics:
             "request_max_num_generation_tokens", "Generated tokens of a request's longest output.", TOKEN_BUCKETS
         )
         self.step_batch = sizes("step_batch_size", "Rows per step.", BATCH_BUCKETS)
-        self.step_tokens = sizes(
-            "step_tokens", "Tokens per step, padding and guesses that were wrong aside.", TOKEN_BUCKETS
-        )
+        self.step_tokens = sizes("step_tokens", "Tokens per step, without padding and rejected drafts.", TOKEN_BUCKETS)
         for field in dataclasses.fields(objectives):
             for bound in getattr(objectives, field.name):
                 slo.labels(field.name, repr(bound)).set(bound)
 
     def for_model(self, model: str) -> ModelMetrics:
-        """The metrics of one served model, until they are closed; gauges and counters show up at zero from now on.
-
-        Made once for each time that the model is loaded.
-        """
+        """The metrics of one loaded model, until they are closed. Its step gauges and its counters begin at zero."""
         return ModelMetrics(self, model)
+
+    def resolved(self, model: str) -> Metrics:
+        """A copy in which the metrics of every step, token and request are the model's own series."""
+        series = copy.copy(self)
+        step_gauges, with_more_labels = (self.running, self.waiting, self.kv_usage), (self.requests, self.handled)
+        for name, metric in vars(self).items():
+            if metric in step_gauges or not (isinstance(metric, Gauge) or metric in with_more_labels):
+                setattr(series, name, metric.labels(model))
+        return series
 
 
 class ModelMetrics:
-    """What happens to one model, written to the metrics that carry its name. Resolves labels once: tokens are many."""
+    """The metrics of one model. Labels are resolved once, not for each token."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._model = model
-        self._requests = {outcome: metrics.requests.labels(model, outcome) for outcome in OUTCOMES}
-        self._serving = metrics.serving
-        self._parity = metrics.parity
-        self._parity_passed = metrics.parity_passed
-        self._kv_memory = metrics.kv_memory
-        self._max_draft_tokens = metrics.max_draft_tokens
-        self._coefficient = metrics.coefficient
-        self._relative_error = metrics.relative_error
-        self._gauges = (
-            metrics.running,
-            metrics.waiting,
-            metrics.kv_usage,
-            metrics.kv_memory,
-            metrics.serving,
-            metrics.parity,
-            metrics.parity_passed,
-            metrics.max_draft_tokens,
-            metrics.coefficient,
-            metrics.relative_error,
-        )
+        self._metrics = metrics
         self._is_open = True
+        self._requests = {outcome: metrics.requests.labels(model, outcome) for outcome in OUTCOMES}
         self.serves(is_serving=False)
-        self._running = metrics.running.labels(model)
-        self._waiting = metrics.waiting.labels(model)
-        self._kv_usage = metrics.kv_usage.labels(model)
-        self._prompt_tokens = metrics.prompt_tokens.labels(model)
-        self._cached_prompt_tokens = metrics.cached_prompt_tokens.labels(model)
-        self._generation_tokens = metrics.generation_tokens.labels(model)
-        self._padding_tokens = metrics.padding_tokens.labels(model)
-        self._preemptions = metrics.preemptions.labels(model)
-        self._drafts = metrics.drafts.labels(model)
-        self._draft_tokens = metrics.draft_tokens.labels(model)
-        self._accepted_tokens = metrics.accepted_tokens.labels(model)
-        self._first_token = metrics.first_token.labels(model)
-        self._inter_token = metrics.inter_token.labels(model)
-        self._per_token = metrics.per_token.labels(model)
-        self._end_to_end = metrics.end_to_end.labels(model)
-        self._queue = metrics.queue.labels(model)
-        self._prefill = metrics.prefill.labels(model)
-        self._decode = metrics.decode.labels(model)
-        self._inference = metrics.inference.labels(model)
-        self._run = metrics.run.labels(model)
-        self._host = metrics.host.labels(model)
-        self._request_prompt = metrics.request_prompt.labels(model)
-        self._request_generation = metrics.request_generation.labels(model)
-        self._request_longest = metrics.request_longest.labels(model)
-        self._step_batch = metrics.step_batch.labels(model)
-        self._step_tokens = metrics.step_tokens.labels(model)
+        self._series = metrics.resolved(model)
 
     def close(self) -> None:
-        """The model is not served any more: its gauges are gone, and what is set later is dropped. Counters stay."""
+        """Removes the gauges of an unloaded model and ignores later values of them. Counters stay."""
         self._is_open = False
-        for gauge in self._gauges:
-            gauge.remove_by_labels({_MODEL: self._model})
+        for metric in vars(self._metrics).values():
+            if isinstance(metric, Gauge):
+                metric.remove_by_labels({_MODEL: self._model})
 
     def _set(self, gauge: Gauge, value: float, *labels: str) -> None:
         if self._is_open:
             gauge.labels(self._model, *labels).set(value)
 
     def serves(self, *, is_serving: bool) -> None:
-        """The model answers from now on, or does not."""
-        self._set(self._serving, is_serving)
+        """The model began or stopped answering."""
+        self._set(self._metrics.serving, is_serving)
 
     def kv_memory(self, num_bytes: int) -> None:
-        """What its keys and values may take from now on."""
-        self._set(self._kv_memory, num_bytes)
+        """The budget of its keys and values changed."""
+        self._set(self._metrics.kv_memory, num_bytes)
 
     def max_draft_tokens(self, num_tokens: int) -> None:
-        """How many of its tokens are guessed at once from now on, at most."""
-        self._set(self._max_draft_tokens, num_tokens)
+        """The largest number of its draft tokens changed."""
+        self._set(self._metrics.max_draft_tokens, num_tokens)
 
     def parity_checked(self, max_abs_error: float, *, passed: bool) -> None:
         """The golden cases were replayed."""
-        self._set(self._parity, max_abs_error)
-        self._set(self._parity_passed, passed)
+        self._set(self._metrics.parity, max_abs_error)
+        self._set(self._metrics.parity_passed, passed)
 
     def cost_model(self, coefficients: Mapping[str, float], relative_error: float | None) -> None:
-        """What is known of the model's step times, in seconds by term, and how far off predictions were."""
+        """The cost model was fitted anew: seconds of a step by term, and the predictions' recent error."""
         for term, seconds in coefficients.items():
-            self._set(self._coefficient, seconds, term)
+            self._set(self._metrics.coefficient, seconds, term)
         if relative_error is not None:
-            self._set(self._relative_error, relative_error)
+            self._set(self._metrics.relative_error, relative_error)
 
     def step_done(self, stats: StepStats) -> None:
-        """The engine took a step. A step that computed nothing moves the gauges alone."""
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._kv_usage.set(stats.kv_usage_ratio)
-        self._preemptions.inc(stats.num_preemptions)
+        """The engine took a step. One that computed nothing changes only the gauges."""
+        self._series.running.set(stats.num_running)
+        self._series.waiting.set(stats.num_waiting)
+        self._series.kv_usage.set(stats.kv_usage_ratio)
+        self._series.preemptions.inc(stats.num_preemptions)
         if stats.num_tokens:
-            self._step_batch.observe(stats.num_rows)
-            self._step_tokens.observe(stats.num_tokens)
-            self._padding_tokens.inc(stats.num_padding_tokens)
-            self._run.observe(stats.run_seconds)
+            self._series.step_batch.observe(stats.num_rows)
+            self._series.step_tokens.observe(stats.num_tokens)
+            self._series.padding_tokens.inc(stats.num_padding_tokens)
+            self._series.run.observe(stats.run_seconds)
         if stats.num_draft_tokens:
-            self._drafts.inc()
-            self._draft_tokens.inc(stats.num_draft_tokens)
-            self._accepted_tokens.inc(stats.num_accepted_tokens)
+            self._series.drafts.inc()
+            self._series.draft_tokens.inc(stats.num_draft_tokens)
+            self._series.accepted_tokens.inc(stats.num_accepted_tokens)
         if stats.host_seconds is not None:
-            self._host.observe(stats.host_seconds)
+            self._series.host.observe(stats.host_seconds)
 
     def tokens_generated(self, count: int) -> None:
-        """A step generated so many tokens, over all requests."""
-        self._generation_tokens.inc(count)
+        """A step generated tokens, over all requests."""
+        self._series.generation_tokens.inc(count)
 
     def prompt_done(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """A request's prompt is through, of which so many tokens needed no work."""
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self._cached_prompt_tokens.inc(num_cached_tokens)
+        """A request's prompt was prefilled, except for its cached tokens."""
+        self._series.prompt_tokens.inc(num_prompt_tokens)
+        self._series.cached_prompt_tokens.inc(num_cached_tokens)
 
     def first_token(self, seconds: float) -> None:
-        """A request got its first token, `seconds` after it arrived."""
-        self._first_token.observe(seconds)
+        """A request got its first token, `seconds` after its arrival."""
+        self._series.first_token.observe(seconds)
 
     def next_token(self, seconds: float) -> None:
         """An output got another token, `seconds` after the one before."""
-        self._inter_token.observe(seconds)
+        self._series.inter_token.observe(seconds)
 
     def request_refused(self, outcome: str) -> None:
-        """A request ended before the engine had it: it is counted, but took no time that would mean anything."""
+        """A request ended before its submission to the engine: counted, without times."""
         self._requests[outcome].inc()
 
     def request_done(self, record: RequestRecord) -> None:
-        """A request is over. Phases that it never reached are not observed."""
+        """A request ended. Phases that it did not reach are not observed."""
         timings = record.timings
         self._requests[record.outcome].inc()
-        self._end_to_end.observe(timings.finished_time - timings.arrival_time)
-        self._request_prompt.observe(record.num_prompt_tokens)
-        self._request_generation.observe(record.num_generated_tokens)
-        self._request_longest.observe(record.num_longest_tokens)
+        self._series.end_to_end.observe(timings.finished_time - timings.arrival_time)
+        self._series.request_prompt.observe(record.num_prompt_tokens)
+        self._series.request_generation.observe(record.num_generated_tokens)
+        self._series.request_longest.observe(record.num_longest_tokens)
         if timings.scheduled_time is None:
             return
-        self._queue.observe(timings.scheduled_time - timings.arrival_time)
-        self._inference.observe(timings.finished_time - timings.scheduled_time)
+        self._series.queue.observe(timings.scheduled_time - timings.arrival_time)
+        self._series.inference.observe(timings.finished_time - timings.scheduled_time)
         if timings.first_token_time is None:
             return
-        self._prefill.observe(timings.first_token_time - timings.scheduled_time)
-        self._decode.observe(timings.finished_time - timings.first_token_time)
+        self._series.prefill.observe(timings.first_token_time - timings.scheduled_time)
+        self._series.decode.observe(timings.finished_time - timings.first_token_time)
         if record.seconds_per_token is not None:
-            self._per_token.observe(record.seconds_per_token)
+            self._series.per_token.observe(record.seconds_per_token)

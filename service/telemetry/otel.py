@@ -1,12 +1,12 @@
 """Traces and metrics by OpenTelemetry: a server span for each call, with spans below it for its request's phases.
 
-Names are those of the semantic conventions for gRPC and for generative AI. A call's span ends when its handler does,
-but is exported only when its request is over, too: a cancelled stream has left before the engine says how far it came.
-Where a call may bring many requests, each has a span of its own between the call's and its phases'. Nothing is made for
-a token. Times are the engine's, put on the wall clock by one offset for each call, so that the spans of a trace fit
-each other exactly. Spans hold numbers, names and ids: no prompt, no text.
+Names follow the semantic conventions for gRPC and for generative AI. A call's span ends when its handler does, and is
+exported once its request has ended too: the engine reports a canceled stream's last numbers after the handler left.
+Where a call may have many requests, each has a span of its own between the call's span and its phases'. No work is done
+per token. Times are the engine's, moved to the wall clock by one offset per call, so that the spans of a trace fit each
+other exactly. Spans hold numbers, names and ids: no prompt, no text.
 
-The SDK reads its own `OTEL_…` environment variables, which is its contract with operators. Needs the extra `otel`.
+The SDK reads its own `OTEL_…` environment variables. Needs the extra `otel`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
 from urllib.parse import unquote
 
 from opentelemetry.context import Context
@@ -45,10 +44,10 @@ Attributes = dict[str, AttributeValue]
 
 _ONWARD = "onward"
 _OK = "OK"
-# What the convention counts as the server's errors; with any other code a server span's status is left alone.
+# The convention's server errors; any other code leaves a server span's status unset.
 _SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 _SUCCESSES = frozenset({FinishReason.END_OF_SEQUENCE, FinishReason.STOP, FinishReason.LENGTH})
-# Attributes are signed 64-bit numbers, seeds are not: one that does not fit would cost the whole batch of spans.
+# Attributes are signed 64-bit integers: a larger seed would make the export of its whole batch fail.
 _MAX_INTEGER = 2**63 - 1
 _NANOSECONDS = 1_000_000_000
 
@@ -59,11 +58,11 @@ def export(endpoint: str | None, *, with_metrics: bool) -> OtelTracer:
     """A tracer that exports by OTLP over gRPC, in the background.
 
     Args:
-        endpoint: `http://host:port` or `https://host:port`; None leaves it to the SDK's environment variables.
-        with_metrics: whether `gen_ai.server.…` metrics are exported besides.
+        endpoint: `http://host:port` or `https://host:port`; None for the SDK's environment variables.
+        with_metrics: whether to export `gen_ai.server.…` metrics, too.
     """
     ours = Resource.create({"service.name": _ONWARD, "service.version": _own_version()})
-    # Once more, on top: what an operator says of the service goes before what we say.
+    # Merged again: the operator's attributes override ours.
     resource = ours.merge(OTELResourceDetector().detect())
     spans = OTLPSpanExporter(endpoint=endpoint)
     tracers = sdk_trace.TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -79,10 +78,10 @@ class OtelTracer:
     """A `Tracer` over OpenTelemetry's providers.
 
     Args:
-        tracers: makes spans.
-        meters: makes histograms.
-        flushes: each exports what is left and ends, however long that takes.
-        aborts: each gives up an export that is going on.
+        tracers: of spans.
+        meters: of histograms.
+        flushes: each exports the rest and ends, without a time limit.
+        aborts: each cancels an export in progress.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class OtelTracer:
 
     def call(self, path: str, context: CallContext, *, has_many: bool) -> CallTrace:
         """Begins a call's span, below the client's if it sent a `traceparent`."""
-        scribe = _Scribe(self._tracer, self._histograms, time.time_ns() - time.monotonic_ns())
+        writer = _Writer(self._tracer, self._histograms, time.time_ns() - time.monotonic_ns())
         carrier: defaultdict[str, list[str]] = defaultdict(list)
         for key, value in context.invocation_metadata() or ():
             if isinstance(value, str):
@@ -110,20 +109,20 @@ class OtelTracer:
             self._propagator.extract(carrier),
             SpanKind.SERVER,
             {"rpc.system.name": "grpc", "rpc.method": path, **_peer(context.peer())},
-            start_time=scribe.now(),
+            start_time=writer.now(),
         )
-        call = _Call(scribe, span, has_many=has_many)
-        # For this task and whatever it awaits. Never reset: the task ends with the call.
+        call = _Call(writer, span, has_many=has_many)
+        # Of this task and those that it starts. Never reset: the task ends with the call.
         _CURRENT_CALL.set(call)
         return call
 
     def request(self, model: str) -> RequestTrace:
-        """Ties a request to the call of this task; one that no call asked for is not traced."""
+        """Traces a request below the call of this task; without a call, not at all."""
         call = _CURRENT_CALL.get()
         return NoTracer().request(model) if call is None else call.request(model)
 
     async def close(self, max_wait_seconds: float) -> None:
-        """Exports what is left, if it can be done in time."""
+        """Exports the rest, for at most `max_wait_seconds`."""
         await asyncio.to_thread(self._close, max_wait_seconds)
 
     def _close(self, max_wait_seconds: float) -> None:
@@ -140,23 +139,23 @@ class OtelTracer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scribe:
-    """Writes the spans and metrics of one call, by one clock."""
+class _Writer:
+    """Writes the spans and metrics of one call; `offset` is from its monotonic to its wall clock, in nanoseconds."""
 
     tracer: Tracer
     histograms: _Histograms
     offset: int
 
     def now(self) -> int:
-        """The wall clock's nanoseconds, as the call counts them."""
+        """Wall clock, in nanoseconds."""
         return self.offset + time.monotonic_ns()
 
     def at(self, seconds: float) -> int:
-        """The engine's seconds as the wall clock's nanoseconds."""
+        """The engine's seconds as wall-clock nanoseconds."""
         return self.offset + round(seconds * _NANOSECONDS)
 
-    def tell(self, span: Span, request: _Request, error: Attributes) -> None:
-        """What became of a request: on a span, as its phases below that, and as metrics."""
+    def write(self, span: Span, request: _Request, error: Attributes) -> None:
+        """Writes an ended request: attributes of `span`, spans of its phases, metrics."""
         record = request.record
         if record is None:
             return
@@ -167,46 +166,34 @@ class _Scribe:
         span.set_attributes(request.attributes)
         parts = phases(record.timings, record.outcome)
         for part in parts:
-            # An error ends the phase that it meets.
+            # An error belongs to the phase in which it occurred, the last.
             marks = error if part is parts[-1] else {}
             below = self.tracer.start_span(part.name, context, attributes=marks, start_time=self.at(part.start))
             below.end(self.at(part.end))
 
 
-class _Owner(Protocol):
-    """Whose span tells what became of a request."""
-
-    def begun(self, request: _Request) -> None:
-        """The engine will have it."""
-
-    def done(self, request: _Request) -> None:
-        """It is over."""
-
-
 class _Request:
-    """What a request asked for and what became of it, by the names of the convention; None while that is open."""
+    """A call's only request, which the call's span describes. Attributes are named by the convention."""
 
-    def __init__(self, owner: _Owner) -> None:
-        self.asked: GenerationRequest | None = None
+    def __init__(self, call: _Call) -> None:
         self.record: RequestRecord | None = None
         self.identity: Attributes = {}
         self.attributes: Attributes = {}
-        self._owner = owner
+        self._call = call
 
     def submitted(self, request: GenerationRequest) -> None:
-        """Keeps what it asks for."""
-        self.asked = request
+        """Stores the request's parameters."""
         self.identity = {
             "gen_ai.operation.name": _operation(request),
             "gen_ai.provider.name": _ONWARD,
             "gen_ai.request.model": request.model,
             "gen_ai.response.model": request.model,
         }
-        self.attributes = {**self.identity, **_asked(request)}
-        self._owner.begun(self)
+        self.attributes = {**self.identity, **_parameters(request)}
+        self._begin(request)
 
     def ended(self, record: RequestRecord, num_cached_tokens: int, finish_reasons: Sequence[FinishReason]) -> None:
-        """Keeps what became of it."""
+        """Stores the request's numbers."""
         self.record = record
         self.attributes |= {
             "gen_ai.usage.input_tokens": record.num_prompt_tokens,
@@ -215,21 +202,49 @@ class _Request:
         }
         if finish_reasons:
             self.attributes["gen_ai.response.finish_reasons"] = [str(reason) for reason in finish_reasons]
-        self._owner.done(self)
+        self._end(record)
+
+    def _begin(self, request: GenerationRequest) -> None:  # noqa: ARG002 (the subclass's)
+        self._call.wait_for(self)
+
+    def _end(self, record: RequestRecord) -> None:  # noqa: ARG002 (the subclass's)
+        self._call.release()
+
+
+class _OneOfMany(_Request):
+    """One of a call's requests, with a span of its own from its arrival to its end."""
+
+    _span: Span | None = None
+
+    def _begin(self, request: GenerationRequest) -> None:
+        name, writer = f"{_operation(request)} {request.model}", self._call.writer
+        context, arrival = set_span_in_context(self._call.span), writer.at(request.arrival_time)
+        self._span = writer.tracer.start_span(name, context, start_time=arrival)
+
+    def _end(self, record: RequestRecord) -> None:
+        """Ends the span. The client gets such a request's status as text; the span has its outcome."""
+        if self._span is None:
+            return
+        error: Attributes = {} if record.outcome in _SUCCESSES else {"error.type": record.outcome}
+        self._call.writer.write(self._span, self, error)
+        self._span.set_attributes(error)
+        if record.outcome == EngineFailed.label:
+            self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end(self._call.writer.at(record.timings.finished_time))
 
 
 class _Call:
-    """A call's span, exported once the handler is over and so is its request, if the engine had it.
+    """A call's span, exported once the handler and the requests that it waits for have ended.
 
     Args:
-        scribe: writes.
+        writer: of this call.
         span: the call's.
         has_many: whether requests have spans of their own.
     """
 
-    def __init__(self, scribe: _Scribe, span: Span, *, has_many: bool) -> None:
-        self._scribe = scribe
-        self._span = span
+    def __init__(self, writer: _Writer, span: Span, *, has_many: bool) -> None:
+        self.writer = writer
+        self.span = span
         self._has_many = has_many
         self._requests: list[_Request] = []
         self._num_open = 1
@@ -237,73 +252,42 @@ class _Call:
         self._error: Attributes = {}
 
     def request(self, model: str) -> RequestTrace:
-        """A request of this call asks for a place."""
+        """The trace of a request of this call."""
         if self._has_many:
-            return _Request(_Part(self._scribe, self._span))
-        self._span.set_attributes({"gen_ai.provider.name": _ONWARD, "gen_ai.request.model": model})
+            return _OneOfMany(self)
+        self.span.set_attributes({"gen_ai.provider.name": _ONWARD, "gen_ai.request.model": model})
         return _Request(self)
 
     def ended(self, code: str, message: str) -> None:
-        """Keeps status and time. The messages of errors that are the client's may quote it, and are not exported."""
-        self._end_time = self._scribe.now()
-        self._span.set_attribute("rpc.response.status_code", code)
+        """Sets status and end. The message of a client's error may quote its request and is not exported."""
+        self._end_time = self.writer.now()
+        self.span.set_attribute("rpc.response.status_code", code)
         if code != _OK:
             self._error = {"error.type": code}
         if code in _SERVER_ERRORS:
-            self._span.set_status(Status(StatusCode.ERROR, message))
-        self._release()
+            self.span.set_status(Status(StatusCode.ERROR, message))
+        self.release()
 
-    def begun(self, request: _Request) -> None:
-        """The span waits for it."""
+    def wait_for(self, request: _Request) -> None:
+        """Delays the export until a request has ended: the handler's status is an attribute of both."""
         self._requests.append(request)
         self._num_open += 1
 
-    def done(self, request: _Request) -> None:  # noqa: ARG002 — all are exported together, when the status is known
-        """The span waits for one less."""
-        self._release()
-
-    def _release(self) -> None:
+    def release(self) -> None:
+        """The handler or a request ended; the last one exports the span."""
         self._num_open -= 1
         if self._num_open:
             return
         for request in self._requests:
-            self._scribe.tell(self._span, request, self._error)
-        self._span.set_attributes(self._error)
-        self._span.end(self._end_time)
-
-
-class _Part:
-    """The span of one request among the many of a call, from its arrival to its end."""
-
-    def __init__(self, scribe: _Scribe, above: Span) -> None:
-        self._scribe = scribe
-        self._above = above
-        self._span: Span | None = None
-
-    def begun(self, request: _Request) -> None:
-        """The span begins."""
-        if request.asked is not None:
-            name = f"{_operation(request.asked)} {request.asked.model}"
-            context, arrival = set_span_in_context(self._above), self._scribe.at(request.asked.arrival_time)
-            self._span = self._scribe.tracer.start_span(name, context, start_time=arrival)
-
-    def done(self, request: _Request) -> None:
-        """The span ends. The status of its own that such a request has is text for the client: ours is its outcome."""
-        if self._span is None or request.record is None:
-            return
-        outcome = request.record.outcome
-        error: Attributes = {} if outcome in _SUCCESSES else {"error.type": outcome}
-        self._scribe.tell(self._span, request, error)
-        self._span.set_attributes(error)
-        if outcome == EngineFailed.label:
-            self._span.set_status(Status(StatusCode.ERROR))
-        self._span.end(self._scribe.at(request.record.timings.finished_time))
+            self.writer.write(self.span, request, self._error)
+        self.span.set_attributes(self._error)
+        self.span.end(self._end_time)
 
 
 class _Histograms:
-    """The metrics of a model server, in the buckets of our Prometheus metrics.
+    """The convention's metrics of a model server, with the buckets of our Prometheus metrics.
 
-    The convention's begin at 10 ms, which is longer than many a small model takes for all of it.
+    The convention's buckets begin at 10 ms, longer than a whole request of a small model.
     """
 
     def __init__(self, meters: MeterProvider) -> None:
@@ -319,7 +303,7 @@ class _Histograms:
         )
 
     def observe(self, record: RequestRecord, identity: Attributes, error: Attributes, context: Context) -> None:
-        """A request is over; the times of tokens are those of requests that succeeded. `context` is for exemplars."""
+        """A request ended. Times of tokens are those of successful requests only. `context` is for exemplars."""
         timings = record.timings
         self._duration.record(timings.finished_time - timings.arrival_time, identity | error, context)
         if error:
@@ -341,8 +325,8 @@ def _operation(request: GenerationRequest) -> str:
     return "text_completion" if request.stopping.max_tokens else "score"
 
 
-def _asked(request: GenerationRequest) -> Attributes:
-    """What a request asked for. Stop strings are left out: they are text."""
+def _parameters(request: GenerationRequest) -> Attributes:
+    """A request's parameters, without its stop strings, which are text."""
     asked: Attributes = {"gen_ai.response.id": request.request_id}
     if not request.stopping.max_tokens:
         return asked
@@ -354,19 +338,16 @@ def _asked(request: GenerationRequest) -> Attributes:
     sampling = request.sampling
     asked["gen_ai.request.temperature"] = sampling.temperature
     asked["gen_ai.request.top_p"] = sampling.top_p
-    if sampling.top_k:
-        asked["gen_ai.request.top_k"] = sampling.top_k
-    if sampling.frequency_penalty:
-        asked["gen_ai.request.frequency_penalty"] = sampling.frequency_penalty
-    if sampling.presence_penalty:
-        asked["gen_ai.request.presence_penalty"] = sampling.presence_penalty
+    for name in ("top_k", "frequency_penalty", "presence_penalty"):
+        if value := getattr(sampling, name):
+            asked[f"gen_ai.request.{name}"] = value
     if sampling.seed is not None and sampling.seed <= _MAX_INTEGER:
         asked["gen_ai.request.seed"] = sampling.seed
     return asked
 
 
 def _peer(peer: str) -> Attributes:
-    """A client's address from gRPC's own notation: `ipv4:127.0.0.1:5000`, `ipv6:%5B::1%5D:5000`, `unix:…`."""
+    """A client's address, from gRPC's notation: `ipv4:127.0.0.1:5000`, `ipv6:%5B::1%5D:5000`, `unix:…`."""
     kind, _, address = peer.partition(":")
     host, _, port = unquote(address).rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdecimal():

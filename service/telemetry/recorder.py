@@ -1,7 +1,7 @@
-"""The flight recorder: the last steps and requests of every model, to show what has just happened.
+"""The flight recorder: the last steps and requests of every model.
 
-It is fed where steps and ends of requests reach the event loop and read there too, so nothing is locked. What it keeps
-is bounded and holds numbers, names and ids: no prompt, no token, no text. Knows nothing of files, HTTP or engines.
+Written and read on the event loop only, so without locks. Its memory is bounded. It holds numbers, names and ids: no
+prompt, no token, no text.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _LOGGER = logging.getLogger(__name__)
 _STEP_FIELDS = {each.name: str(each.type) for each in dataclasses.fields(StepStats)}
 _step_values = attrgetter(*_STEP_FIELDS)
 
-# As many steps as a log entry tells of.
+# Steps in one log entry.
 _MAX_LOGGED_STEPS = 16
 
 
 class RecordedRequest(NamedTuple):
-    """One request. `outcome` is a finish reason or an error's label, None while it is open; other Nones are "never".
+    """One request. `outcome` is a finish reason or an error label, None while it is open; other Nones mean "never".
 
-    When an open request was scheduled is known to the engine alone. Times are `time.monotonic()` seconds.
+    Only the engine knows when an open request was scheduled. Times are `time.monotonic()` seconds.
     """
 
     request_id: str
@@ -45,17 +45,17 @@ class RecordedRequest(NamedTuple):
     num_generated_tokens: int
 
 
-# A step's row: the log's id if it failed, when all of it was over (`time.monotonic()` seconds), then its numbers.
+# A step's row: the error id if it failed, its end (`time.monotonic()` seconds), the fields of `StepStats`.
 STEP_COLUMNS = ("error_id", "end_time", *_STEP_FIELDS)
 _STEP_TYPES = ("float", *_STEP_FIELDS.values())
 REQUEST_COLUMNS = RecordedRequest._fields
-# Of an ended request, whose cached tokens are known: two names, four times, three counts.
+# Of an ended request, after its two names: four times, three counts.
 _REQUEST_TYPES = (*("float",) * 4, *("int",) * 3)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLog:
-    """What is kept of one model: rows of `STEP_COLUMNS` and `REQUEST_COLUMNS`, oldest first, and open requests."""
+    """The log of one model: rows of `STEP_COLUMNS` and `REQUEST_COLUMNS`, oldest first, and open requests."""
 
     steps: Rows | tuple[Row, ...]
     requests: Rows | tuple[Row, ...]
@@ -64,7 +64,7 @@ class ModelLog:
 
 @dataclass(frozen=True, slots=True)
 class FlightLog:
-    """What is kept, taken at `monotonic_time`, which `time.time()` called `unix_time`; models by name."""
+    """The log of all models by name, taken at `monotonic_time`, which is `unix_time` on the wall clock."""
 
     monotonic_time: float
     unix_time: float
@@ -72,10 +72,10 @@ class FlightLog:
 
 
 class FlightRecorder:
-    """Remembers for each model so many steps and so many ended requests, and forgets the oldest.
+    """Keeps each model's last steps and last ended requests.
 
     Args:
-        num_kept: steps, and requests, per model; 0 remembers nothing.
+        num_kept: steps, and requests, per model; 0 keeps nothing.
     """
 
     def __init__(self, num_kept: int) -> None:
@@ -85,23 +85,23 @@ class FlightRecorder:
         self._num_logged: dict[str, int] = {}
 
     def begin(self, model: str) -> None:
-        """A model is served from now on."""
+        """Starts recording a model."""
         self._steps[model] = Ring(self._num_kept, 1, _STEP_TYPES)
         self._requests[model] = Ring(self._num_kept, 2, _REQUEST_TYPES)
 
     def forget(self, model: str) -> None:
-        """A model is not served any more, and leaves its memory."""
+        """Stops recording a model and frees its memory."""
         del self._steps[model], self._requests[model]
         self._num_logged.pop(model, None)
 
     def step_done(self, model: str, output: StepOutput, now: float) -> None:
-        """A model's engine took a step, which was over at `now`; one that failed is logged with those before it."""
+        """A model's engine took a step, which ended at `now`. A failed step is logged with those before it."""
         self._steps[model].append((output.error_id,), (now, *_step_values(output.stats)))
         if output.error_id is not None:
             self._log(model, output.error_id)
 
     def request_ended(self, model: str, request_id: str, record: RequestRecord, num_cached_tokens: int) -> None:
-        """A request that the engine had is over; of the tokens given so many had their keys and values at hand."""
+        """A submitted request ended; `num_cached_tokens` are its prompt's cache hits."""
         times = record.timings
         self._requests[model].append(
             (request_id, record.outcome),
@@ -117,15 +117,15 @@ class FlightRecorder:
         )
 
     def engine_died(self, error_id: str) -> None:
-        """The engine thread is over by an error: what every model did last goes to the log."""
+        """The engine thread failed: logs the last steps of every model."""
         for model in self._steps:
             self._log(model, error_id)
 
     def take(self, open_requests: Iterable[tuple[str, RecordedRequest]]) -> FlightLog:
-        """All that is kept.
+        """Copies the log.
 
         Args:
-            open_requests: requests that are not over, each with its model's name; none if nothing is to be remembered.
+            open_requests: each with its model's name; ignored if nothing is kept.
         """
         is_open: defaultdict[str, list[Row]] = defaultdict(list)
         for model, request in open_requests if self._num_kept else ():
@@ -137,7 +137,7 @@ class FlightRecorder:
         return FlightLog(time.monotonic(), time.time(), models)
 
     def _log(self, model: str, error_id: str) -> None:
-        """One entry with a model's last steps, none of which was in an entry before; the last one is at the end."""
+        """Writes a log entry of a model's last steps that no entry had before; the newest one is last."""
         steps = self._steps[model]
         rest = steps.last(min(_MAX_LOGGED_STEPS, steps.num_added - self._num_logged.get(model, 0)))
         self._num_logged[model] = steps.num_added
@@ -149,7 +149,7 @@ class FlightRecorder:
 
 
 def _line(step: Mapping[str, Any]) -> str:
-    """A step in words."""
+    """A step as a log line."""
     host = "-" if step["host_seconds"] is None else f"{step['host_seconds'] * 1e3:.3f} ms"
     work = f"run {step['run_seconds'] * 1e3:.3f} ms" if step["error_id"] is None else "failed"
     return (

@@ -1,7 +1,7 @@
-"""The last rows of a table, in memory that is taken at once and for good: it grows for long names alone.
+"""A ring buffer of table rows in memory that is allocated once; only long names allocate more.
 
-Numbers and short names lie packed, in half of what they would take as Python's objects. Rows that were kept as such
-would also stand between whatever else lives and dies meanwhile, and keep its memory from going back.
+Numbers and short names are packed, in half the memory of Python objects. Long-lived row objects would also fragment the
+heap and keep it from shrinking.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ Names = tuple[str | None, ...]
 
 _CODES = {"int": "q", "float": "d", "float | None": "d"}
 _NAME_BYTES = 40
-"""Longer names, in UTF-8, are kept as they come."""
+"""Longer names, in UTF-8, are stored as Python objects."""
 
 
 class Rows:
-    """A copy of a ring's rows, oldest first; they are unpacked when they are iterated over.
+    """A copy of a ring's rows, oldest first, unpacked on iteration.
 
     Args:
-        packing: of a row.
-        num_names: how many of its columns are names.
+        packing: a row's format.
+        num_names: leading columns that are names.
         packed: all rows.
-        long_names: the names of those rows, by their numbers, that had no room for them.
+        long_names: by row number, names too long to be packed.
     """
 
     def __init__(self, packing: struct.Struct, num_names: int, packed: bytes, long_names: Mapping[int, Names]) -> None:
@@ -40,32 +40,32 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         for index, values in enumerate(self._packing.iter_unpack(self._packed)):
             names = self._long_names.get(index) or (name.decode() or None for name in values[: self._num_names])
-            # NaN, which is not itself, stands for None.
+            # NaN, unequal to itself, stands for None.
             yield (*names, *(None if value != value else value for value in values[self._num_names :]))
 
 
 class Ring:
-    """Remembers so many rows, and forgets the oldest; a row has its names first, then its numbers.
+    """Keeps the last rows. A row has its names first, then its numbers.
 
     Args:
-        num_kept: rows; 0 remembers nothing.
-        num_names: how many columns hold None, or text that is not empty.
-        types: of the other columns: `"int"`, within 64 bits, or `"float"` or `"float | None"`, which must not be NaN.
+        num_kept: rows; 0 keeps nothing.
+        num_names: columns that hold None or text that is not empty.
+        types: of the other columns: `"int"` (64 bits), or `"float"` or `"float | None"` (not NaN).
     """
 
     def __init__(self, num_kept: int, num_names: int, types: Sequence[str]) -> None:
         self._num_kept = num_kept
         self._num_names = num_names
-        # With its length before each name.
+        # `p`: a length byte before each name.
         self._packing = struct.Struct(f"={f'{1 + _NAME_BYTES}p' * num_names}{''.join(_CODES[each] for each in types)}")
-        # Not zeros, which the system only promises until they are written to.
+        # Not zeros: the system would map the pages only when they are written.
         self._packed = bytearray(b"\xff") * (num_kept * self._packing.size)
         self._long_names: dict[int, Names] = {}
         self.num_added = 0
-        """Rows since the beginning, those that are forgotten included."""
+        """Rows ever added."""
 
     def append(self, names: Names, numbers: Sequence[float | None]) -> None:
-        """Adds a row, in the place of the oldest when there is no other."""
+        """Adds a row, which replaces the oldest one when the ring is full."""
         if not self._num_kept:
             return
         place = self.num_added % self._num_kept
@@ -81,11 +81,11 @@ class Ring:
         self.num_added += 1
 
     def last(self, count: int | None = None) -> Rows:
-        """A copy of the last rows, all that are kept or `count` of them at most."""
+        """A copy of the last rows, at most `count`."""
         kept = min(self.num_added, self._num_kept)
         count = kept if count is None else min(count, kept)
         stop = self.num_added % self._num_kept if self._num_kept else 0
-        # Below zero it is counted from the end.
+        # Negative where the rows wrap around the end.
         start = stop - count
         size, packed = self._packing.size, memoryview(self._packed)
         begin, end = start * size, stop * size

@@ -1,11 +1,10 @@
-"""What the server reports to a tracer of its calls and requests, and the tracer that keeps none of it.
+"""The interface of a tracer of calls and requests, and the tracer that discards them.
 
     interceptor ── call() ──────────────────────────────> CallTrace.ended(status)
     admission   ── request() ─> submitted(request) ─────> RequestTrace.ended(record)
 
-A tracer's `request` belongs to the `call` in whose task it is asked for. What reports never asks whether there is an
-exporter. Knows none: `service.telemetry.otel` is the tracer that exports, and `exporting` imports it where it is
-wanted.
+A tracer's `request` belongs to the `call` of the task that requests it. Callers report always, with or without an
+exporter. `service.telemetry.otel` is the tracer that exports; `exporting` imports it when it is configured.
 """
 
 from __future__ import annotations
@@ -18,59 +17,59 @@ from service.telemetry.metrics import RequestRecord
 
 
 class CallContext(Protocol):
-    """What a tracer needs of gRPC's own context of a call."""
+    """The part of gRPC's call context that a tracer uses."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """What the client sent along."""
+        """The client's metadata."""
 
     def peer(self) -> str:
-        """Where the client is, as in `ipv4:127.0.0.1:5000`."""
+        """The client's address, such as `ipv4:127.0.0.1:5000`."""
 
 
 class CallTrace(Protocol):
-    """One call of a method of ours."""
+    """The trace of one call of our methods."""
 
     def ended(self, code: str, message: str) -> None:
-        """Its handler is over, with this status. Called once; a request of the call may outlive it."""
+        """The handler ended with this status. Called once; a request of the call may end later."""
 
 
 class RequestTrace(Protocol):
-    """One request of a call."""
+    """The trace of one request of a call."""
 
     def submitted(self, request: GenerationRequest) -> None:
-        """The engine will have it, so that `ended` follows."""
+        """The request goes to the engine: `ended` follows."""
 
     def ended(self, record: RequestRecord, num_cached_tokens: int, finish_reasons: Sequence[FinishReason]) -> None:
-        """It is over.
+        """The request ended.
 
         Args:
-            record: what became of it.
-            num_cached_tokens: tokens given whose keys and values were at hand.
-            finish_reasons: those of its outputs, by index, as far as they had one.
+            record: its numbers.
+            num_cached_tokens: its prompt's cache hits.
+            finish_reasons: of its outputs that had one, by index.
         """
 
 
 class Tracer(Protocol):
-    """Is notified of calls and requests, on the event loop."""
+    """Is notified of calls and requests on the event loop."""
 
     def call(self, path: str, context: CallContext, *, has_many: bool) -> CallTrace:
-        """A call of a method begins in this task.
+        """A call begins in this task.
 
         Args:
-            path: the method's full name, as in `onward.v1.GenerationService/Generate`.
+            path: the method's full name, such as `onward.v1.GenerationService/Generate`.
             context: gRPC's.
-            has_many: whether it may bring several requests, each of which is a matter of its own.
+            has_many: whether the call may have several requests, each with a span of its own.
         """
 
     def request(self, model: str) -> RequestTrace:
-        """A request of a served model asks for a place, in the task of its call."""
+        """A request of a served model begins, in the task of its call."""
 
     async def close(self, max_wait_seconds: float) -> None:
-        """Nothing follows; what is not yet exported has so long to be."""
+        """Exports the rest, for at most `max_wait_seconds`. Nothing may be reported afterwards."""
 
 
 class NoTracer:
-    """Keeps nothing, and is its own trace of everything."""
+    """Discards everything."""
 
     def call(self, path: str, context: CallContext, *, has_many: bool) -> CallTrace:
         """Nothing."""

@@ -1,9 +1,8 @@
 """Our metrics under vLLM's names, so that dashboards and alerts made for vLLM load on us.
 
-A collector: whatever was observed once is shown a second time when somebody looks, and nothing is done before that.
-Labels are vLLM's, units agree, buckets stay ours. A server of ours is vLLM's engine 0. What we have no counterpart of
-is left out: parameters of requests, KV blocks, LoRA, multi-modal inputs, guesses by their place, sleep and its HTTP
-server.
+A collector: it renames our samples at each scrape and does nothing in between. Labels and units are vLLM's, buckets are
+ours; a server is vLLM's engine 0. Left out are metrics without a counterpart: request parameters, KV blocks, LoRA,
+multi-modal inputs, draft tokens by position, sleep mode and the HTTP server's.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ FINISHED_REASONS: Mapping[str, str] = {
     ClientStalled.label: "abort",
     EngineFailed.label: "error",
 }
-"""vLLM's word for each way in which a request can end. It does not count those that it refuses."""
+"""vLLM's finish reason by ours. vLLM does not count refused requests."""
 
 _PREFIX = "vllm:"
-_MODEL = "model_name"  # its name of the label, and ours
+_MODEL = "model_name"  # vLLM's name and ours
 _ENGINE = {"engine": "0"}
 
 
 class VllmNames(Collector):
-    """Shows `metrics` under vLLM's names."""
+    """Exports `metrics` under vLLM's names."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._requests = metrics.requests
@@ -71,14 +70,14 @@ class VllmNames(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """What a scrape shows."""
+        """The renamed metrics."""
         for name, metric in self._renamed.items():
             yield _renamed(metric, f"{_PREFIX}{name}")
         yield self._request_success()
         yield self._waiting_by_reason()
 
     def _request_success(self) -> Metric:
-        """Requests by vLLM's reasons, of which several of ours may be one."""
+        """Requests by vLLM's finish reason, which may sum several of ours."""
         shown = Metric(
             f"{_PREFIX}request_success", "Requests that the engine had and that ended, by reason.", "counter"
         )
@@ -94,7 +93,7 @@ class VllmNames(Collector):
         return shown
 
     def _waiting_by_reason(self) -> Metric:
-        """Requests wait for room: nothing else holds one of ours back."""
+        """Waiting requests by reason: ours always wait for capacity."""
         shown = Metric(f"{_PREFIX}num_requests_waiting_by_reason", "Requests that wait, by what for.", "gauge")
         shown.samples = [
             Sample(shown.name, {**sample.labels, **_ENGINE, "reason": reason}, value)
@@ -110,7 +109,7 @@ def _family(metric: Gauge | Counter | Histogram) -> Metric:
 
 
 def _renamed(metric: Gauge | Counter | Histogram, name: str) -> Metric:
-    """The same samples under another name; a sample's own ends in what it is, as in `_bucket`."""
+    """The same samples under another name, each with its own suffix, such as `_bucket`."""
     family = _family(metric)
     shown = Metric(name, family.documentation, family.type)
     shown.samples = [

@@ -275,7 +275,7 @@ class TestByLoad:
             ]
             assert answers[0] == answers[1]
 
-    def test_health_is_told(self, two: Replicas) -> None:
+    def test_health_is_reported(self, two: Replicas) -> None:
         stub = health_pb2_grpc.HealthStub(two.channel)
         for name in ("", "onward.v1.GenerationService", *MODELS):
             told = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=SECONDS)

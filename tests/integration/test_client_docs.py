@@ -88,7 +88,7 @@ async def test_python_of_the_page_runs_and_prints_what_the_server_says(tmp_path:
             program = block
             for shown, real in addresses.items():
                 program = program.replace(shown, real)
-            assert program != block, "a block that asks nobody"
+            assert program != block, "a block without a server's address"
             printed[block] = await run(program, tmp_path)
     whole = printed[block_with("print(answer.text)")]
     day = greedy("3 May 1977", 64, encoder_decoder=True)
@@ -172,7 +172,7 @@ async def test_go_names_messages_fields_and_methods_of_the_contract() -> None:
     assert called == {"GenerateStream"} & methods_of_generation()
 
 
-# Stands for a plug-in of Go's: tells what buf asks of it, in place of stubs.
+# In place of Go's plug-ins: writes what buf requests instead of stubs.
 PLUGIN = """#!{python}
 import sys
 from google.protobuf.compiler import plugin_pb2

@@ -1,7 +1,6 @@
-"""Servers behind a real Envoy: what a caller gets is what a server by itself would have told, but for a few cases.
+"""Servers behind a real Envoy: answers, refusals, retries, load balancing and servers that stop.
 
-The cases are those of docs/scaling-out.md. Most tests share two servers and their Envoy, and count from what they find.
-Servers that are killed, and processes in general, are in tests/faults.
+One fault is missing: a server that is killed, which tests/faults/test_replicas.py does in processes of their own.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ import pytest_asyncio
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.infra.envoy import Envoy, balancing
-from onward.inference import open_inference_pb2 as oip
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2
@@ -35,17 +32,19 @@ from service.config import Admission
 from service.engine.batch import ScheduledBatch
 from service.repository.models import ModelState
 from service.routing import ROUTING_KEY, routing_key
+from tests.balanced import Balanced, behind, target_of, two
 from tests.breaking import Breaking, Fault, breaking
 from tests.fakes import FakeRunner, Gate, expected_tokens, spell
 from tests.identities import key_table
 from tests.servers import (
     MODEL,
     SLOTS,
-    Running,
     eventually,
     expire,
     generate_request,
+    infer_request,
     kinds,
+    nothing,
     read,
     read_accepted,
     rich_details,
@@ -60,104 +59,6 @@ from tests.servers import (
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 Code = grpc.StatusCode
-
-
-class Steps:
-    """What happens before each step of each server: nothing, unless a test says otherwise for a while."""
-
-    def __init__(self) -> None:
-        self._before: Callable[[ScheduledBatch], None] | None = None
-
-    def __call__(self, batch: ScheduledBatch) -> None:
-        if (before := self._before) is not None:
-            before(batch)
-
-    @contextmanager
-    def after(self, before: Callable[[ScheduledBatch], None]) -> Iterator[None]:
-        self._before = before
-        try:
-            yield
-        finally:
-            self._before = None
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """No step is taken."""
-        gate = Gate()
-        with self.after(gate), gate.closed():
-            yield
-
-    def runner(self) -> FakeRunner:
-        """Of one more server."""
-        return FakeRunner(SLOTS, before_run=self)
-
-
-@dataclass(frozen=True, slots=True)
-class Balanced:
-    """Servers, the Envoy before them, and a channel to it; what ended `before` does not count."""
-
-    servers: Sequence[Running]
-    envoy: Envoy
-    channel: grpc.aio.Channel
-    steps: Steps = field(default_factory=Steps)
-    before: Sequence[Counter[str]] = ()
-
-    @property
-    def generation(self) -> Any:
-        return GenerationServiceStub(self.channel)
-
-    @property
-    def ended(self) -> list[Counter[str]]:
-        """How many requests of each server ended in which way."""
-        before = self.before or [Counter()] * len(self.servers)
-        return [Counter(server.ended()) - old for server, old in zip(self.servers, before, strict=True)]
-
-    async def until_ended(self, count: int) -> Counter[str]:
-        """How `count` requests ended, when they have; nobody holds a slot or waits for one then, which is checked."""
-        await eventually(lambda: sum((each for each in self.ended), Counter()).total() >= count)
-        for server in self.servers:
-            for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio"):
-                assert server.metric(gauge, model_name=MODEL) == 0, gauge
-        return sum((each for each in self.ended), Counter())
-
-    def anew(self) -> Balanced:
-        """The same, counted from now on."""
-        return replace(self, before=[Counter(server.ended()) for server in self.servers])
-
-
-@asynccontextmanager
-async def behind(
-    folder: Path, *servers: Running, others: Sequence[str] = (), are_serving: bool = True, steps: Steps | None = None
-) -> AsyncIterator[Balanced]:
-    """Servers of this very event loop, which must go on while Envoy starts: it asks after their health.
-
-    A crowded machine may keep the loop from answering for longer than a server of its own process would take. No test
-    here is about a silent server: Envoy waits. tests/faults/test_replicas.py kills servers, under shipped limits.
-    """
-    held = balancing([*map(target_of, servers), *others], folder, are_serving=are_serving, health_timeout_seconds=60.0)
-    envoy = await asyncio.to_thread(held.__enter__)
-    try:
-        async with grpc.aio.insecure_channel(envoy.target) as channel:
-            yield Balanced(servers, envoy, channel, steps or Steps())
-    finally:
-        await asyncio.to_thread(held.__exit__, None, None, None)
-
-
-@asynccontextmanager
-async def two(folder: Path, *, context: int | None = None, **changes: Any) -> AsyncIterator[Balanced]:
-    """Two servers over fake models behind an Envoy of their own; `changes` are to their configuration."""
-    steps = Steps()
-    model = {} if context is None else {"context": context}
-    async with (
-        running([served_model(**model)], runner=steps.runner(), **changes) as one,
-        running([served_model(**model)], runner=steps.runner(), **changes) as other,
-        behind(folder, one, other, steps=steps) as balanced,
-    ):
-        yield balanced
-
-
-def target_of(server: Running) -> str:
-    return f"{server.endpoint.host}:{server.endpoint.port}"
 
 
 def shared(name: str, **options: Any) -> Any:
@@ -179,9 +80,6 @@ narrow = shared("narrow", max_queue_size=2, max_concurrent_rpcs=2 * (SLOTS + 2))
 @pytest.fixture
 def balanced(usual: Balanced) -> Balanced:
     return usual.anew()
-
-
-# What is answered.
 
 
 async def test_answers_and_streams_are_the_direct_servers_and_both_servers_give_them(balanced: Balanced) -> None:
@@ -214,18 +112,10 @@ async def test_tokens_come_through_one_by_one(balanced: Balanced) -> None:
             steps.release(100)
 
 
-def infer_request(model_name: str = MODEL, **fields: Any) -> oip.ModelInferRequest:
-    request = oip.ModelInferRequest(model_name=model_name, **fields)
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"ab")
-    request.parameters["max_tokens"].int64_param = 4
-    request.parameters["temperature"].double_param = 0
-    return request
-
-
 async def test_several_conversations_of_the_other_protocol_share_a_stream(balanced: Balanced) -> None:
     call = GRPCInferenceServiceStub(balanced.channel).ModelStreamInfer()
     for name in ("x", "y"):
-        await call.write(infer_request(id=name))
+        await call.write(infer_request(request_id=name, max_tokens=4))
     await call.done_writing()
     texts: Counter[str] = Counter()
     async for message in call:
@@ -236,21 +126,10 @@ async def test_several_conversations_of_the_other_protocol_share_a_stream(balanc
 async def test_health_and_models_are_those_of_some_server(balanced: Balanced) -> None:
     health = health_pb2_grpc.HealthStub(balanced.channel)
     for name in ("", MODEL):
-        told = await health.Check(health_pb2.HealthCheckRequest(service=name))
-        assert told.status == health_pb2.HealthCheckResponse.SERVING
+        checked = await health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert checked.status == health_pb2.HealthCheckResponse.SERVING
     described = await ModelServiceStub(balanced.channel).GetModel(model_pb2.GetModelRequest())
     assert described.model == MODEL
-
-
-# What is refused.
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A call that must fail, and how."""
-
-    code: grpc.StatusCode
-    ask: Callable[[grpc.aio.Channel], Any]
 
 
 def generate(**fields: Any) -> Callable[[grpc.aio.Channel], Any]:
@@ -266,52 +145,43 @@ def raw(path: str, message: bytes = b"", **options: Any) -> Callable[[grpc.aio.C
 
 
 _GENERATE = "/onward.v1.GenerationService/Generate"
-REFUSED: Mapping[str, Case] = {
-    "value beyond its limit": Case(Code.INVALID_ARGUMENT, generate(max_tokens=0)),
-    "value beyond its limit, streamed": Case(Code.INVALID_ARGUMENT, stream(max_tokens=0)),
-    "prompt too long": Case(Code.OUT_OF_RANGE, generate(text="a" * 100)),
-    "prompt too long, streamed": Case(Code.OUT_OF_RANGE, stream(text="a" * 100)),
-    "unknown model": Case(Code.NOT_FOUND, generate(model="nobody")),
-    "not offered": Case(
-        Code.UNIMPLEMENTED,
-        lambda channel: GenerationServiceStub(channel).Generate(
-            pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="ab")]))
-        ),
-    ),
-    "no such method": Case(Code.UNIMPLEMENTED, raw("/onward.v1.GenerationService/Nothing")),
-    "no such service": Case(Code.UNIMPLEMENTED, raw("/nobody.Service/Nothing")),
-    "no message": Case(Code.INVALID_ARGUMENT, raw(_GENERATE, b"\xff\xff")),
-    "message too large": Case(Code.RESOURCE_EXHAUSTED, generate(text="a" * 10_000)),
-    "message too large, streamed": Case(Code.RESOURCE_EXHAUSTED, stream(text="a" * 10_000)),
-    "answer too large": Case(
-        Code.OUT_OF_RANGE, generate(max_tokens=60, ignore_eos=True, response=pb.ResponseOptions(logprobs=20))
-    ),
-    "unknown model by the other protocol": Case(
+NO_CHAT = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="ab")]))
+TOO_LARGE = {"max_tokens": 60, "ignore_eos": True, "response": pb.ResponseOptions(logprobs=20)}
+# The status of calls that must fail.
+REFUSED: Mapping[str, tuple[grpc.StatusCode, Callable[[grpc.aio.Channel], Any]]] = {
+    "value beyond its limit": (Code.INVALID_ARGUMENT, generate(max_tokens=0)),
+    "value beyond its limit, streamed": (Code.INVALID_ARGUMENT, stream(max_tokens=0)),
+    "prompt too long": (Code.OUT_OF_RANGE, generate(text="a" * 100)),
+    "unknown model": (Code.NOT_FOUND, generate(model="unknown")),
+    "not offered": (Code.UNIMPLEMENTED, lambda channel: GenerationServiceStub(channel).Generate(NO_CHAT)),
+    "no such method": (Code.UNIMPLEMENTED, raw("/onward.v1.GenerationService/Nothing")),
+    "no message": (Code.INVALID_ARGUMENT, raw(_GENERATE, b"\xff\xff")),
+    "message too large": (Code.RESOURCE_EXHAUSTED, generate(text="a" * 10_000)),
+    "answer too large": (Code.OUT_OF_RANGE, generate(**TOO_LARGE)),
+    "unknown model by the other protocol": (
         Code.NOT_FOUND,
-        lambda channel: GRPCInferenceServiceStub(channel).ModelInfer(infer_request(model_name="nobody")),
+        lambda channel: GRPCInferenceServiceStub(channel).ModelInfer(infer_request(model="unknown")),
     ),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(("code", "ask"), REFUSED.values(), ids=REFUSED.keys())
 async def test_refusals_have_the_code_the_words_and_the_details_of_the_direct_servers(
-    balanced: Balanced, case: Case
+    balanced: Balanced, code: grpc.StatusCode, ask: Callable[[grpc.aio.Channel], Any]
 ) -> None:
-    direct = await status_of(case.ask(balanced.servers[0].channel))
-    through = await status_of(case.ask(balanced.channel))
-    assert direct.code() is case.code
-    assert told(through) == told(direct)
+    direct = await status_of(ask(balanced.servers[0].channel), code)
+    assert as_seen(await status_of(ask(balanced.channel))) == as_seen(direct)
 
 
 async def test_metadata_too_large_is_refused_whether_or_not_envoy_knows_the_limit_yet(balanced: Balanced) -> None:
     # In gRPC's words once it has acknowledged it, in the server's until then.
     ask = raw(_GENERATE, metadata=[("x-padding", "x" * 8192)])
     for channel in (balanced.servers[0].channel, balanced.channel):
-        assert (await status_of(ask(channel))).code() is Code.RESOURCE_EXHAUSTED
+        await status_of(ask(channel), Code.RESOURCE_EXHAUSTED)
 
 
-def told(error: grpc.aio.AioRpcError) -> tuple[Any, ...]:
-    """All that a caller hears of an error."""
+def as_seen(error: grpc.aio.AioRpcError) -> tuple[Any, ...]:
+    """All of an error that a caller sees."""
     details = [value for name, value in error.trailing_metadata() or () if name == "grpc-status-details-bin"]
     # Envoy packs metadata in its own way, and gRPC says how large it was.
     return error.code(), re.sub(r"value length \d+", "value length", str(error.details())), details
@@ -319,9 +189,9 @@ def told(error: grpc.aio.AioRpcError) -> tuple[Any, ...]:
 
 async def test_many_refusals_put_no_server_out(balanced: Balanced) -> None:
     # One after the other, so that nothing good comes between: five in a row are what makes Envoy think.
-    for case in REFUSED.values():
+    for _, ask in REFUSED.values():
         for _ in range(12):
-            await status_of(case.ask(balanced.channel))
+            await status_of(ask(balanced.channel))
     assert await asyncio.to_thread(balanced.envoy.healthy) == {target_of(server) for server in balanced.servers}
     counters = await asyncio.to_thread(balanced.envoy.counters)
     assert counters["cluster.onward.outlier_detection.ejections_enforced_total"] == 0
@@ -333,8 +203,7 @@ async def test_keys_are_asked_for_and_each_server_counts_for_itself(tmp_path: Pa
     path.write_text(key_table("alice", "a-key", rest="requests_per_second = 0.01\nburst = 2"))
     async with two(tmp_path, api_keys=path) as balanced:
         for metadata in ((), wrong):
-            error = await status_of(balanced.generation.Generate(generate_request(), metadata=metadata))
-            assert error.code() is Code.UNAUTHENTICATED
+            await status_of(balanced.generation.Generate(generate_request(), metadata=metadata), Code.UNAUTHENTICATED)
         # Which of the two is asked is chance, until one has no more to give.
         codes: Counter[grpc.StatusCode] = Counter()
         while codes[Code.RESOURCE_EXHAUSTED] < 20:
@@ -401,12 +270,11 @@ async def test_a_server_that_takes_no_more_calls_is_not_taken_for_a_dead_one(nar
         stack.enter_context(balanced.steps.held())
         held = await fill(balanced)
         # The other places that there are, for calls whose requests never come, each of a connection of its own.
-        never = asyncio.Event()
         begun = []
         for server in [*balanced.servers] * (SLOTS + 2):
             options = [("grpc.use_local_subchannel_pool", 1)]
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(target_of(server), options))
-            begun.append(channel.stream_unary(_GENERATE)(_after(never)))
+            begun.append(channel.stream_unary(_GENERATE)(nothing()))
         for server in balanced.servers:
             # They are on their way; until then it is the queue that is full.
             while (await status_of(server.generation.Generate(generate_request()))).details() != FULL:
@@ -431,11 +299,6 @@ async def test_a_server_that_takes_no_more_calls_is_not_taken_for_a_dead_one(nar
 
 
 FULL = f"{2 * (SLOTS + 2)} calls run, which is the most there may be at once"
-
-
-async def _after(event: asyncio.Event) -> AsyncIterator[bytes]:
-    await event.wait()
-    yield b""
 
 
 async def test_a_call_that_failed_in_a_server_is_not_sent_to_another(balanced: Balanced) -> None:
@@ -465,9 +328,6 @@ async def test_a_callers_deadline_reaches_the_server(balanced: Balanced) -> None
     for server in balanced.servers:
         await server.until_idle()
     assert (await balanced.until_ended(1)).keys() <= {"cancelled", "deadline"}
-
-
-# What is begun once at the most.
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,7 +370,7 @@ async def test_what_a_server_has_not_begun_goes_to_another(beside: Beside, fault
 
 
 @pytest.mark.parametrize("fault", [Fault.RESET, Fault.CLOSED])
-async def test_what_a_server_may_have_begun_goes_to_nobody_else(beside: Beside, fault: Fault) -> None:
+async def test_what_a_server_may_have_begun_is_not_retried(beside: Beside, fault: Fault) -> None:
     broken, balanced = await beside.doing(fault)
     num_answered, error = 0, None
     while not broken.num_calls:
@@ -543,9 +403,6 @@ async def test_a_stream_that_broke_after_its_first_message_is_not_begun_anew(bes
     assert (kinds(events), broken.num_calls) == (["accepted"], 1)
 
 
-# What is given up.
-
-
 async def test_200_cancelled_streams_leave_nothing_behind_in_any_server(tmp_path: Path) -> None:
     gate = Gate()
 
@@ -554,7 +411,7 @@ async def test_200_cancelled_streams_leave_nothing_behind_in_any_server(tmp_path
         gate(batch)
         time.sleep(0.002)
 
-    # Room for streams that nobody could wait for the end of.
+    # Streams far too long to end.
     async with two(tmp_path, context=100_000, max_queue_size=200) as balanced:
         with balanced.steps.after(unhurried):
             with gate.closed():
@@ -590,10 +447,7 @@ async def test_a_client_that_stops_reading_loses_its_place_and_the_others_keep_t
             while not sum(server.metric("grpc_server_handled_total", **ended) for server in balanced.servers):
                 answer = await balanced.generation.Generate(generate_request(max_tokens=2))
                 assert len(answer.outputs[0].token_ids) == 2
-            assert (await status_of(stalled)).code() is Code.ABORTED
-
-
-# Servers that come and go.
+            await status_of(stalled, Code.ABORTED)
 
 
 async def test_calls_that_a_stopping_server_refuses_go_to_another(tmp_path: Path) -> None:
@@ -643,9 +497,6 @@ async def test_without_any_server_calls_are_unavailable_at_once_as_without_envoy
         await server.app.verify_all()
         await asyncio.to_thread(balanced.envoy.wait_healthy, [target_of(server)])
         await balanced.generation.Generate(generate_request(max_tokens=1))
-
-
-# Who is asked.
 
 
 async def test_a_key_goes_to_one_server_and_keys_go_to_all(tmp_path: Path) -> None:

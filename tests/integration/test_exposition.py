@@ -58,20 +58,6 @@ def test_scrape_is_plain_text_whatever_the_scraper_would_rather_have(connection:
     assert "sheep_total 3.0\n" in answer.read().decode()
 
 
-def test_client_that_asks_nothing_keeps_no_thread(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(exposition, "_MAX_SECONDS", 0.05)
-    with exposing(metrics_app(registry), "127.0.0.1", 0) as port:
-        for asked in (b"", b"GET /met"):
-            # On a busy machine it has done so before it is sent anything.
-            refused = suppress(ConnectionResetError, BrokenPipeError)
-            with refused, socket.create_connection(("127.0.0.1", port), timeout=30) as silent:
-                silent.sendall(asked)
-                assert silent.recv(1) == b"", "the server has hung up"
-    assert capsys.readouterr().err == ""
-
-
 def test_client_that_asks_byte_by_byte_is_cut_off(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,7 +288,7 @@ def test_other_paths_are_not_found(connection: http.client.HTTPConnection) -> No
     assert connection.getresponse().status == 405
 
 
-def test_failed_scrape_is_told_to_the_log_and_the_next_one_is_answered(
+def test_failed_scrape_is_logged_and_the_next_one_is_answered(
     registry: CollectorRegistry, connection: http.client.HTTPConnection, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
@@ -358,11 +344,10 @@ async def test_clients_cannot_make_series() -> None:
         async def send(number: int) -> None:
             for make in GARBAGE.values():
                 await asyncio.gather(server.generation.Generate(make(number)), return_exceptions=True)
-            for method in (f"/onward.v1.GenerationService/No{number}", f"/nobody.v{number}/Generate"):
-                error = await status_of(server.channel.unary_unary(method)(b""))
-                assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+            for method in (f"/onward.v1.GenerationService/No{number}", f"/unknown.v{number}/Generate"):
+                await status_of(server.channel.unary_unary(method)(b""), grpc.StatusCode.UNIMPLEMENTED)
             garbled = server.channel.unary_unary("/onward.v1.GenerationService/Score")(b"\xff%d" % number)
-            assert (await status_of(garbled)).code() is grpc.StatusCode.INVALID_ARGUMENT
+            await status_of(garbled, grpc.StatusCode.INVALID_ARGUMENT)
             await read(server.stream(max_tokens=1))
 
         await send(0)

@@ -41,8 +41,8 @@ class Said:
     @property
     def facts(self) -> dict[str, Any]:
         """Its last line."""
-        told: dict[str, Any] = json.loads(self.out.splitlines()[-1])
-        return told
+        printed: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return printed
 
 
 async def ask(node: str, target: str, *options: str, model: str = MODEL) -> Said:
@@ -109,7 +109,7 @@ DELAY = 0.02
 @pytest.mark.parametrize(
     "refusals",
     [[Overloaded("m", 8, 8, DELAY), Overloaded("m", 8, 8, DELAY)], [NotServing("starting")]],
-    ids=["told when", "nobody"],
+    ids=["refused with a delay", "unreachable"],
 )
 async def test_refused_call_comes_again(node: str, refusals: list[RequestError], options: tuple[str, ...]) -> None:
     async with refusing(*refusals) as server:

@@ -28,6 +28,7 @@ from tests.servers import (
     engine_for,
     eventually,
     generate_request,
+    infer_request,
     kinds,
     served_model,
     stream_request,
@@ -42,7 +43,7 @@ PROMPT = (1, *spell("ab"))
 
 @dataclass(slots=True)
 class Context:
-    """As Ray's: it is told a status, and knows of no deadline."""
+    """As Ray's: takes a status and has no deadline."""
 
     metadata: tuple[tuple[str, str], ...] = ()
     code: grpc.StatusCode = grpc.StatusCode.OK
@@ -108,7 +109,7 @@ async def test_every_method_is_there_and_health_besides() -> None:
     assert model_pb2.GetModelResponse.FromString(data).model == MODEL
 
 
-async def test_a_server_is_told_every_method_with_bytes_on_both_sides() -> None:
+async def test_every_method_is_registered_with_bytes_on_both_sides() -> None:
     server, found = Mock(), {}
     add_methods(Mock(), server)
     for call in server.add_generic_rpc_handlers.call_args_list:
@@ -125,7 +126,7 @@ async def test_a_server_is_told_every_method_with_bytes_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize(("name", "serves"), [("", True), (MODEL, True), ("onward.v1.GenerationService", True)])
-async def test_health_is_told(name: str, serves: bool) -> None:
+async def test_health_is_reported(name: str, serves: bool) -> None:
     async with taking() as (handlers, _):
         assert handlers.is_serving()
         data = await handlers.call("Check", health_pb2.HealthCheckRequest(service=name).SerializeToString(), Context())
@@ -133,11 +134,11 @@ async def test_health_is_told(name: str, serves: bool) -> None:
     assert (status == health_pb2.HealthCheckResponse.SERVING) is serves
 
 
-async def test_nobodys_health_is_not_found() -> None:
+async def test_unknown_health_is_not_found() -> None:
     context = Context()
     async with taking() as (handlers, _):
         with pytest.raises(Refused):
-            await handlers.call("Check", health_pb2.HealthCheckRequest(service="nobody").SerializeToString(), context)
+            await handlers.call("Check", health_pb2.HealthCheckRequest(service="unknown").SerializeToString(), context)
     assert context.code is grpc.StatusCode.NOT_FOUND
 
 
@@ -150,20 +151,12 @@ async def test_answers_and_streams_are_those_of_a_server() -> None:
     assert (kinds(events)[0], kinds(events)[-1]) == ("accepted", "summary")
 
 
-def infer_request(name: str) -> bytes:
-    request = oip.ModelInferRequest(model_name=MODEL, id=name)
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"ab")
-    request.parameters["max_tokens"].int64_param = 4
-    request.parameters["temperature"].double_param = 0
-    return request.SerializeToString()
-
-
 async def test_a_stream_of_requests_is_answered_while_more_may_come() -> None:
     is_answered = asyncio.Event()
 
     async def requests() -> AsyncIterator[bytes]:
         for name in ("x", "y"):
-            yield infer_request(name)
+            yield infer_request(request_id=name, max_tokens=4).SerializeToString()
         await is_answered.wait()
 
     seen: set[str] = set()
@@ -178,7 +171,7 @@ async def test_a_stream_of_requests_is_answered_while_more_may_come() -> None:
     assert seen == {"x", "y"}
 
 
-async def test_refusals_tell_the_context_code_words_and_details() -> None:
+async def test_refusals_set_the_contexts_code_message_and_details() -> None:
     async with taking() as (handlers, _):
         unary, stream = Context(), Context()
         with pytest.raises(Refused):

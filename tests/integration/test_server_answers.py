@@ -43,8 +43,7 @@ async def test_answers_that_are_not_taken_are_bounded_and_half_of_them_is_one_ca
             for client, num in zip(clients, (2, 1, 1), strict=True):
                 await asyncio.to_thread(ask, client, num, NUM_CALLS - 2 * num)
             asked = pb.DetokenizeRequest(token_ids=[5] * NUM_TOKENS)
-            error = await status_of(server.generation.Detokenize(asked))
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            error = await status_of(server.generation.Detokenize(asked), grpc.StatusCode.RESOURCE_EXHAUSTED)
             assert error.details().startswith("answers that clients did not take yet leave no room for this one")
             refused = {*clients[0].ended}
             for stream in range(1, 2 * NUM_CALLS, 2):

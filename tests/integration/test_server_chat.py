@@ -12,6 +12,7 @@ from tests.servers import generate_request, rich_details, running, served_model,
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
 TEMPLATE = (
     "{% for message in messages %}{{ '<bos>' if message.role == 'user' else '<eos>' }}{{ message.content }}"
     "{% endfor %}{% if messages[-1].content == 'x' %}{{ raise_exception('No x.') }}{% endif %}"
@@ -37,41 +38,34 @@ async def test_conversation_is_rendered_by_the_models_template() -> None:
         assert [token for event in stream for token in event.delta.token_ids] == list(same.outputs[0].token_ids)
 
 
-async def test_control_tokens_that_are_said_are_letters() -> None:
+async def test_control_tokens_in_content_are_letters() -> None:
     async with running([served_model(chat=TEMPLATE)]) as server:
         answer = await server.generation.Generate(generate_request(max_tokens=1, **chat(("user", "a<eos>b"))))
         # "<" and ">" are no letters of this tokenizer's, which reads them as "z".
         assert answer.usage.prompt_tokens == len([BOS, *spell("azeoszb")])
 
 
-@pytest.mark.parametrize(
-    ("messages", "field", "said"),
-    [
-        ([], "prompt.chat.messages", "must have at least 1 message"),
-        ([("robot", "a")], "prompt.chat.messages[0].role", "must be one of system, developer, user"),
-        ([("user", "a"), ("user", "\ufdd0")], "prompt.chat.messages[1].content", "noncharacter U+FDD0"),
-        ([("user", "x")], "prompt.chat.messages", "the model's template refuses it: No x."),
-    ],
-)
-async def test_bad_conversation_is_refused_by_its_part(messages: list[tuple[str, str]], field: str, said: str) -> None:
-    async with running([served_model(chat=TEMPLATE)]) as server:
-        error = await status_of(server.generation.Generate(generate_request(**chat(*messages))))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert said in str(error.details())
-        assert field in str(rich_details(error)) or field in str(error.details())
+BAD = [
+    ((), INVALID, "prompt.chat.messages", "must have at least 1 message"),
+    ((("robot", "a"),), INVALID, "prompt.chat.messages[0].role", "must be one of system, developer, user"),
+    ((("user", "a"), ("user", "\ufdd0")), INVALID, "prompt.chat.messages[1].content", "noncharacter U+FDD0"),
+    ((("user", "x"),), INVALID, "prompt.chat.messages", "the model's template refuses it: No x."),
+    ((("user", "a" * 63),), grpc.StatusCode.OUT_OF_RANGE, "prompt.chat.messages", "must have at most 63 tokens"),
+]
 
 
-async def test_conversation_that_fills_the_context_is_out_of_range() -> None:
+async def test_bad_conversation_is_refused_by_its_part() -> None:
     async with running([served_model(chat=TEMPLATE)]) as server:
-        error = await status_of(server.generation.Generate(generate_request(**chat(("user", "a" * 63)))))
-        assert error.code() is grpc.StatusCode.OUT_OF_RANGE
-        assert "prompt.chat.messages" in str(error.details())
+        for messages, code, field, words in BAD:
+            error = await status_of(server.generation.Generate(generate_request(**chat(*messages))), code)
+            assert words in str(error.details())
+            assert field in str(rich_details(error)) or field in str(error.details())
 
 
 async def test_model_without_a_template_does_not_offer_chat() -> None:
     async with running([served_model("plain"), served_model("polite", chat=TEMPLATE)]) as server:
-        error = await status_of(server.generation.Generate(generate_request(model="plain", **chat(("user", "a")))))
-        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        asked = generate_request(model="plain", **chat(("user", "a")))
+        error = await status_of(server.generation.Generate(asked), grpc.StatusCode.UNIMPLEMENTED)
         assert "prompt.chat" in str(error.details())
         for name, offered in (("plain", False), ("polite", True)):
             described = await server.models.GetModel(model_pb2.GetModelRequest(model=name))

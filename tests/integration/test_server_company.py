@@ -89,8 +89,8 @@ def asked_of(model: str) -> list[pb.GenerateRequest]:
 
 async def answers(server: Running, requests: list[pb.GenerateRequest]) -> list[list[bytes]]:
     """All outputs, to the last bit of their scores; all requests at once."""
-    told = await asyncio.gather(*(server.generation.Generate(request) for request in requests))
-    return [[output.SerializeToString(deterministic=True) for output in each.outputs] for each in told]
+    found = await asyncio.gather(*(server.generation.Generate(request) for request in requests))
+    return [[output.SerializeToString(deterministic=True) for output in each.outputs] for each in found]
 
 
 async def health(server: Running, name: str) -> int:
@@ -103,15 +103,15 @@ async def memory(server: Running, name: str) -> tuple[int, int]:
 
 
 async def test_each_model_answers_among_others_what_it_answers_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The law of company, over models: bit by bit, with scores, whatever runs between two steps."""
+    """Batch invariance over models: the same bits, with scores, whatever runs between two steps."""
     alone = {}
     for name, artifact in ALL.items():
         async with serving(tmp_path_factory.mktemp(name), {name: artifact}) as server:
             alone[name] = await answers(server, asked_of(name))
     async with serving(tmp_path_factory.mktemp("all"), ALL, time_shares=(("other", 3.0),)) as server:
         together = await asyncio.gather(*(answers(server, asked_of(name)) for name in ALL))
-        for name, told in zip(ALL, together, strict=True):
-            assert told == alone[name], name
+        for name, found in zip(ALL, together, strict=True):
+            assert found == alone[name], name
         # Counted apart.
         for name in ALL:
             assert sum(server.ended(name).values()) == len(asked_of(name))
@@ -122,20 +122,6 @@ async def test_each_model_answers_among_others_what_it_answers_alone(tmp_path_fa
     assert alone["writer"] != alone["other"]
 
 
-async def test_whoever_names_no_model_is_told_which_there_are(tmp_path: Path) -> None:
-    async with serving(tmp_path, ALL) as server:
-        for call in (
-            server.generation.Generate(generate_request("ab")),
-            server.models.GetModel(model_pb2.GetModelRequest()),
-        ):
-            error = await status_of(call)
-            assert error.code() is grpc.StatusCode.NOT_FOUND
-            assert error.details() == "model: must be named, several are served; served: other, translator, writer"
-        await server.models.UnloadModel(model_pb2.UnloadModelRequest(model="other"))
-        await server.models.UnloadModel(model_pb2.UnloadModelRequest(model="translator"))
-        assert (await server.generation.Generate(generate_request("ab", max_tokens=2))).model == "writer"
-
-
 async def test_unloading_one_model_harms_no_stream_of_the_others(tmp_path: Path) -> None:
     def stream(server: Running, name: str) -> Any:
         return server.generation.GenerateStream(stream_request("3 May", model=name, max_tokens=70, ignore_eos=True))
@@ -144,9 +130,9 @@ async def test_unloading_one_model_harms_no_stream_of_the_others(tmp_path: Path)
         before = {name: tokens_of(await read(await read_accepted(stream(server, name)))) for name in ALL}
         calls = {name: await read_accepted(stream(server, name)) for name in ALL}
         unloading = asyncio.create_task(_unload(server, "other"))
-        told = {name: tokens_of(await read(call)) for name, call in calls.items()}
+        found = {name: tokens_of(await read(call)) for name, call in calls.items()}
         await unloading
-        assert told == before
+        assert found == before
         assert [await health(server, name) for name in ("", *sorted(ALL))] == [SERVING, NOT_SERVING, SERVING, SERVING]
         assert server.registry.get_sample_value("onward_kv_memory_bytes", {"model_name": "other"}) is None
         assert server.metric("model_serving", model_name="translator") == 1
@@ -156,23 +142,7 @@ async def _unload(server: Running, name: str) -> None:
     await server.models.UnloadModel(model_pb2.UnloadModelRequest(model=name))
 
 
-async def test_a_model_that_does_not_pass_is_alone_with_that() -> None:
-    models = [served_model("good"), served_model("bad", golden_error=1.0), served_model("pair", encoder_decoder=True)]
-    async with running(models) as server:
-        assert [await health(server, name) for name in ("good", "bad", "pair", "")] == [
-            SERVING,
-            NOT_SERVING,
-            SERVING,
-            NOT_SERVING,
-        ]
-        assert (await status_of(server.generation.Generate(generate_request(model="bad")))).code() is (
-            grpc.StatusCode.UNAVAILABLE
-        )
-        for name in ("good", "pair"):
-            assert (await server.generation.Generate(generate_request(model=name, max_tokens=3))).model == name
-
-
-async def test_an_estimate_tells_by_how_much_other_models_lengthen_a_request() -> None:
+async def test_an_estimate_has_the_factor_of_other_models() -> None:
     models = [served_model("quick"), served_model("slow", context=4096)]
     seconds = {"quick": 0.003, "slow": 0.02}
     engines = {
@@ -210,21 +180,22 @@ async def test_the_budget_is_shared_by_weight_and_a_named_model_finds_its_part_k
     async with serving(tmp_path, ALL, kv_memory=BUDGET, kv_shares=shares) as server:
         parts = {name: await memory(server, name) for name in ALL}
         assert parts == {"writer": (BUDGET // 5, 0), "other": (BUDGET // 5, 0), "translator": (2 * BUDGET // 5, 0)}
-        # What was kept for it is there, and nothing is left for anybody else.
+        # Its part is reserved, and nothing is left for others.
         for name in ("later", "stranger"):
             shutil.copytree(WRITER(), tmp_path / name)
         await server.models.LoadModel(model_pb2.LoadModelRequest(model="later"))
         assert await memory(server, "later") == (BUDGET // 5, 0)
         assert server.metric("kv_memory_bytes", model_name="later") == BUDGET // 5
-        error = await status_of(server.models.LoadModel(model_pb2.LoadModelRequest(model="stranger")))
-        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        error = await status_of(
+            server.models.LoadModel(model_pb2.LoadModelRequest(model="stranger")), grpc.StatusCode.FAILED_PRECONDITION
+        )
         left = BUDGET - sum([(await memory(server, name))[0] for name in (*ALL, "later")])
         assert str(error.details()).startswith(
             f"'stranger' cannot be served: kv_memory: stranger gets {left} of {BUDGET} bytes beside later "
         )
 
 
-async def test_what_requests_hold_of_a_models_part_is_told() -> None:
+async def test_the_used_part_of_a_models_memory_is_reported() -> None:
     permits = threading.Semaphore(1)
     runner = FakeRunner(SLOTS, before_run=lambda _: permits.acquire())
     async with running(runner=runner, verify=False, trust=True) as server:
@@ -263,17 +234,17 @@ async def test_unloading_gives_memory_back_and_a_failed_load_keeps_none(tmp_path
 
 
 async def test_a_model_is_reloaded_within_its_part_though_that_holds_one_sequence(tmp_path: Path) -> None:
-    """The new engine has no memory of its own until the old one has ended what it began; nobody is lost."""
+    """The new engine gets memory only when the old one has ended; no request is lost."""
     least = loading.needs_of(load_models_of(tmp_path / "sizes")[0].manifest, ServeConfig(models=tmp_path)).least
     folder = tmp_path / "served"
     folder.mkdir()
     async with serving(folder, {"writer": WRITER}, kv_memory=least) as server:
         asked = generate_request("3 May", model="writer", max_tokens=60, ignore_eos=True, response=LOGPROBS)
-        told = asyncio.create_task(answers(server, [asked] * 6))
+        found = asyncio.create_task(answers(server, [asked] * 6))
         await eventually(lambda: server.metric("num_requests_running", model_name="writer") > 0)
         await server.models.ReloadModel(model_pb2.ReloadModelRequest(model="writer"))
         late = await answers(server, [asked] * 3)
-        assert len({tuple(each) for each in (*await told, *late)}) == 1
+        assert len({tuple(each) for each in (*await found, *late)}) == 1
         assert await memory(server, "writer") == (least, 0)
         assert server.ended("writer") == {"length": 9}
 

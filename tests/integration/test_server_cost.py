@@ -155,7 +155,7 @@ class Turnstile(Slow):
         super()._wait(batch)
 
 
-async def test_estimate_answers_while_the_model_is_busy_and_foretells_the_queue() -> None:
+async def test_estimate_answers_while_the_model_is_busy_and_predicts_the_queue() -> None:
     runner = Turnstile(0.002)
     asked = pb.EstimateRequest(request=generate_request("a", max_tokens=5))
     # So long that none ends while the estimate is on its way.
@@ -164,7 +164,7 @@ async def test_estimate_answers_while_the_model_is_busy_and_foretells_the_queue(
             streams = [server.stream(max_tokens=4000, ignore_eos=True) for _ in range(SLOTS + 2)]
             for stream in streams:
                 await read_accepted(stream)
-            # All that have a place have told a token, and the others never will.
+            # Every running request has a token, and the others never will.
             runner.turn(SLOTS)
             await eventually(lambda: server.metric("generation_tokens_total", model_name=MODEL) >= 2 * SLOTS)
             estimating = asyncio.create_task(answer_of(server.generation.Estimate(asked)))
@@ -177,13 +177,13 @@ async def test_estimate_answers_while_the_model_is_busy_and_foretells_the_queue(
                 stream.cancel()
         await server.until_ended(SLOTS + 2)
         alone = await server.generation.Estimate(asked)
-    # Somebody must end first.
+    # A running request must end first.
     assert estimate.queue_seconds > 0.02
     assert estimate.finish_seconds == pytest.approx(estimate.queue_seconds + estimate.cost.predicted_seconds)
     assert alone.queue_seconds == 0
 
 
-async def test_nothing_is_foretold_before_anything_was_seen() -> None:
+async def test_nothing_is_predicted_before_any_step_was_measured() -> None:
     async with running() as server:
         asked = generate_request("ab", max_tokens=3, response=COST)
         estimate = await server.generation.Estimate(pb.EstimateRequest(request=asked))
@@ -198,16 +198,13 @@ async def test_nothing_is_foretold_before_anything_was_seen() -> None:
 
 BAD: dict[str, pb.GenerateRequest] = {
     "a field beyond its limit": generate_request("ab", sampling=pb.SamplingParams(top_p=2.0)),
-    "no prompt": pb.GenerateRequest(),
     "a model that is not served": generate_request("ab", model="other"),
     "a feature that is not offered": pb.GenerateRequest(
         chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="ab")])
     ),
     "a prompt that leaves no room": generate_request("a" * 64),
-    "an id that is no token": generate_request(token_ids=pb.TokenIds(ids=[99])),
-    "a stop that is no token": generate_request("ab", stop_token_ids=[99]),
-    "a prefix for a decoder": generate_request("ab", target_prefix="x"),
     "more outputs than there are rows": generate_request("ab", sampling=pb.SamplingParams(n=SLOTS + 1)),
+    "more outputs than the operator allows": generate_request("ab", sampling=pb.SamplingParams(n=SLOTS + 2)),
     "an id in use": generate_request("ab", request_id="mine"),
 }
 
@@ -217,14 +214,15 @@ async def test_estimate_refuses_what_generate_would_with_the_same_words_and_coun
     request_: pb.GenerateRequest,
 ) -> None:
     gate = Gate()
-    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
+    limits = replace(RequestLimits(), max_outputs=SLOTS + 1)
+    async with running(runner=FakeRunner(SLOTS, before_run=gate), limits=limits) as server:
         with gate.closed():
             busy = await read_accepted(server.stream(request_id="mine"))
             generated = asyncio.ensure_future(status_of(server.generation.Generate(request_)))
             estimated = asyncio.ensure_future(
                 status_of(server.generation.Estimate(pb.EstimateRequest(request=request_)))
             )
-            # Only the engine knows of some, and it is in the middle of a step: who is not refused by then waits for it.
+            # Only the engine refuses some of them, at the end of the step in which it is held.
             await eventually(lambda: server.app._calls.num_open == 3 - generated.done() - estimated.done())
         errors = await generated, await estimated
         await read(busy)
@@ -249,14 +247,6 @@ async def test_estimate_of_a_full_or_a_draining_server_is_refused_as_a_request_w
     assert drained.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_outputs_beyond_the_operators_limit_are_refused_in_an_estimate() -> None:
-    async with running(limits=replace(RequestLimits(), max_outputs=2)) as server:
-        asked = generate_request("ab", sampling=pb.SamplingParams(n=3))
-        error = await status_of(server.generation.Estimate(pb.EstimateRequest(request=asked)))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert str(error.details()).startswith("sampling.n: ")
-
-
 async def test_what_was_learned_and_how_far_off_it_was_are_metrics() -> None:
     labels = {"model_name": MODEL}
     async with running(runner=Slow(0.003), calibrate=True) as server:
@@ -266,7 +256,7 @@ async def test_what_was_learned_and_how_far_off_it_was_are_metrics() -> None:
         for number in range(3):
             await server.generation.Generate(generate_request("ab", max_tokens=5 + number))
         assert server.metric("cost_model_relative_error", **labels) > 0
-        # Steps that nobody asked for are nobody's requests.
+        # Calibration steps are not requests.
         assert server.metric("prompt_tokens_total", **labels) == 3 * len(PROMPT)
         assert server.metric("step_batch_size_sum", **labels) == 5 + 6 + 7
 

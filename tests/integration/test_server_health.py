@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests.servers import (
     engine_for,
     eventually,
     generate_request,
+    nothing,
     read_accepted,
     running,
     served_model,
@@ -99,14 +99,8 @@ async def test_a_check_that_brings_no_request_ends_though_calls_may_take_their_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(open_methods, "_MAX_REQUEST_SECONDS", 0.01)
-
-    async def nothing() -> AsyncIterator[bytes]:
-        await asyncio.Event().wait()
-        yield b""
-
     async with running(max_stall_seconds=600.0) as server:
-        error = await status_of(server.channel.stream_unary("/grpc.health.v1.Health/Check")(nothing()))
-        assert error.code() is grpc.StatusCode.ABORTED
+        await status_of(server.channel.stream_unary("/grpc.health.v1.Health/Check")(nothing()), grpc.StatusCode.ABORTED)
 
 
 class Slow:
@@ -175,8 +169,7 @@ async def test_list_names_the_models_to_the_holder_of_a_key_alone(tmp_path: Path
     path = tmp_path / "keys.toml"
     path.write_text(key_table("alice", "key"))
     async with running(api_keys=path) as server:
-        error = await status_of(server.channel.unary_unary(LIST)(b""))
-        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        await status_of(server.channel.unary_unary(LIST)(b""), grpc.StatusCode.UNAUTHENTICATED)
         assert MODEL in await listed(server, metadata=bearer("key"))
 
 

@@ -122,13 +122,13 @@ def test_what_was_generated_scores_as_it_was_reported(channel: grpc.Channel, fam
     if family == "encoder-decoder":
         longer = {"target_prefix": output.text}
     again = stub.Generate(request(family, **longer, response=pb.ResponseOptions(prompt_logprobs=0)))
-    told = [each.logprob for each in again.prompt_logprobs]
+    scored = [each.logprob for each in again.prompt_logprobs]
     if family == "encoder-decoder":
         alone = stub.Score(pb.ScoreRequest(model=family, text="3 May", target_text=output.text))
-        assert told == [token.logprob for token in alone.tokens]
+        assert scored == [token.logprob for token in alone.tokens]
     else:
-        assert len(told) == len(given) + 24 - 1
-        assert told[-24:] == pytest.approx(reported, abs=2e-4)
+        assert len(scored) == len(given) + 24 - 1
+        assert scored[-24:] == pytest.approx(reported, abs=2e-4)
 
 
 @pytest.mark.parametrize(("name", "family"), ADDITIVE_MODELS.items())
@@ -191,10 +191,10 @@ def test_ask_prints_the_text(served: Served, channel: grpc.Channel, stream: bool
     assert out.getvalue() == GenerationServiceStub(channel).Generate(expected).outputs[0].text + "\n"
 
 
-def test_ask_tells_what_went_wrong_and_fails(served: Served) -> None:
+def test_ask_prints_the_error_and_fails(served: Served) -> None:
     out, err = io.StringIO(), io.StringIO()
-    assert ask(AskConfig(model="nobody", text="a", target=served.target), out, err) == 1
-    assert err.getvalue().startswith("NOT_FOUND: model: 'nobody' is not served")
+    assert ask(AskConfig(model="unknown", text="a", target=served.target), out, err) == 1
+    assert err.getvalue().startswith("NOT_FOUND: model: 'unknown' is not served")
 
 
 def has_kernels(served: Served) -> bool:
@@ -218,9 +218,7 @@ def golden_tokens(models: Path, family: str) -> Iterator[tuple[list[int], list[i
 
 
 @pytest.mark.skipif(kernels.library() is None, reason="the kernels are not built: python -m model.kernels")
-def test_a_server_that_is_told_to_answers_by_standard_operators_though_there_are_kernels(
-    models: Path, served: Served, tmp_path: Path
-) -> None:
+def test_a_server_without_kernels_answers_by_standard_operators(models: Path, served: Served, tmp_path: Path) -> None:
     with (
         (tmp_path / "log").open("w", encoding="utf-8") as log,
         serving(models, "--kernels", "standard", log=log) as plain,

@@ -12,7 +12,6 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from onward.inference import open_inference_pb2 as oip
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from onward.v1 import generation_pb2 as pb
 from tests.fakes import FakeRunner, Gate
@@ -21,8 +20,8 @@ from tests.servers import (
     CONFIG,
     SLOTS,
     Running,
-    eventually,
     generate_request,
+    infer_request,
     read,
     read_accepted,
     rich_details,
@@ -54,8 +53,7 @@ async def test_a_priority_above_the_keys_is_refused_by_name_and_one_below_is_not
             asked = generate_request("ab", max_tokens=1, priority=most + 1)
             estimate = pb.EstimateRequest(request=asked)
             for ask, what in ((server.generation.Generate, asked), (server.generation.Estimate, estimate)):
-                error = await status_of(ask(what, **by(name)))
-                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                error = await status_of(ask(what, **by(name)), grpc.StatusCode.INVALID_ARGUMENT)
                 assert error.details() == f"priority: must be at most {most} with this API key, got {most + 1}"
     async with running() as server:
         assert (await server.generation.Generate(generate_request("ab", max_tokens=1, priority=2**31 - 1))).outputs
@@ -76,10 +74,7 @@ async def test_sequences_in_flight_are_bounded_whatever_method_brings_them(tmp_p
         with gate.closed():
             held = await hold(server, "a", sampling=pb.SamplingParams(n=2))
             search = pb.BeamSearchParams(beam_size=2)
-            infer = oip.ModelInferRequest(model_name="fake")
-            tensor = infer.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-            tensor.contents.bytes_contents.append(b"ab")
-            infer.parameters["n"].int64_param = 2
+            infer = infer_request(n=2)
             stub = GRPCInferenceServiceStub(server.channel)
             for call in (
                 server.generation.Generate(generate_request("ab", sampling=pb.SamplingParams(n=2)), **by("a")),
@@ -200,8 +195,7 @@ async def test_two_keys_use_one_request_id_at_once_and_neither_fails(tmp_path: P
                 error = await status_of(server.generation.Generate(asked, **by(name)))
                 assert error.details() == "request_id: must not be in use by another request, got 'same'"
             streams[0].cancel()
-            cancelled = {"grpc_method": "GenerateStream", "grpc_code": "CANCELLED"}
-            await eventually(lambda: server.metric("grpc_server_handled_total", **cancelled) == 1)
+            await server.until_handled("GenerateStream", "CANCELLED")
         events = await read(streams[1])
         assert len(tokens_of(events)) == 3, "the abort of the one does not end the other"
         answer = await server.generation.Generate(asked, **by("a"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import struct
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from tokenizers import decoders, pre_tokenizers
 
 from model.spec.chat import Chat, ChatSettings
 from model.spec.tokenizer import LOSSY_TOKEN_BYTES, Tokenizer
-from onward.inference import open_inference_pb2 as oip
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from onward.v1 import generation_pb2 as pb
 from service import app
@@ -32,6 +30,7 @@ from tests.servers import (
     Running,
     eventually,
     generate_request,
+    infer_request,
     letter_tokenizer,
     read,
     running,
@@ -52,7 +51,7 @@ QUEUE = 4
 
 
 class Watched(Tokenizer):
-    """Notes how long what it tokenizes is; waits while it is told to."""
+    """Notes the length of each text; waits while `goes_on` is cleared."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         super().__init__(inner)
@@ -71,15 +70,6 @@ def watched_model(**options: Any) -> tuple[ServedModel, Watched]:
     chat = Chat(ChatSettings(TEMPLATE), tokenizer)
     model = served_model(**options)
     return dataclasses.replace(model, prompt_tokenizer=tokenizer, output_tokenizer=tokenizer, chat=chat), tokenizer
-
-
-def infer_request(text: str, request_id: str = "", **parameters: int) -> oip.ModelInferRequest:
-    request = oip.ModelInferRequest(model_name=MODEL, id=request_id)
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-    request.raw_input_contents.append(struct.pack("<I", len(text)) + text.encode())
-    for name, value in {"temperature": 0, **parameters}.items():
-        request.parameters[name].int64_param = value
-    return request
 
 
 def chat(*contents: str) -> dict[str, Any]:
@@ -121,8 +111,9 @@ async def test_text_of_more_bytes_than_the_context_holds_is_never_tokenized() ->
 async def test_target_prefix_of_more_bytes_than_the_context_holds_is_never_tokenized() -> None:
     model, tokenizer = watched_model(encoder_decoder=True)
     async with running([model]) as server:
-        error = await status_of(server.generation.Generate(generate_request("a", target_prefix=LONG)))
-        assert error.code() is Code.OUT_OF_RANGE
+        error = await status_of(
+            server.generation.Generate(generate_request("a", target_prefix=LONG)), Code.OUT_OF_RANGE
+        )
         assert str(error.details()).startswith("target_prefix: must have at most 62 tokens, which hold at most")
         assert max(tokenizer.sizes) == 1
 
@@ -133,10 +124,10 @@ async def test_text_beyond_the_limit_of_tokenize_waits_for_no_thread() -> None:
         tokenizer.goes_on.clear()
         waiting = server.generation.Tokenize(pb.TokenizeRequest(text="a"))
         await eventually(lambda: tokenizer.sizes == [1])
-        error = await status_of(server.generation.Tokenize(pb.TokenizeRequest(text=LONG)))
-        assert error.code() is Code.INVALID_ARGUMENT
-        error = await status_of(server.generation.Detokenize(pb.DetokenizeRequest(token_ids=[3] * 65_537)))
-        assert error.code() is Code.INVALID_ARGUMENT
+        await status_of(server.generation.Tokenize(pb.TokenizeRequest(text=LONG)), Code.INVALID_ARGUMENT)
+        await status_of(
+            server.generation.Detokenize(pb.DetokenizeRequest(token_ids=[3] * 65_537)), Code.INVALID_ARGUMENT
+        )
         tokenizer.goes_on.set()
         await waiting
         assert tokenizer.sizes == [1]
@@ -152,8 +143,7 @@ async def test_estimates_hold_places_while_they_are_tokenized() -> None:
         lane = server.app._engine._lanes[MODEL]
         await eventually(lambda: lane._taken.total() == SLOTS + QUEUE)
         for call in (server.generation.Estimate(estimate), server.generation.Generate(generate_request())):
-            error = await status_of(call)
-            assert error.code() is Code.RESOURCE_EXHAUSTED
+            error = await status_of(call, Code.RESOURCE_EXHAUSTED)
             assert str(error.details()).startswith(f"{SLOTS + QUEUE} requests of {MODEL} run or wait")
         waiting.pop().cancel()
         await eventually(lambda: lane._taken.total() == SLOTS + QUEUE - 1)

@@ -94,7 +94,7 @@ def main(target: str, model: str) -> dict[str, Any]:
         "live": client.is_server_live(),
         "ready": client.is_server_ready(),
         "model_ready": client.is_model_ready(model),
-        "nobody_ready": client.is_model_ready("nobody"),
+        "unknown_ready": client.is_model_ready("unknown"),
         "server": [client.get_server_metadata().name, list(client.get_server_metadata().extensions)],
         "inputs": [[each.name, each.datatype, list(each.shape)] for each in metadata.inputs],
         "outputs": [[each.name, each.datatype, list(each.shape)] for each in metadata.outputs],
@@ -119,7 +119,7 @@ def main(target: str, model: str) -> dict[str, Any]:
             },
         ),
         "refusals": {
-            "unknown model": refusal(lambda: client.infer("nobody", [text_input(TEXT)])),
+            "unknown model": refusal(lambda: client.infer("unknown", [text_input(TEXT)])),
             "unknown version": refusal(lambda: client.infer(model, [text_input(TEXT)], model_version="2")),
             "wrong dtype": refusal(
                 lambda: client.infer(

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-import trustme
 
 from loadtest import bench
 from loadtest.access import Access, add_access, read_access
 from loadtest.bench import Settings
 from loadtest.clients import WireProtocol
 from loadtest.figures import summarise
-from tests.integration.test_server_security import HOST, KEY, Authority, keys_file
+from tests.identities import HOST, Authority
+from tests.integration.test_server_security import KEY, alices_keys
 from tests.load.test_bench import options
 from tests.servers import MODEL, running
 
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_named(words: tuple[str, ...], said: str) -> None:
 async def test_a_guarded_server_is_driven_by_who_has_certificate_and_key_and_by_nobody_else(
     protocol: WireProtocol, tmp_path: Path
 ) -> None:
-    authority = Authority(trustme.CA(), tmp_path)
+    authority = Authority(tmp_path)
     certificate, key = authority.issue("server", HOST)
     own_certificate, own_key = authority.issue("client", "client.example")
     shown = tmp_path / "key"
@@ -64,7 +64,7 @@ async def test_a_guarded_server_is_driven_by_who_has_certificate_and_key_and_by_
     tls = ("--ca-certificate", str(authority.pem), "--server-name", HOST)
     own = ("--client-certificate", str(own_certificate), "--client-key", str(own_key))
     guards = {"tls_certificate": certificate, "tls_key": key, "tls_client_ca": authority.pem}
-    async with running(api_keys=keys_file(tmp_path), **guards) as server:
+    async with running(api_keys=alices_keys(tmp_path), **guards) as server:
 
         async def measured(*words: str) -> dict[str, object]:
             load = options("--model", MODEL, "--num-prompts", "4", "--max-tokens", "3", "--prompt-tokens", "2", *words)

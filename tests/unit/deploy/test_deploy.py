@@ -1,4 +1,4 @@
-"""What the container and the cluster are told agrees with the project, and with the schemas of those who read it."""
+"""The files of deploy/ agree with the project and with their schemas."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_dockerfile_sets_variables_that_the_server_reads() -> None:
 def test_image_is_handed_what_a_compiler_made_and_no_compiler() -> None:
     build, final = re.split(r"^FROM .*$", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]
     assert "g++" in build
-    # Of what is installed: in /src lie the sources, whose library nobody would find.
+    # Built for the installed package: a library in /src would not be found.
     assert build.index("/wheels/*.whl") < build.index("/opt/onward/bin/python -I -m model.kernels")
     assert "apt-get" not in final
     assert re.findall(r"^COPY .*$", final, re.MULTILINE) == ["COPY --from=build /opt/onward /opt/onward"]
@@ -332,19 +332,19 @@ def test_gateway_keeps_what_is_for_one_server_from_going_to_any() -> None:
     wholly = {match["service"] for match in matches if "method" not in match}
     singly = {(match["service"], match["method"]) for match in matches if "method" in match}
     assert not wholly & {service for service, _ in singly}
-    told = {
+    routed = {
         method.name: service.full_name in wholly or (service.full_name, method.name) in singly
         for file in (generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
         for service in file.services_by_name.values()
         for method in service.methods
     }
-    assert {name for name, is_passed_on in told.items() if not is_passed_on} == {
+    assert {name for name, is_passed_on in routed.items() if not is_passed_on} == {
         name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE
     }
     assert {"grpc.health.v1.Health", reflection.SERVICE_NAME} <= wholly
     # No name is misspelt: each is a method of ours, or all of a service.
     assert len(singly) + len(wholly) == len(matches)
-    assert {method for _, method in singly} <= {name for name, is_passed_on in told.items() if is_passed_on}
+    assert {method for _, method in singly} <= {name for name, is_passed_on in routed.items() if is_passed_on}
 
 
 def test_gateway_leads_to_the_pods_and_listens_where_clients_look() -> None:
@@ -432,7 +432,7 @@ def test_envoys_two_ways_to_choose_a_server_differ_in_nothing_else() -> None:
     assert one == other
 
 
-def test_envoy_routes_by_the_metadata_that_clients_are_told_of() -> None:
+def test_envoy_routes_by_the_documented_metadata() -> None:
     (host,) = envoy_route_config()["route_config"]["virtual_hosts"]
     *_, by_key, _ = host["routes"]
     assert [header["name"] for header in by_key["match"]["headers"]] == [ROUTING_KEY]
@@ -466,7 +466,7 @@ def test_envoy_listens_where_clients_look_and_finds_the_servers_that_it_has_star
     assert admin["address"] == "127.0.0.1"
 
 
-def test_envoy_of_the_cluster_is_configured_by_the_command_that_its_manifest_tells(tmp_path: Path) -> None:
+def test_envoy_of_the_cluster_is_configured_by_its_manifests_command(tmp_path: Path) -> None:
     manifest = (ROOT / "deploy" / "kubernetes" / "envoy.yaml").read_text()
     expressions = re.findall(r"--expression '([^']+)'", manifest)
     assert len(expressions) == 3

@@ -69,7 +69,7 @@ def test_replicas_are_as_many_as_the_neediest_model_wants(reports: list[dict[str
 
 
 @pytest.mark.parametrize("reports", [None, {}, {"running_requests": {0: 5.0}}])
-def test_replicas_stay_as_many_while_nobody_reports(reports: Any) -> None:
+def test_replicas_stay_as_many_without_reports(reports: Any) -> None:
     assert replicas(SimpleNamespace(aggregated_metrics=reports, target_num_replicas=7)) == (7, {})
 
 
@@ -106,11 +106,11 @@ def test_who_was_killed_is_forgotten_by_who_comes_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_ray_is_told_how_replicas_are_chosen_and_how_large_messages_may_be(by_key: bool) -> None:
-    told = environment(12345, by_key=by_key)
-    assert told["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == "12345"
-    assert told["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-    balance = told["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"]
+def test_ray_is_configured_for_routing_and_message_size(by_key: bool) -> None:
+    given = environment(12345, by_key=by_key)
+    assert given["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == "12345"
+    assert given["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    balance = given["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"]
     assert balance.splitlines()[0] == (f"hdr({ROUTING_KEY})" if by_key else "leastconn")
     assert ("hash-type consistent" in balance) is by_key
 

@@ -123,7 +123,7 @@ def test_deadline_is_written_where_there_is_a_place_for_it() -> None:
 
 
 @pytest.mark.parametrize(("target", "key"), [("", "k"), ("a:1", ""), ("a:1", "k\n"), ("a:1", "é"), ("a:1", "a\x07")])
-def test_connection_that_cannot_be_is_refused_without_telling_the_key(target: str, key: str) -> None:
+def test_invalid_connection_is_refused_without_showing_the_key(target: str, key: str) -> None:
     with pytest.raises(ValueError, match=r"^(target|api_key): ") as caught:
         Connection(target, api_key=key)
     assert not key.strip() or key.strip() not in str(caught.value).removeprefix("api_key")
@@ -182,7 +182,7 @@ def test_error_names_the_field_the_moment_and_the_request() -> None:
 
 
 @pytest.mark.parametrize("retry", [None, 0.5])
-def test_refusal_by_deadline_tells_its_numbers(retry: float | None) -> None:
+def test_refusal_by_deadline_has_its_numbers(retry: float | None) -> None:
     numbers = {"queue_seconds": 1.0, "prefill_seconds": 2.0, "decode_seconds": 3.0, "left_seconds": 4.0}
     error = failed(DeadlineUnreachable(**numbers, retry_after_seconds=retry))
     assert (error.reason, error.retry_after_seconds) == ("DEADLINE_UNREACHABLE", retry)
@@ -203,11 +203,15 @@ def error_of(kind: type[CallError], retry: float | None = None) -> CallError:
 
 def test_pauses_grow_to_their_limit_and_begin_where_the_server_says() -> None:
     policy = RetryPolicy(initial_backoff_seconds=0.25, max_backoff_seconds=1.0)
-    unavailable, told = error_of(Unavailable), error_of(ResourceExhausted, 2.0)
+    unavailable, full = error_of(Unavailable), error_of(ResourceExhausted, 2.0)
     longest = [policy.pause_seconds(unavailable, attempt, lambda: 1.0) for attempt in (1, 2, 3, 4, 5000)]
     assert longest == [0.25, 0.5, 1.0, 1.0, 1.0]
     assert policy.pause_seconds(unavailable, 3, lambda: 0.0) == 0.0
-    assert [policy.pause_seconds(told, 2, lambda share=share: share) for share in (0.0, 0.5, 1.0)] == [2.0, 2.25, 2.5]
+    assert [policy.pause_seconds(full, 2, lambda share=share: share) for share in (0.0, 0.5, 1.0)] == [
+        2.0,
+        2.25,
+        2.5,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +229,7 @@ def test_pauses_grow_to_their_limit_and_begin_where_the_server_says() -> None:
         (error_of(CallError, 1.0), True, False),
     ],
 )
-def test_only_what_was_refused_for_now_or_found_nobody_is_tried_again(
+def test_only_refusals_with_a_delay_and_unavailable_are_retried(
     error: CallError, is_repeatable: bool, helps: bool
 ) -> None:
     attempts = Attempts(RetryPolicy(), None, is_repeatable=is_repeatable)
@@ -296,9 +300,15 @@ def test_generation_has_what_the_answer_has() -> None:
     )
     best = pb.GenerationOutput(index=1, text="b", finish_reason=pb.FINISH_REASON_END_OF_SEQUENCE, score=-0.5)
     answer = pb.GenerateResponse(outputs=[output, best], model="m", request_id="r", usage=pb.Usage(prompt_tokens=3))
-    told = generation(answer)
-    assert (told.text, told.model, told.request_id, told.cost, told.usage.prompt_tokens) == ("a", "m", "r", None, 3)
-    first, second = told.outputs
+    found = generation(answer)
+    assert (found.text, found.model, found.request_id, found.cost, found.usage.prompt_tokens) == (
+        "a",
+        "m",
+        "r",
+        None,
+        3,
+    )
+    first, second = found.outputs
     assert (first.token_ids, first.matched_stop, first.score) == ((5,), "b", None)
     assert (second.finish_reason, second.matched_stop, second.score) == (FinishReason.END_OF_SEQUENCE, None, -0.5)
     answer.cost.attended_pairs = 7
@@ -307,7 +317,7 @@ def test_generation_has_what_the_answer_has() -> None:
     assert cost.attended_pairs == 7
 
 
-def test_stream_tells_outputs_as_chunks_and_the_rest_of_itself() -> None:
+def test_stream_has_outputs_as_chunks_and_the_rest_as_attributes() -> None:
     facts = StreamFacts("mine")
     event = pb.GenerateStreamResponse
     events = [

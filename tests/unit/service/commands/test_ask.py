@@ -58,7 +58,7 @@ def ask(
             requests.append(request)
             return Call()
 
-    monkeypatch.setattr("onward.blocking.GenerationServiceStub", Stub)
+    monkeypatch.setattr("onward.methods.GenerationServiceStub", Stub)
     out, err = io.StringIO(), io.StringIO()
     status = client.ask(AskConfig(model="m", text="a", stream=True, **options), out, err)
     return status, out.getvalue(), err.getvalue()

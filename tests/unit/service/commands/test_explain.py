@@ -28,7 +28,7 @@ def explain(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[int, str, 
             requests.append(request)
             return answer
 
-    monkeypatch.setattr("onward.blocking.GenerationServiceStub", Stub)
+    monkeypatch.setattr("onward.methods.GenerationServiceStub", Stub)
     out, err = io.StringIO(), io.StringIO()
     code = explain_client.explain(ExplainConfig(model="m", text="hello", **options), out, err)
     return code, out.getvalue(), err.getvalue()
@@ -51,6 +51,6 @@ def test_explain_leaves_the_output_to_the_server(monkeypatch: pytest.MonkeyPatch
     assert list(tmp_path.iterdir()) == [tmp_path / "a.html"]
 
 
-def test_explain_tells_of_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_explain_reports_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = tmp_path / "absent" / "a.html"
     assert explain(monkeypatch, html=page) == (1, "", f"{page}: No such file or directory\n")

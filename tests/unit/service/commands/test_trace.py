@@ -211,7 +211,7 @@ def test_host_time_of_the_oldest_step_is_where_the_file_begins() -> None:
     assert slices(thread.trace()) == [("host", 0.0, 1.5), ("decode", 1.5, 3.0), ("sample", 4.5, 0.5)]
 
 
-def test_times_count_from_the_first_event_and_tell_the_wall_clock() -> None:
+def test_times_count_from_the_first_event_with_its_wall_clock() -> None:
     thread = Thread("fake")
     thread.add("fake", asked("a", 3, 1, thread))
     thread.wait(20.0)

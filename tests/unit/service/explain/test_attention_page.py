@@ -84,7 +84,7 @@ def test_one_head_needs_no_mean() -> None:
     assert [caption.partition(":")[0] for caption in found.all("figcaption")] == ["layer 0, head 3", "layer 1, head 3"]
 
 
-def test_caption_tells_the_strongest_share_of_its_own_map() -> None:
+def test_caption_has_the_largest_weight_of_its_map() -> None:
     answer = response(kinds=(CROSS,), layers=(1,), heads=(0, 2))
     first, second = (np.array(each.weights).reshape(2, 3) for each in answer.attentions)
     peaks = [caption.rpartition(" ")[2] for caption in Page(page(answer, "m", "abc")).all("figcaption")]

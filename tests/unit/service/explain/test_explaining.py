@@ -52,6 +52,9 @@ def test_selection_is_in_order_and_has_nothing_twice(
 def test_selection_of_a_decoder_only_model_is_its_own_attention() -> None:
     selection = explaining.select(model(encoder_decoder=False), call(layers=(1,)))
     assert selection.outputs == ("decoder_attention_1",)
+    with pytest.raises(InvalidRequest, match="must be one of decoder, as fake is decoder-only, got 'cross'") as refusal:
+        explaining.select(model(encoder_decoder=False), call(kinds=(CROSS,)))
+    assert refusal.value.field == "kinds[0]"
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_model_that_is_gone_leaves_its_memory_and_may_come_again() -> None:
     assert len(recorder.take([]).models["one"].steps) == 0
 
 
-def test_recorder_that_keeps_nothing_takes_everything_it_is_told() -> None:
+def test_recorder_that_keeps_nothing_accepts_everything() -> None:
     recorder = recorder_of(MODELS, 0)
     recorder.step_done("one", step(1), 1.5)
     recorder.request_ended("one", "r", record(), 4)
@@ -172,11 +172,11 @@ def test_log_is_json_in_tables() -> None:
         recorder.step_done("one", step(number, "f00d" if number == 7 else None), number + 0.5)
     recorder.request_ended("one", 'quo"ted', record(), 4)
     pieces = list(encode(recorder.take([])))
-    told = json.loads(b"".join(pieces))
-    assert told["format"] == 1
-    assert told["unix_time"] > told["monotonic_time"] - 1e12
-    steps, requests = told["models"]["one"]["steps"], told["models"]["one"]["requests"]
-    assert told["models"]["two"] == {
+    log = json.loads(b"".join(pieces))
+    assert log["format"] == 1
+    assert log["unix_time"] > log["monotonic_time"] - 1e12
+    steps, requests = log["models"]["one"]["steps"], log["models"]["one"]["requests"]
+    assert log["models"]["two"] == {
         "steps": {"columns": list(STEP_COLUMNS), "rows": []},
         "requests": {"columns": list(REQUEST_COLUMNS), "rows": []},
     }
@@ -222,7 +222,7 @@ def test_failed_step_is_logged_with_the_last_ones_before_it_once(caplog: pytest.
     assert len(first) == 1 + 16
     assert first[1].startswith("-15.000000 s: run 250.000 ms, host 125.000 ms, rows 16,")
     assert first[-1].startswith("+0.000000 s: failed, host 125.000 ms, rows 31,")
-    # What the first entry told, the second does not repeat, and after it the death of the engine has no news.
+    # An entry has only steps that no entry had before.
     assert second[0] == "beef: the last steps of one"
     assert [line.split(":")[0] for line in second[1:]] == ["-1.000000 s", "+0.000000 s"]
 
@@ -259,10 +259,12 @@ def answer(take: Callable[[], FlightLog]) -> tuple[str, bytes]:
     environ: dict[str, object] = {}
     setup_testing_defaults(environ)
     environ["PATH_INFO"] = "/debug/steps"
-    told: list[str] = []
-    pieces = with_debug(demo_app, take, is_on=True)(environ, lambda status, headers, error=None: told.append(status))
+    statuses: list[str] = []
+    pieces = with_debug(demo_app, take, is_on=True)(
+        environ, lambda status, headers, error=None: statuses.append(status)
+    )
     body = b"".join(pieces)
-    return told[0], body
+    return statuses[0], body
 
 
 async def test_log_is_taken_on_the_event_loop() -> None:

@@ -1,0 +1,308 @@
+"""How much of a server one caller gets: metadata, open calls, health checks, silent and stalled streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from onward.inference import open_inference_pb2
+from onward.v1 import generation_pb2 as pb
+from onward.v1.generation_pb2_grpc import GenerationServiceStub
+from service.transport import flooding, open_methods, read_places
+from service.transport import server as transport_server
+from tests.fakes import FakeRunner, Gate
+from tests.faults.http2 import BEGIN, Connection, code, message_header
+from tests.identities import by, keys_file
+from tests.servers import (
+    MODEL,
+    SLOTS,
+    Running,
+    eventually,
+    generate_request,
+    infer_request,
+    nothing,
+    read,
+    read_accepted,
+    running,
+    served_model,
+    status_of,
+    stream_request,
+    tokens_of,
+)
+
+# gRPC's poller holds on to every event loop it has met: one for all.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+GENERATE = b"/onward.v1.GenerationService/Generate"
+
+
+def another(server: Running) -> grpc.aio.Channel:
+    """A connection of its own."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    return grpc.aio.insecure_channel(f"127.0.0.1:{server.endpoint.port}", options)
+
+
+def check(server: Running) -> Any:
+    return server.health.Check(health_pb2.HealthCheckRequest(service=MODEL))
+
+
+def short(server: Running, **options: Any) -> Any:
+    return server.generation.Generate(generate_request("ab", max_tokens=1), **options)
+
+
+async def outcome(call: Any) -> grpc.StatusCode | None:
+    """The status of a call that is refused; None of one that is not."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return None
+
+
+async def test_more_metadata_than_the_limit_is_refused_and_the_next_call_is_not() -> None:
+    async with running(max_metadata_bytes=2048) as server:
+        await status_of(
+            server.generation.Generate(generate_request("ab"), metadata=(("x-padding", "x" * 4096),)),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+        )
+        await server.generation.Generate(generate_request("ab", max_tokens=1), metadata=(("x-padding", "x" * 1024),))
+
+
+async def test_metadata_is_limited_before_a_client_has_acknowledged_the_limit() -> None:
+    fields = [(b"x", b"y" * 100)] * 20
+    async with running(max_metadata_bytes=2048) as server:
+        # It acknowledges what it has read, and reads after it has sent.
+        connection = Connection(server.endpoint.port)
+        calls = [connection.call(GENERATE, *fields[:most], head=message_header(0)) for most in (10, 20)]
+        assert await asyncio.to_thread(connection.pump, lambda: set(calls) <= connection.ended.keys())
+        assert [code(connection.ended[call]) for call in calls] == ["INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"]
+        connection.close()
+
+
+async def test_a_connection_that_never_acknowledges_the_limits_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport_server, "_MAX_ACKNOWLEDGE_SECONDS", 1.0)
+    async with running() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.endpoint.port)
+        writer.write(BEGIN)
+        async with asyncio.timeout(30):  # gRPC's own limit is a minute
+            assert b"settings_timeout" in await reader.read()
+        writer.close()
+
+
+async def test_more_calls_than_the_limit_are_refused_and_harm_no_other() -> None:
+    gate = Gate()
+    # For one connection half, and the one that two cannot share.
+    async with running(max_concurrent_rpcs=5, runner=FakeRunner(SLOTS, before_run=gate)) as server:
+        with gate.closed():
+            held = [await read_accepted(server.stream(max_tokens=3, ignore_eos=True)) for _ in range(3)]
+            error = await status_of(
+                server.generation.Generate(generate_request("ab")), grpc.StatusCode.RESOURCE_EXHAUSTED
+            )
+            assert "3 calls of this caller are open, its share of 5" in str(error.details())
+            async with another(server) as channel:
+                await GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(model=MODEL, text="ab"))
+        for call in held:
+            assert len(tokens_of(await read(call))) == 3
+        assert await server.until_ended(3) == {"length": 3}
+
+
+async def test_unfinished_calls_of_one_key_leave_slots_to_another_and_are_freed_when_canceled(tmp_path: Path) -> None:
+    async with running(api_keys=keys_file(tmp_path, alice="", bob=""), max_concurrent_rpcs=4) as server:
+        begin = server.channel.stream_unary("/onward.v1.GenerationService/Generate")
+        begun = []
+        # A call that arrives together with the short one is refused and holds no slot.
+        while (error := await outcome(short(server, **by("alice")))) is None:
+            begun.append(begin(nothing(), **by("alice")))
+        assert error is grpc.StatusCode.RESOURCE_EXHAUSTED
+        # Over the same connection, which may be a proxy's, beside calls that are refused.
+        begun += [begin(nothing(), **by("wrong")) for _ in range(8)]
+        assert await outcome(short(server, **by("bob"))) is None
+        for call in begun:
+            call.cancel()
+        while await outcome(short(server, **by("alice"))) is not None:
+            pass
+
+
+async def test_a_silent_stream_loses_its_place_to_another_connections_and_one_at_work_does_not() -> None:
+    gate = Gate()
+
+    async def one_request() -> AsyncIterator[bytes]:
+        yield infer_request().SerializeToString()
+        await asyncio.Event().wait()
+
+    async with AsyncExitStack() as stack:
+        # 512 MiB are four such messages.
+        changes: dict[str, Any] = {"max_message_bytes": 128 << 20, "runner": FakeRunner(SLOTS, before_run=gate)}
+        server = await stack.enter_async_context(running(**changes))
+        channels = [await stack.enter_async_context(another(server)) for _ in range(3)]
+        begin = [each.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer") for each in channels]
+        stack.enter_context(gate.closed())
+        open_streams = server.app._calls._streams._open
+        at_work = [begin[0](one_request()) for _ in range(2)]
+        await eventually(lambda: [each.num_in_flight for each in open_streams] == [1, 1])
+        silent = [begin[1](nothing()) for _ in range(2)]
+        await eventually(lambda: len(open_streams) == 4)
+        # It has no input: what matters is that it was read.
+        request = open_inference_pb2.ModelInferRequest(model_name=MODEL, id="mine")
+        answer = await begin[2](iter([request.SerializeToString()])).read()
+        assert open_inference_pb2.ModelStreamInferResponse.FromString(answer).infer_response.id == "mine"
+        await eventually(lambda: any(call.done() for call in silent + at_work))
+        assert [await call.code() for call in silent if call.done()] == [grpc.StatusCode.ABORTED]
+        for call in silent + at_work:
+            call.cancel()
+
+
+async def test_a_full_server_still_answers_health_checks() -> None:
+    gate = Gate()
+    async with (
+        running(max_concurrent_rpcs=3, runner=FakeRunner(SLOTS, before_run=gate)) as server,
+        another(server) as channel,
+    ):
+        with gate.closed():
+            held = [await read_accepted(server.stream(max_tokens=3, ignore_eos=True)) for _ in range(2)]
+            held.append(GenerationServiceStub(channel).GenerateStream(stream_request("ab", max_tokens=3)))
+            await read_accepted(held[-1])
+            watch = server.health.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            for _ in range(4):
+                assert (await check(server)).status == health_pb2.HealthCheckResponse.SERVING
+            # Health checks and calls have separate limits.
+            error = await status_of(server.generation.Generate(generate_request("ab")))
+            assert (error.code(), error.details()) == (
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "3 calls run, which is the most there may be at once",
+            )
+        watch.cancel()
+        for call in held:
+            assert len(tokens_of(await read(call))) == 3
+
+
+async def test_health_checks_and_watchers_have_limits_of_their_own() -> None:
+    async with running(max_concurrent_rpcs=3) as server:
+        watches = [server.health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watch in watches:
+            await watch.read()
+        refused = await status_of(server.health.Watch(health_pb2.HealthCheckRequest()))
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await check(server)).status == health_pb2.HealthCheckResponse.SERVING
+        begin = server.channel.stream_unary("/grpc.health.v1.Health/Check")
+        checks = []
+        # A call that arrives together with the short one is refused and holds no slot.
+        while (error := await outcome(check(server))) is None:
+            checks.append(begin(nothing()))
+        assert error is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await server.generation.Generate(generate_request("ab", max_tokens=1))
+        for call in (*watches, *checks):
+            call.cancel()
+
+
+async def test_a_health_check_does_not_wait_for_reflection_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_places, "_PATIENCE_SECONDS", 600.0)
+    async with running(max_stall_seconds=600.0) as server:
+        stub = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+        # As many as one address may have. Each has its answer, and the server waits for what it asks next.
+        streams = [stub.ServerReflectionInfo() for _ in range(2)]
+        for stream in streams:
+            await stream.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            await stream.read()
+        assert (await check(server)).status == health_pb2.HealthCheckResponse.SERVING
+        for stream in streams:
+            stream.cancel()
+
+
+@pytest.mark.parametrize(
+    "path", ["grpc.health.v1.Health/Check", "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
+)
+async def test_a_request_that_needs_no_key_and_is_larger_than_any_name_is_refused(path: str) -> None:
+    async with running() as server:
+
+        async def code(num_bytes: int) -> grpc.StatusCode:
+            # An unknown field, with three bytes for its number and length.
+            data = pb.GenerateRequest(text="x" * (num_bytes - 3)).SerializeToString()
+            assert len(data) == num_bytes
+            call = server.channel.stream_stream(f"/{path}")(iter([b"\x7a" + data[1:]]))
+            with suppress(grpc.aio.AioRpcError):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            return await call.code()
+
+        assert [await code(4096), await code(4097)] == [grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT]
+
+
+async def test_a_client_that_stops_reading_loses_its_place_and_the_others_keep_theirs() -> None:
+    # Far more than the windows of HTTP/2 hold, all of it with alternatives to every token.
+    model = served_model(context=200_000)
+    async with running([model], max_stall_seconds=0.5) as server:
+        request = stream_request("ab", max_tokens=50_000, ignore_eos=True)
+        request.response.logprobs = 20
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65535)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.endpoint.port}", options) as channel:
+            stalled = GenerationServiceStub(channel).GenerateStream(request)
+            await read_accepted(stalled)
+            await server.until_handled("GenerateStream", "ABORTED")
+            await server.until_ended(1)
+            assert server.ended() == {"cancelled": 1}
+            await server.generation.Generate(generate_request("ab", max_tokens=2))
+            stalled.cancel()
+
+
+@pytest.mark.parametrize("path", ["onward.v1.GenerationService/Generate", "grpc.health.v1.Health/Check"])
+async def test_silent_calls_of_a_connection_end_for_the_others_of_it(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_places, "_OWN_PART", 0.0)
+    monkeypatch.setattr(open_methods, "_MAX_REQUEST_SECONDS", 600.0)
+    async with running(max_stall_seconds=600.0) as server:
+        calls = server.app._calls
+        is_ours = path.startswith("onward")
+        # All places that one connection may have.
+        num_places = 8 if is_ours else 2
+        begin = server.channel.stream_unary(f"/{path}")
+        silent = [begin(nothing()) for _ in range(num_places)]
+        await eventually(
+            lambda: (
+                (receiver := calls._receiver if is_ours else calls._open_methods.receivers.get(path)) is not None
+                and receiver.places.num_held == num_places
+            )
+        )
+        call = (
+            short(server, timeout=60) if is_ours else server.health.Check(health_pb2.HealthCheckRequest(), timeout=60)
+        )
+        await call
+        await eventually(lambda: any(each.done() for each in silent))
+        assert {await each.code() for each in silent if each.done()} == {grpc.StatusCode.ABORTED}
+        for each in silent:
+            each.cancel()
+
+
+async def test_what_a_connection_brought_for_calls_that_end_unread_is_counted_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each judgement begins the count anew.
+    monkeypatch.setattr(flooding, "_GROWTH_BYTES", 1 << 40)
+    async with running(api_keys=keys_file(tmp_path, alice="")) as server:
+        stream = server.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        begun = stream(nothing(), **by("alice"))
+        # The only connection.
+        connections = server.app._calls._guard._connections
+        await eventually(lambda: len(connections) == 1)
+        (connection,) = connections.values()
+        assert await outcome(short(server, **by("wrong"))) is grpc.StatusCode.UNAUTHENTICATED
+        refused = 80 << 10
+        await eventually(lambda: connection.unread == refused)
+        name = health_pb2.HealthCheckRequest(service="x" * 5000)
+        assert await outcome(server.health.Check(name)) is grpc.StatusCode.INVALID_ARGUMENT
+        await eventually(lambda: connection.unread == 2 * refused)
+        silent = server.channel.stream_unary("/onward.v1.GenerationService/Generate")(nothing(), **by("alice"))
+        await eventually(lambda: server.app._calls._receiver.places.num_held == 1)
+        silent.cancel()
+        await eventually(lambda: connection.unread == 3 * refused + (4 << 20))
+        begun.cancel()
