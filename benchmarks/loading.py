@@ -51,7 +51,6 @@ from onward.v1 import model_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from onward.v1.model_pb2_grpc import ModelServiceStub
 from service.config import ServeConfig
-from service.engine.types import PrefillProvider
 from service.repository.library import prove, trial_settings
 from service.repository.loading import build_engines, load_model
 
@@ -151,7 +150,7 @@ def inside(folder: Path, threads: int, streams: int) -> dict[str, dict[str, floa
     config = ServeConfig(models=folder.parent, threads=threads, max_batch_size=streams)
     found: dict[str, dict[str, float]] = {}
     found["nothing"], _ = _watched(lambda: time.sleep(_QUIET_SECONDS))
-    found["read and check"], model = _watched(lambda: load_model(folder, PrefillProvider.CPU))
+    found["read and check"], model = _watched(lambda: load_model(folder))
     found["sessions and K/V"], engines = _watched(lambda: build_engines(folder.parent, [model], config))
     found["proof"], parity = _watched(lambda: prove(model, engines[model.name]))
     if not parity.passed:

@@ -1,7 +1,7 @@
 """The exporter's command line.
 
     python -m export CHECKPOINT --out DIR [--precision fp32|int8|int4] [--kv-cache fp32|int8] [--kv-layout slots|paged]
-                     [--prefill-graph] [--explain-graph]
+                     [--explain-graph]
     python -m export CHECKPOINT --out DIR --device cuda --precision fp16|bf16
     python -m export verify ARTIFACT
 
@@ -74,8 +74,7 @@ def _export_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefill-graph",
         action="store_true",
-        help="write a graph for prompts besides, which `serve --prefill-provider openvino` needs; beside an int8 or "
-        "int4 decoder it has fp32 weights of its own; for decoder-only models",
+        help=argparse.SUPPRESS,  # of former releases; refused by name
     )
     parser.add_argument(
         "--explain-graph",
@@ -96,6 +95,9 @@ def _verify_parser() -> argparse.ArgumentParser:
 
 
 def _export(options: argparse.Namespace) -> int:
+    if options.prefill_graph:
+        problem = "--prefill-graph is not supported: the server has no prefill provider that reads such a graph"
+        return _finish({"artefact": str(options.out), "problems": [problem]}, EXIT_REFUSED)
     # Torch takes seconds to load: `verify` and `--help` do without it.
     from export.emit import EmitError
     from export.exporter import ParityError, Refused, export
@@ -115,7 +117,6 @@ def _export(options: argparse.Namespace) -> int:
                 options.precision,
                 on_stage,
                 KVFormat(options.kv_cache, layout=options.kv_layout),
-                prefill_graph=options.prefill_graph,
                 explain_graph=options.explain_graph,
             )
         num_bytes = sum(path.stat().st_size for path in options.out.iterdir())

@@ -23,7 +23,6 @@ from torch import Tensor
 from export.explain import ExplainGraph
 from export.graphs import OPSET, DecoderGraph, EncoderGraph
 from export.paged import MoveGraph, PagedDecoderGraph, PagedEncoderGraph
-from export.prefill import PrefillGraph
 from model.spec.artifact import GraphSpec, TensorSpec
 
 _DTYPES = {
@@ -33,7 +32,7 @@ _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-Graph = DecoderGraph | EncoderGraph | PrefillGraph | ExplainGraph | PagedDecoderGraph | PagedEncoderGraph | MoveGraph
+Graph = DecoderGraph | EncoderGraph | ExplainGraph | PagedDecoderGraph | PagedEncoderGraph | MoveGraph
 """Whatever can be written: it says its own inputs and outputs."""
 _NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 _MODEL_PREFIX = "model."
@@ -47,7 +46,7 @@ class EmitError(Exception):
         super().__init__(f"{file}: " + "; ".join(problems))
 
 
-def emit(graph: Graph, path: Path, opset: int = OPSET) -> GraphSpec:
+def emit(graph: Graph, path: Path) -> GraphSpec:
     """Writes `graph` to `path` and its weights to the same name with `.data` added, and returns the file's signature.
 
     Raises:
@@ -59,7 +58,7 @@ def emit(graph: Graph, path: Path, opset: int = OPSET) -> GraphSpec:
             _example_inputs(graph.inputs),
             dynamo=True,
             verbose=False,
-            opset_version=opset,
+            opset_version=OPSET,
             input_names=[spec.name for spec in graph.inputs],
             output_names=[spec.name for spec in graph.outputs],
             dynamic_shapes=(_dynamic_axes(graph.inputs),),

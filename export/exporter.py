@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
@@ -28,13 +28,12 @@ from pathlib import Path
 import onnx
 import torch
 
-from export import explain, operators, paged, prefill, quantize, quantize_kv
+from export import explain, operators, paged, quantize, quantize_kv
 from export.emit import emit, read_signature, share_weights
 from export.explain import ExplainGraph
 from export.golden_cases import make_attention_cases, make_cases
 from export.graphs import OPSET, DecoderGraph, EncoderGraph, unsupported
 from export.paged import CONTRIB, STAND_IN, MoveGraph, PagedDecoderGraph, PagedEncoderGraph
-from export.prefill import PREFILL_OPSET, PrefillGraph
 from export.verify import ParityReport, Verdict, replay, runtime_versions
 from model.checkpoint import Checkpoint
 from model.nn.transformer import EncoderDecoder
@@ -48,7 +47,6 @@ from model.spec.artifact import (
     EXPLAIN,
     MIN_BLOCK_SIZE,
     MOVE,
-    PREFILL,
     Device,
     GraphSpec,
     KVFormat,
@@ -95,7 +93,6 @@ def export(
     on_stage: Callable[[str], None],
     kv_cache: KVFormat = _IN_SLOTS,
     *,
-    prefill_graph: bool = False,
     explain_graph: bool = False,
 ) -> ParityReport:
     """Writes the artifact folder `out`, replacing an artifact that is there already.
@@ -108,7 +105,6 @@ def export(
         on_stage: told what is being done, before it is done.
         kv_cache: how K/V is stored and laid out; on CUDA it is in blocks whatever is said here, and blocks are of
             `BLOCK_SIZE` tokens unless it says another size.
-        prefill_graph: whether to write prompts' own graph besides, for servers with another provider for them.
         explain_graph: whether to write a graph that answers with attention weights besides, for `Explain`.
 
     Raises:
@@ -122,13 +118,11 @@ def export(
         size = kv_cache.block_size or BLOCK_SIZE
         kv = KVFormat(_paged_precision(precision), layout=KVLayout.PAGED, block_size=size)
         problems = paged.unsupported(config, device, precision, kv_precision)
-        wished = {PREFILL: prefill_graph, EXPLAIN: explain_graph}
-        problems += [f"{name} graphs go with K/V in slots" for name, is_wished in wished.items() if is_wished]
+        problems += [f"{EXPLAIN} graphs go with K/V in slots"] if explain_graph else []
     else:
         kv = _IN_SLOTS
         problems = [*_check_precision(precision), *unsupported(config), *quantize.unsupported(config, precision)]
         problems += quantize_kv.unsupported(config) if kv_precision is KVPrecision.INT8 else []
-        problems += prefill.unsupported(config, kv_precision) if prefill_graph else []
         problems += explain.unsupported(kv_precision) if explain_graph else []
     problems += [*_check_tokenizers(checkpoint), *_check_folder(out)]
     if problems:
@@ -143,12 +137,10 @@ def export(
         _copy_texts(checkpoint, folder)
         if device is Device.CUDA:
             _prove_twin(checkpoint, folder.parent / _TWIN, cases, on_stage)
-        wanted = {PREFILL: prefill_graph, EXPLAIN: explain_graph}
-        besides = [name for name, is_wanted in wanted.items() if is_wanted]
         if kv.layout is KVLayout.PAGED:
             graphs = _write_paged_graphs(checkpoint, folder, on_stage, device, kv)
         else:
-            graphs = _write_graphs(checkpoint, folder, on_stage, besides)
+            graphs = _write_graphs(checkpoint, folder, on_stage, explain_graph=explain_graph)
         draft = _draft(checkpoint, device, graphs, kv)
         prove = partial(_prove, folder, cases=cases, attention=attention, on_stage=on_stage)
         if kv.layout is KVLayout.PAGED:
@@ -223,19 +215,16 @@ def _is_artifact(folder: Path) -> bool:
 
 
 def _write_graphs(
-    checkpoint: Checkpoint, folder: Path, on_stage: Callable[[str], None], besides: Collection[str]
+    checkpoint: Checkpoint, folder: Path, on_stage: Callable[[str], None], *, explain_graph: bool
 ) -> dict[str, GraphSpec]:
-    """Writes the graphs that the model needs and those of `besides`, each with weights of its own."""
+    """Writes the graphs that the model needs, and an explain graph if wanted, each with weights of its own."""
     model = checkpoint.model
     on_stage("decoder graph")
     graphs = {DECODER: emit(DecoderGraph(model), folder / f"{DECODER}.onnx")}
     if isinstance(model, EncoderDecoder):
         on_stage("encoder graph")
         graphs[ENCODER] = emit(EncoderGraph(model), folder / f"{ENCODER}.onnx")
-    if PREFILL in besides:
-        on_stage("prefill graph")
-        graphs[PREFILL] = emit(PrefillGraph(model), folder / f"{PREFILL}.onnx", PREFILL_OPSET)
-    if EXPLAIN in besides:
+    if explain_graph:
         on_stage("explain graph")
         graphs[EXPLAIN] = emit(ExplainGraph(model), folder / f"{EXPLAIN}.onnx")
     return graphs
@@ -260,34 +249,26 @@ def _write_paged_graphs(
 
 
 def _share_weights(folder: Path, draft: Manifest) -> None:
-    """Leaves one copy of each weight in `folder`, but for a prefill graph's that are not the decoder's."""
+    """Leaves one copy of each weight in `folder`."""
     files = {name: folder / graph.file for name, graph in draft.graphs.items()}
-    if PREFILL in files and draft.precision is Precision.FP32:
-        share_weights(files[PREFILL], files[DECODER])
     if EXPLAIN in files:
         share_weights(files[EXPLAIN], *(files[name] for name in (DECODER, ENCODER) if name in files))
 
 
 def _quantize(folder: Path, draft: Manifest, precision: Precision, on_stage: Callable[[str], None]) -> Manifest:
-    """Rewrites the float32 graphs in `folder` but the prefill graph, which stays; the draft of what they are then."""
+    """Rewrites the float32 graphs in `folder`; returns the draft of what they are then."""
     for name, graph in draft.graphs.items():
-        if name == PREFILL:
-            continue
         on_stage(f"{name} graph in {precision}")
         quantize.quantize_file(folder / graph.file, precision)
     return dataclasses.replace(draft, precision=precision)
 
 
 def _use_own_operators(folder: Path, draft: Manifest) -> None:
-    """Rewrites the graphs in `folder` to the project's own operators.
-
-    Of a prefill graph, which is another provider's, products alone, so that its weights are the decoder's.
-    """
-    for name, graph in draft.graphs.items():
+    """Rewrites the graphs in `folder` to the project's own operators."""
+    for graph in draft.graphs.values():
         if draft.precision is Precision.FP32:
             quantize.quantize_file(folder / graph.file, Precision.FP32)
-        if name != PREFILL:
-            operators.use_own_file(folder / graph.file)
+        operators.use_own_file(folder / graph.file)
 
 
 def _quantize_kv(folder: Path, draft: Manifest, kv_precision: KVPrecision, on_stage: Callable[[str], None]) -> Manifest:

@@ -5,7 +5,6 @@ Needs the artifact alone, so that it runs where no checkpoint is at hand.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import platform
@@ -24,7 +23,7 @@ from rich.table import Table
 from export.replay import PROVIDER, AttentionReplayer, PagedReplayer, Replayer, ReplayError
 from model import kernels
 from model.spec import artifact, golden, golden_attention
-from model.spec.artifact import EXPLAIN, PREFILL, ArtifactError, Device, KVLayout, KVPrecision, Manifest, Precision
+from model.spec.artifact import EXPLAIN, ArtifactError, Device, KVLayout, KVPrecision, Manifest, Precision
 from model.spec.golden import CaseResult, GoldenCase, Tolerance, tolerance_of
 from model.spec.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionResult
 
@@ -160,13 +159,6 @@ def replay(
         results = [_replay_case(replayer, case, tolerance, on_case) for case in cases]
     else:
         cases = attention = ()
-    if PREFILL in manifest.graphs:
-        by_graph = Replayer(folder, manifest, by_prefill_graph=True)
-        results += [
-            _replay_case(by_graph, each, _prefill_tolerance(each, tolerance), on_case)
-            for case in cases
-            if (each := _by_prefill_graph(case))
-        ]
     return ParityReport(
         provider=PROVIDER,
         precision=manifest.precision,
@@ -214,19 +206,6 @@ def _replay_attention(
             on_case(f"{case.name}: {error}")
         results.append(golden_attention.compare(case, weights, ATTENTION_TOLERANCES[manifest.precision]))
     return tuple(results)
-
-
-def _by_prefill_graph(case: GoldenCase) -> GoldenCase | None:
-    """The case under the name that it has when the prefill graph computes a part of it; None when it computes none."""
-    if all(feed.count == 1 for step in case.steps for feed in step):
-        return None
-    return dataclasses.replace(case, name=f"{case.name} by {PREFILL} graph")
-
-
-def _prefill_tolerance(case: GoldenCase, tolerance: Tolerance) -> Tolerance:
-    """What a case is held to there: float32's, unless the decoder computes single tokens of it in its own precision."""
-    is_whole = all(feed.count > 1 for step in case.steps for feed in step)
-    return tolerance_of(Precision.FP32, KVPrecision.FP32) if is_whole else tolerance
 
 
 def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:

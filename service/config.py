@@ -194,6 +194,12 @@ def _choice(kind: type[_Choice]) -> Callable[[str], _Choice]:
     return parse
 
 
+def _prefill_provider(text: str) -> PrefillProvider:
+    if text.lower() == "openvino":
+        raise ValueError("which is not supported, use cpu or auto")
+    return _choice(PrefillProvider)(text)
+
+
 def _otlp_endpoint(text: str) -> str:
     try:
         url = urlsplit(text)
@@ -292,9 +298,8 @@ class ServeConfig:
     prefill_provider: Annotated[
         PrefillProvider,
         Option(
-            "what computes prompts: cpu; openvino, which needs the extra `openvino`, an Intel processor and artifacts "
-            "with a prefill graph, and loses in chunks below 512; or auto, openvino where it computes in bf16 on AMX",
-            _choice(PrefillProvider),
+            "what computes prompts: cpu; or auto, the fastest provider that this release supports, which is cpu",
+            _prefill_provider,
         ),
     ] = PrefillProvider.AUTO
     kernels: Annotated[

@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 
-from model.spec.artifact import Device
 from model.spec.config import Architecture
 from model.spec.golden import CaseResult
 from onward.v1 import model_pb2 as pb
@@ -75,7 +74,7 @@ class ModelServicer(ModelServiceServicer):
             parity=None if parity is None else _summary(parity),
             device=model.manifest.device,
             precision=model.manifest.precision,
-            prefill_provider=_prompts_by(model),
+            prefill_provider=model.manifest.device,
             kv_memory_used_bytes=kv_used_bytes,
         )
 
@@ -120,12 +119,6 @@ def _architecture(model: ServedModel) -> pb.ModelArchitecture:
         norm=config.norm,
         activation=config.activation,
     )
-
-
-def _prompts_by(model: ServedModel) -> str:
-    """What computes a model's prompts: a device computes everything."""
-    manifest = model.manifest
-    return manifest.device if manifest.device is Device.CUDA else model.prefill_provider
 
 
 def _limits(model: ServedModel, config: ServeConfig, kv_bytes: int) -> pb.ModelLimits:

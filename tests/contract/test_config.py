@@ -58,7 +58,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "admission": ("Off", Admission.OFF),
     "prefill_chunk": ("16", 16),
     "device": ("CUDA", Device.CUDA),
-    "prefill_provider": ("OpenVINO", PrefillProvider.OPENVINO),
+    "prefill_provider": ("CPU", PrefillProvider.CPU),
     "kernels": ("Standard", Kernels.STANDARD),
     "look_up": ("8", 8),
     "kv_memory": ("2GiB", 2 << 30),
@@ -171,12 +171,16 @@ def test_outputs_and_beams_of_a_request_are_cut_to_what_runs_at_once() -> None:
     assert small.request_limits.max_logprobs == small.limits.max_logprobs
 
 
-def test_prompts_go_to_whatever_provider_is_faster_unless_one_is_named() -> None:
+def test_prefill_provider_is_auto_or_cpu_and_openvino_is_refused_by_name() -> None:
     assert serve().prefill_provider is PrefillProvider.AUTO
     assert serve("--prefill-provider", "cpu").prefill_provider is PrefillProvider.CPU
-    with pytest.raises(StartupError) as refusal:
-        serve("--prefill-provider", "gpu")
-    assert refusal.value.problems == ("--prefill-provider is 'gpu', must be one of auto, cpu, openvino",)
+    for given, problem in (
+        ("gpu", "must be one of auto, cpu"),
+        ("openvino", "which is not supported, use cpu or auto"),
+    ):
+        with pytest.raises(StartupError) as refusal:
+            serve("--prefill-provider", given)
+        assert refusal.value.problems == (f"--prefill-provider is {given!r}, {problem}",)
 
 
 def test_the_device_is_whatever_models_and_machine_allow_unless_one_is_named() -> None:

@@ -561,8 +561,8 @@ def test_a_cuda_artifact_is_written_checked_and_refused_where_there_is_no_device
     assert manifest.kv_cache == KVFormat(KVPrecision(precision), layout=KVLayout.PAGED, block_size=BLOCK_SIZE)
     assert set(manifest.graphs) == {DECODER, MOVE, *([ENCODER] if family == ENCODER_DECODER else [])}
     # A server reads all of it but the graphs, and knows what it would take.
-    model = load_model(models / "tiny", loading.PrefillProvider.AUTO, Wanted.CUDA)
-    assert (model.name, model.manifest, model.prefill_provider) == ("tiny", manifest, loading.PrefillProvider.CPU)
+    model = load_model(models / "tiny", Wanted.CUDA)
+    assert (model.name, model.manifest) == ("tiny", manifest)
     assert model.golden_cases
     config = ServeConfig(models=models)
     needs = loading.needs_of(manifest, config)
@@ -581,7 +581,7 @@ def test_a_cuda_artifact_is_written_checked_and_refused_where_there_is_no_device
     assert settled.device is Wanted.CPU
     told = [record.message for record in caplog.records if record.name == "service.repository.devices"]
     assert told == [f"computing on the CPU, as CUDA does not work: {missing}"]
-    assert load_model(models / "tiny", loading.PrefillProvider.CPU, settled.device).manifest.device is Device.CPU
+    assert load_model(models / "tiny", settled.device).manifest.device is Device.CPU
     engine = loading.build_engines(models, loading.load_models(models, device=settled.device), settled)["tiny"]
     assert engine.kv_memory_bytes == loading.needs_of(artifact.load(models / "tiny" / "cpu"), settled).whole
 

@@ -7,10 +7,7 @@ caller writes inputs through its own arrays and finds outputs in them.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import io
-import json
 import math
 import threading
 import weakref
@@ -40,10 +37,8 @@ _DTYPES = {
     "tensor(int32)": "int32",
     "tensor(int8)": "int8",
 }
-_OPENVINO = "OpenVINOExecutionProvider"
 _CUDA = "CUDAExecutionProvider"
 _UNRECORDED = -1
-_OPENVINO_PACKAGE = "onnxruntime_ep_openvino"
 # By name: bfloat16 is none of NumPy's types, so it goes by its number in ONNX.
 _ELEMENT_TYPES: Mapping[str, Any] = {
     "float32": np.float32,
@@ -103,17 +98,6 @@ class SessionOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenVino:
-    """OpenVINO on this machine's processor, in place of the CPU provider.
-
-    `device` is ONNX Runtime's own description of it, `precision` what products are computed in: "f32" or "bf16".
-    """
-
-    device: Any
-    precision: str
-
-
-@dataclass(frozen=True, slots=True)
 class Cuda:
     """The first CUDA device.
 
@@ -133,7 +117,6 @@ class GraphSession:
         folder: the artifact.
         spec: the graph's file in it, and the signature it must have.
         options: threads.
-        openvino: given, computes the graph.
         cuda: given, computes the graph on a CUDA device, and on nothing else.
 
     Raises:
@@ -145,11 +128,10 @@ class GraphSession:
         folder: Path,
         spec: GraphSpec,
         options: SessionOptions,
-        openvino: OpenVino | None = None,
         cuda: Cuda | None = None,
     ) -> None:
         path = folder / spec.file
-        self._session = _load(path, options, openvino) if cuda is None else _load_on_cuda(path, options, cuda)
+        self._session = _load(path, options) if cuda is None else _load_on_cuda(path, options, cuda)
         self._records = cuda is not None and cuda.records
         problems = [
             *_differences(spec.file, "inputs", spec.inputs, self._session.get_inputs()),
@@ -418,11 +400,6 @@ def _placed(tensor: DeviceTensor | DeviceView) -> tuple[str, int, Any, list[int]
     return tensor.device, 0, _ELEMENT_TYPES[tensor.dtype], list(tensor.shape), tensor.address
 
 
-def has_openvino_package() -> bool:
-    """Whether the provider's package is installed; what it offers on this machine is another question."""
-    return importlib.util.find_spec(_OPENVINO_PACKAGE) is not None
-
-
 def share_threads(count: int) -> None:
     """Sets up the threads of all sessions that will be: once a process, and for good.
 
@@ -442,33 +419,7 @@ def share_threads(count: int) -> None:
     _SHARING.set()
 
 
-def find_openvino_device() -> Any | None:
-    """The processor as OpenVINO's provider offers it; None where it does not, as on all that are not Intel's.
-
-    The provider's library stays registered with ONNX Runtime for as long as the process lives, if it offers one.
-
-    Raises:
-        StartupError: when the library cannot be loaded.
-    """
-    if device := _openvino_device():
-        return device
-    try:
-        library = importlib.import_module(_OPENVINO_PACKAGE).get_library_path()
-        ort.register_execution_provider_library(_OPENVINO, library)
-    except Exception as error:
-        raise StartupError([f"{_OPENVINO_PACKAGE}: {error}"]) from error
-    if device := _openvino_device():
-        return device
-    ort.unregister_execution_provider_library(_OPENVINO)
-    return None
-
-
-def _openvino_device() -> Any | None:
-    offered = (device for device in ort.get_ep_devices() if device.ep_name == _OPENVINO)
-    return next((device for device in offered if device.ep_metadata.get("ov_device") == "CPU"), None)
-
-
-def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any:
+def _load(path: Path, options: SessionOptions) -> Any:
     # Builds of ONNX Runtime report on sessions to its makers; what is served here is nobody else's business.
     ort.disable_telemetry_events()
     settings = ort.SessionOptions()
@@ -485,9 +436,6 @@ def _load(path: Path, options: SessionOptions, openvino: OpenVino | None) -> Any
         settings.enable_profiling = True
         settings.profile_file_prefix = str(options.profile)
     try:
-        if openvino is not None:
-            settings.add_provider_for_devices([openvino.device], {"load_config": _openvino_config(openvino, options)})
-            return ort.InferenceSession(str(path), settings)
         if options.own_kernels and (library := kernels.library()) is not None:
             settings.register_custom_ops_library(str(library))
         weights = OwnWeights(path, is_copied=options.copies_weights)
@@ -616,18 +564,6 @@ def _run_options(number: int | None) -> Any:
     settings = ort.RunOptions()
     settings.add_run_config_entry("gpu_graph_id", str(_UNRECORDED if number is None else number))
     return settings
-
-
-def _openvino_config(openvino: OpenVino, options: SessionOptions) -> str:
-    """One request at a time, as fast as it goes."""
-    values = {
-        "INFERENCE_PRECISION_HINT": openvino.precision,
-        "PERFORMANCE_HINT": "LATENCY",
-        "NUM_STREAMS": "1",
-    }
-    if options.intra_op_threads:
-        values["INFERENCE_NUM_THREADS"] = str(options.intra_op_threads)
-    return json.dumps({"CPU": values})
 
 
 def _differences(file: str, kind: str, expected: Sequence[TensorSpec], actual: Sequence[Any]) -> list[str]:

@@ -571,7 +571,6 @@ def test_whoever_builds_engines_has_guesses_proven_where_they_are_wanted(
         name="m",
         manifest=None,
         output_tokenizer=SimpleNamespace(decode=None),
-        prefill_provider=None,
         stamp=None,
         golden_cases=[long_case(40)],
     )
