@@ -27,7 +27,8 @@ from service.engine.sampling.sampler import Sampler
 from service.engine.sampling.text import Decode
 from service.engine.sampling.top_logits import TopLogits
 from service.engine.scheduler import EngineLimits, Scheduler
-from service.engine.sessions.session import Cuda, GraphSession, SessionOptions, cuda_free_bytes
+from service.engine.sessions.cuda_provider import Cuda, cuda_free_bytes
+from service.engine.sessions.session import GraphSession, SessionOptions
 from service.engine.slots_backend.kv_cache import SlotKV
 from service.engine.slots_backend.runner import OrtRunner, Runner
 from service.engine.types import Device
@@ -79,7 +80,7 @@ def build_engine(
     top = TopLogits()
     if manifest.kv_cache.layout is KVLayout.PAGED:
         runner = paged = build_paged_runner(folder, manifest, limits, options, top)
-        rehearse = paged.rehearse
+        rehearse = paged.warm_up
     else:
         runner = over_slots = build_runner(folder, manifest, limits, options)
         prepare = over_slots.kv.prepare
@@ -96,7 +97,7 @@ def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options
     """
     # An encoder's threads stop spinning after a run: the decoder's need the cores next.
     for_encoder = dataclasses.replace(options, stop_spinning=True)
-    for_decoder = dataclasses.replace(options, tells_operators=limits.look_up > 0)
+    for_decoder = dataclasses.replace(options, records_operators=limits.look_up > 0)
     decoder = GraphSession(folder, manifest.graphs[DECODER], for_decoder)
     if limits.look_up:
         _refuse_guesses(folder, limits, describe_foreign(decoder.operators))

@@ -36,7 +36,8 @@ from service.engine.factory import build_engine
 from service.engine.kv.budget import MemoryNeeds, graph_weight_bytes, memory_needs
 from service.engine.kv.process_memory import memory_limit, resident_bytes
 from service.engine.scheduler import EngineLimits
-from service.engine.sessions.session import SessionOptions, cuda_free_bytes
+from service.engine.sessions.cuda_provider import cuda_free_bytes
+from service.engine.sessions.session import SessionOptions
 from service.engine.types import Device
 from service.errors import StartupError
 from service.forecasting.admission import PATIENCE_SECONDS

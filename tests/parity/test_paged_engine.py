@@ -31,7 +31,8 @@ from service.engine.paged_backend.paged_runner import PagedRunner
 from service.engine.sampling.sampler import Sampler
 from service.engine.sampling.top_logits import TopLogits
 from service.engine.scheduler import EngineLimits, Scheduler
-from service.engine.sessions.session import Cuda, GraphSession, SessionOptions
+from service.engine.sessions.cuda_provider import Cuda
+from service.engine.sessions.session import GraphSession, SessionOptions
 from service.engine.slots_backend.runner import Runner
 from service.engine.types import (
     BeamSearchParams,

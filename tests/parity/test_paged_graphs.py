@@ -53,7 +53,7 @@ from model.spec.artifact import (
     Precision,
 )
 from model.spec.config import Architecture
-from service.engine.sessions.session import SHAPE_OPERATORS
+from service.engine.sessions.cuda_provider import SHAPE_OPERATORS
 from tests.artifacts import ADDITIVE, paged_artifact, random_model, tiny_checkpoint, tiny_config
 
 Array = npt.NDArray[Any]

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from service.engine.batch import PrefillChunk, PrefillGroup
-from service.engine.sessions.session import Array, Binding
+from service.engine.sessions.device_memory import Array
+from service.engine.sessions.session import Binding
 from service.engine.slots_backend.decoder import SlotDecoder
 from service.engine.slots_backend.kv_cache import Buffers, SlotKV
 
