@@ -34,7 +34,7 @@ from service.engine.batch import (
 from service.engine.chunks import ChunkRules
 from service.engine.engine import Engine, LastRun
 from service.engine.intake import ModelShape
-from service.engine.kv.ledger import KVBudget
+from service.engine.kv.reservations import KVBudget
 from service.engine.sampling.sampler import Sampler
 from service.engine.sampling.text import Decode
 from service.engine.scheduler import EngineLimits, Scheduler

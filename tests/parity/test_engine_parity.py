@@ -39,7 +39,7 @@ from service.engine.batch import (
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_runner, model_shape
 from service.engine.kv.budget import plan_kv_memory
-from service.engine.kv.ledger import KVBudget
+from service.engine.kv.reservations import KVBudget
 from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.sessions.session import GraphSession, SessionOptions

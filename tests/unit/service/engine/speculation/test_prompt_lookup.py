@@ -19,7 +19,7 @@ from model.spec.golden import Feed, GoldenCase, Tolerance
 from service.config import ServeConfig
 from service.engine.batch import PrefillChunk, SampleRow, ScheduledBatch
 from service.engine.engine import Engine
-from service.engine.kv.ledger import KVBudget
+from service.engine.kv.reservations import KVBudget
 from service.engine.proof.chunk_proof import describe_foreign, find_difference
 from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits
