@@ -34,7 +34,8 @@ from model import kernels
 from model.spec import artifact
 from model.spec.artifact import DECODER, ArtifactError, Manifest
 from model.spec.config import Positions
-from service.engine.sessions.session import Array, Binding, GraphSession, SessionOptions
+from service.engine.sessions.device_memory import Array
+from service.engine.sessions.session import Binding, GraphSession, SessionOptions
 
 NO_FLASH = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 """What ONNX Runtime 1.31 reads when a session is created, and has no session option for."""

@@ -38,7 +38,7 @@ from model import checkpoint
 from model.hf.importer import FAMILIES, plan, write
 from model.nn import reference
 from model.spec import artifact, golden
-from model.spec.artifact import PREFILL, TOKENIZER, Device, Precision
+from model.spec.artifact import TOKENIZER, Device, Precision
 from model.spec.config import Architecture
 from model.spec.golden import Float32, GoldenCase
 from model.spec.tokenizer import Tokenizer
@@ -84,7 +84,6 @@ class Case:
     dtype: torch.dtype = torch.float32
     is_sharded: bool = False
     is_old: bool = False
-    prefill_graph: bool = False
 
 
 _DECODER: Mapping[str, Any] = {
@@ -146,16 +145,15 @@ CASES: tuple[Case, ...] = (
     Case(name="llama-llama3", family="llama", says="llama3 scaling, tied, in shards", is_sharded=True,
          model={"rope_parameters": _LLAMA3, "tie_word_embeddings": True, "num_attention_heads": 4,
                 "num_key_value_heads": 2, "hidden_size": 64}),
-    Case(name="llama-yarn", family="llama", says="YaRN, biases everywhere, 5 heads, a prefill graph",
-         prefill_graph=True,
+    Case(name="llama-yarn", family="llama", says="YaRN, biases everywhere, 5 heads",
          model={"rope_parameters": _YARN, "attention_bias": True, "mlp_bias": True, "num_attention_heads": 5,
                 "num_key_value_heads": 5, "hidden_size": 80}),
     Case(name="llama-linear", family="llama", says="linear scaling under rope_scaling, fp16", is_old=True,
          dtype=torch.float16, model={"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}}),
     Case(name="llama-dynamic", family="llama", says="dynamic scaling, heads wider than d / heads",
          model={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}, "head_dim": 32}),
-    Case(name="mistral-window", family="mistral", says="a window of 8, heads wider than d / heads, a prefill graph",
-         prefill_graph=True, model={"sliding_window": 8, "head_dim": 32}),
+    Case(name="mistral-window", family="mistral", says="a window of 8, heads wider than d / heads",
+         model={"sliding_window": 8, "head_dim": 32}),
     Case(name="mistral-no-window", family="mistral", says="no window, tied, as many key heads as query heads",
          model={"tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}),
     Case(name="mistral-yarn", family="mistral", says="a window of 33 and YaRN without whole bounds, two ends",
@@ -165,8 +163,8 @@ CASES: tuple[Case, ...] = (
          model={"tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}),
     Case(name="qwen2-upper-window", family="qwen2", says="a window of 12 over the upper of two layers, YaRN",
          model={"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1, "rope_parameters": _YARN}),
-    Case(name="qwen3-wide-heads", family="qwen3", says="heads of 32 on a width of 48, a prefill graph",
-         prefill_graph=True, model={"head_dim": 32}),
+    Case(name="qwen3-wide-heads", family="qwen3", says="heads of 32 on a width of 48",
+         model={"head_dim": 32}),
     Case(name="qwen3-tied", family="qwen3", says="tied, 4 query heads on 2, in shards", is_sharded=True,
          model={"tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 2}),
     Case(name="qwen3-biases", family="qwen3", says="biases, a window of 10 over both layers, linear scaling",
@@ -328,7 +326,7 @@ def check(case: Case, workshop: Path, num_sources: int = NUM_SOURCES) -> Outcome
     write(plan(workshop / "theirs"), workshop / "ours")
     loaded = checkpoint.load(workshop / "ours")
     exported = workshop / "artifact"
-    export(loaded, exported, Device.CPU, Precision.FP32, lambda _: None, prefill_graph=case.prefill_graph)
+    export(loaded, exported, Device.CPU, Precision.FP32, lambda _: None)
     problems: list[str] = []
     cases = tuple(_answer(theirs, each) for each in golden.load(exported / artifact.GOLDEN))
     spread = float(np.concatenate([each.logits for each in cases]).std())
@@ -426,9 +424,8 @@ def _answer(theirs: Any, case: GoldenCase) -> GoldenCase:
 
 def _graph_error(folder: Path, cases: Iterable[GoldenCase]) -> float:
     manifest = artifact.load(folder)
-    ways = (False, True) if PREFILL in manifest.graphs else (False,)
-    replayers = [Replayer(folder, manifest, by_prefill_graph=way) for way in ways]
-    return max(float(np.abs(each.run(case) - case.logits).max()) for case in cases for each in replayers)
+    replayer = Replayer(folder, manifest)
+    return max(float(np.abs(replayer.run(case) - case.logits).max()) for case in cases)
 
 
 class _Engine:

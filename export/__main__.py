@@ -1,7 +1,7 @@
 """The exporter's command line.
 
     python -m export CHECKPOINT --out DIR [--precision fp32|int8|int4] [--kv-cache fp32|int8] [--kv-layout slots|paged]
-                     [--prefill-graph] [--explain-graph]
+                     [--explain-graph]
     python -m export CHECKPOINT --out DIR --device cuda --precision fp16|bf16
     python -m export verify ARTIFACT
 
@@ -74,8 +74,7 @@ def _export_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefill-graph",
         action="store_true",
-        help="also write a graph for prompts, which `serve --prefill-provider openvino` needs; its weights are fp32; "
-        "for decoder-only models",
+        help=argparse.SUPPRESS,  # of former releases; refused by name
     )
     parser.add_argument(
         "--explain-graph",
@@ -96,6 +95,9 @@ def _verify_parser() -> argparse.ArgumentParser:
 
 
 def _export(options: argparse.Namespace) -> int:
+    if options.prefill_graph:
+        problem = "--prefill-graph is not supported: the server has no prefill provider that reads such a graph"
+        return _finish({"artefact": str(options.out), "problems": [problem]}, EXIT_REFUSED)
     # Importing torch takes seconds; `verify` and `--help` do not need it.
     from export.emit import EmitError
     from export.exporter import Refused, export
@@ -116,7 +118,6 @@ def _export(options: argparse.Namespace) -> int:
                 options.precision,
                 on_stage,
                 KVFormat(options.kv_cache, layout=options.kv_layout),
-                prefill_graph=options.prefill_graph,
                 explain_graph=options.explain_graph,
             )
         num_bytes = sum(path.stat().st_size for path in options.out.iterdir())

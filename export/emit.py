@@ -42,7 +42,7 @@ class EmitError(Exception):
         super().__init__(f"{file}: " + "; ".join(problems))
 
 
-def emit(graph: Graph, path: Path, opset: int = OPSET) -> GraphSpec:
+def emit(graph: Graph, path: Path) -> GraphSpec:
     """Writes `graph` to `path` and its weights to the same name with `.data` added, and returns the file's signature.
 
     Raises:
@@ -54,7 +54,7 @@ def emit(graph: Graph, path: Path, opset: int = OPSET) -> GraphSpec:
             _example_inputs(graph.inputs),
             dynamo=True,
             verbose=False,
-            opset_version=opset,
+            opset_version=OPSET,
             input_names=[spec.name for spec in graph.inputs],
             output_names=[spec.name for spec in graph.outputs],
             dynamic_shapes=(_dynamic_axes(graph.inputs),),

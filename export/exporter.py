@@ -23,7 +23,7 @@ from export.staging import replacing
 from export.verify import ParityReport
 from model.checkpoint import Checkpoint
 from model.spec import artifact, golden, golden_attention
-from model.spec.artifact import EXPLAIN, PREFILL, Device, KVFormat, KVLayout, Precision
+from model.spec.artifact import EXPLAIN, Device, KVFormat, KVLayout, Precision
 from model.spec.reading import read_text
 from model.spec.tokenizer import Tokenizer, TokenizerError
 
@@ -46,7 +46,6 @@ def export(
     on_stage: Callable[[str], None],
     kv_cache: KVFormat = _IN_SLOTS,
     *,
-    prefill_graph: bool = False,
     explain_graph: bool = False,
 ) -> ParityReport:
     """Writes the artifact folder `out`, replacing an artifact that is already there.
@@ -58,7 +57,6 @@ def export(
         precision: the arithmetic of products with weights.
         on_stage: called with the name of each stage before it begins.
         kv_cache: how K/V is stored and laid out; on CUDA always in blocks, of `BLOCK_SIZE` tokens by default.
-        prefill_graph: also write a graph for prompts, for servers that run prompts on another provider.
         explain_graph: also write a graph of attention weights, for `Explain`.
 
     Raises:
@@ -68,13 +66,12 @@ def export(
         EmitError: when a written graph differs from its signature.
     """
     config, kv_precision = checkpoint.config, kv_cache.precision
-    extras = [name for name, wanted in ((PREFILL, prefill_graph), (EXPLAIN, explain_graph)) if wanted]
     is_paged = device is Device.CUDA or kv_cache.layout is KVLayout.PAGED
     if is_paged:
         problems = blocks.unsupported(config, device, precision, kv_precision)
-        problems += [f"{name} graphs go with K/V in slots" for name in extras]
+        problems += [f"{EXPLAIN} graphs go with K/V in slots"] if explain_graph else []
     else:
-        problems = slots.unsupported(config, precision, kv_precision, extras)
+        problems = slots.unsupported(config, precision, kv_precision, explain_graph=explain_graph)
     problems += [*_check_tokenizers(checkpoint), *_check_folder(out)]
     if problems:
         raise Refused(problems)
@@ -90,7 +87,7 @@ def export(
         if is_paged:
             draft = blocks.write(job, device, precision, kv_cache.block_size)
         else:
-            draft = slots.write(job, precision, kv_precision, extras)
+            draft = slots.write(job, precision, kv_precision, explain_graph=explain_graph)
         report = job.prove(draft)
         (folder / artifact.PARITY).write_text(report.to_json(), encoding="utf-8")
         files = {path.name: artifact.hash_file(path) for path in sorted(folder.iterdir())}

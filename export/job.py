@@ -40,10 +40,10 @@ class Job:
     attention: tuple[AttentionCase, ...]
     on_stage: Callable[[str], None]
 
-    def emit(self, stage: str, name: str, graph: Graph, opset: int = OPSET) -> GraphSpec:
+    def emit(self, stage: str, name: str, graph: Graph) -> GraphSpec:
         """Writes one graph to the folder; returns its signature."""
         self.on_stage(stage)
-        return emit(graph, self.folder / f"{name}.onnx", opset)
+        return emit(graph, self.folder / f"{name}.onnx")
 
     def draft(
         self, device: Device, graphs: Mapping[str, GraphSpec], kv: KVFormat, precision: Precision = Precision.FP32

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from model import kernels
-from model.spec.artifact import DECODER, ENCODER, EXPLAIN, PREFILL, ArtifactError, GraphSpec, Manifest, TensorSpec
+from model.spec.artifact import DECODER, ENCODER, EXPLAIN, ArtifactError, GraphSpec, Manifest, TensorSpec
 from model.spec.config import Positions
-from model.spec.golden import Feed, Float32, GoldenCase, Step
+from model.spec.golden import Float32, GoldenCase, Step
 from model.spec.golden_attention import AttentionCase
 
 PROVIDER = "CPUExecutionProvider"
@@ -57,18 +57,16 @@ class Replayer:
     Args:
         folder: the artifact.
         manifest: its manifest.
-        by_prefill_graph: whether the prefill graph runs steps of several tokens.
 
     Raises:
         ArtifactError: when ONNX Runtime rejects a graph, or its signature differs from the manifest's.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, *, by_prefill_graph: bool = False) -> None:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._config = manifest.config
         self._kv_dtype = np.dtype(manifest.kv_cache.precision.dtype)
         self._decoder = _open(folder, manifest.graphs[DECODER])
         self._encoder = _open(folder, manifest.graphs[ENCODER]) if self._config.is_encoder_decoder else None
-        self._prefill = _open(folder, manifest.graphs[PREFILL]) if by_prefill_graph else None
 
     def run(self, case: GoldenCase) -> Float32:
         """Logits `[sum of len(step), V]` in the order of the case's own.
@@ -117,8 +115,6 @@ class Replayer:
 
     def _step(self, case: GoldenCase, step: Step, rows: Sequence[_Row]) -> Float32:
         """Runs one step and writes the new K/V to the rows that it fed."""
-        if self._prefill is not None and step[0].count > 1:  # the step's only feed
-            return self._run_by_value(self._prefill, case, step[0], rows[step[0].row])
         fed = [rows[feed.row] for feed in step]
         buffers = {name: np.concatenate([row.buffers[name] for row in fed]) for name in fed[0].buffers}
         ends = [feed.start + feed.count for feed in step]
@@ -138,22 +134,6 @@ class Replayer:
             for name, values in buffers.items():
                 row.buffers[name][0] = values[index]
         return logits
-
-    def _run_by_value(self, session: ort.InferenceSession, case: GoldenCase, feed: Feed, row: _Row) -> Float32:
-        """Runs a feed on the prefill graph, and writes the K/V it returns to the row."""
-        end = feed.start + feed.count
-        inputs: dict[str, Array] = {
-            "input_ids": case.sequences[feed.row][np.newaxis, feed.start : end],
-            "position_ids": np.arange(feed.start, end)[np.newaxis],
-            "logits_indices": np.array([feed.count - 1]),
-        }
-        inputs |= {name: values[:, :, : feed.start] for name, values in row.buffers.items()}
-        with _naming_failures():
-            logits, *new = session.run(["logits", *(name.replace("past", "new") for name in row.buffers)], inputs)
-        for values, computed in zip(row.buffers.values(), new, strict=True):
-            values[:, :, feed.start : end] = computed
-        found: Float32 = logits
-        return found
 
     def _run_in_place(self, inputs: Mapping[str, Array], buffers: Mapping[str, Array]) -> Float32:
         """Binds every buffer as input and as the output that continues it."""

@@ -7,21 +7,18 @@ is therefore rounding alone. Graphs that share weights have copies of their own 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 
-from export import explain, fusion, graphs, prefill, quantize, quantize_kv
+from export import explain, fusion, graphs, quantize, quantize_kv
 from export.emit import read_signature, share_weights
 from export.explain import ExplainGraph
 from export.graphs import DecoderGraph, EncoderGraph
 from export.job import Job
-from export.prefill import PREFILL_OPSET, PrefillGraph
 from model.nn.transformer import EncoderDecoder
 from model.spec.artifact import (
     CPU_PRECISIONS,
     DECODER,
     ENCODER,
     EXPLAIN,
-    PREFILL,
     Device,
     GraphSpec,
     KVFormat,
@@ -33,26 +30,25 @@ from model.spec.config import ModelConfig
 
 
 def unsupported(
-    config: ModelConfig, precision: Precision, kv_precision: KVPrecision, extras: Collection[str]
+    config: ModelConfig, precision: Precision, kv_precision: KVPrecision, *, explain_graph: bool
 ) -> list[str]:
-    """Why a model cannot be exported over slots; empty when it can. `extras`: of PREFILL and EXPLAIN."""
+    """Why a model cannot be exported over slots; empty when it can."""
     problems = []
     if precision not in CPU_PRECISIONS:
         problems.append(f"precision {precision} is not for {Device.CPU}, only {', '.join(CPU_PRECISIONS)}")
     problems += [*graphs.unsupported(config), *quantize.unsupported(config, precision)]
     problems += quantize_kv.unsupported(config) if kv_precision is KVPrecision.INT8 else []
-    problems += prefill.unsupported(config, kv_precision) if PREFILL in extras else []
-    problems += explain.unsupported(kv_precision) if EXPLAIN in extras else []
+    problems += explain.unsupported(kv_precision) if explain_graph else []
     return problems
 
 
-def write(job: Job, precision: Precision, kv_precision: KVPrecision, extras: Collection[str]) -> Manifest:
+def write(job: Job, precision: Precision, kv_precision: KVPrecision, *, explain_graph: bool) -> Manifest:
     """Writes the graphs into the job's folder; returns their manifest, whose last rewrite is yet to be proven.
 
     Raises:
         ParityError: when graphs fail before they are rewritten.
     """
-    draft = job.draft(Device.CPU, _write_graphs(job, extras), KVFormat())
+    draft = job.draft(Device.CPU, _write_graphs(job, explain_graph=explain_graph), KVFormat())
     if kv_precision is not KVPrecision.FP32:
         job.prove(draft)
         draft = _quantize_kv(job, draft, kv_precision)
@@ -64,15 +60,13 @@ def write(job: Job, precision: Precision, kv_precision: KVPrecision, extras: Col
     return draft
 
 
-def _write_graphs(job: Job, extras: Collection[str]) -> dict[str, GraphSpec]:
+def _write_graphs(job: Job, *, explain_graph: bool) -> dict[str, GraphSpec]:
     """Writes the graphs in float32, each with weights of its own."""
     model = job.checkpoint.model
     specs = {DECODER: job.emit("decoder graph", DECODER, DecoderGraph(model))}
     if isinstance(model, EncoderDecoder):
         specs[ENCODER] = job.emit("encoder graph", ENCODER, EncoderGraph(model))
-    if PREFILL in extras:
-        specs[PREFILL] = job.emit("prefill graph", PREFILL, PrefillGraph(model), PREFILL_OPSET)
-    if EXPLAIN in extras:
+    if explain_graph:
         specs[EXPLAIN] = job.emit("explain graph", EXPLAIN, ExplainGraph(model))
     return specs
 
@@ -90,28 +84,23 @@ def _quantize_kv(job: Job, draft: Manifest, kv_precision: KVPrecision) -> Manife
 
 
 def _quantize(job: Job, draft: Manifest, precision: Precision) -> Manifest:
-    """Rewrites products with weights; a prefill graph stays in float32."""
+    """Rewrites products with weights."""
     for name, graph in draft.graphs.items():
-        if name == PREFILL:
-            continue
         job.on_stage(f"{name} graph in {precision}")
         quantize.quantize_file(job.folder / graph.file, precision)
     return dataclasses.replace(draft, precision=precision)
 
 
 def _fuse(job: Job, draft: Manifest) -> None:
-    """Rewrites the graphs to the project's own operators; of a prefill graph the float32 products alone."""
-    for name, graph in draft.graphs.items():
+    """Rewrites the graphs to the project's own operators."""
+    for graph in draft.graphs.values():
         if draft.precision is Precision.FP32:
             quantize.quantize_file(job.folder / graph.file, Precision.FP32)
-        if name != PREFILL:
-            fusion.fuse_file(job.folder / graph.file)
+        fusion.fuse_file(job.folder / graph.file)
 
 
 def _share_weights(job: Job, draft: Manifest) -> None:
-    """Keeps one copy of each weight; a prefill graph beside a quantized decoder has its own."""
+    """Keeps one copy of each weight."""
     files = {name: job.folder / graph.file for name, graph in draft.graphs.items()}
-    if PREFILL in files and draft.precision is Precision.FP32:
-        share_weights(files[PREFILL], files[DECODER])
     if EXPLAIN in files:
         share_weights(files[EXPLAIN], *(files[name] for name in (DECODER, ENCODER) if name in files))

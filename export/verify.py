@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import platform
@@ -21,7 +20,7 @@ from rich.table import Table
 from export.replay import PROVIDER, AttentionReplayer, PagedReplayer, Replayer, ReplayError
 from model import kernels
 from model.spec import artifact, golden, golden_attention
-from model.spec.artifact import EXPLAIN, PREFILL, ArtifactError, Device, KVLayout, KVPrecision, Manifest, Precision
+from model.spec.artifact import EXPLAIN, ArtifactError, Device, KVLayout, KVPrecision, Manifest, Precision
 from model.spec.golden import CaseResult, GoldenCase, Tolerance, tolerance_of
 from model.spec.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionResult
 
@@ -38,10 +37,10 @@ class Verdict(StrEnum):
 class ParityReport:
     """How an artifact's graphs compare with PyTorch in float32: parity.json.
 
-    The tolerance is that of the precision (`model.spec.golden.tolerance_of`); each case has its value for it. With a
-    prefill graph, cases with several tokens in a step occur twice, the second time on that graph. `attention` compares
-    an explain graph's weights; it is empty without one. The other cases reach `proven_context` of the decoder's
-    `context` positions and `proven_source_context` of the encoder's `source_context`, both 0 without an encoder.
+    The tolerance is that of the precision (`model.spec.golden.tolerance_of`); each case has its value for it.
+    `attention` compares an explain graph's weights; it is empty without one. The other cases reach `proven_context` of
+    the decoder's `context` positions and `proven_source_context` of the encoder's `source_context`, both 0 without an
+    encoder.
     """
 
     provider: str
@@ -157,13 +156,6 @@ def replay(
         results = [_replay_case(replayer, case, tolerance, on_case) for case in cases]
     else:
         cases = attention = ()
-    if PREFILL in manifest.graphs:
-        by_graph = Replayer(folder, manifest, by_prefill_graph=True)
-        results += [
-            _replay_case(by_graph, each, _prefill_tolerance(each, tolerance), on_case)
-            for case in cases
-            if (each := _by_prefill_graph(case))
-        ]
     return ParityReport(
         provider=PROVIDER,
         precision=manifest.precision,
@@ -204,26 +196,13 @@ def _replay_attention(
     results = []
     for case in cases:
         on_case(case.name)
-        weights: Mapping[str, golden_attention.Float32] = {}
+        weights: Mapping[str, golden.Float32] = {}
         try:
             weights = replayer.run(case)
         except ReplayError as error:
             on_case(f"{case.name}: {error}")
         results.append(golden_attention.compare(case, weights, ATTENTION_TOLERANCES[manifest.precision]))
     return tuple(results)
-
-
-def _by_prefill_graph(case: GoldenCase) -> GoldenCase | None:
-    """The case, renamed for the prefill graph; None if that graph computes no part of it."""
-    if all(feed.count == 1 for step in case.steps for feed in step):
-        return None
-    return dataclasses.replace(case, name=f"{case.name} by {PREFILL} graph")
-
-
-def _prefill_tolerance(case: GoldenCase, tolerance: Tolerance) -> Tolerance:
-    """The tolerance on the prefill graph: float32's, unless the decoder computes single tokens in its own precision."""
-    is_whole = all(feed.count > 1 for step in case.steps for feed in step)
-    return tolerance_of(Precision.FP32, KVPrecision.FP32) if is_whole else tolerance
 
 
 def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:

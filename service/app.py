@@ -29,7 +29,7 @@ from service.engine.proof import calibration
 from service.engine.sessions.attention import load_attention_graph
 from service.engine.sessions.session import share_threads
 from service.engine.step_engine import StepEngine
-from service.engine.types import Device, PrefillProvider
+from service.engine.types import Device
 from service.errors import NotServing, OnwardError, RequestError, StartupError
 from service.explain.explainer import Explainer
 from service.generator import Generator
@@ -121,12 +121,11 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
     # It may refuse to start, and models take long to load.
     tracer = open_tracer(config.telemetry, config.otel_endpoint)
     config = settle_device(config)
-    models = load_models(config.models, config.prefill_provider, config.device)
+    models = load_models(config.models, config.device)
     if config.device is not Device.CUDA:
         tell_kernels(config.kernels)
-    # Shared threads go on spinning when OpenVINO's want the cores; a GPU's graphs want none.
-    is_on_cpu = config.device is not Device.CUDA
-    if config.spin and is_on_cpu and all(model.prefill_provider is PrefillProvider.CPU for model in models):
+    # A GPU's graphs want no spinning threads.
+    if config.spin and config.device is not Device.CUDA:
         share_threads(config.threads or 0)
     last_run = LastRun()
     pool = share_memory(models, config)
@@ -135,8 +134,6 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
         part = pool.parts[model.name]
         _LOGGER.info("%s is computed on %s", model.name, config.device)
         _LOGGER.info("%s has %d bytes (%.1f MiB) for keys and values", model.name, part, part / (1 << 20))
-        if is_on_cpu:
-            _LOGGER.info("%s has its prompts computed by the provider %s", model.name, model.prefill_provider)
     for name, part in pool.kept.items():
         _LOGGER.warning(
             "%d bytes (%.1f MiB) for keys and values are kept for %s, which is not served", part, part / (1 << 20), name

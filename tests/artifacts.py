@@ -97,13 +97,12 @@ def tiny_artifact(
     precision: Precision = Precision.FP32,
     kv_precision: KVPrecision = KVPrecision.FP32,
     *,
-    prefill_graph: bool = False,
     explain_graph: bool = False,
     **overrides: Any,
 ) -> Path:
     """An artifact folder of `tiny_config`; equal arguments give the same folder, which tests must not write to."""
-    besides = {"prefill_graph": prefill_graph, "explain_graph": explain_graph}
-    return _export(tiny_config(family, **overrides), precision, KVFormat(kv_precision), Device.CPU, **besides)
+    config, kv = tiny_config(family, **overrides), KVFormat(kv_precision)
+    return _export(config, precision, kv, Device.CPU, explain_graph=explain_graph)
 
 
 def paged_artifact(

@@ -13,7 +13,7 @@ from model.spec.golden import CaseResult, GoldenCase, Tolerance
 from service.engine.batch import ScheduledBatch
 from service.engine.engine import Engine, LastRun
 from service.engine.kv.budget import MemoryNeeds
-from service.engine.kv.ledger import KVBudget
+from service.engine.kv.reservations import KVBudget
 from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.types import GenerationRequest, StepOutput, StepStats

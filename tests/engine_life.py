@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from service.engine.batch import BeamRow, SampleRow, ScheduledBatch
 from service.engine.engine import Engine, LastRun
-from service.engine.kv.ledger import KVBudget
+from service.engine.kv.reservations import KVBudget
 from service.engine.sampling.beam import BeamSearch
 from service.engine.sampling.sampler import Sampler, compute_logprobs
 from service.engine.scheduler import EngineLimits, Scheduler

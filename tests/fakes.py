@@ -33,7 +33,7 @@ from service.engine.batch import (
 )
 from service.engine.chunks import ChunkRules
 from service.engine.engine import Engine, LastRun
-from service.engine.kv.ledger import KVBudget
+from service.engine.kv.reservations import KVBudget
 from service.engine.queueing.intake import ModelShape
 from service.engine.sampling.sampler import Sampler
 from service.engine.sampling.text import Decode

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from model.spec.config import Architecture, ModelConfig, Positions
 from service.engine.batch import KVOperation, ScheduledBatch
-from service.engine.kv.ledger import KVBudget
+from service.engine.kv.reservations import KVBudget
 from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
 from tests.fakes import FakeRunner, Float32
 

@@ -42,7 +42,8 @@ from service.engine.paged_backend.device_blocks import DeviceBlocks
 from service.engine.paged_backend.paged_kv import PagedKV
 from service.engine.paged_backend.paged_runner import PagedRunner
 from service.engine.sampling.top_logits import TopLogits
-from service.engine.sessions.session import Array, GraphSession
+from service.engine.sessions.device_memory import Array
+from service.engine.sessions.session import GraphSession
 from service.engine.types import SamplingParams
 
 NAME = "captured"

@@ -17,7 +17,9 @@ from model.spec.golden import Tolerance
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.scheduler import EngineLimits
-from service.engine.sessions.session import Bindable, Binding, Cuda, GraphSession, SessionOptions
+from service.engine.sessions.cuda_provider import Cuda
+from service.engine.sessions.device_memory import Bindable
+from service.engine.sessions.session import Binding, GraphSession, SessionOptions
 from service.engine.types import GenerationRequest, SamplingParams, StepStats, StoppingParams, TokenEvent
 
 OPTIONS = SessionOptions(intra_op_threads=1, allow_spinning=False)

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from benchmarks.gpu.engines import load_session
 from benchmarks.gpu.workshop import Graphs
 from model.spec.artifact import DECODER, ENCODER
-from service.engine.sessions.session import Array, Binding, DeviceTensor
+from service.engine.sessions.device_memory import Array, DeviceTensor
+from service.engine.sessions.session import Binding
 
 Int64 = npt.NDArray[np.int64]
 

@@ -76,7 +76,7 @@ def missing(part: str, device: Device) -> list[str]:
             lacking.append("a CUDA device that torch sees")
     if device is Device.CUDA and part not in _WITHOUT_GRAPHS and not {"numpy", "onnxruntime"} & set(lacking):
         # Not before what it imports is known to be there.
-        from service.engine.sessions.session import find_cuda_problem
+        from service.engine.sessions.cuda_provider import find_cuda_problem
 
         if problem := find_cuda_problem():
             lacking.append(f"ONNX Runtime on CUDA ({problem})")

@@ -36,7 +36,6 @@ from onward.v1 import model_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from onward.v1.model_pb2_grpc import ModelServiceStub
 from service.config import ServeConfig
-from service.engine.types import PrefillProvider
 from service.repository.library import prove, trial_settings
 from service.repository.loading import build_engines, load_model
 
@@ -127,7 +126,7 @@ def inside(folder: Path, threads: int, num_streams: int) -> dict[str, dict[str, 
     config = ServeConfig(models=folder.parent, threads=threads, max_batch_size=num_streams)
     found: dict[str, dict[str, float]] = {}
     found["nothing"], _ = watch_silences(lambda: time.sleep(_QUIET_SECONDS))
-    found["read and check"], model = watch_silences(lambda: load_model(folder, PrefillProvider.CPU))
+    found["read and check"], model = watch_silences(lambda: load_model(folder))
     found["sessions and K/V"], engines = watch_silences(lambda: build_engines(folder.parent, [model], config))
     found["proof"], parity = watch_silences(lambda: prove(model, engines[model.name]))
     if not parity.passed:

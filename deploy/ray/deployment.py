@@ -44,7 +44,7 @@ class Replica:
         config = parse_command_line(["serve", *flags])
         assert isinstance(config, ServeConfig)  # noqa: S101 (the verb says so)
         config = settle_device(config)
-        models, last_run = load_models(config.models, config.prefill_provider, config.device), LastRun()
+        models, last_run = load_models(config.models, config.device), LastRun()
         pool = share_memory(models, config)
         engines = build_engines(config.models, models, config, last_run, pool.parts)
         self._registry, self._slots = CollectorRegistry(), config.max_batch_size

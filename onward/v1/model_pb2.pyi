@@ -477,7 +477,7 @@ class GetModelResponse(_message.Message):
     precision: _builtins.str
     """Arithmetic of the matrix products: "fp32", "int8", "int4", "fp16" or "bf16"."""
     prefill_provider: _builtins.str
-    """Provider that computes prompts: "cpu", "openvino" or, with all the rest, "cuda"."""
+    """Provider that computes prompts: "cpu" or, with all the rest, "cuda"."""
     kv_memory_used_bytes: _builtins.int
     """Of `limits.kv_memory_bytes`, the part reserved by running and preempted requests after the last step, in bytes. The
     prefix cache counts as free, as it is evicted when requests need its memory.

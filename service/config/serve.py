@@ -41,6 +41,12 @@ _CHUNK_ON_CPU = 128
 _CHUNK_ON_CUDA = 2048
 
 
+def _prefill_provider(text: str) -> PrefillProvider:
+    if text.lower() == "openvino":
+        raise ValueError("which is not supported, use cpu or auto")
+    return choice(PrefillProvider)(text)
+
+
 class LogLevel(StrEnum):
     """Least severe message that is logged."""
 
@@ -155,9 +161,8 @@ class ServeConfig:
     prefill_provider: Annotated[
         PrefillProvider,
         _engine(
-            "what computes prompts: cpu; openvino (extra `openvino`, Intel, artifacts with a prefill graph); or auto: "
-            "openvino where it computes in bf16 on AMX",
-            choice(PrefillProvider),
+            "what computes prompts: cpu; or auto, the fastest provider that this release supports, which is cpu",
+            _prefill_provider,
         ),
     ] = PrefillProvider.AUTO
     kernels: Annotated[

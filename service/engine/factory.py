@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from model.spec.artifact import DECODER, ENCODER, MOVE, PREFILL, KVLayout, Manifest
+from model.spec.artifact import DECODER, ENCODER, MOVE, KVLayout, Manifest
 from model.spec.artifact import Device as BuiltFor
 from service.engine.engine import Engine, LastRun
 from service.engine.kv.budget import (
@@ -19,7 +18,6 @@ from service.engine.kv.budget import (
     plan_kv_memory,
     ready_bytes,
 )
-from service.engine.kv.process_memory import resident_bytes
 from service.engine.paged_backend.device_blocks import DeviceBlocks
 from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
 from service.engine.paged_backend.paged_runner import PagedRunner
@@ -29,11 +27,11 @@ from service.engine.sampling.sampler import Sampler
 from service.engine.sampling.text import Decode
 from service.engine.sampling.top_logits import TopLogits
 from service.engine.scheduler import EngineLimits, Scheduler
-from service.engine.sessions.prefill_provider import openvino_for
-from service.engine.sessions.session import Cuda, GraphSession, SessionOptions, cuda_free_bytes
+from service.engine.sessions.cuda_provider import Cuda, cuda_free_bytes
+from service.engine.sessions.session import GraphSession, SessionOptions
 from service.engine.slots_backend.kv_cache import SlotKV
 from service.engine.slots_backend.runner import OrtRunner, Runner
-from service.engine.types import Device, PrefillProvider
+from service.engine.types import Device
 from service.errors import StartupError
 
 _LOGGER = logging.getLogger(__name__)
@@ -48,7 +46,6 @@ def build_engine(
     limits: EngineLimits,
     options: SessionOptions,
     last_run: LastRun,
-    prefill: PrefillProvider = PrefillProvider.CPU,
     device: Device = Device.AUTO,
 ) -> Engine:
     """Loads an artifact's graphs and reserves its K/V.
@@ -62,7 +59,6 @@ def build_engine(
         limits: slots and step sizes.
         options: threads.
         last_run: shared by the engines that one thread will step.
-        prefill: what computes prompts, as `choose_prefill_provider` says.
         device: where all is to be computed; `AUTO` is the one that the artifact was exported for.
 
     Raises:
@@ -77,45 +73,35 @@ def build_engine(
         _LOGGER.warning("%s: no tokens are guessed by look-up: %s", folder, shape.speculation_obstacle)
         limits = dataclasses.replace(limits, look_up=0)
     if limits.look_up:
-        _refuse_guesses(folder, limits, find_obstacles(manifest, options, prefill))
+        _refuse_guesses(folder, limits, find_obstacles(manifest, options))
     runner: Runner
     rehearse: Callable[[], None] | None = None
     prepare: Callable[[], bool] | None = None
     top = TopLogits()
     if manifest.kv_cache.layout is KVLayout.PAGED:
         runner = paged = build_paged_runner(folder, manifest, limits, options, top)
-        rehearse = paged.rehearse
+        rehearse = paged.warm_up
     else:
-        runner = over_slots = build_runner(folder, manifest, limits, options, prefill)
+        runner = over_slots = build_runner(folder, manifest, limits, options)
         prepare = over_slots.kv.prepare
     budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
     scheduler = Scheduler(limits, shape, decode, budget)
     return Engine(scheduler, runner, Sampler(top), last_run, warm_up=rehearse, prepare=prepare, name=str(folder))
 
 
-def build_runner(
-    folder: Path,
-    manifest: Manifest,
-    limits: EngineLimits,
-    options: SessionOptions,
-    prefill: PrefillProvider = PrefillProvider.CPU,
-) -> OrtRunner:
+def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions) -> OrtRunner:
     """An artifact's graphs over slots and the K/V they work on.
 
     Raises:
         StartupError: when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
     """
-    by_openvino = prefill is PrefillProvider.OPENVINO
-    # Threads that spin when their run is over take the cores from those of the next: of the decoder behind an encoder,
-    # of the one provider behind the other. Between a decoder's own steps there is no other.
-    stopping = dataclasses.replace(options, stop_spinning=True)
-    # Other graphs are loaded when they are wanted.
-    for_decoder = dataclasses.replace(stopping if by_openvino else options, tells_operators=limits.look_up > 0)
+    # An encoder's threads stop spinning after a run: the decoder's need the cores next.
+    for_encoder = dataclasses.replace(options, stop_spinning=True)
+    for_decoder = dataclasses.replace(options, records_operators=limits.look_up > 0)
     decoder = GraphSession(folder, manifest.graphs[DECODER], for_decoder)
     if limits.look_up:
         _refuse_guesses(folder, limits, describe_foreign(decoder.operators))
-    encoder = GraphSession(folder, manifest.graphs[ENCODER], stopping) if ENCODER in manifest.graphs else None
-    prefill_graph = _load_prefill_graph(folder, manifest, stopping) if by_openvino else None
+    encoder = GraphSession(folder, manifest.graphs[ENCODER], for_encoder) if ENCODER in manifest.graphs else None
     # The decoder of an encoder-decoder computes no chunks.
     max_prefill_tokens = limits.max_prefill_tokens if encoder is None else 0
     try:
@@ -130,7 +116,7 @@ def build_runner(
             # Of chunks that no prompt fills nothing is kept.
             ready_bytes=ready_bytes(manifest, budget, limits.max_batch_size) if chunk <= manifest.config.context else 0,
         )
-        return OrtRunner(manifest.config, kv, decoder, encoder, max_prefill_tokens, prefill_graph)
+        return OrtRunner(manifest.config, kv, decoder, encoder, max_prefill_tokens)
     except (MemoryError, StartupError) as error:
         sizes = f"max_batch_size {limits.max_batch_size}, prefill_chunk {limits.prefill_chunk}"
         raise StartupError([f"{folder}: {sizes}: {error}"]) from error
@@ -218,21 +204,6 @@ def _check_device(folder: Path, manifest: Manifest, device: Device) -> None:
     """Refuses an artifact that is not for the device on which it is to be computed."""
     if device not in (Device.AUTO, Device(manifest.device)):
         raise StartupError([f"{folder}: device is {device}, the artifact is for {manifest.device}"])
-
-
-def _load_prefill_graph(folder: Path, manifest: Manifest, options: SessionOptions) -> GraphSession:
-    """Has OpenVINO load the prefill graph, and tells the log what that cost."""
-    openvino = openvino_for(manifest)
-    began, before = time.monotonic(), resident_bytes()
-    session = GraphSession(folder, manifest.graphs[PREFILL], options, openvino)
-    _LOGGER.info(
-        "%s: OpenVINO computes prompts in %s; loading took %.1f s and %.0f MiB, runs will take more",
-        folder.name,
-        openvino.precision,
-        time.monotonic() - began,
-        (resident_bytes() - before) / (1 << 20),
-    )
-    return session
 
 
 def model_shape(manifest: Manifest) -> ModelShape:

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 from service.engine.batch import ScheduledBatch
 from service.engine.chunks import ChunkRules
-from service.engine.kv.ledger import KVBudget, KVLedger
+from service.engine.kv.ledger import KVLedger
+from service.engine.kv.reservations import KVBudget
 from service.engine.outputs.outputs import Outputs
 from service.engine.plan import Planned, StepPlan
 from service.engine.queueing.contention import Preemption, StepOrder

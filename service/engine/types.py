@@ -31,11 +31,10 @@ class Device(StrEnum):
 
 
 class PrefillProvider(StrEnum):
-    """What computes prompts: ONNX Runtime's CPU provider, OpenVINO's, or whichever is faster on this machine."""
+    """What computes prompts: ONNX Runtime's CPU provider, or the fastest supported one (the same today)."""
 
     AUTO = "auto"
     CPU = "cpu"
-    OPENVINO = "openvino"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from model.spec.artifact import MANIFEST, MOVE, ArtifactError, read_manifest
 from model.spec.artifact import Device as BuiltFor
-from service.engine.sessions.session import Cuda, GraphSession, SessionOptions, find_cuda_problem
+from service.engine.sessions.cuda_provider import Cuda, find_cuda_problem
+from service.engine.sessions.session import GraphSession, SessionOptions
 from service.engine.types import Device
 from service.errors import StartupError
 

@@ -267,7 +267,7 @@ class Library:
         return await asyncio.wrap_future(_in_daemon(function))
 
     def _load(self, name: str) -> ServedModel:
-        return load_model(self._config.models / name, self._config.prefill_provider, self._config.device)
+        return load_model(self._config.models / name, self._config.device)
 
     def _calibrate(self, name: str, engine: Engine) -> Sequence[StepStats]:
         """Steps to learn from, while no stream is open: beside streams they would take longer, and so would those."""
@@ -325,7 +325,6 @@ def trial_settings(config: ServeConfig, name: str, kv_memory: int | None = None)
         "name": name,
         "max_batch_size": config.max_batch_size,
         "prefill_chunk": config.prefill_chunk,
-        "prefill_provider": str(config.prefill_provider),
         "device": str(config.device),
         "kv_memory": kv_memory,
         "threads": config.threads,

@@ -20,7 +20,7 @@ from typing import Any
 
 from service.config import Kernels, ServeConfig
 from service.engine.kv.budget import weight_bytes
-from service.engine.types import Device, PrefillProvider
+from service.engine.types import Device
 from service.errors import StartupError
 from service.repository.library import prove
 from service.repository.loading import build_engines, load_model, manifest_of, needs_of
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     seconds = 0.0
     _bound(config.models / name, config)
     try:
-        model = load_model(config.models / name, config.prefill_provider, config.device)
+        model = load_model(config.models / name, config.device)
         began = time.monotonic()
         # As a server does it, which then has memory for it: here a lack of that ends nothing else.
         engine = build_engines(config.models, [model], config, is_serving=True)[name]
@@ -80,7 +80,6 @@ def _bound(folder: Path, config: ServeConfig) -> None:
 def read_settings(settings: Mapping[str, Any]) -> tuple[str, ServeConfig]:
     """The model's name and the configuration to load it by, from `service.repository.library.trial_settings`."""
     others = {name: value for name, value in settings.items() if name not in ("name", "folder")}
-    others["prefill_provider"] = PrefillProvider(settings["prefill_provider"])
     others["device"] = Device(settings["device"])
     others["kernels"] = Kernels(settings["kernels"])
     return settings["name"], ServeConfig(models=Path(settings["folder"]), spin=False, **others)

@@ -36,9 +36,9 @@ from service.engine.factory import build_engine
 from service.engine.kv.budget import MemoryNeeds, graph_weight_bytes, memory_needs
 from service.engine.kv.process_memory import memory_limit, resident_bytes
 from service.engine.scheduler import EngineLimits
-from service.engine.sessions.prefill_provider import choose_prefill_provider
-from service.engine.sessions.session import SessionOptions, cuda_free_bytes
-from service.engine.types import Device, PrefillProvider
+from service.engine.sessions.cuda_provider import cuda_free_bytes
+from service.engine.sessions.session import SessionOptions
+from service.engine.types import Device
 from service.errors import StartupError
 from service.forecasting.admission import PATIENCE_SECONDS
 from service.repository.devices import artifact_folder, choose_device
@@ -49,14 +49,11 @@ _Item = TypeVar("_Item")
 _Loaded = TypeVar("_Loaded")
 
 
-def load_models(
-    folder: Path, prefill: PrefillProvider = PrefillProvider.CPU, device: Device = Device.AUTO
-) -> tuple[ServedModel, ...]:
+def load_models(folder: Path, device: Device = Device.AUTO) -> tuple[ServedModel, ...]:
     """Reads and checks every artifact below `folder`; a subfolder's name is its model's.
 
     Args:
         folder: of the artifacts.
-        prefill: what is wanted to compute prompts.
         device: what computes, as `settle_device` says; `AUTO` leaves that to each artifact.
 
     Raises:
@@ -65,7 +62,7 @@ def load_models(
     subfolders = _subfolders(folder)
     if not subfolders:
         raise StartupError([f"{folder} has no subfolder, and so no model to serve"])
-    return _load_all(subfolders, lambda subfolder: load_model(subfolder, prefill, device))
+    return _load_all(subfolders, lambda subfolder: load_model(subfolder, device))
 
 
 def settle_device(config: ServeConfig) -> ServeConfig:
@@ -187,7 +184,6 @@ def build_engines(
             dataclasses.replace(limits, kv_memory_bytes=parts[model.name]),
             options,
             shared,
-            model.prefill_provider,
             config.device,
         )
         # What was loaded is what was checked.
@@ -201,12 +197,11 @@ def build_engines(
     return dict(_load_all(models, build))
 
 
-def load_model(folder: Path, prefill: PrefillProvider, device: Device = Device.AUTO) -> ServedModel:
+def load_model(folder: Path, device: Device = Device.AUTO) -> ServedModel:
     """Reads and checks one artifact; the name of the model's folder is the model's.
 
     Args:
         folder: the model's (`service.repository.devices`).
-        prefill: what is wanted to compute its prompts.
         device: what computes it; `AUTO` is whatever its artifact is for.
 
     Raises:
@@ -219,7 +214,7 @@ def load_model(folder: Path, prefill: PrefillProvider, device: Device = Device.A
         # They want a core, not the interpreter. Until they are known, nothing that was read or went wrong counts.
         checksums = beside.submit(_load, folder, device)
         try:
-            return dataclasses.replace(_read(name, folder, manifest, prefill), stamp=before)
+            return dataclasses.replace(_read(name, folder, manifest), stamp=before)
         finally:
             checksums.result()
 
@@ -250,7 +245,7 @@ def _load(folder: Path, device: Device, *, checksums: bool = True) -> Manifest:
         raise StartupError([f"{folder}: {problem}" for problem in error.problems]) from error
 
 
-def _read(name: str, folder: Path, manifest: Manifest, prefill: PrefillProvider) -> ServedModel:
+def _read(name: str, folder: Path, manifest: Manifest) -> ServedModel:
     """All of an artifact but its graphs; raises StartupError."""
     problems: list[str] = []
     prompt = _load_tokenizer(folder / TOKENIZER, _prompt_vocab_size(manifest), problems)
@@ -262,10 +257,6 @@ def _read(name: str, folder: Path, manifest: Manifest, prefill: PrefillProvider)
     except ValueError as error:
         problems.append(f"{folder}: {error}")
         cases = ()
-    try:
-        prefill = choose_prefill_provider(prefill, manifest)
-    except StartupError as error:
-        problems += [f"{folder}: {problem}" for problem in error.problems]
     chat = _load_chat(folder / CHAT, prompt, problems) if CHAT in manifest.files and prompt is not None else None
     if problems or prompt is None or output is None:
         raise StartupError(problems)
@@ -275,7 +266,6 @@ def _read(name: str, folder: Path, manifest: Manifest, prefill: PrefillProvider)
         prompt_tokenizer=prompt,
         output_tokenizer=output,
         golden_cases=cases,
-        prefill_provider=prefill,
         chat=chat,
     )
 

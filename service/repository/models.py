@@ -15,7 +15,7 @@ from model.spec.golden import CaseResult, GoldenCase
 from model.spec.tokenizer import Tokenizer
 from service.engine.kv.budget import plan_kv_memory
 from service.engine.step_engine import StepEngine
-from service.engine.types import PrefillProvider, SamplingParams, StoppingParams
+from service.engine.types import SamplingParams, StoppingParams
 from service.errors import InvalidRequest, NotServing, PromptTooLong, UnknownModel, UnsupportedFeature
 from service.forecasting.costing import CostModel
 
@@ -74,7 +74,6 @@ class ServedModel:
     prompt_tokenizer: Tokenizer
     output_tokenizer: Tokenizer
     golden_cases: tuple[GoldenCase, ...]
-    prefill_provider: PrefillProvider = PrefillProvider.CPU
     chat: Chat | None = None
     stamp: Stamp | None = None
 

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from model.spec.artifact import Device
 from model.spec.config import Architecture
 from onward.v1 import model_pb2 as pb
 from onward.v1.model_pb2_grpc import ModelServiceServicer
@@ -75,7 +74,7 @@ class ModelServicer(ModelServiceServicer):
             parity=None if parity is None else _summary(parity),
             device=model.manifest.device,
             precision=model.manifest.precision,
-            prefill_provider=_prompts_by(model),
+            prefill_provider=model.manifest.device,
             kv_memory_used_bytes=kv_used_bytes,
         )
 
@@ -107,12 +106,6 @@ def _copy(kind: type[_Message], source: object, **others: Any) -> _Message:
     """A message whose fields are the source's attributes of the same names, but for `others`."""
     names = kind.DESCRIPTOR.fields_by_name.keys() - others.keys()
     return kind(**{name: getattr(source, name) for name in names}, **others)
-
-
-def _prompts_by(model: ServedModel) -> str:
-    """What computes a model's prompts: a device computes everything."""
-    manifest = model.manifest
-    return manifest.device if manifest.device is Device.CUDA else model.prefill_provider
 
 
 def _limits(model: ServedModel, config: ServeConfig, kv_bytes: int) -> pb.ModelLimits:

@@ -26,7 +26,7 @@ import pytest
 from model.spec.artifact import hash_file
 from onward.v1 import generation_pb2 as pb
 from service.engine.batch import ScheduledBatch
-from service.engine.kv.ledger import KVBudget
+from service.engine.kv.reservations import KVBudget
 from tests.artifacts import rehash, tiny_artifact, tiny_checkpoint, tiny_config
 from tests.fakes import BOS, CONTEXT, Death, FakeRunner, Gate, expected_tokens, spell
 from tests.servers import (

@@ -31,7 +31,7 @@ from onward.v1 import model_pb2
 from service.app import App
 from service.config import Kernels, ServeConfig
 from service.engine.engine import LastRun
-from service.engine.types import Device, PrefillProvider
+from service.engine.types import Device
 from service.process import garbage
 from service.repository import library, loading
 from service.repository import load_check as trial
@@ -492,7 +492,6 @@ async def test_a_trial_loads_a_model_as_the_server_that_asks_for_it_would(tmp_pa
         max_batch_size=3,
         prefill_chunk=17,
         device=Device.CPU,
-        prefill_provider=PrefillProvider.OPENVINO,
         kernels=Kernels.STANDARD,
         look_up=3,
         kv_memory=1 << 20,
@@ -503,11 +502,7 @@ async def test_a_trial_loads_a_model_as_the_server_that_asks_for_it_would(tmp_pa
     name, config = trial.read_settings(told)
     assert (name, config) == ("a", asking)
     # Equal to their names are these as well, but another by identity.
-    assert [type(value) for value in (config.device, config.prefill_provider, config.kernels)] == [
-        Device,
-        PrefillProvider,
-        Kernels,
-    ]
+    assert [type(value) for value in (config.device, config.kernels)] == [Device, Kernels]
 
 
 async def test_unloading_ends_what_outlives_the_grace_with_a_status() -> None:

@@ -6,16 +6,12 @@ the stand-in's graphs, since those for CUDA have no kernels there.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import gc
 import logging
 import shutil
-import threading
 import types
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
@@ -47,223 +43,32 @@ from service.engine.engine import LastRun
 from service.engine.kv.budget import device_overhead_bytes, plan_kv_memory, step_bytes
 from service.engine.kv.decode_sizes import decode_sizes
 from service.engine.scheduler import EngineLimits
-from service.engine.sessions import session
+from service.engine.sessions import cuda_provider, session
 from service.engine.sessions.cuda import CudaRuntime
-from service.engine.sessions.session import (
-    Cuda,
-    DeviceLost,
-    DeviceTensor,
-    GraphSession,
-    SessionOptions,
-    cuda_provider_options,
-)
+from service.engine.sessions.cuda_provider import Cuda, DeviceLost, cuda_provider_options
+from service.engine.sessions.device_memory import DeviceTensor
+from service.engine.sessions.session import GraphSession, SessionOptions
 from service.engine.types import Device as Wanted
 from service.engine.types import GenerationRequest, SamplingParams, StoppingParams
 from service.errors import EngineFailed, StartupError
 from service.repository import loading
 from service.repository.loading import load_model, settle_device
 from tests.artifacts import paged_artifact, tiny_artifact, tiny_checkpoint, tiny_config
+from tests.cuda_double import PROVIDER, HostLibrary, SessionDouble, Told, answers
 from tests.fakes import drain
 from tests.servers import connect, generate_request
 
 THREADS = SessionOptions(intra_op_threads=1, allow_spinning=False)
 DECODER_ONLY, ENCODER_DECODER = Architecture.DECODER_ONLY, Architecture.ENCODER_DECODER
 LIMITS = EngineLimits(max_batch_size=4, prefill_chunk=16, max_prefill_tokens=32)
-PROVIDER = "CUDAExecutionProvider"
-
-
-class HostLibrary:
-    """`libcudart` for a device that is this host: its memory, its copies, and so much of it free."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.taken: dict[int, Any] = {}
-        self.num_copies = 0
-        # What the device answers when it is asked whether it still is there.
-        self.health = 0
-        self.threads: set[str] = set()
-
-        class Describe:
-            restype: Any = None
-
-            def __call__(self, code: int) -> bytes:
-                return {2: b"out of memory", 700: b"an illegal memory access was encountered"}[code]
-
-        self.cudaGetErrorString = Describe()
-
-    def cudaMemGetInfo(self, free: Any, total: Any) -> int:  # noqa: N802
-        self.threads.add(threading.current_thread().name)
-        free._obj.value, total._obj.value = self.num_bytes - sum(map(len, self.taken.values())), self.num_bytes
-        return 0
-
-    def cudaMalloc(self, address: Any, num_bytes: ctypes.c_size_t) -> int:  # noqa: N802
-        self.threads.add(threading.current_thread().name)
-        block = (ctypes.c_char * num_bytes.value)()
-        address._obj.value = ctypes.addressof(block)
-        self.taken[ctypes.addressof(block)] = block
-        return 0
-
-    def cudaFree(self, address: ctypes.c_void_p) -> int:  # noqa: N802
-        self.threads.add(threading.current_thread().name)
-        del self.taken[address.value or 0]
-        return 0
-
-    cudaMallocHost = cudaMalloc  # noqa: N815
-    cudaFreeHost = cudaFree  # noqa: N815
-
-    def cudaDeviceSynchronize(self) -> int:  # noqa: N802
-        return self.health
-
-    def cudaGetLastError(self) -> int:  # noqa: N802
-        return self.health
-
-    def cudaMemcpy(self, target: Any, source: Any, num_bytes: ctypes.c_size_t, kind: Any) -> int:  # noqa: N802
-        self.threads.add(threading.current_thread().name)
-        ctypes.memmove(target, source, num_bytes.value)
-        self.num_copies += 1
-        return 0
-
-
-@dataclasses.dataclass
-class Told:
-    """What sessions were told, by file, by which numbers they were run, and on which threads."""
-
-    providers: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    fallbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
-    numbers: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    bound: dict[str, set[str]] = dataclasses.field(default_factory=dict)
-    shapes: list[tuple[str, dict[str, tuple[int, ...]]]] = dataclasses.field(default_factory=list)
-    num_recorded: int = 0
-    threads: set[str] = dataclasses.field(default_factory=set)
-    lacking: frozenset[str] = frozenset()
-    """Operators for which CUDA has no kernel."""
-    complaint: str = ""
-    """What a run fails with, if it is to fail."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """What one provider computes of a graph."""
-
-    ep_name: str
-    nodes: list[Any]
-
-    def get_nodes(self) -> list[Any]:
-        return self.nodes
-
-
-class SessionDouble:
-    """An ONNX Runtime session that says it is on CUDA and computes on the CPU provider.
-
-    A run that is recorded is held to what a device repeats: the same addresses, the same shapes, and on the host the
-    same numbers as when it was recorded, by the same thread.
-    """
-
-    told: Told
-
-    def __init__(self, path: str, settings: Any, providers: list[Any], enable_fallback: int = 1) -> None:
-        self.name = Path(path).name
-        self.told.threads.add(threading.current_thread().name)
-        self.told.providers[self.name] = providers
-        self.told.settings[self.name] = settings
-        self.told.fallbacks[self.name] = enable_fallback
-        self._recorded: dict[str, tuple[int, dict[str, Any]]] = {}
-        mine = ort.SessionOptions()
-        mine.intra_op_num_threads = 1
-        mine.log_severity_level = 3
-        mine.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        self._session = ort.InferenceSession(path, mine, providers=["CPUExecutionProvider"])
-
-    def get_providers(self) -> list[str]:
-        return [PROVIDER, "CPUExecutionProvider"]
-
-    def get_provider_graph_assignment_info(self) -> list[Part]:
-        nodes = [node for part in self._session.get_provider_graph_assignment_info() for node in part.get_nodes()]
-        here = {"Shape", *self.told.lacking}
-        return [
-            Part(PROVIDER, [node for node in nodes if node.op_type not in here]),
-            Part("CPUExecutionProvider", [node for node in nodes if node.op_type in here]),
-        ]
-
-    def io_binding(self) -> Any:
-        return BindingDouble(self._session.io_binding(), self.told.bound.setdefault(self.name, set()))
-
-    def run_with_iobinding(self, binding: BindingDouble, options: Any = None) -> None:
-        number = "none" if options is None else options.get_run_config_entry("gpu_graph_id")
-        self.told.threads.add(threading.current_thread().name)
-        self.told.numbers.append((self.name, number))
-        self.told.shapes.append((self.name, binding.shapes()))
-        if self.told.complaint:
-            raise RuntimeError(self.told.complaint)
-        if number not in ("none", "-1"):
-            self._hold_to(number, binding.repeated())
-        self._session.run_with_iobinding(binding.real)
-
-    def _hold_to(self, number: str, found: dict[str, Any]) -> None:
-        thread = threading.get_ident()
-        if number not in self._recorded:
-            self.told.num_recorded += 1
-            on_host = {name for name, (device, *_) in found.items() if device == "cpu"}
-            assert on_host <= {"attention_metadata", "source_attention_metadata"}, "a device repeats no copy to a host"
-        assert self._recorded.setdefault(number, (thread, found)) == (thread, found), f"run {number} has changed"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-
-class BindingDouble:
-    """Takes what is on the device for what it is here: memory of this host."""
-
-    def __init__(self, real: Any, on_device: set[str]) -> None:
-        self.real = real
-        self._on_device = on_device
-        self._placed: dict[str, tuple[str, int, tuple[int, ...]]] = {}
-        self._values: dict[str, Any] = {}
-
-    def bind_input(self, name: str, device: str, *where: Any) -> None:
-        self._place(name, device, *where)
-        self.real.bind_input(name, "cpu", *where)
-
-    def bind_output(self, name: str, device: str, *where: Any) -> None:
-        self._place(name, device, *where)
-        self.real.bind_output(name, "cpu", *where)
-
-    def bind_ortvalue_input(self, name: str, value: Any) -> None:
-        self._values[name] = value
-        self.real.bind_ortvalue_input(name, value)
-
-    def bind_ortvalue_output(self, name: str, value: Any) -> None:
-        self._values[name] = value
-        self.real.bind_ortvalue_output(name, value)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        placed = {name: shape for name, (_, _, shape) in self._placed.items()}
-        return placed | {name: tuple(value.shape()) for name, value in self._values.items()}
-
-    def repeated(self) -> dict[str, Any]:
-        """What a device that records takes for granted from then on."""
-        given = {
-            name: ("cpu", value.data_ptr(), tuple(value.shape()), value.numpy().tolist())
-            for name, value in self._values.items()
-        }
-        return {**self._placed, **given}
-
-    def _place(self, name: str, device: str, number: int, dtype: Any, shape: Sequence[int], address: int) -> None:
-        assert (device, number) == ("cuda", 0)
-        self._on_device.add(name)
-        self._placed[name] = device, address, tuple(shape)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
     fake = HostLibrary(8 << 30)
     runtime = CudaRuntime(fake)
-    monkeypatch.setattr(session, "_cuda_runtime", lambda: runtime)
-    monkeypatch.setattr(session, "find_cuda_problem", lambda: None)
+    monkeypatch.setattr(cuda_provider, "runtime", lambda: runtime)
+    monkeypatch.setattr(cuda_provider, "find_cuda_problem", lambda: None)
     return fake
 
 
@@ -272,7 +77,8 @@ def told(monkeypatch: pytest.MonkeyPatch, library: HostLibrary) -> Told:
     SessionDouble.told = Told()
     # Where the server sees it, and not the exporter.
     double = types.SimpleNamespace(**{**vars(ort), "InferenceSession": SessionDouble})
-    monkeypatch.setattr(session, "ort", double)
+    for module in (session, cuda_provider):
+        monkeypatch.setattr(module, "ort", double)
     return SessionDouble.told
 
 
@@ -348,27 +154,6 @@ def test_factory_builds_an_engine_on_cuda_that_gives_the_tokens_of_slots(
     assert mine == answers(theirs, manifest)
 
 
-def answers(engine: Any, manifest: Manifest) -> list[tuple[Any, ...]]:
-    config = manifest.config
-    draw = np.random.default_rng(2)
-    limit = config.source_vocab_size if config.is_encoder_decoder else config.vocab_size
-    for number, sampling in enumerate(
-        [SamplingParams(temperature=0.0), SamplingParams(top_k=5, seed=1), SamplingParams(top_p=0.9, seed=2)] * 2
-    ):
-        engine.add_request(
-            GenerationRequest(
-                request_id=f"r{number}",
-                model="tiny",
-                prompt_token_ids=tuple(draw.integers(3, limit, 9 + 7 * number).tolist()),
-                sampling=sampling,
-                stopping=StoppingParams(max_tokens=6 + number, ignore_eos=True),
-            )
-        )
-    events = [event for output in drain(engine) for event in output.events]
-    assert all(event.error is None for event in events)
-    return [(event.request_id, event.token_id, event.finish_reason) for event in events]
-
-
 def test_a_decoding_step_takes_one_copy_in_and_one_out(told: Told, library: HostLibrary) -> None:
     folder, manifest = on_cuda(DECODER_ONLY)
     engine = factory.build_engine(folder, manifest, lambda _: "", LIMITS, THREADS, LastRun())
@@ -420,7 +205,7 @@ def test_the_largest_step_is_run_before_any_other_and_leaves_nothing_behind(
     for cache in runner.memory.caches:
         assert isinstance(cache, DeviceTensor)
         cache.write(np.full(cache.shape, 0.25, np.float32))
-    runner.rehearse()
+    runner.warm_up()
     first, shapes = told.shapes[0]
     if family == ENCODER_DECODER:
         rows = max(1, LIMITS.max_prefill_tokens // config.source_context)
@@ -561,8 +346,8 @@ def test_a_cuda_artifact_is_written_checked_and_refused_where_there_is_no_device
     assert manifest.kv_cache == KVFormat(KVPrecision(precision), layout=KVLayout.PAGED, block_size=BLOCK_SIZE)
     assert set(manifest.graphs) == {DECODER, MOVE, *([ENCODER] if family == ENCODER_DECODER else [])}
     # A server reads all of it but the graphs, and knows what it would take.
-    model = load_model(models / "tiny", loading.PrefillProvider.AUTO, Wanted.CUDA)
-    assert (model.name, model.manifest, model.prefill_provider) == ("tiny", manifest, loading.PrefillProvider.CPU)
+    model = load_model(models / "tiny", Wanted.CUDA)
+    assert (model.name, model.manifest) == ("tiny", manifest)
     assert model.golden_cases
     config = ServeConfig(models=models)
     needs = loading.needs_of(manifest, config)
@@ -581,28 +366,6 @@ def test_a_cuda_artifact_is_written_checked_and_refused_where_there_is_no_device
     assert settled.device is Wanted.CPU
     told = [record.message for record in caplog.records if record.name == "service.repository.devices"]
     assert told == [f"computing on the CPU, as CUDA does not work: {missing}"]
-    assert load_model(models / "tiny", loading.PrefillProvider.CPU, settled.device).manifest.device is Device.CPU
+    assert load_model(models / "tiny", settled.device).manifest.device is Device.CPU
     engine = loading.build_engines(models, loading.load_models(models, device=settled.device), settled)["tiny"]
     assert engine.kv_memory_bytes == loading.needs_of(artifact.load(models / "tiny" / "cpu"), settled).whole
-
-
-# Where there is a device
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
-def test_an_artifact_on_a_device_passes_its_proof_and_answers_the_same_twice(family: str, tmp_path: Path) -> None:
-    if problem := session.find_cuda_problem():
-        pytest.skip(problem)
-    checkpoint = tiny_checkpoint(tmp_path / "checkpoint", tiny_config(family))
-    out = tmp_path / "cuda"
-    assert main([str(checkpoint), "--out", str(out), "--device", "cuda", "--precision", "fp16"]) == 0
-    manifest = artifact.load(out, devices=[Device.CUDA])
-    engine = factory.build_engine(out, manifest, lambda _: "", LIMITS, THREADS, LastRun(), device=Wanted.CUDA)
-    tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
-    results = engine.verify_golden(golden.load(out / GOLDEN), tolerance)
-    assert results
-    assert all(result.passed for result in results)
-    first = answers(engine, manifest)
-    engine.verify_golden((), golden.Tolerance())  # forgets what is kept
-    assert answers(engine, manifest) == first

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from model.nn import reference
 from model.nn.transformer import Transformer
 from model.spec import artifact, golden
-from model.spec.artifact import DECODER, PREFILL, KVPrecision, Manifest, Precision
+from model.spec.artifact import KVPrecision, Precision
 from model.spec.config import Architecture, ModelConfig
 from model.spec.tokenizer import Tokenizer
 from service.engine.batch import (
@@ -39,11 +39,11 @@ from service.engine.batch import (
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_runner, model_shape
 from service.engine.kv.budget import plan_kv_memory
-from service.engine.kv.ledger import KVBudget
+from service.engine.kv.reservations import KVBudget
 from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.sessions.session import GraphSession, SessionOptions
-from service.engine.slots_backend.runner import OrtRunner, Runner
+from service.engine.slots_backend.runner import Runner
 from service.engine.types import (
     BeamSearchParams,
     FinishReason,
@@ -67,8 +67,7 @@ DECODER_ONLY, ENCODER_DECODER = Architecture.DECODER_ONLY, Architecture.ENCODER_
 FAMILIES = pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
 
 # The second of each family differs from the first in all that chooses kernels: positions, norm, heads, odd widths. The
-# third has no fused attention at all. The rest round: products in fewer bits must not know a row's company either. Last
-# come those whose prompts a graph of their own computes, on the CPU provider here, which stands in for any other.
+# third has no fused attention at all. The rest round: products in fewer bits must not know a row's company either.
 _ENCODER_ROTARY: Mapping[str, Any] = {
     "positions": "rotary",
     "d_model": 128,
@@ -106,10 +105,8 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**_ENCODER_ROTARY, "precision": Precision.INT8, "kv_precision": KVPrecision.INT8},
     ),
     "learned-int8-kv-int8": (DECODER_ONLY, {**LEARNED, "precision": Precision.INT8, "kv_precision": KVPrecision.INT8}),
-    "rotary-prefill-graph": (DECODER_ONLY, {"prefill_graph": True}),
-    "learned-int8-prefill-graph": (DECODER_ONLY, {**LEARNED, "precision": Precision.INT8, "prefill_graph": True}),
 }
-ANSWERING = pytest.mark.parametrize("variant", ["rotary", "sinusoidal", "rotary-prefill-graph"])
+ANSWERING = pytest.mark.parametrize("variant", ["rotary", "sinusoidal"])
 """Variants with the weights of `random_model(tiny_config(family))`."""
 
 
@@ -144,7 +141,7 @@ class Served:
         self.manifest = artifact.load(self.folder)
         self.limits = limits
         self.decode = Tokenizer.load(self.folder / artifact.TOKENIZER).decode
-        runner = make_runner(self.folder, self.manifest, limits)
+        runner = build_runner(self.folder, self.manifest, limits, THREADS)
         self.kv = runner.kv
         self.recorder = Recorder(runner)
 
@@ -161,15 +158,6 @@ class Served:
     def forget_kept(self) -> None:
         """Drops what engines before kept, as a new engine does: handles are free again."""
         self.kv.apply(KVRetain(frozenset()))
-
-
-def make_runner(folder: Path, manifest: Manifest, limits: EngineLimits) -> OrtRunner:
-    """What the server would build, with a prefill graph in use wherever the artifact has one."""
-    runner = build_runner(folder, manifest, limits, THREADS)
-    if PREFILL not in manifest.graphs:
-        return runner
-    decoder, prefill = (GraphSession(folder, manifest.graphs[name], THREADS) for name in (DECODER, PREFILL))
-    return OrtRunner(manifest.config, runner.kv, decoder, None, limits.max_prefill_tokens, prefill)
 
 
 @cache
@@ -342,17 +330,6 @@ def test_engine_scores_given_text_as_the_reference_does_in_any_company(variant: 
 
 def scores_of(outputs: Sequence[StepOutput], request_id: str) -> list[TokenLogprobs]:
     return [each for event in events_of(outputs, request_id) for each in event.prompt_logprobs]
-
-
-def test_prompts_by_a_prefill_graph_have_the_decoders_tokens_and_nearly_its_logits() -> None:
-    (tokens, logits), (others, other_logits) = alone("rotary"), alone("rotary-prefill-graph")
-    assert others == tokens
-    assert other_logits.keys() == logits.keys()
-    errors = [
-        np.abs(np.frombuffer(bits, np.float32) - np.frombuffer(other_logits[key], np.float32)).max()
-        for key, bits in logits.items()
-    ]
-    assert 0 < max(errors) <= TOLERANCE.absolute, "the same bits would be the same graph's"
 
 
 @ANSWERING

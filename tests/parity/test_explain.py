@@ -25,7 +25,7 @@ from torch import nn
 
 from benchmarks.frame.servers import serving
 from export.__main__ import main
-from export.emit import emit
+from export.emit import EmitError, emit, share_weights
 from export.explain import ExplainGraph
 from export.verify import Verdict, verify
 from model.nn import reference
@@ -282,6 +282,8 @@ def other_models_graph(tmp_path: Path) -> Path:
     folder = tmp_path / "artifact"
     shutil.copytree(explained("decoder-only"), folder)
     emit(ExplainGraph(random_model(tiny_config("decoder-only"), seed=1)), folder / "explain.onnx")
+    with pytest.raises(EmitError, match=r"is not the same in decoder\.onnx"):
+        share_weights(folder / "explain.onnx", folder / "decoder.onnx")
     manifest = artifact.read_manifest(folder)
     files = {**manifest.files, "explain.onnx.data": artifact.hash_file(folder / "explain.onnx.data")}
     (folder / artifact.MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())

@@ -38,7 +38,7 @@ from model import checkpoint
 from model.checkpoint import WEIGHTS
 from model.nn import reference
 from model.spec import artifact, golden
-from model.spec.artifact import DECODER, ENCODER, PREFILL, Device, Precision
+from model.spec.artifact import DECODER, ENCODER, Device, Precision
 from tests.artifacts import (
     ADDITIVE,
     LEARNED,
@@ -249,19 +249,16 @@ def test_optimised_decoder_has_nothing_but_the_work(family: str, tmp_path: Path)
     assert found == Counter({name: count * config.num_layers for name, count in layer.items()}) + around
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [*((family, kind) for family in FAMILIES for kind in ("slots", "blocks", "additive")), ("decoder-only", "prefill")],
-)
+@pytest.mark.parametrize("kind", ["slots", "blocks", "additive"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_follows_the_last_attention_is_computed_of_wanted_tokens_alone(family: str, kind: str) -> None:
     if kind == "blocks":
         folder = paged_artifact(family)
     elif kind == "additive":
         folder = tiny_artifact(family, **ADDITIVE[family])
     else:
-        folder = tiny_artifact(family, prefill_graph=kind == "prefill")
-    file = PREFILL if kind == "prefill" else DECODER
-    graph = onnx.load(folder / f"{file}.onnx", load_external_data=False).graph
+        folder = tiny_artifact(family)
+    graph = onnx.load(folder / f"{DECODER}.onnx", load_external_data=False).graph
     writers = {name: node for node in graph.node for name in node.output}
 
     def is_selected(name: str) -> bool:
@@ -405,6 +402,12 @@ def test_export_refuses_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Pa
     shutil.copyfile(tiny_artifact("decoder-only") / artifact.TOKENIZER, source / artifact.TOKENIZER)
     assert main([str(source), "--out", str(tmp_path / "out")]) == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_export_refuses_a_prefill_graph_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--out", str(tmp_path / "out"), "--prefill-graph"]) == 2
+    (problem,) = _last_line(capsys)["problems"]
+    assert problem.startswith("--prefill-graph is not supported")
 
 
 def test_export_refuses_a_tokenizer_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,8 @@ from model.nn.transformer import DecoderOnly, build
 from model.spec import artifact, cost
 from model.spec.artifact import Device, Precision
 from model.spec.golden import CaseResult, Tolerance
-from service.engine.sessions.session import Bindable, Binding, GraphSession
+from service.engine.sessions.device_memory import Bindable
+from service.engine.sessions.session import Binding, GraphSession
 from tests.artifacts import paged_artifact, random_model, tiny_config
 
 PLAN = make_plan(Device.CPU, is_quick=True)

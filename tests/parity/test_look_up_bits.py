@@ -26,7 +26,7 @@ from service.engine.factory import build_engine, build_runner
 from service.engine.proof.chunk_proof import find_difference
 from service.engine.scheduler import EngineLimits
 from service.engine.sessions.session import SessionOptions
-from service.engine.types import GenerationRequest, PrefillProvider, SamplingParams, StepOutput, StoppingParams
+from service.engine.types import GenerationRequest, SamplingParams, StepOutput, StoppingParams
 from service.errors import StartupError
 from service.repository.loading import build_engines, load_models
 from tests.artifacts import ADDITIVE, LEARNED, paged_artifact, tiny_artifact
@@ -140,10 +140,9 @@ def test_a_model_with_rules_of_its_own_is_served_without_guesses_and_the_log_say
 
 def refusals(folder: Path, **options: Any) -> list[str]:
     manifest = artifact.load(folder)
-    prefill = options.pop("prefill", PrefillProvider.CPU)
     settings = dataclasses.replace(THREADS, **options)
     with pytest.raises(StartupError) as refusal:
-        build_engine(folder, manifest, str, GUESSING, settings, LastRun(), prefill)
+        build_engine(folder, manifest, str, GUESSING, settings, LastRun())
     return [problem.removeprefix(f"{folder}: look_up is {LOOK_UP}: ") for problem in refusal.value.problems]
 
 
@@ -153,10 +152,9 @@ def test_whoever_asks_for_guesses_where_they_cannot_be_is_told_why(monkeypatch: 
         "the kernels are not to be used, and standard operators give a chunk other bits"
     ]
     blocks = "keys and values lie in blocks, and the graphs over blocks are not computed by our kernels"
-    openvino = "openvino computes prompts, and would compute guesses: with prefill_provider cpu the decoder does"
     monkeypatch.setattr(kernels, "why_not", lambda: None)
     paged = paged_artifact("decoder-only")
-    assert refusals(paged, prefill=PrefillProvider.OPENVINO) == [blocks, openvino]
+    assert refusals(paged) == [blocks]
     monkeypatch.setattr(kernels, "why_not", lambda: "nobody built them")
     assert refusals(tiny) == ["there are no kernels, and standard operators give a chunk other bits: nobody built them"]
 

@@ -24,14 +24,15 @@ from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_paged_runner, build_runner, model_shape
 from service.engine.kv.blocks import PoolExhausted
 from service.engine.kv.budget import plan_kv_memory
-from service.engine.kv.ledger import KVBudget
+from service.engine.kv.reservations import KVBudget
 from service.engine.paged_backend.device_blocks import DeviceBlocks
 from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
 from service.engine.paged_backend.paged_runner import PagedRunner
 from service.engine.sampling.sampler import Sampler
 from service.engine.sampling.top_logits import TopLogits
 from service.engine.scheduler import EngineLimits, Scheduler
-from service.engine.sessions.session import Cuda, GraphSession, SessionOptions
+from service.engine.sessions.cuda_provider import Cuda
+from service.engine.sessions.session import GraphSession, SessionOptions
 from service.engine.slots_backend.runner import Runner
 from service.engine.types import (
     BeamSearchParams,

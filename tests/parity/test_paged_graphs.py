@@ -53,7 +53,7 @@ from model.spec.artifact import (
     Precision,
 )
 from model.spec.config import Architecture
-from service.engine.sessions.session import SHAPE_OPERATORS
+from service.engine.sessions.cuda_provider import SHAPE_OPERATORS
 from tests.artifacts import ADDITIVE, paged_artifact, random_model, tiny_checkpoint, tiny_config
 
 Array = npt.NDArray[Any]
@@ -596,7 +596,6 @@ def test_export_for_cuda_writes_what_is_to_be_proven_there(tmp_path: Path, capsy
         (Device.CUDA, Precision.INT8, {}, "K/V in blocks are for fp16 or bf16 on cuda, asked for is int8"),
         (Device.CPU, Precision.INT8, {}, "K/V in blocks are for fp32 on cpu, asked for is int8"),
         (Device.CPU, Precision.FP32, {"kv_cache": INT8_BLOCKS}, "the precision of the graph"),
-        (Device.CPU, Precision.FP32, {"prefill_graph": True}, "prefill graphs go with K/V in slots"),
         (Device.CUDA, Precision.FP16, {"explain_graph": True}, "explain graphs go with K/V in slots"),
     ],
 )

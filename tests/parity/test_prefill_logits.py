@@ -15,7 +15,6 @@ from service.engine.batch import DecodeRow, PrefillChunk, ScheduledBatch
 from service.engine.factory import build_runner
 from service.engine.scheduler import EngineLimits
 from service.engine.sessions.session import SessionOptions
-from service.engine.types import PrefillProvider
 from tests.artifacts import LEARNED, tiny_artifact
 
 LIMITS = EngineLimits(max_batch_size=2, prefill_chunk=16, max_prefill_tokens=32)
@@ -42,7 +41,7 @@ def test_chunk_without_logits_leaves_those_that_are_there_and_the_same_keys_and_
     tokens = np.random.default_rng(0).integers(3, manifest.config.vocab_size, 41).tolist()
 
     def answers(*, wants_logits: bool) -> list[npt.NDArray[np.float32]]:
-        runner = build_runner(folder, manifest, LIMITS, options, PrefillProvider.CPU)
+        runner = build_runner(folder, manifest, LIMITS, options)
         found = []
         for start, stop, is_end in ((0, 16, False), (16, 32, False), (32, 40, True)):
             chunk = PrefillChunk(1, start, tuple(tokens[start:stop]), wants_logits=wants_logits or is_end)

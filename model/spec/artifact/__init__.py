@@ -6,8 +6,6 @@ graphs' outputs. Standard library only.
     manifest.json      the `Manifest`
     decoder.onnx       + decoder.onnx.data
     encoder.onnx       + encoder.onnx.data, encoder-decoder only
-    prefill.onnx       decoder-only and optional, always float32; its weights are in decoder.onnx.data, or if the
-                       decoder's are quantized, in prefill.onnx.data
     explain.onnx       optional; its weights are in decoder.onnx.data and encoder.onnx.data
     move.onnx          paged layout only: copies K/V within the caches, has no weights
     tokenizer.json     (+ target_tokenizer.json where source and target differ)
@@ -70,7 +68,6 @@ from model.spec.artifact.signatures import (
     paged_decoder_signature,
     paged_encoder_signature,
     paged_move_signature,
-    prefill_signature,
 )
 
 __all__ = [
@@ -80,5 +77,5 @@ __all__ = [
     "TOKENIZER", "ArtifactError", "AttentionKind", "Device", "FileEntry", "GraphSpec", "KVFormat", "KVLayout",
     "KVPrecision", "Manifest", "Precision", "Stamp", "TensorSpec", "attention_layers", "attention_output",
     "decoder_signature", "encoder_signature", "explain_signature", "hash_file", "load", "paged_decoder_signature",
-    "paged_encoder_signature", "paged_move_signature", "prefill_signature", "read_manifest", "stamp",
+    "paged_encoder_signature", "paged_move_signature", "read_manifest", "stamp",
 ]  # fmt: skip

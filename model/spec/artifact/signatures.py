@@ -11,7 +11,6 @@ from model.spec.artifact.manifest import (
     ENCODER,
     EXPLAIN,
     MOVE,
-    PREFILL,
     AttentionKind,
     KVLayout,
     KVPrecision,
@@ -41,8 +40,6 @@ def graph_signatures(manifest: Manifest) -> dict[str, Signature]:
         signatures = {DECODER: decoder_signature(config, kv.precision)}
         if config.is_encoder_decoder:
             signatures[ENCODER] = encoder_signature(config, kv.precision)
-        elif PREFILL in manifest.graphs:
-            signatures[PREFILL] = prefill_signature(config)
     if EXPLAIN in manifest.graphs:
         signatures[EXPLAIN] = explain_signature(config)
     return signatures
@@ -146,23 +143,6 @@ def paged_move_signature(config: ModelConfig, precision: KVPrecision, block_size
     places = (TensorSpec(name, "int64", ("num_places",)) for name in ("sources", "targets"))
     caches, updated = _block_caches(config, precision, block_size)
     return (*places, *caches), updated
-
-
-def prefill_signature(config: ModelConfig) -> Signature:
-    """A prefill graph: several tokens of one sequence after exactly `past` others.
-
-    `decoder_signature` by value and in standard operators, for other execution providers: `past_*` hold the K/V of
-    every earlier token and nothing else, `new_*` those of the new tokens alone. `position_ids` count from `past` on;
-    `logits_indices` selects positions of `sequence`.
-    """
-    past, new = ((1, config.num_kv_heads, length, config.head_dim) for length in ("past", "sequence"))
-    inputs = (
-        TensorSpec("input_ids", "int64", (1, "sequence")),
-        TensorSpec("position_ids", "int64", (1, "sequence")),
-        TensorSpec("logits_indices", "int64", ("num_logits",)),
-        *_kv_tensors(config, "past_{part}_{layer}", "float32", past),
-    )
-    return inputs, (_logits(config), *_kv_tensors(config, "new_{part}_{layer}", "float32", new))
 
 
 def explain_signature(config: ModelConfig) -> Signature:

@@ -13,8 +13,8 @@ import numpy as np
 
 from model.spec.artifact import MAX_CANDIDATES, Device, KVLayout, Manifest
 from service.engine.kv.decode_sizes import decode_sizes
-from service.engine.kv.ledger import KVBudget
 from service.engine.kv.process_memory import memory_limit
+from service.engine.kv.reservations import KVBudget
 from service.errors import StartupError
 
 _FLOAT_BYTES = np.dtype(np.float32).itemsize

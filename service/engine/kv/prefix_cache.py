@@ -1,8 +1,7 @@
-"""Which K/V of former requests are kept for later ones, and which go first when room is wanted. Plain ints, no tensors.
+"""The prefix cache: chunks of earlier prompts, and whole sources, whose K/V later requests can reuse. LRU, plain ints.
 
-What is kept is a tree of pieces: the chunks of a prompt one below the other, or a whole source by itself. A piece is
-found by what it says and by all that precedes it, compared token by token: no hash stands for them. Only what a prefill
-computed whole is ever kept, so that whoever finds it gets the bits that it would have computed.
+A tree of chunks: each is found by its tokens and those of its ancestors, compared token by token instead of by hash.
+Only whole chunks of a prefill are cached, so that a cache hit has the bits that computing would give.
 """
 
 from __future__ import annotations
@@ -14,79 +13,79 @@ from service.engine.chunks import CachedChunk, TokenIds
 
 
 class PrefixCache:
-    """The pieces that are kept, the least recently used first to go.
+    """Cached chunks in order of their last use.
 
-    A piece is always more recently used than those below it, so that what goes first has nothing below it.
+    A chunk is always more recently used than its descendants, so that an evicted one has none.
     """
 
     def __init__(self) -> None:
-        self._pieces: OrderedDict[tuple[int | None, TokenIds], CachedChunk] = OrderedDict()
+        self._chunks: OrderedDict[tuple[int | None, TokenIds], CachedChunk] = OrderedDict()
         self._num_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._chunks)
 
-    def __contains__(self, piece: CachedChunk) -> bool:
-        return self._pieces.get(piece.key) is piece
+    def __contains__(self, chunk: CachedChunk) -> bool:
+        return self._chunks.get(chunk.key) is chunk
 
     @property
     def num_bytes(self) -> int:
-        """What all pieces take of the budget."""
+        """Bytes of all chunks."""
         return self._num_bytes
 
     def get(self, parent: CachedChunk | None, token_ids: TokenIds) -> CachedChunk | None:
-        """The piece that says this right after `parent`, None if it is not kept; uses nothing."""
-        return self._pieces.get((None if parent is None else parent.handle, token_ids))
+        """The chunk with these tokens after `parent`, if cached; no use."""
+        return self._chunks.get((None if parent is None else parent.handle, token_ids))
 
-    def find(self, pieces: Iterable[TokenIds]) -> list[CachedChunk]:
-        """The pieces, from the first on, that are kept; uses nothing."""
+    def find(self, chunks: Iterable[TokenIds]) -> list[CachedChunk]:
+        """The longest cached prefix of these chunks; no use."""
         found: list[CachedChunk] = []
-        for token_ids in pieces:
-            if (piece := self.get(found[-1] if found else None, token_ids)) is None:
+        for token_ids in chunks:
+            if (chunk := self.get(found[-1] if found else None, token_ids)) is None:
                 break
-            found.append(piece)
+            found.append(chunk)
         return found
 
-    def use(self, piece: CachedChunk) -> None:
-        """Notes that a piece was used, and with it all before it."""
-        current: CachedChunk | None = piece
+    def use(self, chunk: CachedChunk) -> None:
+        """Marks a chunk and its ancestors as just used."""
+        current: CachedChunk | None = chunk
         while current is not None:
-            self._pieces.move_to_end(current.key)
+            self._chunks.move_to_end(current.key)
             current = current.parent
 
-    def add(self, piece: CachedChunk) -> None:
-        """Keeps a piece, as just used.
+    def add(self, chunk: CachedChunk) -> None:
+        """Caches a chunk, as just used.
 
         Raises:
-            ValueError: when it is kept already, or what precedes it is not.
+            ValueError: when it is cached already, or its parent is not.
         """
-        if piece.key in self._pieces or (piece.parent is not None and piece.parent not in self):
-            raise ValueError(f"piece {piece.handle} has no place")
-        self._pieces[piece.key] = piece
-        self._num_bytes += piece.num_bytes
-        self.use(piece)
+        if chunk.key in self._chunks or (chunk.parent is not None and chunk.parent not in self):
+            raise ValueError(f"chunk {chunk.handle} is cached, or its parent is not")
+        self._chunks[chunk.key] = chunk
+        self._num_bytes += chunk.num_bytes
+        self.use(chunk)
 
-    def take_oldest(self) -> CachedChunk:
-        """Takes out the piece that has been unused for longest.
+    def evict(self) -> CachedChunk:
+        """Takes out the least recently used chunk.
 
         Raises:
-            KeyError: when nothing is kept.
+            KeyError: when the cache is empty.
         """
-        _, piece = self._pieces.popitem(last=False)
-        self._num_bytes -= piece.num_bytes
-        return piece
+        _, chunk = self._chunks.popitem(last=False)
+        self._num_bytes -= chunk.num_bytes
+        return chunk
 
     def check_invariants(self) -> None:
-        """Asserts that every piece can be found, is counted once, and is younger than those below it.
+        """Asserts that every chunk can be found, is counted once, and is used after its descendants.
 
         Raises:
-            AssertionError: saying what broke.
+            AssertionError: naming what broke.
         """
-        ages = {piece: age for age, piece in enumerate(self._pieces.values())}
-        for piece, age in ages.items():
-            if piece.parent is not None and ages.get(piece.parent, -1) < age:
-                raise AssertionError(f"piece {piece.handle} stays while what precedes it goes")
-        if self._num_bytes != sum(piece.num_bytes for piece in ages):
+        ages = {chunk: age for age, chunk in enumerate(self._chunks.values())}
+        for chunk, age in ages.items():
+            if chunk.parent is not None and ages.get(chunk.parent, -1) < age:
+                raise AssertionError(f"chunk {chunk.handle} would outlive its parent")
+        if self._num_bytes != sum(chunk.num_bytes for chunk in ages):
             raise AssertionError(f"{self._num_bytes} bytes counted")
-        if len({piece.handle for piece in ages}) != len(ages):
-            raise AssertionError("two pieces under one handle")
+        if len({chunk.handle for chunk in ages}) != len(ages):
+            raise AssertionError("two chunks under one handle")

@@ -22,7 +22,8 @@ from model.spec.config import ModelConfig
 from service.engine.kv.blocks import SCRATCH
 from service.engine.kv.decode_sizes import SHORTEST, decode_size, decode_sizes
 from service.engine.paged_backend.device_logits import DeviceLogits
-from service.engine.sessions.session import Array, Bindable, Binding, DevicePack, DeviceTensor, GraphSession
+from service.engine.sessions.device_memory import Array, Bindable, DevicePack, DeviceTensor
+from service.engine.sessions.session import Binding, GraphSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class DecodeBuckets:
                 array[tuple(map(slice, inputs[name].shape))] = inputs[name]
         bucket.run()
 
-    def rehearse(self, max_rows: int) -> None:
+    def warm_up(self, max_rows: int) -> None:
         """Computes one token in every size that up to `max_rows` rows come to, the largest first, for rows of nobody.
 
         A device has recorded all of them then, and none has to be while somebody waits.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from model.spec.config import ModelConfig
-from service.engine.sessions.session import Array, Binding, DeviceTensor, GraphSession
+from service.engine.sessions.device_memory import Array, DeviceTensor
+from service.engine.sessions.session import Binding, GraphSession
 
 
 class DeviceBlocks:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from model.spec.artifact import MAX_CANDIDATES
-from service.engine.sessions.session import Bindable, DevicePack, DeviceTensor, DeviceView
+from service.engine.sessions.device_memory import Bindable, DevicePack, DeviceTensor, DeviceView
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]

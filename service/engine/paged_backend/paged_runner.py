@@ -26,15 +26,9 @@ from service.engine.paged_backend.device_blocks import DeviceBlocks
 from service.engine.paged_backend.device_logits import DeviceLogits
 from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
 from service.engine.sampling.top_logits import TopLogits, are_decided, needs_by_slot
-from service.engine.sessions.session import (
-    Array,
-    Bindable,
-    Binding,
-    DeviceTensor,
-    GraphSession,
-    host_array,
-    require_alive,
-)
+from service.engine.sessions.cuda_provider import require_alive
+from service.engine.sessions.device_memory import Array, Bindable, DeviceTensor, host_array
+from service.engine.sessions.session import Binding, GraphSession
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -142,7 +136,7 @@ class PagedRunner:
             require_alive(self._device, error)
             raise
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Runs the largest step there can be, then every size that a device records; does nothing where none is given.
 
         Memory for all steps is there afterwards, in pieces that the smaller ones fit into, and none waits for a
@@ -157,10 +151,10 @@ class PagedRunner:
             return
         try:
             if self._encoder is None:
-                self._rehearse_prompts()
+                self._warm_up_prompts()
             else:
-                self._rehearse_sources()
-            self._buckets.rehearse(self.kv.num_slots)
+                self._warm_up_sources()
+            self._buckets.warm_up(self.kv.num_slots)
         except Exception as error:
             require_alive(self._device, error)
             raise
@@ -194,7 +188,7 @@ class PagedRunner:
                 next_logits = rows.stop
             yield _Piece(chunk.slot, chunk.start, chunk.token_ids, 0, rows)
 
-    def _rehearse_prompts(self) -> None:
+    def _warm_up_prompts(self) -> None:
         """As many tokens of prompts as a step may have and a token in each row besides, at a full context's end."""
         context, left = self._config.context, self._max_prefill_tokens
         counts: list[int] = []
@@ -217,7 +211,7 @@ class PagedRunner:
             inputs["position_ids"] = np.concatenate([np.arange(context - count, context) for count in counts])
         _rerun(self._decoder, inputs, {"logits": self._packed_logits[:num_tokens]})
 
-    def _rehearse_sources(self) -> None:
+    def _warm_up_sources(self) -> None:
         """As many sources of full length as a step may have, at least one."""
         length = self._config.source_context
         num_rows = min(self.kv.num_slots, max(1, self._max_prefill_tokens // length))

@@ -24,7 +24,6 @@ from model.spec.golden import GoldenCase
 from service.engine.batch import DecodeRow, PrefillChunk, ScheduledBatch
 from service.engine.sessions.session import SessionOptions
 from service.engine.slots_backend.runner import Runner
-from service.engine.types import PrefillProvider
 
 Float32 = npt.NDArray[np.float32]
 
@@ -47,15 +46,11 @@ _PRODUCTS_AND_ATTENTION = frozenset(
 _OWN = "onward."
 
 
-def find_obstacles(manifest: Manifest, options: SessionOptions, prefill: PrefillProvider) -> list[str]:
+def find_obstacles(manifest: Manifest, options: SessionOptions) -> list[str]:
     """Why a model cannot have draft tokens, as far as that is known before its graphs are loaded."""
     problems = []
     if manifest.kv_cache.layout is not KVLayout.SLOTS:
         problems.append("keys and values lie in blocks, and the graphs over blocks are not computed by our kernels")
-    if prefill is not PrefillProvider.CPU:
-        problems.append(
-            f"{prefill} computes prompts, and would compute guesses: with prefill_provider cpu the decoder does"
-        )
     if not options.own_kernels:
         problems.append("the kernels are not to be used, and standard operators give a chunk other bits")
     elif (reason := kernels.why_not()) is not None:

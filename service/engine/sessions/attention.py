@@ -19,7 +19,8 @@ import numpy as np
 
 from model.spec import artifact, golden_attention
 from model.spec.artifact import EXPLAIN, GOLDEN_ATTENTION, PREFILL, ArtifactError, Manifest
-from model.spec.golden_attention import ATTENTION_TOLERANCES, Float32
+from model.spec.golden import Float32
+from model.spec.golden_attention import ATTENTION_TOLERANCES
 from service.engine.kv.budget import graph_weight_bytes
 from service.engine.kv.process_memory import memory_limit, resident_bytes
 from service.engine.sessions.session import GraphSession, SessionOptions

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from model.spec.config import ModelConfig, Positions
-from service.engine.sessions.session import Array, Binding, GraphSession
+from service.engine.sessions.device_memory import Array
+from service.engine.sessions.session import Binding, GraphSession
 from service.engine.slots_backend.kv_cache import SlotKV
 
 Float32 = npt.NDArray[np.float32]

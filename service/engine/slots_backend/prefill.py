@@ -1,45 +1,29 @@
-"""How prompts are computed: in chunks, several tokens of one slot after those that are there; short ones together.
+"""Prefill by the decoder graph: chunks of one slot in place, and short prompts of several slots in one run.
 
-`DecoderPrefill` has the decoder graph do it, in place; `GraphPrefill` has a graph made for it, which may run on another
-provider: the K/V of the tokens before are copied into it and those of the new ones out of it, to where the decoder
-finds them. Either way the shapes that are computed are the chunk's own. Knows nothing of why a prompt is cut as it is.
+Tensor shapes are the chunk's or the group's own. Knows nothing of how prompts are split into chunks.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from service.engine.batch import PrefillChunk, PrefillGroup
-from service.engine.sessions.session import Array, Binding, GraphSession
+from service.engine.sessions.device_memory import Array
+from service.engine.sessions.session import Binding
 from service.engine.slots_backend.decoder import SlotDecoder
 from service.engine.slots_backend.kv_cache import Buffers, SlotKV
 
 Float32 = npt.NDArray[np.float32]
 
 
-class Prefill(Protocol):
-    """Computes chunks, each on the K/V that those before it left in its slot."""
+class ChunkPrefill:
+    """Computes a chunk of one slot in place, after the tokens that the slot holds.
 
-    def run(self, chunk: PrefillChunk, logits_rows: slice) -> None:
-        """Computes a chunk: its K/V go to its slot, the logits after its last tokens to these rows of the output.
-
-        There are as many rows as the chunk wants (`PrefillChunk.num_logits`).
-
-        Raises:
-            GraphError: when the run fails; the slot's K/V are in doubt then.
-        """
-
-
-class DecoderPrefill:
-    """By the decoder graph, on the slot's own buffers.
-
-    A binding is made once for each slot, and lasts; where the logits go is tied anew when that changes, as for chunks
-    with logits of their own.
+    Each slot has one binding, made on first use. Its logits output is rebound only when the rows change.
     """
 
     def __init__(self, decoder: SlotDecoder) -> None:
@@ -48,12 +32,16 @@ class DecoderPrefill:
         self._logits_rows: dict[int, slice] = {}
 
     def run(self, chunk: PrefillChunk, logits_rows: slice) -> None:
-        """Computes a chunk; see `Prefill.run`."""
+        """Writes the chunk's K/V to its slot, and the logits after its last `chunk.num_logits` tokens to `logits_rows`.
+
+        Raises:
+            GraphError: when the run fails; the slot's K/V are undefined then.
+        """
         binding = self._binding(chunk.slot, logits_rows)
         end = chunk.start + len(chunk.token_ids)
         self._decoder.seqlens_k[chunk.slot] = end - 1
         self._decoder.total_sequence_length[...] = end
-        self._decoder.bind_tokens(binding, **_tokens(chunk, chunk.num_logits))
+        self._decoder.bind_tokens(binding, **_tokens(chunk))
         binding.run()
 
     def _binding(self, slot: int, logits_rows: slice) -> Binding:
@@ -63,35 +51,6 @@ class DecoderPrefill:
             self._decoder.bind_logits(self._bindings[slot], logits_rows)
         self._logits_rows[slot] = logits_rows
         return self._bindings[slot]
-
-
-class GraphPrefill:
-    """By a prefill graph (`model.spec.artifact.prefill_signature`), by value.
-
-    Args:
-        session: the graph.
-        kv: where its K/V come from and go to, float32.
-        logits: `[rows, V]`, where its logits go.
-    """
-
-    def __init__(self, session: GraphSession, kv: SlotKV, logits: Float32) -> None:
-        self._session = session
-        self._kv = kv
-        self._logits = logits
-        self._past_names = [f"past_{part}_{layer}" for layer in range(len(kv.own) // 2) for part in ("key", "value")]
-
-    def run(self, chunk: PrefillChunk, logits_rows: slice) -> None:
-        """Computes a chunk; see `Prefill.run`."""
-        # The graph of another provider may know no tensors without a row.
-        feeds = _tokens(chunk, max(chunk.num_logits, 1))
-        for name, buffer in zip(self._past_names, self._kv.own, strict=True):
-            feeds[name] = np.ascontiguousarray(buffer[chunk.slot : chunk.slot + 1, :, : chunk.start])
-        logits, *new = self._session.run(feeds)
-        end = chunk.start + len(chunk.token_ids)
-        for buffer, computed in zip(self._kv.own, new, strict=True):
-            buffer[chunk.slot, :, chunk.start : end] = computed[0]
-        if chunk.num_logits:
-            self._logits[logits_rows] = logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +118,11 @@ class GroupPrefill:
         return _GroupRun(binding, input_ids, logits_indices, logits, own)
 
 
-def _tokens(chunk: PrefillChunk, num_logits: int) -> dict[str, Array]:
-    """What either graph is told of the tokens: ids, positions, and that the last so many want logits."""
+def _tokens(chunk: PrefillChunk) -> dict[str, Array]:
+    """The graph's token inputs: ids, positions, and the indices whose logits are wanted."""
     length = len(chunk.token_ids)
     return {
         "input_ids": np.array([chunk.token_ids], np.int64),
         "position_ids": np.arange(chunk.start, chunk.start + length, dtype=np.int64)[np.newaxis],
-        "logits_indices": np.arange(length - num_logits, length, dtype=np.int64),
+        "logits_indices": np.arange(length - chunk.num_logits, length, dtype=np.int64),
     }

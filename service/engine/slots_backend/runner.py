@@ -18,7 +18,7 @@ from service.engine.batch import DecodeRow, EncodeGroup, ScheduledBatch
 from service.engine.sessions.session import Binding, GraphSession
 from service.engine.slots_backend.decoder import SlotDecoder
 from service.engine.slots_backend.kv_cache import SlotKV
-from service.engine.slots_backend.prefill import DecoderPrefill, GraphPrefill, GroupPrefill, Prefill
+from service.engine.slots_backend.prefill import ChunkPrefill, GroupPrefill
 
 Float32 = npt.NDArray[np.float32]
 
@@ -56,7 +56,6 @@ class OrtRunner:
         encoder: the encoder graph of an encoder-decoder, None for a decoder-only model.
         max_prefill_tokens: how many tokens of prompts a batch has at most, padding included. Room for the logits and
             the K/V of all of them is reserved, and like that of slots touched only as it is used.
-        prefill: a prefill graph, given, computes chunks in the decoder's place.
     """
 
     def __init__(
@@ -66,11 +65,10 @@ class OrtRunner:
         decoder: GraphSession,
         encoder: GraphSession | None,
         max_prefill_tokens: int = 0,
-        prefill: GraphSession | None = None,
     ) -> None:
         self.kv = kv
         self._encoder = encoder
-        self._sessions = [session for session in (decoder, encoder, prefill) if session is not None]
+        self._sessions = [session for session in (decoder, encoder) if session is not None]
         slots = kv.num_slots
         num_logits = slots + max_prefill_tokens
         self._logits = np.zeros((num_logits, config.vocab_size), np.float32)
@@ -80,9 +78,7 @@ class OrtRunner:
         self._logits_indices = np.arange(slots, dtype=np.int64)
         self._decode_bindings: dict[int, Binding] = {}
         self._group_prefill = GroupPrefill(self._decoder, kv, self._logits, max_prefill_tokens)
-        self._prefill: Prefill = (
-            DecoderPrefill(self._decoder) if prefill is None else GraphPrefill(prefill, kv, self._logits)
-        )
+        self._chunk_prefill = ChunkPrefill(self._decoder)
 
     def own_weights(self) -> None:
         """See `Runner.own_weights`."""
@@ -103,12 +99,12 @@ class OrtRunner:
         for chunk in batch.chunks:
             if chunk.num_scored:
                 rows = slice(next_logits, next_logits + chunk.num_scored)
-                self._prefill.run(chunk, rows)
+                self._chunk_prefill.run(chunk, rows)
                 next_logits = rows.stop
                 if chunk.wants_logits:
                     self._logits[chunk.slot] = self._logits[next_logits - 1]
             else:
-                self._prefill.run(chunk, slice(chunk.slot, chunk.slot + chunk.num_logits))
+                self._chunk_prefill.run(chunk, slice(chunk.slot, chunk.slot + chunk.num_logits))
         return self._logits
 
     def _encode(self, group: EncodeGroup) -> None:

@@ -255,6 +255,15 @@ def test_a_graph_with_another_signature_is_refused_tensor_by_tensor(decoder_fold
     )
 
 
+def test_a_prefill_graph_of_a_former_release_is_ignored(decoder_folder: Path) -> None:
+    graph = GraphSpec("decoder.onnx", (), ())
+    rewrite(
+        decoder_folder,
+        lambda manifest: dataclasses.replace(manifest, graphs={**manifest.graphs, artifact.PREFILL: graph}),
+    )
+    assert artifact.PREFILL in artifact.load(decoder_folder).graphs
+
+
 def test_an_encoder_decoder_needs_both_graphs(tmp_path: Path) -> None:
     folder = make_artifact(tmp_path / "artifact", CONFIGS["encoder-decoder"])
     rewrite(folder, lambda manifest: dataclasses.replace(manifest, graphs={}))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engine.batch import KVCopy, KVDrop, KVFree, KVRestore, KVSave, ScheduledBatch
-from service.engine.kv.ledger import KVBudget
+from service.engine.kv.reservations import KVBudget
 from service.engine.sampling.sampler import SampledToken
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.types import (

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from service.engine.batch import ScheduledBatch
-from service.engine.sessions.session import DeviceLost
+from service.engine.sessions.cuda_provider import DeviceLost
 from service.engine.step_engine import EngineHandle, StepEngine
 from service.engine.types import (
     FinishReason,

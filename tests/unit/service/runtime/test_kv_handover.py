@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engine.engine import Engine, LastRun
-from service.engine.kv.ledger import KVBudget
+from service.engine.kv.reservations import KVBudget
 from service.engine.scheduler import EngineLimits
 from service.engine.step_engine import EngineHandle
 from service.engine.types import GenerationRequest, StepOutput, StoppingParams

@@ -6,7 +6,8 @@ import pytest
 
 from service.engine.batch import KVCopy, KVDrop, KVFree, KVOperation, KVRestore, KVRetain, KVSave
 from service.engine.chunks import ChunkRules
-from service.engine.kv.ledger import KVBudget, KVLedger
+from service.engine.kv.ledger import KVLedger
+from service.engine.kv.reservations import KVBudget
 from service.engine.sampling.beam import BeamSearch
 from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.types import BeamSearchParams, SamplingParams

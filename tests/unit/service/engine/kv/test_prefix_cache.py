@@ -36,19 +36,19 @@ def test_prefix_cache_gives_up_the_least_recently_used_and_never_what_others_nee
     for each in (root, *leaves, other):
         cache.add(each)
     cache.use(leaves[0])
-    assert [cache.take_oldest() for _ in range(len(cache))] == [leaves[1], other, leaves[0], root]
+    assert [cache.evict() for _ in range(len(cache))] == [leaves[1], other, leaves[0], root]
     assert cache.num_bytes == 0
     with pytest.raises(KeyError):
-        cache.take_oldest()
+        cache.evict()
 
 
 def test_prefix_cache_refuses_a_piece_twice_or_without_its_parent() -> None:
     cache = PrefixCache()
     root = piece(1, (1,))
     cache.add(root)
-    with pytest.raises(ValueError, match="piece 2 has no place"):
+    with pytest.raises(ValueError, match="chunk 2 is cached"):
         cache.add(piece(2, (1,)))
-    with pytest.raises(ValueError, match="piece 4 has no place"):
+    with pytest.raises(ValueError, match="chunk 4 is cached, or its parent is not"):
         cache.add(piece(4, (2,), piece(3, (9,))))
 
 
@@ -66,5 +66,5 @@ def test_prefix_cache_whatever_is_kept_can_be_found(actions: list[tuple[list[int
             found.append(piece(next(handles), token_ids, found[-1] if found else None))
             cache.add(found[-1])
         for _ in range(min(num_taken, len(cache))):
-            cache.take_oldest()
+            cache.evict()
         cache.check_invariants()

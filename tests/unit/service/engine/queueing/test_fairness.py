@@ -13,7 +13,8 @@ from hypothesis import event as note
 from hypothesis import settings
 
 from service.engine.batch import KVSave, ScheduledBatch
-from service.engine.kv.ledger import KVBudget, KVLedger
+from service.engine.kv.ledger import KVLedger
+from service.engine.kv.reservations import KVBudget
 from service.engine.plan import StepPlan
 from service.engine.queueing.tenants import SLICE_STEPS
 from service.engine.scheduler import EngineLimits, Scheduler

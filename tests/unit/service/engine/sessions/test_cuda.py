@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.engine.sessions import session
+from service.engine.sessions import cuda_provider
 from service.engine.sessions.cuda import CudaError, CudaRuntime, find_problem
-from service.engine.sessions.session import DevicePack, DeviceTensor, host_array
+from service.engine.sessions.device_memory import DevicePack, DeviceTensor, host_array
 from service.errors import StartupError
 
 
@@ -100,7 +100,7 @@ def _take(memory: dict[int, Any], num_bytes: int) -> int:
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     fake = FakeLibrary()
     runtime = CudaRuntime(fake)
-    monkeypatch.setattr(session, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(cuda_provider, "runtime", lambda: runtime)
     return fake
 
 
@@ -137,7 +137,7 @@ def test_a_tensor_takes_no_other_shape_and_gives_no_more_than_it_has() -> None:
     tensor = DeviceTensor([3], "int32", "cpu")
     with pytest.raises(ValueError, match=r"values have shape \[4\], the tensor has \[3\]"):
         tensor.write(np.zeros(4, np.int32))
-    with pytest.raises(ValueError, match="16 bytes are to be copied at once, of a tensor of 12"):
+    with pytest.raises(ValueError, match="cannot copy 16 bytes at once, the tensor has 12"):
         tensor.read_into(np.zeros(4, np.int32))
     with pytest.raises(ValueError, match="at once"):
         tensor.read_into(np.zeros((3, 2), np.int32)[:, 0])

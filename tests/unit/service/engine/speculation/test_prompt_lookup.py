@@ -19,7 +19,7 @@ from model.spec.golden import Tolerance
 from service.config import ServeConfig
 from service.engine.batch import SampleRow, ScheduledBatch
 from service.engine.engine import Engine
-from service.engine.kv.ledger import KVBudget
+from service.engine.kv.reservations import KVBudget
 from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits
 from service.engine.speculation.prompt_lookup import PromptLookup
@@ -414,7 +414,6 @@ def test_built_engines_have_speculation_proven_where_it_is_wanted(
         name="m",
         manifest=None,
         output_tokenizer=SimpleNamespace(decode=None),
-        prefill_provider=None,
         stamp=None,
         golden_cases=[long_case(40)],
     )
