@@ -150,14 +150,12 @@ class Generator:
         self._require_serving(model.name, call.request_id)
         with self._engine.admit(model.name, call.request_id) as place:
             request = await self._prepare(call, model, arrival, time_remaining)
-            cached_tokens = await place.cached_tokens(request)
             # What was tokenised for one model means nothing to another that has taken its place meanwhile.
             while (current := self._models.resolve(model.name)) is not model:
                 model = current
                 request = await self._prepare(call, model, arrival, time_remaining)
-                cached_tokens = await place.cached_tokens(request)
             # Before `Accepted` is sent: a client that is slow to read it must not be late in the queue.
-            place.submit(request, cached_tokens, is_streamed=is_streamed)
+            place.submit(request, is_streamed=is_streamed)
             yield Accepted(request.request_id, request.model)
             outputs = _Outputs(request, model.output_tokenizer.decode)
             async with aclosing(place.events()) as batches:
@@ -195,12 +193,10 @@ class Generator:
         self._require_serving(model.name, call.request_id)
         with self._engine.admit(model.name, call.request_id) as place:
             task, request = await self._prepare_score(call, model, arrival, time_remaining)
-            cached_tokens = await place.cached_tokens(request)
             while (current := self._models.resolve(model.name)) is not model:
                 model = current
                 task, request = await self._prepare_score(call, model, arrival, time_remaining)
-                cached_tokens = await place.cached_tokens(request)
-            place.submit(request, cached_tokens, is_streamed=False)
+            place.submit(request, is_streamed=False)
             seen: list[TokenEvent] = []
             async with aclosing(place.events()) as batches:
                 async for events in batches:

@@ -335,7 +335,7 @@ class World:
     def _note_lesson(self, pupil: StepTimes, stats: StepStats) -> None:
         teacher = self.steppers[stats.start_time]
         for name, lane in self.app._engine._lanes.items():
-            if lane.forecaster._times is pupil and self.current[name] is not teacher:
+            if lane.predictor._times is pupil and self.current[name] is not teacher:
                 self.problems.append(f"{name}: its predictor learned from another engine's step")
 
     # What must hold.

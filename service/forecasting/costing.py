@@ -41,10 +41,6 @@ class CostModel:
     pieces: ChunkRules
     kv_token_bytes: int | None = None
 
-    def may_be_cached(self, request: GenerationRequest) -> bool:
-        """Whether K/V of a request can be at hand at all: of its source, or of a whole chunk that tokens follow."""
-        return self.config.is_encoder_decoder or len(request.prompt_token_ids) > self.pieces.chunk
-
     def most_tokens(self, request: GenerationRequest) -> int:
         """How many tokens an output may have: `max_tokens`, cut to the context."""
         return max(0, min(request.stopping.max_tokens, self.config.context - self._num_given(request)))

@@ -10,6 +10,6 @@ TRANSIT_SECONDS = 0.01
 _ROUNDING = 0.01
 
 
-def shortfall(timeout: float) -> float:
+def deadline_margin(timeout: float) -> float:
     """Seconds by which a client that waits for `timeout` seconds may give up before that is over here."""
     return TRANSIT_SECONDS + _ROUNDING * timeout

@@ -1,10 +1,10 @@
 """How long a request will take: its work at the rates at which steps have run lately, behind those that came before it.
 
-    forecast  =  queue    until rows are free, given who runs and who waits before it
+    prediction  =  queue    until rows are free, given who runs and who waits before it
               +  prefill  until its first token
               +  decode   until its last one, outputs taken to be as long as they may
 
-One forecaster a model, on the event loop alone. It learns from every step (`service.forecasting.step_times`), knows the
+One predictor a model, on the event loop alone. It learns from every step (`service.forecasting.step_times`), knows the
 requests that were handed to the engine and have not ended, and compares each request's prediction with what it then
 took.
 
@@ -42,7 +42,7 @@ _WHOLE = frozenset({FinishReason.END_OF_SEQUENCE, FinishReason.STOP})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class Prediction:
     """Seconds that a request is predicted to spend, each part on its own; its outputs become as long as they may.
 
     `sharing_factor` is by how many times all of it is longer for the sake of other models that share the cores.
@@ -66,10 +66,10 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a request would cost, and its forecast; None while too few steps were seen to tell."""
+    """What a request would cost, and its prediction; None while too few steps were seen to tell."""
 
     cost: Cost
-    forecast: Forecast | None
+    prediction: Prediction | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class _Outstanding:
     num_tokens: int = 0
 
 
-class Forecaster:
+class LatencyPredictor:
     """Foretells one model's requests.
 
     Args:
@@ -193,7 +193,7 @@ class Forecaster:
         """A request is over, however it ended; unknown ones are ignored."""
         self._outstanding.pop(request_id, None)
 
-    def forecast(self, request: GenerationRequest, cached_tokens: int = 0) -> Forecast | None:
+    def predict(self, request: GenerationRequest, cached_tokens: int = 0) -> Prediction | None:
         """What a request that is handed over now will take; None while too few steps were seen to tell.
 
         Args:
@@ -201,11 +201,11 @@ class Forecaster:
             cached_tokens: of its prompt or source, tokens whose K/V are at hand.
         """
         quote = self._quote(request)
-        return self._foretell(request, quote, self._queue_seconds(request, quote), cached_tokens)
+        return self._predict(request, quote, self._queue_seconds(request, quote), cached_tokens)
 
-    def forecast_alone(self, request: GenerationRequest, cached_tokens: int = 0) -> Forecast | None:
-        """What a request would take if it were alone; arguments and None as for `forecast`."""
-        return self._foretell(request, Quote(self._times.rates, ALONE), 0.0, cached_tokens)
+    def predict_alone(self, request: GenerationRequest, cached_tokens: int = 0) -> Prediction | None:
+        """What a request would take if it were alone; arguments and None as for `prediction`."""
+        return self._predict(request, Quote(self._times.rates, ALONE), 0.0, cached_tokens)
 
     def likely_tokens(self, request: GenerationRequest) -> int | None:
         """How long each output will likely be, `arrival_time` taken as now.
@@ -224,11 +224,11 @@ class Forecaster:
             self._lengths.note(now, num_tokens, is_whole=reason in _WHOLE)
 
     def estimate(self, request: GenerationRequest, cached_tokens: int = 0) -> Estimate:
-        """What a request would cost, were it handed over now; arguments as for `forecast`."""
-        forecast = self.forecast(request, cached_tokens)
+        """What a request would cost, were it handed over now; arguments as for `prediction`."""
+        prediction = self.predict(request, cached_tokens)
         counts = self.costs.count(self.costs.shape(request, cached_tokens))
-        predicted_seconds = None if forecast is None else forecast.service_seconds
-        return Estimate(Cost(counts=counts, predicted_seconds=predicted_seconds), forecast)
+        predicted_seconds = None if prediction is None else prediction.service_seconds
+        return Estimate(Cost(counts=counts, predicted_seconds=predicted_seconds), prediction)
 
     def settle(self, quote: Quote, request: GenerationRequest, sent: Mapping[int, int], end: TokenEvent) -> Cost | None:
         """What a request has cost; None where it ended before its first token, or by an error.
@@ -267,15 +267,15 @@ class Forecaster:
         company = Company(rows, self._times.pairs_per_row, self._times.stretch) if rows else ALONE
         return Quote(self._times.rates, company, self._rivals())
 
-    def _foretell(
+    def _predict(
         self, request: GenerationRequest, quote: Quote, queue_seconds: float, cached_tokens: int
-    ) -> Forecast | None:
+    ) -> Prediction | None:
         phases = quote.phases(self.costs.work(request, cached_tokens))
         if phases is None:
             return None
         alone = tuple(itertools.accumulate((queue_seconds, *phases)))
         begins, first, ends = (stretched(seconds, quote.rivals) for seconds in alone)
-        return Forecast(
+        return Prediction(
             queue_seconds=begins,
             prefill_seconds=first - begins,
             decode_seconds=ends - first,

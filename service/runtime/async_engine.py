@@ -26,8 +26,8 @@ from service.engine.types import FinishReason, GenerationRequest, RequestTimings
 from service.errors import EngineFailed, InvalidRequest, NotServing, RequestCancelled, RequestError, report_failure
 from service.forecasting.admission import PATIENCE_SECONDS
 from service.forecasting.costing import Cost, CostModel
-from service.forecasting.deadline_margin import shortfall
-from service.forecasting.prediction import Estimate, Forecaster
+from service.forecasting.deadline_margin import deadline_margin
+from service.forecasting.prediction import Estimate, LatencyPredictor
 from service.forecasting.sharing import CoreSharing, Rival
 from service.runtime.engine_thread import EngineThread, Result
 from service.runtime.model_queue import Lane, LaneLimits
@@ -38,8 +38,6 @@ from service.telemetry.tracing import NoTracer, Tracer
 
 # Steps that tell how long the event loop lets an answer wait.
 _NUM_HANDED = 64
-# For a step to end, so that a refusal need not be wrong for want of what is cached.
-_MAX_LOOK_UP_SECONDS = 0.1
 
 
 class Admission:
@@ -57,22 +55,11 @@ class Admission:
     ) -> None:
         self._engine._leave(self._stream, error)
 
-    async def cached_tokens(self, request: GenerationRequest) -> int:
-        """How many tokens of a request need not be computed, where it would be refused if all had to be; 0 elsewhere.
-
-        The engine is asked between two steps; only who would be refused waits for that, a tenth of a second at most.
-
-        Raises:
-            RequestError: when the engine would refuse it, or has ended.
-        """
-        return await self._engine._cached_tokens(self._stream, request)
-
-    def submit(self, request: GenerationRequest, cached_tokens: int = 0, *, is_streamed: bool = True) -> None:
+    def submit(self, request: GenerationRequest, *, is_streamed: bool = True) -> None:
         """Hands the request to the engine, once; leaving the `with` block aborts it if it is not over by then.
 
         Args:
             request: with the model and id of this place.
-            cached_tokens: what `cached_tokens` returned.
             is_streamed: whether its events are wanted as they come; if not, they come when many wait, and at its end.
 
         Raises:
@@ -80,7 +67,7 @@ class Admission:
             RequestError: when the engine has ended since the place was taken.
         """
         self._stream.is_streamed = is_streamed
-        self._engine._submit(self._stream, request, cached_tokens)
+        self._engine._submit(self._stream, request)
 
     @property
     def cost(self) -> Cost | None:
@@ -220,8 +207,11 @@ class AsyncEngine:
         request = _of(caller, request)
         caller.check(request.priority, *_held(request))
         # Of the engine that is asked, whatever has replaced it when it answers.
-        forecaster = self._lane(request.model).forecaster
-        return forecaster.estimate(request, await self._ask_cached_tokens(request))
+        lane = self._lane(request.model)
+        predictor = lane.predictor
+        self._end()
+        question = self._thread.ask(lane.engine, lambda engine: engine.num_cached_tokens(request))
+        return predictor.estimate(request, await self._answer(question))
 
     async def calibrate(self, model: str, max_seconds: float, max_wait_seconds: float) -> int:
         """Learns step times from steps of its own, on the idle engine; how many there were.
@@ -257,8 +247,8 @@ class AsyncEngine:
             _finish_waiting(gone)
         else:
             lane.serve_by(engine)
-            if steps or lane.forecaster.costs != costs:
-                lane.foretell_by(self._make_forecaster(model, costs))
+            if steps or lane.predictor.costs != costs:
+                lane.predict_with(self._make_predictor(model, costs))
         if steps:
             self._learn(lane, steps)
         self._thread.install(lane.engine, engine, partial(_finish_waiting, gone))
@@ -349,17 +339,17 @@ class AsyncEngine:
 
     def _make_lane(self, model: str, costs: CostModel, engine: StepEngine) -> Lane:
         self._recorder.begin(model)
-        return Lane(model, self._limits, self._metrics.for_model(model), self._make_forecaster(model, costs), engine)
+        return Lane(model, self._limits, self._metrics.for_model(model), self._make_predictor(model, costs), engine)
 
-    def _make_forecaster(self, model: str, costs: CostModel) -> Forecaster:
+    def _make_predictor(self, model: str, costs: CostModel) -> LatencyPredictor:
         patience = PATIENCE_SECONDS if self._limits.admits_by_deadline else None
-        return Forecaster(costs, self._limits.max_batch_size, patience, partial(self._rivals_of, model))
+        return LatencyPredictor(costs, self._limits.max_batch_size, patience, partial(self._rivals_of, model))
 
     def _rivals_of(self, model: str) -> tuple[Rival, ...]:
         """The other models that share the cores with a request of this one that is handed over now."""
         if len(self._lanes) == 1:
             return ()
-        work = {name: lane.forecaster.work_seconds for name, lane in self._lanes.items() if name != model}
+        work = {name: lane.predictor.work_seconds for name, lane in self._lanes.items() if name != model}
         return self._sharing.rivals_of(model, work, self._clock())
 
     def _gone(self) -> asyncio.Future[None]:
@@ -373,7 +363,7 @@ class AsyncEngine:
         return gone
 
     def _learn(self, lane: Lane, steps: Collection[StepStats]) -> None:
-        lane.forecaster.calibrated(steps)
+        lane.predictor.calibrated(steps)
         lane.tell_cost_model()
 
     def _lane_with_place(self, model: str, request_id: str, caller: Caller) -> Lane:
@@ -420,7 +410,7 @@ class AsyncEngine:
             self._recorder.step_done(engine.model, output, now)
             lane.kv_usage_ratio = output.stats.kv_usage_ratio
             if engine is lane.engine:
-                lane.forecaster.step_done(output.stats)
+                lane.predictor.step_done(output.stats)
             if self._hand_out(lane.metrics, engine, output, now):
                 self._handing_seconds.append(self._clock() - now)
             # A replaced engine's failures say nothing of the one that serves, nor does its success.
@@ -490,7 +480,7 @@ class AsyncEngine:
             raise NotServing("the server is starting")
         return self._ended
 
-    def _submit(self, stream: Stream, request: GenerationRequest, cached_tokens: int) -> None:
+    def _submit(self, stream: Stream, request: GenerationRequest) -> None:
         if (request.request_id, request.model) != (stream.request_id, stream.model) or stream.request is not None:
             raise ValueError(f"admission {stream.request_id} does not fit request {request.request_id}")
         if self._streams.get(stream.key) is not stream:
@@ -498,43 +488,22 @@ class AsyncEngine:
         shown, request = request, _of(stream.caller, request)
         stream.caller.check(request.priority, *_held(request))
         if request.deadline is not None:
-            request = self._judge(stream, request, request.deadline, cached_tokens)
+            request = self._judge(stream, request, request.deadline)
         # Whatever of this fails, the engine does not have the request yet, and the place goes back with its block.
         stream.caller.hold(*_held(request))
         stream.held = _held(request)
-        stream.forecaster, stream.engine = stream.lane.forecaster, stream.lane.engine
+        stream.predictor, stream.engine = stream.lane.predictor, stream.lane.engine
         self._sharing.begun(stream.model, self._clock())
-        stream.quote = stream.forecaster.submitted(request)
+        stream.quote = stream.predictor.submitted(request)
         stream.trace.submitted(shown)
         stream.request = request
         self._thread.submit(stream.engine, request, is_streamed=stream.is_streamed)
 
-    async def _cached_tokens(self, stream: Stream, request: GenerationRequest) -> int:
-        lane, request = stream.lane, _of(stream.caller, request)
-        if request.deadline is None or lane.admission is None or not lane.forecaster.costs.may_be_cached(request):
-            return 0
-        answer_by = self._answer_by(request, request.deadline)
-        if lane.admission.admits(request, self._clock(), answer_by, is_idle=lane.is_alone):
-            return 0
-        try:
-            async with asyncio.timeout(_MAX_LOOK_UP_SECONDS):
-                return await self._ask_cached_tokens(request, is_urgent=True)
-        except TimeoutError:  # a refusal that comes late is worth less than one that is too strict
-            return 0
-
-    async def _ask_cached_tokens(self, request: GenerationRequest, *, is_urgent: bool = False) -> int:
-        self._end()
-        engine = self._lane(request.model).engine
-        question = self._thread.ask(engine, lambda engine: engine.num_cached_tokens(request), is_urgent=is_urgent)
-        return await self._answer(question)
-
     def _answer_by(self, request: GenerationRequest, deadline: float) -> float:
         """When the last event must leave the engine to reach the client by the deadline."""
-        return deadline - shortfall(deadline - request.arrival_time) - max(self._handing_seconds)
+        return deadline - deadline_margin(deadline - request.arrival_time) - max(self._handing_seconds)
 
-    def _judge(
-        self, stream: Stream, request: GenerationRequest, deadline: float, cached_tokens: int
-    ) -> GenerationRequest:
+    def _judge(self, stream: Stream, request: GenerationRequest, deadline: float) -> GenerationRequest:
         """A request with the moments at which it must have begun or ended to be answered before its deadline."""
         answer_by = self._answer_by(request, deadline)
         if request.partial_on_deadline:
@@ -542,17 +511,15 @@ class AsyncEngine:
         lane = stream.lane
         if lane.admission is not None:
             stream.admission = lane.admission
-            request, stream.prediction = lane.admission.judge(
-                request, self._clock(), answer_by, is_idle=lane.is_alone, cached_tokens=cached_tokens
-            )
+            request, stream.prediction = lane.admission.judge(request, self._clock(), answer_by, is_idle=lane.is_alone)
         return request
 
     def _end_output(self, stream: Stream, index: int, reason: FinishReason, now: float) -> None:
         """Notes why an output ended, and for those to come how long it was."""
         stream.reasons[index] = reason
         tokens = stream.tokens.get(index)
-        if tokens is not None and stream.request is not None and stream.forecaster is not None:
-            stream.forecaster.output_ended(stream.request, now, tokens.count, reason)
+        if tokens is not None and stream.request is not None and stream.predictor is not None:
+            stream.predictor.output_ended(stream.request, now, tokens.count, reason)
 
     def _leave(self, stream: Stream, error: BaseException | None) -> None:
         """The consumer is gone. A place in use stays taken until the engine says that the request is over."""
@@ -598,11 +565,11 @@ class AsyncEngine:
 
     def _settle(self, stream: Stream, event: TokenEvent) -> Cost | None:
         """What a request that is over has cost, if that can be counted."""
-        if stream.request is None or stream.forecaster is None or stream.quote is None:
+        if stream.request is None or stream.predictor is None or stream.quote is None:
             return None
         num_tokens = {index: tokens.count for index, tokens in stream.tokens.items()}
         try:
-            return stream.forecaster.settle(stream.quote, stream.request, num_tokens, event)
+            return stream.predictor.settle(stream.quote, stream.request, num_tokens, event)
         except Exception as cause:  # accounting must not end requests that run
             report_failure(f"what request {stream.request_id} cost could not be counted", cause)
             return None
@@ -614,8 +581,8 @@ class AsyncEngine:
         stream.lane.give_back(service_seconds, stream.caller.tenant)
         if stream.held is not None:
             stream.caller.release(*stream.held)
-        if stream.forecaster is not None:
-            stream.forecaster.ended(stream.key)
+        if stream.predictor is not None:
+            stream.predictor.ended(stream.key)
             self._sharing.ended(stream.model, self._clock())
         if not self._streams:
             self._idle.set()

@@ -68,7 +68,6 @@ class _Call:
     function: Callable[[StepEngine], Any]
     future: concurrent.futures.Future[Any]
     needs_idle: bool
-    is_urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +296,6 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         # Taken out of the inbox and not run yet, with the engine that serves: it is not replaced before.
         self._look_ups: deque[tuple[_Call, StepEngine]] = deque()
-        self._urgent_look_ups: deque[tuple[_Call, StepEngine]] = deque()
         # A daemon, so that a graph that never returns cannot keep a stopping process alive.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -325,14 +323,9 @@ class EngineThread:
         """
         return self._call(engine, function, needs_idle=True)
 
-    def ask(
-        self, engine: EngineHandle, function: Callable[[StepEngine], Result], *, is_urgent: bool = False
-    ) -> concurrent.futures.Future[Result]:
-        """As `call`, between two of the next steps, however busy the engine is: for quick work that changes nothing.
-
-        What is urgent goes before all that is not.
-        """
-        return self._call(engine, function, needs_idle=False, is_urgent=is_urgent)
+    def ask(self, engine: EngineHandle, function: Callable[[StepEngine], Result]) -> concurrent.futures.Future[Result]:
+        """As `call`, between two of the next steps, however busy the engine is: for quick work that changes nothing."""
+        return self._call(engine, function, needs_idle=False)
 
     def do(self, function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
         """Runs `function` between two turns, while all models wait: for what must not happen beside a step.
@@ -361,15 +354,10 @@ class EngineThread:
         self._inbox.put(_Stop())
 
     def _call(
-        self,
-        engine: EngineHandle,
-        function: Callable[[StepEngine], Result],
-        *,
-        needs_idle: bool,
-        is_urgent: bool = False,
+        self, engine: EngineHandle, function: Callable[[StepEngine], Result], *, needs_idle: bool
     ) -> concurrent.futures.Future[Result]:
         future: concurrent.futures.Future[Result] = concurrent.futures.Future()
-        self._inbox.put(_Call(engine, function, future, needs_idle, is_urgent))
+        self._inbox.put(_Call(engine, function, future, needs_idle))
         return future
 
     def _run(self) -> None:
@@ -387,7 +375,7 @@ class EngineThread:
     @property
     def _is_idle(self) -> bool:
         """Whether there is nothing to do but to wait for a command."""
-        return not self._num_look_ups and not any(station.has_work for station in self._stations.values())
+        return not self._look_ups and not any(station.has_work for station in self._stations.values())
 
     def _drain_inbox(self) -> bool:
         """Carries out what is in the inbox, as far as a turn may wait for it; False means stop.
@@ -410,15 +398,9 @@ class EngineThread:
         self._run_look_ups(_MAX_LOOK_UPS)
         return True
 
-    @property
-    def _num_look_ups(self) -> int:
-        return len(self._look_ups) + len(self._urgent_look_ups)
-
     def _run_look_ups(self, max_look_ups: int) -> None:
-        while self._num_look_ups and max_look_ups:
-            # One of a turn is for those that are not urgent.
-            is_others = not self._urgent_look_ups or (max_look_ups == 1 and self._look_ups)
-            call, engine = (self._look_ups if is_others else self._urgent_look_ups).popleft()
+        while self._look_ups and max_look_ups:
+            call, engine = self._look_ups.popleft()
             if not call.future.cancelled():
                 _run(call, engine)
                 max_look_ups -= 1
@@ -465,7 +447,7 @@ class EngineThread:
         elif call.needs_idle:
             station.calls.append(call)
         else:
-            (self._urgent_look_ups if call.is_urgent else self._look_ups).append((call, station.engine))
+            self._look_ups.append((call, station.engine))
 
     def _abort(self, handle: EngineHandle, request_id: str) -> None:
         station = self._stations.get(handle.model)
@@ -480,7 +462,7 @@ class EngineThread:
         self, station: _Station, handle: EngineHandle | None, engine: StepEngine | None, gone: Callable[[], object]
     ) -> None:
         """Has another engine serve, or none. What waits was meant for the one before: that gets it, or refuses it."""
-        self._run_look_ups(self._num_look_ups)
+        self._run_look_ups(len(self._look_ups))
         while station.calls:
             _refuse(station.calls.popleft())
         if station.handle is not None and station.engine is not None:

@@ -18,7 +18,7 @@ from service.engine.step_engine import EngineHandle, StepEngine
 from service.engine.types import StepOutput
 from service.errors import Overloaded
 from service.forecasting.admission import DeadlineAdmission
-from service.forecasting.prediction import Forecaster
+from service.forecasting.prediction import LatencyPredictor
 from service.telemetry.metrics import ModelMetrics, RequestRecord
 
 _LOGGER = logging.getLogger(__name__)
@@ -52,25 +52,25 @@ class Lane:
         model: its name.
         limits: who gets a place.
         metrics: where its steps and requests are counted.
-        forecaster: what foretells its requests.
+        predictor: what foretells its requests.
         engine: what serves it; not kept, as a model that is removed must leave its memory.
 
     Attributes:
         engine: the handle of the engine that serves it now.
         metrics: the same.
         kv_usage_ratio: share of its K/V memory that requests took after the last step.
-        forecaster: what foretells its requests now.
+        predictor: what foretells its requests now.
         admission: what judges them by their deadlines, None where nothing does.
     """
 
     def __init__(
-        self, model: str, limits: LaneLimits, metrics: ModelMetrics, forecaster: Forecaster, engine: StepEngine
+        self, model: str, limits: LaneLimits, metrics: ModelMetrics, predictor: LatencyPredictor, engine: StepEngine
     ) -> None:
         self.metrics = metrics
         self.kv_usage_ratio = 0.0
         self._model = model
         self._limits = limits
-        self.foretell_by(forecaster)
+        self.predict_with(predictor)
         self.serve_by(engine)
         # By tenant, and what each weighs.
         self._taken: Counter[str] = Counter()
@@ -116,10 +116,10 @@ class Lane:
         self._num_failures = 0
         return True
 
-    def foretell_by(self, forecaster: Forecaster) -> None:
+    def predict_with(self, predictor: LatencyPredictor) -> None:
         """Has another foretell its requests: what was learned with the one before is of no use any more."""
-        self.forecaster = forecaster
-        self.admission = DeadlineAdmission(forecaster) if self._limits.admits_by_deadline else None
+        self.predictor = predictor
+        self.admission = DeadlineAdmission(predictor) if self._limits.admits_by_deadline else None
 
     def take(self, tenant: str = "", weight: float = 1.0) -> None:
         """Takes a place.
@@ -184,4 +184,4 @@ class Lane:
 
     def tell_cost_model(self) -> None:
         """Shows what is known of the model's step times; often enough if done whenever a request has ended."""
-        self.metrics.cost_model(self.forecaster.coefficients, self.forecaster.relative_error)
+        self.metrics.cost_model(self.predictor.coefficients, self.predictor.relative_error)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from service.access import Caller
 from service.engine.step_engine import EngineHandle
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent
-from service.forecasting.admission import DeadlineAdmission, Prediction
+from service.forecasting.admission import DeadlineAdmission, PredictedFinish
 from service.forecasting.costing import Cost
-from service.forecasting.prediction import Forecaster, Quote
+from service.forecasting.prediction import LatencyPredictor, Quote
 from service.runtime.model_queue import Lane
 from service.telemetry.metrics import ModelMetrics
 from service.telemetry.recorder import RecordedRequest
@@ -51,7 +51,7 @@ class Stream:
     `engine` is the one that has it, whose events alone are its own; `held` is what its caller holds by it: sequences
     and tokens.
 
-    `quote` is what `forecaster` knew of its future then, `cost` what became of it, where it came to a token;
+    `quote` is what `predictor` knew of its future then, `cost` what became of it, where it came to a token;
     `prediction` is what `admission` went by, where it has a deadline.
     """
 
@@ -67,8 +67,8 @@ class Stream:
     events: list[TokenEvent] = field(default_factory=list)
     waiter: asyncio.Future[None] | None = None
     admission: DeadlineAdmission | None = None
-    prediction: Prediction | None = None
-    forecaster: Forecaster | None = None
+    prediction: PredictedFinish | None = None
+    predictor: LatencyPredictor | None = None
     quote: Quote | None = None
     cost: Cost | None = None
     tokens: dict[int, Tokens] = field(default_factory=dict)
@@ -109,8 +109,8 @@ class Stream:
 
     def count_token(self, metrics: ModelMetrics, event: TokenEvent, now: float) -> None:
         """Counts an event's token of its output, and the time since the one before or, of the first, since arrival."""
-        if self.forecaster is not None:
-            self.forecaster.token_sent(self.key)
+        if self.predictor is not None:
+            self.predictor.token_sent(self.key)
         tokens = self.tokens.get(event.output_index)
         if tokens is not None:
             if self.reports_each_token:

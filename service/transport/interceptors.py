@@ -25,7 +25,7 @@ from prometheus_client import Counter
 
 from service.access import Access, Allowance
 from service.errors import AnswerTooLarge, ClientStalled, RateLimited
-from service.forecasting.deadline_margin import shortfall
+from service.forecasting.deadline_margin import deadline_margin
 from service.telemetry.tracing import NoTracer, Tracer
 from service.transport.flooding import FloodGuard
 from service.transport.places import claim, current_place, stall_after
@@ -333,5 +333,5 @@ def _api_key(context: Context) -> str | None:
 
 def _cancelled_code(elapsed: float, timeout: float | None) -> grpc.StatusCode:
     """A handler is cancelled alike when its client went away and when its deadline passed: tells them apart by time."""
-    is_late = timeout is not None and elapsed >= timeout - shortfall(timeout)
+    is_late = timeout is not None and elapsed >= timeout - deadline_margin(timeout)
     return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED

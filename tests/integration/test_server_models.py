@@ -171,9 +171,9 @@ async def test_a_loaded_model_is_foretold_from_the_start_if_nobody_was_served_me
             await loading
         assert not knows("c"), "its steps would have stood in others' way, and others in theirs"
         assert len(await shelved.tokens("c")) == 12
-        before = shelved.server.app._engine._lanes["b"].forecaster
+        before = shelved.server.app._engine._lanes["b"].predictor
         await shelved.reload("b")
-        assert shelved.server.app._engine._lanes["b"].forecaster is not before
+        assert shelved.server.app._engine._lanes["b"].predictor is not before
         assert knows("b")
 
 

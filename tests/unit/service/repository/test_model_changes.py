@@ -295,10 +295,10 @@ def test_a_start_replays_no_model_that_was_proven_before_its_turn() -> None:
 def test_steps_of_a_replaced_engine_teach_the_new_ones_predictor_nothing(world: World) -> None:
     run(world)
     reload(world)
-    learned = world.app._engine._lanes["a"].forecaster
+    learned = world.app._engine._lanes["a"].predictor
     world.rest()
     world.check()
-    assert world.app._engine._lanes["a"].forecaster is learned
+    assert world.app._engine._lanes["a"].predictor is learned
 
 
 def test_failures_of_a_replaced_engine_are_not_the_new_ones(world: World) -> None:

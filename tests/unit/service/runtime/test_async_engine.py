@@ -26,7 +26,7 @@ from service.engine.types import (
     TokenEvent,
 )
 from service.errors import DeadlineUnreachable, EngineFailed, InvalidRequest, NotServing, Overloaded
-from service.forecasting.prediction import Forecast
+from service.forecasting.prediction import Prediction
 from service.runtime.async_engine import AsyncEngine
 from service.runtime.engine_thread import _GATHER_SECONDS, EngineThread, _Outbox
 from service.runtime.model_queue import LaneLimits
@@ -73,7 +73,7 @@ async def started(
 
 async def run(engine: AsyncEngine, asked: GenerationRequest) -> list[tuple[TokenEvent, ...]]:
     with engine.admit(asked.model, asked.request_id) as place:
-        place.submit(asked, await place.cached_tokens(asked))
+        place.submit(asked)
         return [events async for events in place.events()]
 
 
@@ -174,7 +174,7 @@ async def test_request_that_the_engine_refuses_ends_with_the_engines_reason() ->
 
 async def test_request_that_cannot_be_counted_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started() as engine:
-        monkeypatch.setattr(engine._lanes[MODEL].forecaster, "submitted", lambda _: 1 / 0)
+        monkeypatch.setattr(engine._lanes[MODEL].predictor, "submitted", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await run(engine, request("a"))
         assert engine.num_streams == 0
@@ -728,34 +728,34 @@ async def test_cost_that_cannot_be_counted_is_none_and_ends_nobody(caplog: pytes
 async def test_what_is_known_of_a_models_step_times_outlives_a_reload_that_leaves_it_what_it_was() -> None:
     async with started() as engine:
         lane = engine._lanes[MODEL]
-        known, other = lane.forecaster, fake_engine(context=64)
+        known, other = lane.predictor, fake_engine(context=64)
         assert await run(engine, request("a"))
         engine.install(MODEL, fake_engine(context=ENDLESS + 1), known.costs)
-        assert lane.forecaster is known
+        assert lane.predictor is known
         engine.install(MODEL, other, fake_costs(other.pieces))
-        assert lane.forecaster is not known
-        assert lane.forecaster.costs.config.context == 64
-        unknown, calibrated = lane.forecaster, fake_engine(context=64)
+        assert lane.predictor is not known
+        assert lane.predictor.costs.config.context == 64
+        unknown, calibrated = lane.predictor, fake_engine(context=64)
         engine.install(MODEL, calibrated, fake_costs(other.pieces), calibrated.calibrate(10.0))
-        assert lane.forecaster is not unknown
-        assert lane.forecaster.forecast_alone(request("c", max_tokens=2)) is not None
+        assert lane.predictor is not unknown
+        assert lane.predictor.predict_alone(request("c", max_tokens=2)) is not None
         assert await run(engine, request("b"))
 
 
 # Deadlines.
 
 
-def foretells(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, seconds: float) -> list[GenerationRequest]:
+def predicts(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, seconds: float) -> list[GenerationRequest]:
     """Has every request foretold to take so long, all of it prefill; the requests that were asked about."""
     asked: list[GenerationRequest] = []
 
-    def forecast(one: GenerationRequest, cached_tokens: int = 0) -> Forecast:
+    def predict(one: GenerationRequest, cached_tokens: int = 0) -> Prediction:
         asked.append(one)
-        return Forecast(queue_seconds=0.0, prefill_seconds=seconds, decode_seconds=0.0)
+        return Prediction(queue_seconds=0.0, prefill_seconds=seconds, decode_seconds=0.0)
 
-    forecaster = engine._lanes[MODEL].forecaster
-    monkeypatch.setattr(forecaster, "forecast", forecast)
-    monkeypatch.setattr(forecaster, "forecast_alone", forecast)
+    predictor = engine._lanes[MODEL].predictor
+    monkeypatch.setattr(predictor, "predict", predict)
+    monkeypatch.setattr(predictor, "predict_alone", predict)
     return asked
 
 
@@ -781,7 +781,7 @@ async def test_request_that_would_miss_its_deadline_is_refused_before_the_engine
     registry = CollectorRegistry()
     scripted = ScriptedEngine(lambda _: [[token(5, 0, FinishReason.LENGTH)]], clock=lambda: now)
     async with started(registry=registry, admits_by_deadline=True, clock=lambda: now, **{MODEL: scripted}) as engine:
-        foretells(monkeypatch, engine, 3600.0)
+        predicts(monkeypatch, engine, 3600.0)
         with pytest.raises(DeadlineUnreachable) as refusal:
             await run(engine, due_in(60.0, now=now))
         assert engine.num_streams == 0
@@ -794,74 +794,9 @@ async def test_request_that_would_miss_its_deadline_is_refused_before_the_engine
     assert registry.get_sample_value("onward_requests_total", labels) == 1
 
 
-def foretells_by_token(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, seconds: float) -> list[str]:
-    """Has a prompt's tokens take so long each, unless they are cached; the models that are asked for what is."""
-    asked: list[str] = []
-    ask = engine._thread.ask
-
-    def forecast(one: GenerationRequest, cached_tokens: int = 0) -> Forecast:
-        computed = len(one.prompt_token_ids) - cached_tokens
-        return Forecast(queue_seconds=0.0, prefill_seconds=seconds * computed, decode_seconds=0.0)
-
-    def look(model: str, function: Callable[[StepEngine], int], **how: Any) -> Any:
-        asked.append(model)
-        return ask(model, function, **how)
-
-    forecaster = engine._lanes[MODEL].forecaster
-    monkeypatch.setattr(forecaster, "forecast", forecast)
-    monkeypatch.setattr(forecaster, "forecast_alone", forecast)
-    monkeypatch.setattr(engine._thread, "ask", look)
-    return asked
-
-
-async def test_who_would_be_refused_is_let_in_if_enough_of_its_prompt_is_cached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    prompt, other = tuple(range(3, 23)), tuple(range(4, 24))
-    # A busy machine may not come to answer at once.
-    monkeypatch.setattr("service.runtime.async_engine._MAX_LOOK_UP_SECONDS", 60.0)
-    async with started(admits_by_deadline=True) as engine:
-        await run(engine, request("a", prompt))
-        asked = foretells_by_token(monkeypatch, engine, 100.0)
-        # Two chunks of eight are cached: 400 s are left of 2,000.
-        assert tokens(await run(engine, due_in(1000.0, "b", prompt_token_ids=prompt))) == expected_tokens(prompt, 4)
-        assert len(asked) == 1
-        with pytest.raises(DeadlineUnreachable) as refusal:
-            await run(engine, due_in(1000.0, "c", prompt_token_ids=other))
-        assert refusal.value.prefill_seconds == pytest.approx(2000.0, rel=0.1)
-        assert len(asked) == 2
-
-
-async def test_engine_is_asked_what_is_cached_only_of_who_would_be_refused_and_may_have_something(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with started(admits_by_deadline=True) as engine:
-        asked = foretells_by_token(monkeypatch, engine, 1.0)
-        await run(engine, due_in(60.0, "fits", prompt_token_ids=tuple(range(3, 23))))
-        await run(engine, replace(request("patient"), prompt_token_ids=tuple(range(3, 23))))
-        with pytest.raises(DeadlineUnreachable):
-            # No more than a chunk, and nothing behind it.
-            await run(engine, due_in(4.0, "short", prompt_token_ids=tuple(range(3, 11))))
-    assert asked == []
-
-
-async def test_refusal_does_not_wait_long_for_an_engine_that_is_in_the_middle_of_a_step(
-    monkeypatch: pytest.MonkeyPatch, gate: Gate
-) -> None:
-    async with started(FakeRunner(before_run=gate), admits_by_deadline=True) as engine:
-        ahead = asyncio.create_task(run(engine, request("ahead")))
-        await gate.until_entered()
-        asked = foretells_by_token(monkeypatch, engine, 100.0)
-        with pytest.raises(DeadlineUnreachable):
-            await run(engine, due_in(60.0, "late", prompt_token_ids=tuple(range(3, 23))))
-        assert len(asked) == 1
-        gate.open.set()
-        await ahead
-
-
 async def test_nobody_is_refused_for_a_deadline_where_admission_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started() as engine:
-        asked = foretells(monkeypatch, engine, 3600.0)
+        asked = predicts(monkeypatch, engine, 3600.0)
         assert tokens(await run(engine, due_in(60.0))) == expected_tokens((5,), 4)
     assert asked == []
 
@@ -883,7 +818,7 @@ async def test_request_that_takes_what_there_is_ends_early_enough_to_reach_the_c
 
 async def test_only_who_has_the_model_to_itself_is_alone(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
     async with started(FakeRunner(before_run=gate), admits_by_deadline=True) as engine:
-        foretells(monkeypatch, engine, 1.0)
+        predicts(monkeypatch, engine, 1.0)
         alone = asyncio.create_task(run(engine, due_in(60.0, "first")))
         await gate.until_entered()
         with engine.admit(MODEL, "second") as place:
@@ -900,9 +835,9 @@ async def test_only_who_has_the_model_to_itself_is_alone(monkeypatch: pytest.Mon
 async def test_what_became_of_a_request_is_learned_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[tuple[float, list[FinishReason]]] = []
     async with started(admits_by_deadline=True) as engine:
-        foretells(monkeypatch, engine, 2.0)
-        forecaster, admission = engine._lanes[MODEL].forecaster, engine._lanes[MODEL].admission
-        monkeypatch.setattr(forecaster, "likely_tokens", lambda _: 4)
+        predicts(monkeypatch, engine, 2.0)
+        predictor, admission = engine._lanes[MODEL].predictor, engine._lanes[MODEL].admission
+        monkeypatch.setattr(predictor, "likely_tokens", lambda _: 4)
         monkeypatch.setattr(
             admission, "ended", lambda prediction, _, reasons: ended.append((prediction.finish_seconds, list(reasons)))
         )
@@ -911,7 +846,7 @@ async def test_what_became_of_a_request_is_learned_from_its_end(monkeypatch: pyt
         monkeypatch.undo()
         for number in range(8):
             await run(engine, request(f"c{number}", max_tokens=6))
-        assert forecaster.likely_tokens(replace(request("d", max_tokens=50), arrival_time=time.monotonic())) == 6
+        assert predictor.likely_tokens(replace(request("d", max_tokens=50), arrival_time=time.monotonic())) == 6
     assert ended == [(2.0, [FinishReason.LENGTH])]
 
 
@@ -919,10 +854,10 @@ async def test_what_was_learned_of_deadlines_goes_with_the_model_it_was_learned_
     async with started(admits_by_deadline=True) as engine:
         lane, other = engine._lanes[MODEL], fake_engine(context=64)
         learned = lane.admission
-        engine.install(MODEL, fake_engine(context=ENDLESS + 1), lane.forecaster.costs)
+        engine.install(MODEL, fake_engine(context=ENDLESS + 1), lane.predictor.costs)
         assert lane.admission is learned
         engine.install(MODEL, other, fake_costs(other.pieces))
         assert lane.admission is not None
         assert lane.admission is not learned
-        assert lane.admission._forecaster is lane.forecaster
-        assert lane.forecaster._patience is not None
+        assert lane.admission._predictor is lane.predictor
+        assert lane.predictor._patience is not None
