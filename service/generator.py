@@ -32,7 +32,8 @@ from service.errors import DeadlineExceeded, NotServing, RequestCancelled, Reque
 from service.forecasting.costing import Cost
 from service.forecasting.prediction import Estimate
 from service.process.text_pool import TextPool
-from service.repository.models import Models, Prompt, ServedModel, text_size
+from service.repository.entry import Models
+from service.repository.models import Prompt, ServedModel, text_size
 from service.runtime.async_engine import AsyncEngine
 from service.scoring import Score, ScoreCall, ScoreTask, make_task
 

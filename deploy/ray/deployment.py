@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.util import get_node_ip_address
 
@@ -19,9 +19,6 @@ from deploy.ray.handlers import METHODS, Handlers, Refused
 from deploy.ray.targets import announced
 from service.app import App
 from service.config import ServeConfig, parse_command_line
-from service.engine.engine import LastRun
-from service.repository.loading import build_engines, load_models, settle_device, share_memory
-from service.telemetry.exporting import open_tracer
 
 _ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 (what an operator may have asked for)
 
@@ -40,25 +37,10 @@ class Replica:
         Raises:
             RuntimeError: when a model does not pass its proof.
         """
-        disable_created_metrics()  # type: ignore[no-untyped-call]
         config = parse_command_line(["serve", *flags])
         assert isinstance(config, ServeConfig)  # noqa: S101 (the verb says so)
-        config = settle_device(config)
-        models, last_run = load_models(config.models, config.prefill_provider, config.device), LastRun()
-        pool = share_memory(models, config)
-        engines = build_engines(config.models, models, config, last_run, pool.parts)
         self._registry, self._slots = CollectorRegistry(), config.max_batch_size
-        self._app = App(
-            config,
-            models,
-            engines,
-            self._registry,
-            last_run=last_run,
-            tracer=open_tracer(config.telemetry, config.otel_endpoint),
-            pool=pool,
-            make_server=self._take,
-        )
-        del engines
+        self._app = App.load(config, self._registry, self._take)
         async with AsyncExitStack() as running:
             endpoint = await running.enter_async_context(self._app.listening())
             if endpoint.metrics_port is not None:

@@ -1,6 +1,7 @@
-"""The served models: what is known of each, whether it answers, and its half of a request's validation.
+"""What is known of a model from its artifact, and the checks of a request that depend on the model.
 
-A `ServedModel` never changes; which of them answer does, on the event loop alone. Knows neither engines nor protobuf.
+A `ServedModel` is immutable. What changes while it is served is `service.repository.entry`'s. Knows neither engines nor
+protobuf.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from model.spec.tokenizer import Tokenizer
 from service.engine.kv.budget import plan_kv_memory
 from service.engine.step_engine import StepEngine
 from service.engine.types import PrefillProvider, SamplingParams, StoppingParams
-from service.errors import InvalidRequest, NotServing, PromptTooLong, UnknownModel, UnsupportedFeature
+from service.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
 from service.forecasting.costing import CostModel
 
 
@@ -261,101 +262,3 @@ def check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"{field}[{index}]", token_id, f"must be below the vocabulary's size {vocab_size}")
-
-
-class Models:
-    """The served models by name, and whether each answers."""
-
-    def __init__(self, models: Iterable[ServedModel]) -> None:
-        self._models = {model.name: model for model in sorted(models, key=lambda model: model.name)}
-        self._states = dict.fromkeys(self._models, ModelState.STARTING)
-        self._parity: dict[str, Parity] = {}
-        self._is_draining = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All served models' names, sorted."""
-        return tuple(self._models)
-
-    def resolve(self, name: str) -> ServedModel:
-        """The model a request means; it may leave the name out where one is served.
-
-        Raises:
-            UnknownModel: when there is none of this name, or several and no name.
-        """
-        if not name and len(self._models) == 1:
-            return next(iter(self._models.values()))
-        if name not in self._models:
-            raise UnknownModel(name, self.names)
-        return self._models[name]
-
-    def require_serving(self, name: str) -> None:
-        """Refuses requests to a model that does not answer.
-
-        Raises:
-            NotServing: saying why.
-        """
-        match self._states[name]:
-            case ModelState.STARTING:
-                raise NotServing(f"{name} is starting")
-            case ModelState.FAILED:
-                raise NotServing(f"{name} does not answer as its golden cases say, or fails")
-            case ModelState.DRAINING:
-                raise NotServing(f"{name} is draining")
-
-    def state(self, name: str) -> ModelState:
-        """Whether a model answers."""
-        return self._states[name]
-
-    def parity(self, name: str) -> Parity | None:
-        """How a model's golden cases went when they were last replayed; None before that."""
-        return self._parity.get(name)
-
-    def is_served(self, model: ServedModel) -> bool:
-        """Whether this very model is served: not one that has been loaded in its place."""
-        return self._models.get(model.name) is model
-
-    def verified(self, model: ServedModel, parity: Parity) -> None:
-        """Takes note of a replay: a model that failed answers no more, one that passed does, unless it is draining.
-
-        The replay of a model that is not served any more is ignored.
-        """
-        if not self.is_served(model):
-            return
-        self._parity[model.name] = parity
-        if self._states[model.name] is not ModelState.DRAINING:
-            self._states[model.name] = ModelState.SERVING if parity.passed else ModelState.FAILED
-
-    def serve(self, model: ServedModel, parity: Parity) -> None:
-        """A model that has passed its golden cases is served from now on, in place of any other of its name.
-
-        It takes no requests where the server is stopping.
-        """
-        self._models = dict(sorted({**self._models, model.name: model}.items()))
-        self._states[model.name] = ModelState.DRAINING if self._is_draining else ModelState.SERVING
-        self._parity[model.name] = parity
-
-    def withdraw(self, name: str) -> None:
-        """A model takes no more requests: it is about to be removed."""
-        self._states[name] = ModelState.DRAINING
-
-    def remove(self, name: str) -> None:
-        """A model is served no more."""
-        for known in (self._models, self._states, self._parity):
-            known.pop(name, None)
-
-    def failing(self, name: str) -> bool:
-        """A model's engine fails step after step: it answers no more, until it is proven or loaded anew.
-
-        Returns:
-            Whether it answered until now.
-        """
-        if self._states.get(name) is not ModelState.SERVING:
-            return False
-        self._states[name] = ModelState.FAILED
-        return True
-
-    def drain(self) -> None:
-        """The server is stopping."""
-        self._is_draining = True
-        self._states = dict.fromkeys(self._models, ModelState.DRAINING)

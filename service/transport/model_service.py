@@ -13,8 +13,9 @@ from model.spec.golden import CaseResult
 from onward.v1 import model_pb2 as pb
 from onward.v1.model_pb2_grpc import ModelServiceServicer
 from service.config import ServeConfig
+from service.repository.entry import Models
 from service.repository.library import Library
-from service.repository.models import Models, ModelState, Parity, ServedModel
+from service.repository.models import ModelState, Parity, ServedModel
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -20,7 +20,7 @@ from google.protobuf.descriptor import FieldDescriptor as _Type
 
 from service.config import RequestLimits
 from service.errors import InvalidRequest, PromptTooLong
-from service.repository.models import Models
+from service.repository.entry import Models
 
 FREE = 4096
 """Bytes of a message, and entries of any field, that need no look."""

@@ -77,7 +77,7 @@ async def test_earlier_of_both_deadlines_counts(
 
 
 def predicts(server: Running, monkeypatch: pytest.MonkeyPatch, prediction: Callable[[GenerationRequest], Any]) -> None:
-    predictor = server.app._engine._lanes[MODEL].predictor
+    predictor = server.app.models.find(MODEL).queue.predictor
     for name in ("predict", "predict_alone"):
         monkeypatch.setattr(predictor, name, lambda one, cached_tokens=0: prediction(one))
 
@@ -249,4 +249,4 @@ async def test_early_deadlines_overtake_in_engine_and_forecast_alike_where_admis
     app = App(config, [served_model()], engines)
     (limits,) = given
     assert (limits.patience_seconds is not None) == overtakes
-    assert app._engine._lanes[MODEL].predictor._patience == limits.patience_seconds
+    assert app.models.find(MODEL).queue.predictor._patience == limits.patience_seconds

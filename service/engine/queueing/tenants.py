@@ -14,8 +14,8 @@ A tenant without a name is one like any other, and a tenant alone has a share of
   not fit its share pays: the preempted one's, or the one's that takes the rows. To save and restore a row as long as
   the context counts as a step: its K/V are about a quarter of the weights' bytes, and are read and written twice.
 * **Prompts.** The tenant whose prompts had fewest tokens computed, over its weight, goes first (stride scheduling, as
-  in `service.runtime.turns`). One that was idle is behind by one step's tokens at most: what it left unused is not
-  saved up.
+  in `service.runtime.weighted_fair`). One that was idle is behind by one step's tokens at most: what it left unused is
+  not saved up.
 
 Fairness holds among requests of one priority. A higher priority goes first, of any tenant. Runs on the engine thread;
 knows no clock.

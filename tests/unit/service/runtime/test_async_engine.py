@@ -6,9 +6,10 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -28,8 +29,9 @@ from service.engine.types import (
 from service.errors import DeadlineUnreachable, EngineFailed, InvalidRequest, NotServing, Overloaded
 from service.forecasting.prediction import Prediction
 from service.runtime.async_engine import AsyncEngine
-from service.runtime.engine_thread import _GATHER_SECONDS, EngineThread, _Outbox
-from service.runtime.model_queue import LaneLimits
+from service.runtime.engine_thread import EngineThread
+from service.runtime.model_queue import ModelQueue, QueueLimits
+from service.runtime.outbox import GATHER_SECONDS, Outbox
 from service.runtime.stream import _EVENTS_GATHERED
 from service.telemetry.metrics import Metrics
 from tests.fakes import Death, FakeRunner, Gate, expected_tokens, fake_costs, fake_engine, request
@@ -50,6 +52,25 @@ def gate() -> Iterator[Gate]:
         yield gate
 
 
+def make_engine(
+    engines: Mapping[str, StepEngine],
+    limits: QueueLimits,
+    registry: CollectorRegistry | None = None,
+    kind: type[AsyncEngine] = AsyncEngine,
+    **options: Any,
+) -> AsyncEngine:
+    """Engines with their entries, not started."""
+    entries: dict[str, Any] = {}
+    made = kind(entries, Metrics(registry or CollectorRegistry()), limits, **options)
+    for name, engine in engines.items():
+        entries[name] = SimpleNamespace(queue=made.open(name, engine, fake_costs(engine.pieces)))
+    return made
+
+
+def queue(engine: AsyncEngine, model: str = MODEL) -> ModelQueue:
+    return engine._queue(model)
+
+
 @asynccontextmanager
 async def started(
     runner: FakeRunner | None = None,
@@ -60,10 +81,8 @@ async def started(
     **engines: StepEngine,
 ) -> AsyncIterator[AsyncEngine]:
     engines = engines or {MODEL: fake_engine(runner, context=ENDLESS + 1)}
-    metrics = Metrics(registry or CollectorRegistry())
-    costs = {name: fake_costs(engine.pieces) for name, engine in engines.items()}
-    limits = LaneLimits(max_batch_size=SLOTS, max_queue_size=QUEUE, admits_by_deadline=admits_by_deadline)
-    engine = AsyncEngine(engines, metrics, costs, limits, clock=clock)
+    limits = QueueLimits(max_batch_size=SLOTS, max_queue_size=QUEUE, admits_by_deadline=admits_by_deadline)
+    engine = make_engine(engines, limits, registry, clock=clock)
     engine.start()
     try:
         yield engine
@@ -174,7 +193,7 @@ async def test_request_that_the_engine_refuses_ends_with_the_engines_reason() ->
 
 async def test_request_that_cannot_be_counted_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started() as engine:
-        monkeypatch.setattr(engine._lanes[MODEL].predictor, "submitted", lambda _: 1 / 0)
+        monkeypatch.setattr(queue(engine).predictor, "submitted", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await run(engine, request("a"))
         assert engine.num_streams == 0
@@ -244,7 +263,7 @@ async def test_call_waits_until_the_engine_is_idle_and_requests_wait_behind_it(g
     async with started(FakeRunner(before_run=gate)) as engine:
         ahead = asyncio.create_task(ask("ahead"))
         await gate.until_entered()
-        called = asyncio.create_task(engine.call(MODEL, look, FOREVER))
+        called = asyncio.create_task(engine.call(queue(engine).engine, look, FOREVER))
         await asyncio.sleep(0)
         behind = asyncio.create_task(ask("behind"))
         await asyncio.sleep(0)
@@ -271,7 +290,7 @@ async def test_request_parked_behind_a_call_counts_as_waiting_and_can_end_before
         with third_step.closed():
             ahead = asyncio.create_task(run(engine, request("ahead", max_tokens=10)))
             await gate.until_entered()
-            called = asyncio.create_task(engine.call(MODEL, lambda _: order.append("call"), FOREVER))
+            called = asyncio.create_task(engine.call(queue(engine).engine, lambda _: order.append("call"), FOREVER))
             await asyncio.sleep(0)
             moments = {} if how == "aborted" else {how: time.monotonic()}
             parked = asyncio.create_task(run(engine, request("parked", max_tokens=ENDLESS, **moments)))
@@ -298,7 +317,10 @@ async def test_cancelled_call_never_runs_and_lets_go_of_those_behind_it(gate: Ga
     async with started(FakeRunner(before_run=gate)) as engine:
         ahead = asyncio.create_task(run(engine, request("ahead", max_tokens=ENDLESS)))
         await gate.until_entered()
-        calls = [asyncio.create_task(engine.call(MODEL, lambda _: ran.append("call"), FOREVER)) for _ in range(3)]
+        calls = [
+            asyncio.create_task(engine.call(queue(engine).engine, lambda _: ran.append("call"), FOREVER))
+            for _ in range(3)
+        ]
         await asyncio.sleep(0)
         behind = asyncio.create_task(run(engine, request("behind", max_tokens=2)))
         await asyncio.sleep(0)
@@ -309,7 +331,7 @@ async def test_cancelled_call_never_runs_and_lets_go_of_those_behind_it(gate: Ga
         assert not ahead.done()
         ahead.cancel()
         await engine.wait_idle()
-        assert await engine.call(MODEL, lambda _: 42, FOREVER) == 42
+        assert await engine.call(queue(engine).engine, lambda _: 42, FOREVER) == 42
     assert ran == []
 
 
@@ -319,7 +341,7 @@ async def test_call_to_a_model_that_does_not_become_idle_gives_up(gate: Gate) ->
         ahead = asyncio.create_task(run(engine, request("ahead", max_tokens=2)))
         await gate.until_entered()
         with pytest.raises(NotServing, match="not idle for 0 s"):
-            await engine.call(MODEL, lambda _: ran.append("call"), 0.0)
+            await engine.call(queue(engine).engine, lambda _: ran.append("call"), 0.0)
         gate.open.set()
         await ahead
     assert ran == []
@@ -334,9 +356,11 @@ async def test_stop_is_obeyed_between_two_calls() -> None:
             begun.set()
             go_on.wait()
 
-        calls = [asyncio.create_task(engine.call(MODEL, first, FOREVER))]
+        calls = [asyncio.create_task(engine.call(queue(engine).engine, first, FOREVER))]
         await asyncio.to_thread(begun.wait)
-        calls += [asyncio.create_task(engine.call(MODEL, lambda _: ran.append(1), FOREVER)) for _ in range(3)]
+        calls += [
+            asyncio.create_task(engine.call(queue(engine).engine, lambda _: ran.append(1), FOREVER)) for _ in range(3)
+        ]
         await asyncio.sleep(0)
         stopping = asyncio.create_task(engine.stop())
         await asyncio.sleep(0)
@@ -351,7 +375,7 @@ async def test_fault_while_events_are_handed_out_ends_every_stream_and_the_threa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with started() as engine:
-        metrics = engine._lanes[MODEL].metrics
+        metrics = queue(engine).metrics
         streams = [asyncio.create_task(run(engine, request(str(number), max_tokens=ENDLESS))) for number in range(3)]
         await asyncio.sleep(0)
         for name in ("step_done", "request_done"):
@@ -368,7 +392,7 @@ async def test_fault_while_events_are_handed_out_ends_every_stream_and_the_threa
 async def test_call_that_raises_tells_its_caller_an_id_and_the_engine_lives() -> None:
     async with started() as engine:
         with pytest.raises(EngineFailed):
-            await engine.call(MODEL, lambda _: 1 / 0, FOREVER)
+            await engine.call(queue(engine).engine, lambda _: 1 / 0, FOREVER)
         assert await run(engine, request("a"))
 
 
@@ -450,7 +474,7 @@ async def test_death_of_the_thread_fails_every_stream_and_all_that_follows() -> 
         with pytest.raises(EngineFailed):
             engine.admit(MODEL, "late")
         with pytest.raises(EngineFailed):
-            await engine.call(MODEL, lambda _: None, FOREVER)
+            await engine.call(queue(engine).engine, lambda _: None, FOREVER)
         with pytest.raises(EngineFailed), waiting as place:
             place.submit(request("not yet submitted"))
         await engine.wait_idle()
@@ -485,32 +509,30 @@ async def test_stop_ends_open_streams_with_not_serving() -> None:
 
 
 async def test_nothing_is_admitted_before_start() -> None:
-    costs, metrics = {MODEL: fake_costs(fake_engine().pieces)}, Metrics(CollectorRegistry())
-    limits = LaneLimits(max_batch_size=1, max_queue_size=0)
-    engine = AsyncEngine({MODEL: fake_engine()}, metrics, costs, limits)
+    engine = make_engine({MODEL: fake_engine()}, QueueLimits(max_batch_size=1, max_queue_size=0))
     with pytest.raises(NotServing, match="starting"):
         engine.admit(MODEL, "a")
 
 
 async def test_retry_estimate_follows_how_long_requests_took() -> None:
     async with started() as engine:
-        lane = engine._lanes[MODEL]
-        unknown = lane.retry_after_seconds
+        found = queue(engine)
+        unknown = found.retry_after_seconds
         for _ in range(64):
-            lane.take()
-            lane.give_back(8.0)
-        slow = lane.retry_after_seconds
+            found.take()
+            found.give_back(8.0)
+        slow = found.retry_after_seconds
         for _ in range(64):
-            lane.take()
-            lane.give_back(1e-6)
-        fast = lane.retry_after_seconds
+            found.take()
+            found.give_back(1e-6)
+        fast = found.retry_after_seconds
     assert slow == 8.0 / SLOTS
     assert fast < unknown < slow
 
 
-def outbox() -> tuple[_Outbox, list[Callable[[], None]]]:
+def outbox() -> tuple[Outbox, list[Callable[[], None]]]:
     posted: list[Callable[[], None]] = []
-    return _Outbox(posted.append), posted
+    return Outbox(posted.append), posted
 
 
 def test_outbox_wakes_the_loop_once_for_all_that_waits_and_keeps_the_order() -> None:
@@ -570,9 +592,9 @@ def test_outbox_what_is_left_waits_no_longer_than_a_moment() -> None:
     box, posted = outbox()
     told: list[int] = []
     box.leave(100.0, told.append, 0)
-    box.leave(100.0 + 0.9 * _GATHER_SECONDS, told.append, 1)
+    box.leave(100.0 + 0.9 * GATHER_SECONDS, told.append, 1)
     assert not posted
-    box.leave(100.0 + 1.1 * _GATHER_SECONDS, told.append, 2)
+    box.leave(100.0 + 1.1 * GATHER_SECONDS, told.append, 2)
     posted.pop()()
     assert told == [0, 1, 2]
     box.leave(200.0, told.append, 3)
@@ -587,7 +609,7 @@ class Deliveries(AsyncEngine):
 
     def start(self) -> None:
         super().start()
-        outbox = self._thread._outbox
+        outbox = self._running._outbox
         deliver, self.sizes = outbox._deliver, list[int]()
 
         def counted() -> None:
@@ -602,12 +624,11 @@ async def test_of_a_request_that_is_not_streamed_single_steps_are_not_told(
     monkeypatch: pytest.MonkeyPatch, *, is_streamed: bool
 ) -> None:
     # However slow this machine is, no moment is over before the request is.
-    monkeypatch.setattr("service.runtime.engine_thread._GATHER_SECONDS", FOREVER)
+    monkeypatch.setattr("service.runtime.outbox.GATHER_SECONDS", FOREVER)
     gate = Gate()
     fakes = {MODEL: fake_engine(FakeRunner(before_run=gate), context=ENDLESS + 1)}
-    costs = {MODEL: fake_costs(fakes[MODEL].pieces)}
-    limits = LaneLimits(max_batch_size=SLOTS, max_queue_size=QUEUE)
-    engine = Deliveries(fakes, Metrics(CollectorRegistry()), costs, limits)
+    limits = QueueLimits(max_batch_size=SLOTS, max_queue_size=QUEUE)
+    engine = cast(Deliveries, make_engine(fakes, limits, kind=Deliveries))
     engine.start()
     try:
         with engine.admit(MODEL, "a") as place, gate.closed():
@@ -639,7 +660,7 @@ async def test_requests_that_are_not_streamed_are_forgotten_however_they_end(gat
         gate.open.clear()
         ahead = asyncio.create_task(ask("ahead", request("ahead", max_tokens=3)))
         await gate.until_entered()
-        calls = [engine.call(MODEL, lambda _: None, FOREVER)] if how == "parked" else []
+        calls = [engine.call(queue(engine).engine, lambda _: None, FOREVER)] if how == "parked" else []
         called = asyncio.gather(*calls)
         await asyncio.sleep(0)
         if how == "refused":
@@ -653,7 +674,7 @@ async def test_requests_that_are_not_streamed_are_forgotten_however_they_end(gat
             await asyncio.wait([task])
         if how == "failed":
             runner.poisoned_tokens = set(range(64))
-        gone = asyncio.create_task(engine.remove(MODEL, 0.0)) if how == "removed" else None
+        gone = asyncio.create_task(engine.remove(queue(engine), 0.0)) if how == "removed" else None
         await asyncio.sleep(0)
         gate.open.set()
         await asyncio.wait([task, ahead])
@@ -664,11 +685,11 @@ async def test_requests_that_are_not_streamed_are_forgotten_however_they_end(gat
         await engine.wait_idle()
         # The thread has told all that there is to tell once it has answered to this.
         await engine.do(lambda: None)
-        assert engine._thread._unstreamed == set()
+        assert engine._running._unstreamed == set()
 
 
 async def test_a_step_that_fails_or_takes_long_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.runtime.engine_thread._GATHER_SECONDS", 1.0)
+    monkeypatch.setattr("service.runtime.engine_thread.GATHER_SECONDS", 1.0)
     told: list[tuple[EngineHandle, StepOutput]] = []
 
     class Ear:
@@ -680,7 +701,7 @@ async def test_a_step_that_fails_or_takes_long_is_told_at_once(monkeypatch: pyte
     thread._unstreamed.add("a")
     stats = fake_engine().step().stats
     quick = StepOutput((TokenEvent(request_id="a", token_id=5),), replace(stats, run_seconds=0.5))
-    thread._tell(EngineHandle(MODEL), quick)
+    thread._report(EngineHandle(MODEL), quick)
     assert not posted
     for urgent in (
         replace(quick, stats=replace(stats, run_seconds=1.5)),
@@ -688,7 +709,7 @@ async def test_a_step_that_fails_or_takes_long_is_told_at_once(monkeypatch: pyte
         replace(quick, events=(TokenEvent(request_id="b", token_id=5),)),
         replace(quick, events=(TokenEvent(request_id="a", finish_reason=FinishReason.LENGTH, timings=TIMINGS),)),
     ):
-        thread._tell(EngineHandle(MODEL), urgent)
+        thread._report(EngineHandle(MODEL), urgent)
         posted.pop()()
         assert told[-1][1] is urgent
     assert told[0][1] is quick
@@ -727,18 +748,18 @@ async def test_cost_that_cannot_be_counted_is_none_and_ends_nobody(caplog: pytes
 
 async def test_what_is_known_of_a_models_step_times_outlives_a_reload_that_leaves_it_what_it_was() -> None:
     async with started() as engine:
-        lane = engine._lanes[MODEL]
-        known, other = lane.predictor, fake_engine(context=64)
+        found = queue(engine)
+        known, other = found.predictor, fake_engine(context=64)
         assert await run(engine, request("a"))
-        engine.install(MODEL, fake_engine(context=ENDLESS + 1), known.costs)
-        assert lane.predictor is known
-        engine.install(MODEL, other, fake_costs(other.pieces))
-        assert lane.predictor is not known
-        assert lane.predictor.costs.config.context == 64
-        unknown, calibrated = lane.predictor, fake_engine(context=64)
-        engine.install(MODEL, calibrated, fake_costs(other.pieces), calibrated.calibrate(10.0))
-        assert lane.predictor is not unknown
-        assert lane.predictor.predict_alone(request("c", max_tokens=2)) is not None
+        engine.replace(found, fake_engine(context=ENDLESS + 1), known.costs)
+        assert found.predictor is known
+        engine.replace(found, other, fake_costs(other.pieces))
+        assert found.predictor is not known
+        assert found.predictor.costs.config.context == 64
+        unknown, calibrated = found.predictor, fake_engine(context=64)
+        engine.replace(found, calibrated, fake_costs(other.pieces), calibrated.calibrate(10.0))
+        assert found.predictor is not unknown
+        assert found.predictor.predict_alone(request("c", max_tokens=2)) is not None
         assert await run(engine, request("b"))
 
 
@@ -753,7 +774,7 @@ def predicts(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, seconds: floa
         asked.append(one)
         return Prediction(queue_seconds=0.0, prefill_seconds=seconds, decode_seconds=0.0)
 
-    predictor = engine._lanes[MODEL].predictor
+    predictor = queue(engine).predictor
     monkeypatch.setattr(predictor, "predict", predict)
     monkeypatch.setattr(predictor, "predict_alone", predict)
     return asked
@@ -806,7 +827,7 @@ async def test_request_that_takes_what_there_is_ends_early_enough_to_reach_the_c
     scripted = ScriptedEngine(lambda _: [[token(5, 0, FinishReason.DEADLINE)]], clock=lambda: now)
     async with started(clock=lambda: now, **{MODEL: scripted}) as engine:
         await run(engine, due_in(60.0, now=now, partial_on_deadline=True))
-        engine._handing_seconds.append(5.0)
+        engine._delays.append(5.0)
         await run(engine, due_in(60.0, now=now, partial_on_deadline=True))
         await run(engine, due_in(60.0, now=now))
     quick, slow, whole = scripted.requests
@@ -836,7 +857,7 @@ async def test_what_became_of_a_request_is_learned_from_its_end(monkeypatch: pyt
     ended: list[tuple[float, list[FinishReason]]] = []
     async with started(admits_by_deadline=True) as engine:
         predicts(monkeypatch, engine, 2.0)
-        predictor, admission = engine._lanes[MODEL].predictor, engine._lanes[MODEL].admission
+        predictor, admission = queue(engine).predictor, queue(engine).admission
         monkeypatch.setattr(predictor, "likely_tokens", lambda _: 4)
         monkeypatch.setattr(
             admission, "ended", lambda prediction, _, reasons: ended.append((prediction.finish_seconds, list(reasons)))
@@ -852,12 +873,12 @@ async def test_what_became_of_a_request_is_learned_from_its_end(monkeypatch: pyt
 
 async def test_what_was_learned_of_deadlines_goes_with_the_model_it_was_learned_of() -> None:
     async with started(admits_by_deadline=True) as engine:
-        lane, other = engine._lanes[MODEL], fake_engine(context=64)
-        learned = lane.admission
-        engine.install(MODEL, fake_engine(context=ENDLESS + 1), lane.predictor.costs)
-        assert lane.admission is learned
-        engine.install(MODEL, other, fake_costs(other.pieces))
-        assert lane.admission is not None
-        assert lane.admission is not learned
-        assert lane.admission._predictor is lane.predictor
-        assert lane.predictor._patience is not None
+        found, other = queue(engine), fake_engine(context=64)
+        learned = found.admission
+        engine.replace(found, fake_engine(context=ENDLESS + 1), found.predictor.costs)
+        assert found.admission is learned
+        engine.replace(found, other, fake_costs(other.pieces))
+        assert found.admission is not None
+        assert found.admission is not learned
+        assert found.admission._predictor is found.predictor
+        assert found.predictor._patience is not None
