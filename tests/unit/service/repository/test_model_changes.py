@@ -330,6 +330,29 @@ def test_successes_of_a_replaced_engine_do_not_make_up_for_the_new_ones_failures
     assert new.num_replays == 1, "it is proven again"
 
 
+def test_gauges_count_the_requests_of_a_replaced_engine_until_they_are_over_and_of_the_new_one_besides(
+    world: World,
+) -> None:
+    def shown(name: str) -> float | None:
+        return world.registry.get_sample_value(f"onward_{name}", {"model_name": "a"})
+
+    old = run(world)
+    alone = shown("kv_cache_usage_ratio")
+    reload(world)
+    new = world.ask("a", "new", LONG)
+    turn(world, lambda: len(new.parts) > 1)
+    assert not old.task.done()
+    world.rest_loop()
+    both = shown("kv_cache_usage_ratio")
+    assert shown("num_requests_running") == 2
+    assert alone is not None
+    assert both is not None
+    assert both > alone > 0
+    assert world.app._library.kv_memory("a")[1] == round(both * world.pool.parts["a"])
+    world.rest()
+    assert (shown("num_requests_running"), shown("kv_cache_usage_ratio")) == (0, 0)
+
+
 def test_a_model_that_fails_again_once_it_is_proven_is_proven_again(world: World) -> None:
     engine = world.current["a"]
     engine.go_wrong("breaks requests")

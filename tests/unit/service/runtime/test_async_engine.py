@@ -763,6 +763,31 @@ async def test_what_is_known_of_a_models_step_times_outlives_a_reload_that_leave
         assert await run(engine, request("b"))
 
 
+async def test_what_a_removed_engine_did_is_not_done_by_the_next_one_of_its_models_name() -> None:
+    failing: list[str] = []
+    limits = QueueLimits(max_batch_size=SLOTS, max_queue_size=QUEUE)
+    engine = make_engine({MODEL: fake_engine()}, limits, failing=failing.append, num_recorded=4)
+    engine.start()
+    try:
+        former = queue(engine).engine
+        await (await engine.remove(queue(engine), 1.0))
+        successor = fake_engine()
+        engine._entries[MODEL].queue = engine.open(MODEL, successor, fake_costs(successor.pieces))
+        stats = replace(successor.step().stats, num_running=2, kv_usage_ratio=0.5)
+        for _ in range(3):
+            engine.step_done(former, StepOutput((), stats, "late"), 0.0)
+        assert failing == []
+        assert queue(engine).kv_usage_ratio == 0
+        assert not engine.flight_log().models[MODEL].steps
+        for _ in range(3):
+            engine.step_done(queue(engine).engine, StepOutput((), stats, "its own"), 0.0)
+        assert failing == [MODEL]
+        assert queue(engine).kv_usage_ratio == 0.5
+        assert len(engine.flight_log().models[MODEL].steps) == 3
+    finally:
+        await engine.stop()
+
+
 # Deadlines.
 
 
