@@ -23,7 +23,7 @@ from service.forecasting.costing import CostModel
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt that the model's own template makes of messages, one at least."""
+    """Messages, at least one, that the model's chat template turns into a prompt."""
 
     messages: tuple[Message, ...]
 
@@ -43,13 +43,13 @@ class ModelState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """How the golden cases went on the provider in use."""
+    """Results of the golden cases on the provider in use."""
 
     cases: tuple[CaseResult, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether every case did; no cases prove nothing."""
+        """Whether every case passed; False without cases."""
         return bool(self.cases) and all(case.passed for case in self.cases)
 
     @property
@@ -65,10 +65,7 @@ class Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """One model, as everything but its engine sees it.
-
-    `chat` is its template for conversations, None without one. `stamp` is that of its files before they were checked.
-    """
+    """What is known of one model. `chat` is its template; `stamp` is that of its files before they were checked."""
 
     name: str
     manifest: Manifest
@@ -87,13 +84,13 @@ class ServedModel:
 
     @property
     def max_target_prefix_tokens(self) -> int:
-        """Longest forced start of an output that leaves room for a token behind it and the start token before it."""
+        """Longest target prefix that leaves room for the start token before it and a token after it."""
         config = self.manifest.config
         return config.context - 2 if config.is_encoder_decoder else 0
 
     @property
     def output_beginning(self) -> tuple[int, ...]:
-        """The token that the model wants every output to begin with, if any: what a request gives comes behind it."""
+        """The token that the model forces at the beginning of every output, if any; a target prefix follows it."""
         first = self.manifest.generation.forced_first_id
         return () if first is None else (first,)
 
@@ -110,22 +107,18 @@ class ServedModel:
 
     @property
     def kv_token_bytes(self) -> int:
-        """What the keys and values of one token take, the decoder's or its source's."""
+        """Bytes of the K/V of one token, the decoder's or its source's."""
         return plan_kv_memory(self.manifest, 1, None).token_bytes
 
     def cost_model(self, engine: StepEngine) -> CostModel:
-        """What its requests cost on this engine."""
+        """Counts the work of its requests on this engine."""
         return CostModel(self.manifest.config, engine.pieces, self.kv_token_bytes)
 
     def encode_prompt(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
-        """Token ids of a prompt; text may take milliseconds, so call this off the event loop.
-
-        Args:
-            prompt: text, raw ids or a conversation.
-            max_tokens: how many it may have, `max_prompt_tokens` unless given.
+        """Token ids of a prompt. Text may take milliseconds: call this off the event loop.
 
         Raises:
-            PromptTooLong: when it has more: for a prompt to be continued, when it leaves no room in the context.
+            PromptTooLong: when it has more than `max_tokens`, by default `max_prompt_tokens`.
             InvalidRequest: when an id is not in the vocabulary, the text has no tokens, or the template refuses.
             UnsupportedFeature: for a conversation with a model that has no template.
         """
@@ -159,9 +152,7 @@ class ServedModel:
         return tuple(self.chat.tokenize(written))
 
     def encode_target_prefix(self, text: str) -> tuple[int, ...]:
-        """Token ids of an output's forced start, with no control token but one that the model wants to come first.
-
-        Like `encode_prompt`, off the event loop.
+        """Token ids of a target prefix, after the token that the model forces first. Call this off the event loop.
 
         Raises:
             InvalidRequest: when the model is decoder-only: its prompt is what the output continues.
@@ -192,9 +183,9 @@ class ServedModel:
             raise InvalidRequest("stopping.stop_token_ids", largest, limit)
 
     def check_logits_rules(self, sampling: SamplingParams, stopping: StoppingParams) -> None:
-        """Refuses rules that speak of tokens the model does not have, or that leave it none to choose.
+        """Refuses rules with tokens that the model does not have, or that leave none to choose.
 
-        Many allowed ids may take milliseconds, so call this off the event loop.
+        Many allowed ids may take milliseconds: call this off the event loop.
 
         Raises:
             InvalidRequest: naming the first entry out of range, or the field that leaves nothing.
@@ -220,7 +211,7 @@ class ServedModel:
 
 
 def prompt_field(prompt: Prompt) -> str:
-    """The path of the field that this prompt came in."""
+    """The path of a prompt's field in the request."""
     match prompt:
         case str():
             return "prompt.text"
@@ -231,7 +222,7 @@ def prompt_field(prompt: Prompt) -> str:
 
 
 def text_size(given: Prompt | None) -> int:
-    """Bytes of a text, or of all that a conversation says; 0 for ids, which are not tokenized."""
+    """Bytes of a text or of a conversation's messages; 0 for ids, which are not tokenized."""
     match given:
         case str():
             return len(given.encode())
@@ -242,7 +233,7 @@ def text_size(given: Prompt | None) -> int:
 
 
 def require_room(field: str, num_bytes: int, tokenizer: Tokenizer, max_tokens: int) -> None:
-    """Refuses a text that has more bytes than so many tokens hold, before any work is spent on it.
+    """Refuses a text with more bytes than `max_tokens` can hold, before any work is spent on it.
 
     Raises:
         PromptTooLong: with the numbers of bytes.

@@ -25,7 +25,7 @@ from service.engine.types import (
 from service.forecasting.costing import Cost, CostModel
 from service.forecasting.prediction import LatencyPredictor, Quote
 from service.forecasting.sharing import Rival
-from service.forecasting.step_times import Company
+from service.forecasting.step_times import BatchLoad
 from tests.fakes import FakeRunner, fake_engine, request
 from tests.unit.model.spec.test_cost import decoder_only, encoder_decoder
 
@@ -532,9 +532,11 @@ def test_company_of_nobody_changes_nothing() -> None:
     work = CostModel(decoder_only(vocab_size=32, context=CONTEXT), warm.engine.pieces).work(asked)
     rates = warm.quotes["warm39"][1].rates
     for phase in (work.prefill, work.decode):
-        assert rates.seconds(phase) == rates.seconds(phase, Company(0.0, 50.0, 1.0))
-        assert rates.seconds(phase) < rates.seconds(phase, Company(2.0, 50.0, 1.0))
-    assert rates.seconds(work.decode, Company(2.0, 50.0, 1.5)) > 1.3 * rates.seconds(work.decode, Company(2.0, 50.0))
+        assert rates.seconds(phase) == rates.seconds(phase, BatchLoad(0.0, 50.0, 1.0))
+        assert rates.seconds(phase) < rates.seconds(phase, BatchLoad(2.0, 50.0, 1.0))
+    assert rates.seconds(work.decode, BatchLoad(2.0, 50.0, 1.5)) > 1.3 * rates.seconds(
+        work.decode, BatchLoad(2.0, 50.0)
+    )
 
 
 def test_a_step_without_work_teaches_nothing() -> None:
