@@ -51,7 +51,7 @@ class AsyncEngine(ThreadClient):
     """The engines of all served models, for callers on one event loop.
 
     Args:
-        entries: the served models by name; whoever owns this table inserts and removes.
+        entries: the table of served models by name; its owner inserts and removes.
         metrics: where steps and requests are counted.
         limits: of each model's places.
         failing: called with a model whose steps fail one after the other.

@@ -16,7 +16,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 from service.engine.step_engine import EngineHandle, StepEngine
 from service.engine.types import GenerationRequest, StepOutput
@@ -48,43 +49,11 @@ class Listener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Submit:
-    engine: EngineHandle
-    request: GenerationRequest
-    is_streamed: bool
+class _Command:
+    """What the thread is to do; `cost` is what it counts of the commands between two steps."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    engine: EngineHandle
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Install:
-    handle: EngineHandle
-    engine: StepEngine
-    released: Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class _Remove:
-    engine: EngineHandle
-    released: Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class _ThreadTask:
-    function: Callable[[], Any]
-    future: concurrent.futures.Future[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-_Command = _Submit | _Abort | EngineCall | _Install | _Remove | _ThreadTask | _Stop
+    run: Callable[[], None]
+    cost: int = 1
 
 
 class EngineThread:
@@ -117,6 +86,7 @@ class EngineThread:
         # Requests whose tokens may be reported late.
         self._unstreamed: set[str] = set()
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._is_stopped = False
         # With the engine that served when they came: it is not replaced before they ran.
         self._look_ups: deque[tuple[EngineCall, StepEngine]] = deque()
         # A daemon, so that a graph that never returns cannot keep a stopping process alive.
@@ -131,11 +101,11 @@ class EngineThread:
 
         Events of unary requests (`is_streamed` False) may be batched; the terminal event never is.
         """
-        self._inbox.put(_Submit(engine, request, is_streamed))
+        self._put(partial(self._submit, engine, request, is_streamed=is_streamed))
 
     def abort(self, engine: EngineHandle, request_id: str) -> None:
         """Ends a request before the next step, or a few later; its terminal event still comes."""
-        self._inbox.put(_Abort(engine, request_id))
+        self._put(partial(self._abort, engine, request_id))
 
     def call(self, engine: EngineHandle, function: Callable[[StepEngine], Result]) -> concurrent.futures.Future[Result]:
         """Runs `function` on an engine once that is idle; requests submitted meanwhile wait behind it.
@@ -157,7 +127,7 @@ class EngineThread:
         stays undone if the thread ends first.
         """
         future: concurrent.futures.Future[Result] = concurrent.futures.Future()
-        self._inbox.put(_ThreadTask(function, future))
+        self._put(partial(self._run_task, function, future))
         return future
 
     def install(self, handle: EngineHandle, engine: StepEngine, released: Callable[[], object]) -> None:
@@ -166,22 +136,28 @@ class EngineThread:
         Meanwhile the two share the K/V memory. `released` runs on the event loop once the thread has released the
         former engine; never, if there was none or the thread ends first.
         """
-        self._inbox.put(_Install(handle, engine, released))
+        self._put(partial(self._install, handle, engine, released))
 
     def remove(self, engine: EngineHandle, released: Callable[[], object]) -> None:
         """Takes a model's engine away, as `install` does, and puts none in its place; `released` runs as there."""
-        self._inbox.put(_Remove(engine, released))
+        self._put(partial(self._remove, engine, released))
 
     def stop(self) -> None:
         """Ends the thread before its next step, or a few later; `Listener.ended` follows."""
-        self._inbox.put(_Stop())
+        self._put(self._set_stopped)
 
     def _call(
         self, engine: EngineHandle, function: Callable[[StepEngine], Result], *, needs_idle: bool
     ) -> concurrent.futures.Future[Result]:
         future: concurrent.futures.Future[Result] = concurrent.futures.Future()
-        self._inbox.put(EngineCall(engine, function, future, needs_idle))
+        # Only queued by the thread: a flood of calls delays no request.
+        self._put(partial(self._arrange, EngineCall(engine, function, future, needs_idle)), cost=0)
         return future
+
+    def _put(self, run: Callable[[], None], cost: int = 1) -> None:
+        self._inbox.put(_Command(run, cost))
+
+    # All that follows runs on the engine thread.
 
     def _run(self) -> None:
         error: EngineFailed | None = None
@@ -209,12 +185,11 @@ class EngineThread:
         # No other thread takes anything out.
         while block or (num_left and not self._inbox.empty()):
             command = self._inbox.get()
-            block = False
-            if isinstance(command, _Stop):
+            command.run()
+            if self._is_stopped:
                 return False
-            self._apply(command)
-            # Calls are only queued here: a flood of them delays no request.
-            num_left -= not isinstance(command, EngineCall)
+            block = False
+            num_left -= command.cost
         self._run_look_ups(_MAX_LOOK_UPS)
         return True
 
@@ -231,25 +206,30 @@ class EngineThread:
             while entry.engine is not None and self._inbox.empty() and entry.engine.prepare():
                 pass
 
-    def _apply(self, command: _Submit | _Abort | EngineCall | _Install | _Remove | _ThreadTask) -> None:
-        match command:
-            case _ThreadTask():
-                self._outbox.flush()  # it may take long
-                _run_task(command)
-            case _Install(handle, engine, released):
-                self._replace(self._entries.setdefault(handle.model, EngineEntry()), handle, engine, released)
-            case _Remove(handle, released):
-                self._replace(self._entries[handle.model], None, None, released)
-            case _Abort(handle, request_id):
-                self._abort(handle, request_id)
-            case EngineCall():
-                self._arrange(command)
-            case _Submit(handle, request, is_streamed):
-                if not is_streamed:
-                    self._unstreamed.add(request.request_id)
-                self._submit(handle, request)
+    def _set_stopped(self) -> None:
+        self._is_stopped = True
 
-    def _submit(self, handle: EngineHandle, request: GenerationRequest) -> None:
+    def _run_task(self, function: Callable[[], Result], future: concurrent.futures.Future[Result]) -> None:
+        self._outbox.flush()  # it may take long
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function()
+        except Exception as error:  # the caller gets it, the engines go on
+            _clear_frames(error)
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def _install(self, handle: EngineHandle, engine: StepEngine, released: Callable[[], object]) -> None:
+        self._replace(self._entries.setdefault(handle.model, EngineEntry()), handle, engine, released)
+
+    def _remove(self, handle: EngineHandle, released: Callable[[], object]) -> None:
+        self._replace(self._entries[handle.model], None, None, released)
+
+    def _submit(self, handle: EngineHandle, request: GenerationRequest, *, is_streamed: bool) -> None:
+        if not is_streamed:
+            self._unstreamed.add(request.request_id)
         entry = self._entries.get(handle.model)
         if entry is None or entry.engine is None or entry.handle is not handle:
             self._reject(handle, request.request_id, _replaced(handle))
@@ -373,18 +353,6 @@ def _run_call(call: EngineCall, engine: StepEngine) -> None:
         call.future.set_exception(report_failure("a call on the engine thread failed", cause))
     else:
         call.future.set_result(result)
-
-
-def _run_task(task: _ThreadTask) -> None:
-    if not task.future.set_running_or_notify_cancel():
-        return
-    try:
-        result = task.function()
-    except Exception as error:  # the caller gets it, the engines go on
-        _clear_frames(error)
-        task.future.set_exception(error)
-    else:
-        task.future.set_result(result)
 
 
 def _clear_frames(error: BaseException) -> None:
