@@ -25,7 +25,7 @@ from service.engine.types import FinishReason, GenerationRequest, RequestTimings
 from service.telemetry.debug import encode
 from service.telemetry.metrics import RequestRecord
 from service.telemetry.otel import OtelTracer
-from service.telemetry.recorder import FlightRecorder
+from service.telemetry.recorder import ModelRecorder, flight_log
 from service.telemetry.tracing import NoTracer, Tracer
 
 _MODEL = "watched"
@@ -65,24 +65,23 @@ def measure_recorder(num_steps: int, repeats: int) -> dict[str, float]:
     outputs = [StepOutput((), _stats(number)) for number in range(num_steps)]
     records = [_record(float(number)) for number in range(num_steps)]
     tracemalloc.start()
-    recorder = FlightRecorder(num_steps)
-    recorder.begin(_MODEL)
+    recorder = ModelRecorder(_MODEL, num_steps)
     for number in range(num_steps):
         # Numbers of its own for each, as steps have.
-        recorder.step_done(_MODEL, StepOutput((), _stats(number)), number * 0.01)
-        recorder.request_ended(_MODEL, f"{number:032x}", _record(float(number)), 512)
+        recorder.step_done(StepOutput((), _stats(number)), number * 0.01)
+        recorder.request_ended(f"{number:032x}", _record(float(number)), 512)
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
     def steps() -> None:
         for output in outputs:
-            recorder.step_done(_MODEL, output, 1.0)
+            recorder.step_done(output, 1.0)
 
     def requests() -> None:
         for record in records:
-            recorder.request_ended(_MODEL, "0" * 32, record, 512)
+            recorder.request_ended("0" * 32, record, 512)
 
-    log = recorder.take(())
+    log = flight_log({_MODEL: recorder.taken()})
     stretches, num_bytes = [], 0
     for _ in range(repeats):
         pieces, num_bytes, longest = encode(log), 0, 0.0
@@ -94,7 +93,7 @@ def measure_recorder(num_steps: int, repeats: int) -> dict[str, float]:
     return {
         "step_seconds": _least(steps, repeats) / num_steps,
         "request_seconds": _least(requests, repeats) / num_steps,
-        "take_seconds": _least(lambda: recorder.take(()), repeats),
+        "take_seconds": _least(recorder.taken, repeats),
         "encode_stretch_seconds": min(stretches),
         "kept_bytes": kept,
         "json_bytes": num_bytes,

@@ -33,8 +33,10 @@ from service.errors import DeadlineExceeded, NotServing, RequestCancelled, Reque
 from service.forecasting.costing import Cost
 from service.forecasting.prediction import Estimate
 from service.process.text_pool import TextPool
-from service.repository.models import Models, Prompt, ServedModel, text_size
-from service.runtime.async_engine import Admission, AsyncEngine
+from service.repository.entry import Models
+from service.repository.models import Prompt, ServedModel, text_size
+from service.runtime.async_engine import AsyncEngine
+from service.runtime.stream import Place
 from service.scoring import Score, ScoreCall, ScoreTask, make_task
 
 _Prepared = TypeVar("_Prepared")
@@ -139,14 +141,11 @@ class Generator:
         """
         arrival = time.monotonic()
         with self._admitted(call.model, call.request_id) as (served, place):
-
-            async def prepare(model: ServedModel) -> tuple[GenerationRequest, int]:
-                request = await self._prepare(call, model, arrival, time_remaining)
-                return request, await place.cached_tokens(request)
-
-            model, (request, cached_tokens) = await self._with_current(served, prepare)
+            model, request = await self._with_current(
+                served, lambda model: self._prepare(call, model, arrival, time_remaining)
+            )
             # Before `Accepted` is sent: a client that is slow to read it must not be late in the queue.
-            place.submit(request, cached_tokens, is_streamed=is_streamed)
+            place.submit(request, is_streamed=is_streamed)
             yield Accepted(request.request_id, request.model)
             outputs = _Outputs(request, model.output_tokenizer.decode)
             async with aclosing(place.events()) as batches:
@@ -180,13 +179,10 @@ class Generator:
         """
         arrival = time.monotonic()
         with self._admitted(call.model, call.request_id) as (model, place):
-
-            async def prepare(model: ServedModel) -> tuple[ScoreTask, GenerationRequest, int]:
-                task, request = await self._prepare_score(call, model, arrival, time_remaining)
-                return task, request, await place.cached_tokens(request)
-
-            _, (task, request, cached_tokens) = await self._with_current(model, prepare)
-            place.submit(request, cached_tokens, is_streamed=False)
+            _, (task, request) = await self._with_current(
+                model, lambda model: self._prepare_score(call, model, arrival, time_remaining)
+            )
+            place.submit(request, is_streamed=False)
             seen: list[TokenEvent] = []
             async with aclosing(place.events()) as batches:
                 async for events in batches:
@@ -207,7 +203,7 @@ class Generator:
             raise
 
     @contextmanager
-    def _admitted(self, model_name: str, request_id: str) -> Iterator[tuple[ServedModel, Admission]]:
+    def _admitted(self, model_name: str, request_id: str) -> Iterator[tuple[ServedModel, Place]]:
         """A context for a request that has a place in its model's queue.
 
         Raises:

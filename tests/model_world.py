@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -153,11 +153,11 @@ class World:
             self.pool,
             make_server=partial(HandServer, self.health),
         )
-        self._install = self.app._engine.install
-        self.app._engine.install = self._note_install  # type: ignore[method-assign]
+        for name in ("open", "replace"):
+            setattr(self.app._engine, name, partial(self._note_engine, getattr(self.app._engine, name)))
         self._stopping = asyncio.Event()
         self.life = self.loop.create_task(self._live())
-        while not hasattr(self.app._engine, "_thread"):
+        while self.app._engine._thread is None:
             self.turn_loop()
 
     # What moves.
@@ -314,7 +314,7 @@ class World:
             "service.process.text_pool.ThreadPoolExecutor": lambda *_, **__: world.jobs,
             "service.explain.explainer.ThreadPoolExecutor": lambda *_, **__: world.jobs,
             "service.repository.library._in_daemon": world.jobs.submit,
-            "service.repository.library.build_engines": build,
+            "service.repository.startup.build_engines": build,
             "service.repository.library.garbage": SimpleNamespace(collect=lambda: 0),
             "service.forecasting.prediction.StepTimes": HandTimes,
         }
@@ -328,14 +328,14 @@ class World:
         self.traces.append(Trace())
         return self.traces[-1]
 
-    def _note_install(self, model: str, engine: Any, *others: Any) -> Any:
-        self.current[model] = engine
-        return self._install(model, engine, *others)
+    def _note_engine(self, install: Callable[..., Any], model: Any, engine: HandEngine, *others: Any) -> Any:
+        self.current[engine.model.name] = engine
+        return install(model, engine, *others)
 
     def _note_lesson(self, pupil: StepTimes, stats: StepStats) -> None:
         teacher = self.steppers[stats.start_time]
-        for name, lane in self.app._engine._lanes.items():
-            if lane.forecaster._times is pupil and self.current[name] is not teacher:
+        for name, entry in self.app.models.entries.items():
+            if entry.queue.predictor._times is pupil and self.current[name] is not teacher:
                 self.problems.append(f"{name}: its predictor learned from another engine's step")
 
     # What must hold.
@@ -374,11 +374,11 @@ class World:
         for each in self.engines:
             assert each.is_gone == (each not in serving), f"{each.model.name}: {each.model.golden_cases[0].name}"
         assert set(self.pool.parts) == set(names)
-        assert Counter(part.model for parts in self.pool._parts.values() for part in parts) == Counter(names)
+        assert Counter(part.model for part in self.pool._parts) == Counter(names)
 
     def _check_served(self, names: Collection[str]) -> None:
         models, engine = self.app.models, self.app._engine
-        assert set(self.thread._stations) == set(engine._lanes) == set(engine.flight_log().models) == set(names)
+        assert set(self.thread._entries) == set(engine.flight_log().models) == set(names)
         states = {name: models.state(name) for name in names}
         assert set(states.values()) <= {ModelState.SERVING, ModelState.FAILED}, states
         for name, state in states.items():

@@ -1,8 +1,8 @@
 """`python -m deploy.ray --models DIR [--replicas 2] [--port 8001] [-- FLAGS]`: the server on Ray Serve.
 
-Starts a Ray on this machine, or joins the one at `--address`. Calls go to the replica with the fewest, or with
-`--by-key` to the one that `onward-routing-key` leads to. FLAGS are those of `python -m service serve`. SIGHUP replaces
-the replicas one by one, as after a model in the folder was replaced; SIGTERM drains and stops.
+Starts Ray on this machine, or joins the one at `--address`. Calls go to the replica with the fewest, or with `--by-key`
+by their `onward-routing-key`. FLAGS are those of `python -m service serve`. SIGHUP replaces the replicas one by one, to
+serve what the folder holds now; SIGTERM drains and stops.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from service.routing import ROUTING_KEY
 
 TARGETS = Path("build/ray-metrics")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# A server refuses as soon as it has as many calls as it may; one is the least that Ray lets wait.
+# A server queues no calls beyond its limit; one is the least that Ray allows.
 _MAX_QUEUED = 1
 _CLOSING_SECONDS = 15.0
 
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str]) -> int:
     application = _application(given, config, flags)
     ingress.run(application)
     print(f"onward: {given.replicas} replicas listening on {given.host}:{given.port}", flush=True)
-    told: queue.SimpleQueue[int] = queue.SimpleQueue()
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in _SIGNALS:
-        signal.signal(number, lambda number, _: told.put(number))
-    while told.get() == signal.SIGHUP:
+        signal.signal(number, lambda number, _: signals.put(number))
+    while signals.get() == signal.SIGHUP:
         try:
             ingress.run(application)
         except RuntimeError as error:
@@ -72,25 +72,32 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.ray", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", required=True, help="folder whose subfolders are the models to serve")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--max-replicas", type=int, help="that there may be when it takes more; default: no more")
-    parser.add_argument("--upscale-seconds", type=float, default=30.0, help="that it must take more before there are")
-    parser.add_argument("--downscale-seconds", type=float, default=600.0, help="that it must take fewer")
-    parser.add_argument("--cores", type=float, default=1.0, help="of each replica, and its threads unless said")
+    parser.add_argument("--max-replicas", type=int, help="upper bound of autoscaling; default: no autoscaling")
+    parser.add_argument(
+        "--upscale-seconds", type=float, default=30.0, help="how long demand must be higher before replicas are added"
+    )
+    parser.add_argument(
+        "--downscale-seconds",
+        type=float,
+        default=600.0,
+        help="how long demand must be lower before replicas are removed",
+    )
+    parser.add_argument("--cores", type=float, default=1.0, help="of each replica; also its --threads unless given")
     parser.add_argument("--gpus", type=float, default=0.0, help="of each replica")
     parser.add_argument(
         "--surge-percent",
         type=int,
         default=0,
-        help="of replicas that may start before old ones stop, when they are replaced; their cores must be free",
+        help="of replicas that may start before old ones stop when they are replaced; needs free cores",
     )
     parser.add_argument("--host", default="127.0.0.1", help="for calls and metrics")
     parser.add_argument("--port", type=int, default=8001, help="for gRPC")
-    parser.add_argument("--http-port", type=int, default=8000, help="of Ray's own status pages")
+    parser.add_argument("--http-port", type=int, default=8000, help="for Ray's own status pages")
     parser.add_argument("--by-key", action="store_true", help=f"choose replicas by {ROUTING_KEY}")
     parser.add_argument("--targets", type=Path, default=TARGETS, help="folder where Prometheus finds the replicas")
-    parser.add_argument("--address", help="of a Ray that runs, as in 127.0.0.1:6379; default: starts one")
+    parser.add_argument("--address", help="of a running Ray, as in 127.0.0.1:6379; default: start one")
     parser.add_argument(
-        "--environment", action="store_true", help="print what must be exported before such a Ray is started, and end"
+        "--environment", action="store_true", help="print what must be exported before such a Ray is started, and exit"
     )
     parser.add_argument("flags", nargs="*", help="of each replica's server")
     return parser
@@ -121,7 +128,7 @@ def _application(given: argparse.Namespace, config: ServeConfig, flags: Sequence
         max_surge_percent=given.surge_percent,
         max_constructor_retry_count=3,
         health_check_period_s=2.0,
-        # Ray counts down from when the replica is told; what is left is for the calls in flight.
+        # Ray counts from the replica's notice on; the rest is for the calls in flight.
         graceful_shutdown_timeout_s=ingress.NOTICE_SECONDS + config.drain_grace_seconds + _CLOSING_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
     ).bind(list(flags), str(given.targets.resolve()))

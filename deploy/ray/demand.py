@@ -1,10 +1,9 @@
-"""How many replicas it takes: each says how much of itself its models want, and Ray's autoscaler asks for the sum.
+"""Autoscaling: each replica reports the demand of its models, and Ray's policy computes the number of replicas.
 
-A model wants of a replica the share of its places that are taken or the share of its K/V memory, whichever is larger,
-and besides the places that its waiting requests would take; 1 is a replica that is full and has nobody waiting. Models
-of one replica run side by side, so it is the model that wants most of all replicas together that counts. Ray's own
-autoscaler knows of calls alone, and would take one that lists models for one that generates. Knows nothing of when
-replicas are started and stopped: that is Ray's.
+A model's demand is the share of a replica that it uses, by slots or by K/V memory, whichever is larger, plus the slots
+that its waiting requests would take; 1 is a full replica without a queue. Models of one replica run side by side, so
+the largest demand over all replicas counts. Ray's own autoscaler counts calls, and treats one that lists models like
+one that generates.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 TARGET = 0.8
-"""How much of its replicas a model may want before there is one more: they take seconds to start, requests come now."""
+"""The demand per replica from which one more is started: replicas take seconds to start."""
 _METRIC = "demand:"
 
 
 def demands(registry: Any, models: Iterable[str], slots: int) -> dict[str, float]:
-    """What each model wants of a replica, by a name of its own.
+    """The demand of each model, by a metric name of its own.
 
     Args:
         registry: the replica's `prometheus_client.CollectorRegistry`.
-        models: that it serves.
+        models: the served models' names.
         slots: sequences that run at once, per model.
     """
 
@@ -38,10 +37,10 @@ def demands(registry: Any, models: Iterable[str], slots: int) -> dict[str, float
 
 
 def needed(reports: Mapping[str, Mapping[Any, float]]) -> int | None:
-    """Replicas that it takes, at least one, or None while nobody has reported.
+    """The number of replicas, at least one; None before the first report.
 
     Args:
-        reports: what each replica reported, by the names of `demands`; others are ignored.
+        reports: of each replica, by the names of `demands`; others are ignored.
     """
     wanted = [sum(each.values()) for name, each in reports.items() if name.startswith(_METRIC)]
     return max(1, math.ceil(max(wanted) / TARGET)) if wanted else None

@@ -1,4 +1,4 @@
-"""One replica: an app whose calls Ray takes. Needs Ray, and the address space of one of its workers.
+"""One replica: the server's app in a Ray worker, whose calls Ray accepts.
 
 Ray's context hides a call's deadline: a request carries its own in `timeout_seconds`.
 """
@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.util import get_node_ip_address
 
@@ -19,46 +19,28 @@ from deploy.ray.handlers import METHODS, Handlers, Refused
 from deploy.ray.targets import announced
 from service.app import App
 from service.config import ServeConfig, parse_command_line
-from service.engine.engine import LastRun
-from service.repository.loading import build_engines, load_models, settle_device, share_memory
-from service.telemetry.exporting import open_tracer
 
 _ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 (what an operator may have asked for)
 
 
 class Replica:
-    """The app of `python -m service serve` with the same flags, but that nobody listens for calls.
+    """The app of `python -m service serve`, by the same start-up (`App.load`), without a port for calls.
 
     Args:
-        flags: those flags.
+        flags: of `serve`.
         targets: folder where Prometheus finds the addresses of metrics.
     """
 
     async def __init__(self, flags: Sequence[str], targets: str) -> None:  # type: ignore[misc]
-        """Loads the models and proves them; Ray sends calls once it is done.
+        """Loads and proves the models; Ray sends calls once it is done.
 
         Raises:
             RuntimeError: when a model does not pass its proof.
         """
-        disable_created_metrics()  # type: ignore[no-untyped-call]
         config = parse_command_line(["serve", *flags])
         assert isinstance(config, ServeConfig)  # noqa: S101 (the verb says so)
-        config = settle_device(config)
-        models, last_run = load_models(config.models, config.device), LastRun()
-        pool = share_memory(models, config)
-        engines = build_engines(config.models, models, config, last_run, pool.parts)
         self._registry, self._slots = CollectorRegistry(), config.max_batch_size
-        self._app = App(
-            config,
-            models,
-            engines,
-            self._registry,
-            last_run=last_run,
-            tracer=open_tracer(config.telemetry, config.otel_endpoint),
-            pool=pool,
-            make_server=self._take,
-        )
-        del engines
+        self._app = App.load(config, self._registry, self._take)
         async with AsyncExitStack() as running:
             endpoint = await running.enter_async_context(self._app.listening())
             if endpoint.metrics_port is not None:
@@ -73,7 +55,7 @@ class Replica:
         return self._handlers
 
     async def check_health(self) -> None:
-        """Ray asks every few seconds, and replaces a replica that raises thrice.
+        """Called by Ray every few seconds; a replica that raises three times is replaced.
 
         Raises:
             RuntimeError: when a model does not answer.
@@ -82,16 +64,16 @@ class Replica:
             raise RuntimeError("a model does not answer: it has not passed its proof, or its steps fail")
 
     async def record_autoscaling_stats(self) -> Mapping[str, float]:
-        """What Ray asks for to know how many replicas it takes; see `deploy.ray.demand`."""
+        """Called by Ray for autoscaling; see `deploy.ray.demand`."""
         return demands(self._registry, self._app.models.names, self._slots)
 
     async def __del__(self) -> None:
-        """Drains; Ray waits for it, and sends no more calls by then."""
+        """Drains. Ray awaits it, and has stopped sending calls."""
         await self._running.aclose()
 
 
 class _Encoded:
-    """A message that is already what Ray makes of messages."""
+    """A message that is serialized already."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -101,8 +83,8 @@ class _Encoded:
         return self._data
 
 
-# Calls that are refused return instead of raising: the context has been told the status, and Ray passes on what it has
-# of trailing metadata, which is where details of errors are, with what returns alone.
+# Refused calls return instead of raising: the context has the status, and Ray sends trailing metadata, which holds the
+# details of errors, only with calls that return.
 
 
 def _unary(name: str) -> Callable[..., Any]:
@@ -116,17 +98,10 @@ def _unary(name: str) -> Callable[..., Any]:
 
 
 def _stream(name: str) -> Callable[..., Any]:
-    async def call(self: Any, request: bytes, grpc_context: Any) -> AsyncGenerator[_Encoded, None]:
-        async with aclosing(_encoded(self._handlers.stream(name, request, grpc_context))) as answers:
-            async for answer in answers:
-                yield answer
-
-    return call
-
-
-def _exchange(name: str) -> Callable[..., Any]:
-    async def call(self: Any, requests: AsyncIterator[bytes], grpc_context: Any) -> AsyncGenerator[_Encoded, None]:
-        async with aclosing(_encoded(self._handlers.exchange(name, requests, grpc_context))) as answers:
+    async def call(
+        self: Any, requests: bytes | AsyncIterator[bytes], grpc_context: Any
+    ) -> AsyncGenerator[_Encoded, None]:
+        async with aclosing(_encoded(self._handlers.stream(name, requests, grpc_context))) as answers:
             async for answer in answers:
                 yield answer
 
@@ -142,7 +117,6 @@ async def _encoded(answers: AsyncGenerator[bytes, None]) -> AsyncGenerator[_Enco
             return
 
 
-_KINDS = {(False, False): _unary, (False, True): _stream, (True, True): _exchange}
-_CALLS = {name: _KINDS[method.client_streaming, method.server_streaming](name) for name, method in METHODS.items()}
+_CALLS = {name: (_stream if method.server_streaming else _unary)(name) for name, method in METHODS.items()}
 Onward = serve.deployment(type("Onward", (Replica,), _CALLS))
-"""What Ray starts as often as it is told to."""
+"""The deployment; Ray decides how many replicas run."""

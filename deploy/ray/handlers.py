@@ -1,11 +1,10 @@
-"""A server's methods without a server: called by their names, by whoever takes the calls. Knows nothing of Ray.
+"""The server's methods without a listening server, called by name. Knows nothing of Ray.
 
-Stands where `service.transport.server.GrpcServer` does, so that what a call goes through is the same: keys are asked
-for, garbage is refused, errors become statuses, calls are counted and traced. Messages come and go as they are on the
-wire. What the caller's context must have is `CallContext`.
+Takes the place of `service.transport.server.GrpcServer`, so that calls go through the same steps: access, wire limits,
+errors as statuses, metrics, traces. Messages stay bytes. The caller's context must be a `CallContext`.
 
-Not offered is what means one server and not all behind an address (`FOR_ONE`), which is refused, and `Watch` of
-`grpc.health.v1`, which nobody implements: a watcher would keep the replica it happened to reach from ever being idle.
+Methods that concern one replica and not all behind an address (`FOR_ONE`) are refused. `Watch` of `grpc.health.v1` is
+not offered: a watcher would keep the replica that it reached from ever being idle.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ _OURS = {
 }
 _CHECK = health_pb2.DESCRIPTOR.services_by_name["Health"].methods_by_name["Check"]
 METHODS: Mapping[str, MethodDescriptor] = {**_OURS, _CHECK.name: _CHECK}
-"""Every method that is offered; no two have the same name, which a test of permissions relies on too."""
+"""Every method that is offered; no two have the same name."""
 FOR_ONE = MANAGING
-"""What changes or occupies a model of one replica, and nobody could say of which."""
+"""Methods that change or occupy a model of one replica, and the caller could not choose which."""
 _FOR_ONE = "this is for one replica and not for all behind this address"
 
 _KINDS: Mapping[tuple[bool, bool], Callable[..., Any]] = {
@@ -47,12 +46,7 @@ _KINDS: Mapping[tuple[bool, bool], Callable[..., Any]] = {
 
 
 def add_methods(servicer: Any, server: Any) -> None:
-    """Tells a gRPC server which methods there are, as generated code would, but that messages stay bytes.
-
-    Args:
-        servicer: has a method for each.
-        server: `grpc.Server` or alike.
-    """
+    """Registers a servicer's methods with a gRPC server, as generated code does, but with messages as bytes."""
     services: dict[str, dict[str, Any]] = {}
     for name, method in METHODS.items():
         kind = _KINDS[method.client_streaming, method.server_streaming]
@@ -65,34 +59,34 @@ class CallContext(Protocol):
     """What a caller's context must have; Ray's has."""
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
-        """What came with the call."""
+        """The call's metadata."""
         ...
 
     def peer(self) -> str:
-        """Who calls."""
+        """The client's address."""
         ...
 
     def set_code(self, code: grpc.StatusCode) -> None:
-        """How the call ends."""
+        """Sets the status."""
         ...
 
     def set_details(self, details: str) -> None:
-        """Why."""
+        """Sets the status's message."""
         ...
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """What is sent after that."""
+        """Sets what is sent after the answer."""
         ...
 
 
 class Refused(Exception):
-    """A call that ends with another status than OK; the context has been told which, and of what in particular."""
+    """A call that ends with another status than OK, which is set in its context."""
 
 
 class Handlers:
     """The methods of our services, wrapped as a listening server would.
 
-    Args: those of `GrpcServer`; limits of the transport, credentials and reflection are whoever's who listens.
+    Takes the arguments of `GrpcServer`; limits, credentials and reflection are those of the server that listens.
     """
 
     def __init__(
@@ -117,7 +111,7 @@ class Handlers:
         self._wrapped: dict[str, Any] = {}
 
     async def start(self, host: str, port: int) -> int:  # noqa: ARG002
-        """Wraps the methods; nobody listens, and health is bad. Returns 0, which is no port."""
+        """Wraps the methods, with health NOT_SERVING; listens to no port and returns 0."""
         for name in (EVERYTHING, *SERVICES):
             self.set_health(name, is_serving=False)
         for name, method in _OURS.items():
@@ -140,11 +134,11 @@ class Handlers:
         self._health.withdraw()
 
     async def wait_ended(self) -> None:
-        """Never returns: what accepts the calls is not ours to watch."""
+        """Never returns: the server that accepts the calls is not ours."""
         await asyncio.Event().wait()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Nothing to stop: whoever takes the calls stops them."""
+        """Does nothing: the server that accepts the calls stops them."""
 
     def is_serving(self) -> bool:
         """Whether everything serves."""
@@ -166,29 +160,24 @@ class Handlers:
         answer: bytes = await asyncio.ensure_future(self._wrapped[name].stream_unary(None, inner))
         return answer
 
-    async def stream(self, name: str, request: bytes, context: CallContext) -> AsyncGenerator[bytes, None]:
-        """Answers a call with a stream; closing it cancels the call.
+    async def stream(
+        self, name: str, requests: bytes | AsyncIterator[bytes], context: CallContext
+    ) -> AsyncGenerator[bytes, None]:
+        """Answers a call, or a stream of requests, with a stream; closing it cancels the call.
 
         Raises:
             Refused: when it ends with another status than OK.
         """
-        inner = _Context(context, request)
-        async with aclosing(inner.written(self._wrapped[name].stream_stream(None, inner))) as answers:
-            async for answer in answers:
-                yield answer
-
-    async def exchange(
-        self, name: str, requests: AsyncIterator[bytes], context: CallContext
-    ) -> AsyncGenerator[bytes, None]:
-        """Answers a stream with a stream, as `stream` does."""
-        inner = _Context(context)
-        async with aclosing(inner.written(self._wrapped[name].stream_stream(requests, inner))) as answers:
+        is_one = isinstance(requests, bytes)
+        inner = _Context(context, requests) if isinstance(requests, bytes) else _Context(context)
+        handling = self._wrapped[name].stream_stream(None if is_one else requests, inner)
+        async with aclosing(inner.written(handling)) as answers:
             async for answer in answers:
                 yield answer
 
 
 class _Details:
-    """`grpc.HandlerCallDetails`, of which our interceptor looks at the method alone."""
+    """`grpc.HandlerCallDetails`; our interceptor reads its method alone."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -196,13 +185,13 @@ class _Details:
 
 
 class _Registry:
-    """What generated code takes for a server: it keeps what is added."""
+    """Takes the place of a server in generated code, and keeps the handlers that are added."""
 
     def __init__(self) -> None:
         self.methods: dict[str, Any] = {}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """The same methods once more, for servers that look them up one by one."""
+        """Ignored: the same methods come by `add_registered_method_handlers`."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """A service's methods."""
@@ -210,7 +199,7 @@ class _Registry:
 
 
 class _Context:
-    """The caller's context as our handlers and the interceptor want it; `request` is what `read` returns."""
+    """Adapts the caller's context to our handlers and the interceptor; `read` returns `request`."""
 
     def __init__(self, outer: CallContext, request: bytes = b"") -> None:
         self._outer = outer
@@ -218,7 +207,7 @@ class _Context:
         self._messages: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
 
     async def written(self, handling: Awaitable[None]) -> AsyncGenerator[bytes, None]:
-        """What a handler writes, until it is done; closing this cancels it, and waits for it to clean up.
+        """Yields what a handler writes; closing this cancels the handler and waits for it to clean up.
 
         Raises:
             Exception: whatever the handler raises.
@@ -240,14 +229,14 @@ class _Context:
             await asyncio.gather(running, return_exceptions=True)
 
     def time_remaining(self) -> None:
-        """Whoever takes the calls hides their deadlines; a request may carry its own."""
+        """None: Ray's context hides the deadline; a request may carry its own."""
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
-        """What came with the call."""
+        """The call's metadata."""
         return tuple(self._outer.invocation_metadata())
 
     def peer(self) -> str:
-        """Who calls."""
+        """The client's address."""
         return self._outer.peer()
 
     async def read(self) -> bytes:
@@ -259,7 +248,7 @@ class _Context:
         await self._messages.put(message)
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
-        """Tells the caller's context and ends the call."""
+        """Sets the status in the caller's context and ends the call."""
         self._outer.set_code(code)
         self._outer.set_details(details)
         if trailing_metadata:

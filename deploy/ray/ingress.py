@@ -1,7 +1,7 @@
-"""What stands in front of the replicas: Ray Serve with the HAProxy that it brings. Knows nothing of models or servers.
+"""Ray Serve and its HAProxy in front of the replicas. Knows nothing of models or servers.
 
-Ray reads its variables when it is imported, and who starts it hands them on to all of its processes. So whoever starts
-Ray by itself (`ray start`) must have set them before, and here they are set before `import ray`.
+Ray reads its variables when it is imported, and passes them on to its processes. They must be set before `ray start`,
+or here before `import ray`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from service.routing import ROUTING_KEY
 
 MAX_STREAMS = 1024
-"""Calls at once on one connection; others wait in the client, as they do where a server by itself has as many."""
+"""Concurrent calls on one connection, as of a server by itself; others wait in the client."""
 NOTICE_SECONDS = 5
-"""How long a replica that is to stop goes on taking calls: until then every HAProxy knows that it must not be asked."""
+"""How long a stopping replica still takes calls: until every HAProxy has removed it."""
 BUSIEST = 150
-"""Percent of the average load from where on a replica gets no more calls for their keys' sake, as with Envoy."""
+"""Percent of the average load beyond which a replica gets no more calls by key, as with Envoy."""
 METHODS = "deploy.ray.handlers.add_methods"
 APPLICATION = "onward"
 
@@ -26,28 +26,28 @@ def environment(max_message_bytes: int, *, by_key: bool) -> Mapping[str, str]:
 
     Args:
         max_message_bytes: largest message, either way.
-        by_key: whether calls go where their `onward-routing-key` leads, and in turns without one, or to the replica
-            with the fewest connections and calls.
+        by_key: whether calls go by their `onward-routing-key`, and in turns without one, or to the replica with the
+            fewest connections and calls.
     """
     by_load = "leastconn"
     keyed = f"hdr({ROUTING_KEY})\n    hash-type consistent\n    hash-balance-factor {BUSIEST}"
     return {
-        # Ray's own proxy leaves streams running that their clients have cancelled.
+        # Ray's own proxy does not cancel streams whose clients have.
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        # On a loop of their own handlers would never hear of a client that stops reading: Ray keeps what comes then.
+        # On a loop of their own handlers would not notice a client that stops reading: Ray buffers the answers.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(max_message_bytes),
         "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": str(MAX_STREAMS),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(NOTICE_SECONDS),
-        # HAProxy's own words; Ray writes them into its configuration as they are.
+        # Copied into HAProxy's configuration.
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": keyed if by_key else by_load,
-        # What would be told to others of who uses Ray and for what.
+        # No usage statistics to Ray's makers.
         "RAY_USAGE_STATS_ENABLED": "0",
     }
 
 
 def start(host: str, port: int, http_port: int, *, has_reflection: bool, address: str | None = None) -> None:
-    """Starts Ray Serve, which listens from then on; needs `environment` to be in force.
+    """Starts Ray Serve, which listens from then on; `environment` must be set before.
 
     Args:
         host: where callers come in.
@@ -61,7 +61,7 @@ def start(host: str, port: int, http_port: int, *, has_reflection: bool, address
     from ray.serve.config import HTTPOptions, gRPCOptions
 
     if address is None:
-        # Else it joins whatever a file in /tmp tells of, and waits without end where that is a Ray that was killed.
+        # Else Ray joins the one that a file in /tmp names, and waits forever if that was killed.
         ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1")
     else:
         ray.init(address=address)
@@ -72,10 +72,10 @@ def start(host: str, port: int, http_port: int, *, has_reflection: bool, address
 
 
 def run(application: Any) -> None:
-    """Has replicas of an application serve, in the place of those there are; returns once they do.
+    """Starts replicas of an application in place of the running ones; returns once they serve.
 
     Raises:
-        RuntimeError: when they do not; those that ran before go on.
+        RuntimeError: when they do not; the former ones go on.
     """
     from ray import serve
 

@@ -1,7 +1,7 @@
-"""Where replicas have their metrics, for Prometheus to find: a file for each in a folder, as `file_sd_configs` wants.
+"""The addresses of replicas' metrics for Prometheus: a file for each in a folder, for `file_sd_configs`.
 
-Ports are free ones, which nobody could list beforehand. Replicas that were killed cannot take their files away; the
-next one that starts on their machine does. Knows nothing of Ray.
+Ports are free ones, unknown beforehand. A killed replica leaves its file; the next one that starts on its machine
+removes it. Knows nothing of Ray.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _PROCESSES = Path("/proc")
 
 @contextmanager
 def announced(folder: Path, address: str) -> Iterator[None]:
-    """Names this process's metrics ("host:port") for the length of the block."""
+    """Lists this process's metrics ("host:port") for the length of the block."""
     folder.mkdir(parents=True, exist_ok=True)
     _forget_dead(folder)
     path = folder / f"{platform.node()}-{os.getpid()}.json"
-    # Prometheus reads whenever something changes: it must not meet half a file.
+    # Prometheus reads whenever something changes, so a file must appear whole.
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps([{"targets": [address]}]), encoding="utf-8")
     draft.replace(path)

@@ -23,7 +23,8 @@ from service.explain import explaining
 from service.explain.explaining import ExplainCall, ExplainTask, Explanation, Float32, Selection
 from service.generator import GenerateCall, Generator, Piece
 from service.process.text_pool import LONG_BYTES, FairQueue, TenantSlots, TextPool
-from service.repository.models import Models, ServedModel, prompt_field, text_size
+from service.repository.entry import Models
+from service.repository.models import ServedModel, prompt_field, text_size
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -1,16 +1,15 @@
-"""Admission by deadline: a request that could not be answered in time is refused at once, with the numbers.
+"""Admission by deadline: refuses a request at once, with the numbers, if it is predicted to miss its deadline.
 
-A request's finish is predicted when it is about to be queued: the forecast of its time in the queue, its prompt and as
-many tokens as it will likely have (`service.forecasting.prediction`, `service.forecasting.lengths`).
+The finish of a request is predicted when it is about to be queued: queue, prompt and as many tokens as it will likely
+generate (`service.forecasting.prediction`, `service.forecasting.lengths`). No part of its prompt counts as cached.
 
-A forecast knows the present, but requests are held up by those that come after them, too. So it is multiplied by a
-*correction* that is learned from what became of those admitted: it rises a little when one took longer than was
-predicted, and falls by a ninth of that when one did not, so that it settles where nine of ten are right (a stochastic
-quantile estimate). A refusal lets it fall as well: nothing is learned from it, and no error must refuse for ever. For
-the same reason nothing is corrected while no other request is there, and of the requests that an idle server refuses in
-a row each sixteenth runs.
+Later requests delay those that were admitted. So each prediction is multiplied by a *correction*: it rises when a
+request took longer than predicted and falls by a ninth of that when it did not, which settles where nine of ten
+predictions hold (a stochastic quantile estimate). A refusal lowers it too: refused requests teach nothing, and no error
+may refuse forever. For the same reason an idle model uses no correction, and every sixteenth request that an idle model
+would refuse in a row runs.
 
-Knows no streams, threads or protobuf, and no clock: moments are `time.monotonic()` seconds. On the event loop alone.
+Knows no streams, threads or protobuf, and no clock: moments are `time.monotonic()` seconds. Event loop only.
 """
 
 from __future__ import annotations
@@ -18,18 +17,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings
 from service.errors import DeadlineUnreachable
-from service.forecasting.prediction import Forecast
+from service.forecasting.prediction import LatencyPredictor, Prediction
 
 PATIENCE_SECONDS = 10.0
-"""For how long a request may be overtaken by its equals, where early deadlines go first
-(`service.engine.queueing.waiting`).
+"""For how long requests of the same priority may overtake one that waits (`service.engine.queueing.waiting`).
 
-Interactive deadlines are shorter, so that they go before work that has none; and who has waited for so long is not to
-wait for newcomers any more.
+Interactive deadlines are shorter, so they go before work without a deadline; a request that has waited for this long
+is overtaken no more.
 """
 _RIGHT_SHARE = 0.9
 _STEP = 0.1
@@ -40,38 +37,9 @@ _MAX_RETRY_SECONDS = 60.0
 _CUT_OFF = frozenset({FinishReason.DEADLINE, FinishReason.CANCELLED})
 
 
-class Foreteller(Protocol):
-    """What is needed of a model's `service.forecasting.prediction.Forecaster`."""
-
-    def forecast(self, request: GenerationRequest, cached_tokens: int = 0) -> Forecast | None:
-        """For one that is queued now, of which so many tokens are cached; None while too little is known."""
-
-    def forecast_alone(self, request: GenerationRequest, cached_tokens: int = 0) -> Forecast | None:
-        """For one that has the model to itself."""
-
-    def likely_tokens(self, request: GenerationRequest) -> int | None:
-        """How long its outputs will likely be; None where that is not known."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Weighed:
-    """A request against the time that it has: what it is taken to ask for, its forecast, and by how much that errs."""
-
-    foreseen: GenerationRequest
-    forecast: Forecast
-    service_seconds: float
-    factor: float
-    is_length_known: bool
-
-    @property
-    def needed(self) -> float:
-        """Seconds from now on."""
-        return self.factor * (self.forecast.queue_seconds + self.service_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What was foretold of a request when it was queued, uncorrected."""
+class PredictedFinish:
+    """What was predicted when a request was queued, uncorrected; `moment` is when."""
 
     moment: float
     service_seconds: float
@@ -79,113 +47,89 @@ class Prediction:
 
 
 class Correction:
-    """The factor by which requests take longer than is forecast, so that it holds for nine of ten."""
+    """The factor by which requests take longer than predicted; nine of ten corrected predictions hold."""
 
     def __init__(self) -> None:
         self._log = 0.0
 
     @property
     def factor(self) -> float:
-        """From 1/8 to 8; 1 until something is learned."""
+        """From 1/8 to 8; 1 at first."""
         return math.exp(self._log)
 
     def rise(self) -> None:
-        """A request took longer than the corrected forecast."""
+        """A request took longer than the corrected prediction."""
         self._log = min(self._log + _STEP * _RIGHT_SHARE, _LIMIT)
 
     def fall(self) -> None:
-        """A request did not take longer, or it is not known whether it did."""
+        """A request did not take longer, or was refused."""
         self._log = max(self._log - _STEP * (1 - _RIGHT_SHARE), -_LIMIT)
 
 
 class DeadlineAdmission:
-    """Judges one model's requests, and learns from what becomes of them.
+    """Admits or refuses one model's requests, and learns from how long the admitted ones took."""
 
-    Args:
-        forecaster: the model's.
-    """
-
-    def __init__(self, forecaster: Foreteller) -> None:
-        self._forecaster = forecaster
+    def __init__(self, predictor: LatencyPredictor) -> None:
+        self._predictor = predictor
         self._correction = Correction()
         self._num_refused_idle = 0
 
-    def admits(self, request: GenerationRequest, now: float, answer_by: float, *, is_idle: bool) -> bool:
-        """Whether `judge` would let a request in of which nothing is cached; those let in to learn do not count."""
-        weighed = self._weigh(request, 0, is_idle=is_idle)
-        return weighed is None or weighed.needed <= answer_by - now
-
     def judge(
-        self, request: GenerationRequest, now: float, answer_by: float, *, is_idle: bool, cached_tokens: int = 0
-    ) -> tuple[GenerationRequest, Prediction | None]:
-        """Lets a request with a deadline in: as the engine is to have it, and what it was foretold.
+        self, request: GenerationRequest, now: float, answer_by: float, *, is_idle: bool
+    ) -> tuple[GenerationRequest, PredictedFinish | None]:
+        """Admits a request: returns it with `start_by`, and what was predicted; None while too few steps were seen.
 
         Args:
-            request: which.
+            request: one with a deadline.
             now: the moment.
-            answer_by: when its answer must leave the engine to be in time.
-            is_idle: whether it would have the model to itself.
-            cached_tokens: of its prompt or source, tokens whose K/V are at hand.
+            answer_by: when the last event must leave the engine.
+            is_idle: whether the request would have the model to itself.
 
         Raises:
-            DeadlineUnreachable: when it could not be over by then or, if it takes what there is, not begin to answer.
+            DeadlineUnreachable: when its end or, with `partial_on_deadline`, its first token would come later.
         """
-        weighed = self._weigh(request, cached_tokens, is_idle=is_idle)
-        if weighed is None:
+        likely = self._predictor.likely_tokens(request)
+        # Of unknown length: refused only if not even the first token would be in time.
+        expected = _with_max_tokens(request, 1 if likely is None else likely)
+        prediction = self._predictor.predict(expected)
+        if prediction is None:
             return request, None
-        forecast, service, factor = weighed.forecast, weighed.service_seconds, weighed.factor
-        left = answer_by - now
-        if weighed.needed > left and not (is_idle and self._probes()):
+        factor = 1.0 if is_idle else self._correction.factor
+        service, left = _service_seconds(prediction, request), answer_by - now
+        needed = factor * (prediction.queue_seconds + service)
+        if needed > left and not (is_idle and self._probes()):
             if not is_idle:
                 self._correction.fall()
             raise DeadlineUnreachable(
-                queue_seconds=factor * forecast.queue_seconds,
-                prefill_seconds=factor * forecast.prefill_seconds,
-                decode_seconds=factor * (service - forecast.prefill_seconds),
+                queue_seconds=factor * prediction.queue_seconds,
+                prefill_seconds=factor * prediction.prefill_seconds,
+                decode_seconds=factor * (service - prediction.prefill_seconds),
                 left_seconds=left,
-                retry_after_seconds=self._retry_after(weighed, answer_by - request.arrival_time, cached_tokens),
+                retry_after_seconds=self._retry_after(expected, needed, answer_by - request.arrival_time),
             )
         self._num_refused_idle = 0
         if request.partial_on_deadline:
             return request, None
-        prediction = Prediction(now, service, forecast.queue_seconds + service) if weighed.is_length_known else None
-        if is_idle:
-            return request, prediction
-        return replace(request, start_by=answer_by - factor * service), prediction
+        finish = None if likely is None else PredictedFinish(now, service, prediction.queue_seconds + service)
+        return (request if is_idle else replace(request, start_by=answer_by - factor * service)), finish
 
-    def ended(self, prediction: Prediction, timings: RequestTimings, reasons: Collection[FinishReason]) -> None:
-        """A request that was predicted is over, with all its outputs."""
-        seconds = timings.finished_time - prediction.moment
+    def ended(self, predicted: PredictedFinish, timings: RequestTimings, reasons: Collection[FinishReason]) -> None:
+        """Learns from an admitted request that is over; `reasons` are those of its outputs."""
+        seconds = timings.finished_time - predicted.moment
         if timings.scheduled_time is None:
             # It left the queue unserved, and would have had to be served besides.
-            seconds += prediction.service_seconds
-        if seconds > self._correction.factor * prediction.finish_seconds:
+            seconds += predicted.service_seconds
+        if seconds > self._correction.factor * predicted.finish_seconds:
             self._correction.rise()
         elif not _CUT_OFF.intersection(reasons):
             self._correction.fall()
 
-    def _retry_after(self, weighed: _Weighed, timeout: float, cached_tokens: int) -> float | None:
-        """Seconds until such a request should fit, as the work ahead of it shrinks; None where it never will."""
-        alone = self._forecaster.forecast_alone(weighed.foreseen, cached_tokens)
-        if alone is not None and _service_seconds(alone, weighed.foreseen) > timeout:
+    def _retry_after(self, expected: GenerationRequest, needed: float, timeout: float) -> float | None:
+        """Seconds until such a request should fit, as the work ahead of it shrinks; None if it never will."""
+        alone = self._predictor.predict_alone(expected)
+        if alone is not None and _service_seconds(alone, expected) > timeout:
             return None
-        return min(max(weighed.needed - timeout, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
-
-    def _weigh(self, request: GenerationRequest, cached_tokens: int, *, is_idle: bool) -> _Weighed | None:
-        """What there is to be judged by; None while too few steps were seen."""
-        likely = self._forecaster.likely_tokens(request)
-        # Where nothing is known of its length, it is refused only if not even its first token would be in time.
-        foreseen = _with_max_tokens(request, 1 if likely is None else likely)
-        forecast = self._forecaster.forecast(foreseen, cached_tokens)
-        if forecast is None:
-            return None
-        return _Weighed(
-            foreseen=foreseen,
-            forecast=forecast,
-            service_seconds=_service_seconds(forecast, request),
-            factor=1.0 if is_idle else self._correction.factor,
-            is_length_known=likely is not None,
-        )
+        return min(max(needed - timeout, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
 
     def _probes(self) -> bool:
         self._num_refused_idle += 1
@@ -199,6 +143,6 @@ def _with_max_tokens(request: GenerationRequest, max_tokens: int) -> GenerationR
     return replace(request, stopping=replace(stopping, max_tokens=max_tokens, min_tokens=0))
 
 
-def _service_seconds(forecast: Forecast, request: GenerationRequest) -> float:
-    """What a request must have of its place: all of it, or its first token where it takes what there is."""
-    return forecast.prefill_seconds + (0.0 if request.partial_on_deadline else forecast.decode_seconds)
+def _service_seconds(prediction: Prediction, request: GenerationRequest) -> float:
+    """What a request needs of its slot: all of it, or its first token with `partial_on_deadline`."""
+    return prediction.prefill_seconds + (0.0 if request.partial_on_deadline else prediction.decode_seconds)

@@ -1,7 +1,6 @@
-"""From a request to what it costs: its shape for `model.spec.cost`, by the rules by which an engine cuts and pads it.
+"""Counts a request's work: its shape for `model.spec.cost`, by the engine's rules for chunks and padding.
 
-Pure counting; what it costs on the clock is `service.forecasting.prediction`'s. Knows nothing of what runs beside a
-request.
+Its seconds are `service.forecasting.prediction`'s. Knows nothing of other requests.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from service.engine.types import GenerationRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a request costs: `counts` by the model's arithmetic, seconds of service without the queue.
+    """What a request costs: `counts` by the model's arithmetic, and seconds of service without the queue.
 
-    `predicted_seconds` is None while too few steps were seen to tell, `measured_seconds` before it ran.
+    `predicted_seconds` is None while too few steps were seen, `measured_seconds` before it ran.
     """
 
     counts: RequestCost
@@ -33,20 +32,16 @@ class CostModel:
 
     Attributes:
         config: the model.
-        pieces: how its engine cuts and pads.
-        kv_token_bytes: bytes of a token's K/V as they are kept, the decoder's or its source's; None is float32's.
+        chunk_rules: its engine's chunk rules.
+        kv_token_bytes: bytes of a token's K/V in memory, the decoder's or its source's; None is float32's.
     """
 
     config: ModelConfig
-    pieces: ChunkRules
+    chunk_rules: ChunkRules
     kv_token_bytes: int | None = None
 
-    def may_be_cached(self, request: GenerationRequest) -> bool:
-        """Whether K/V of a request can be at hand at all: of its source, or of a whole chunk that tokens follow."""
-        return self.config.is_encoder_decoder or len(request.prompt_token_ids) > self.pieces.chunk
-
     def most_tokens(self, request: GenerationRequest) -> int:
-        """How many tokens an output may have: `max_tokens`, cut to the context."""
+        """The most tokens of an output: `max_tokens`, cut to the context."""
         return max(0, min(request.stopping.max_tokens, self.config.context - self._num_given(request)))
 
     def shape(
@@ -56,16 +51,15 @@ class CostModel:
 
         Args:
             request: one whose lengths fit the model.
-            cached_tokens: of its prompt or source, tokens whose K/V are at hand.
-            generated_tokens: how long each of its rows becomes (see `RequestShape`); None is as long as they may.
+            cached_tokens: tokens of its prompt or source that are cached.
+            generated_tokens: of each row (see `RequestShape`); None is as many as it may have.
         """
         is_scored = request.scoring is not None
-        # Nothing follows the last token of a prompt that is only scored: it is not computed. A prompt without tokens is
-        # the engine's to refuse.
+        # The last token of a prompt that is only scored is not computed. The engine refuses an empty prompt.
         prompt = max(1, self._num_given(request) - (0 if request.stopping.max_tokens else 1))
         source = len(request.prompt_token_ids) if self.config.is_encoder_decoder else 0
-        beginning = min(prompt, self.pieces.chunk)
-        is_padded = self.pieces.is_short(0, beginning) and not is_scored
+        beginning = min(prompt, self.chunk_rules.chunk)
+        is_padded = self.chunk_rules.is_short(0, beginning) and not is_scored
         if generated_tokens is None:
             generated_tokens = (self.most_tokens(request),) * request.num_rows
         return RequestShape(
@@ -73,14 +67,14 @@ class CostModel:
             generated_tokens=tuple(generated_tokens),
             source_tokens=source,
             cached_tokens=cached_tokens,
-            chunk=self.pieces.chunk,
-            padded_prompt_tokens=self.pieces.padded_prompt_length(beginning) if is_padded else None,
-            padded_source_tokens=self.pieces.padded_source_length(source) if source else None,
+            chunk=self.chunk_rules.chunk,
+            padded_prompt_tokens=self.chunk_rules.padded_prompt_length(beginning) if is_padded else None,
+            padded_source_tokens=self.chunk_rules.padded_source_length(source) if source else None,
             scores_prompt=is_scored,
         )
 
     def work(self, request: GenerationRequest, cached_tokens: int = 0) -> RequestWork:
-        """What it computes if its outputs become as long as they may."""
+        """Its work if outputs are as long as they may be."""
         return request_work(self.shape(request, cached_tokens))
 
     def count(self, shape: RequestShape) -> RequestCost:

@@ -1,7 +1,7 @@
-"""By how much a client's deadline may lie before the one that the server knows of.
+"""The deadline margin: by how much a client's deadline may be earlier than the one that the server knows.
 
 A client's clock starts before the request arrives and stops when the answer has arrived, and gRPC rounds a timeout up
-by as much as 1 % on the wire. What the way takes is not the server's to measure: a fixed allowance stands for it.
+by as much as 1 % on the wire. The server cannot measure the transit: a fixed allowance stands for it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,6 @@ TRANSIT_SECONDS = 0.01
 _ROUNDING = 0.01
 
 
-def shortfall(timeout: float) -> float:
-    """Seconds by which a client that waits for `timeout` seconds may give up before that is over here."""
+def deadline_margin(timeout: float) -> float:
+    """Seconds by which a client with this timeout may time out before the server does."""
     return TRANSIT_SECONDS + _ROUNDING * timeout

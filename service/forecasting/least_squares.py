@@ -1,22 +1,20 @@
 """Non-negative weighted least squares, one observation after the other, for quantities that drift: y ≈ θ·x with θ ≥ 0.
 
-A recursive least squares in covariance form (Plackett, 1950; Ljung, *System Identification*, chapter 11) with five
+Recursive least squares in covariance form (Plackett, 1950; Ljung, *System Identification*, chapter 11) with five
 additions:
 
-* Errors count in proportion to what was expected, so that short observations teach as much as long ones; by how much
-  they usually err is learned, too, and of each kind of observation by itself: what is hardly ever the same twice must
-  neither be believed like what always is, nor be taken for an accident for not being so.
-* An observation far beyond that (Huber's criterion, 1964) moves the estimate no more than one at the border would: the
-  machine was busy with something else.
-* All coefficients may change together, by a common factor that wanders: the machine's speed. So what one term learns of
-  it, all do.
-* Besides, the past is forgotten as `memory` of observed y goes by, but only in the direction of what was observed
-  (Kulhavý and Kárný, 1984): what an observation says nothing about, a term that is not in x or how two that are in it
-  share y, stays as well known as it was.
-* Coefficients are the estimate given that none is negative, terms that would be are conditioned to zero one by one, the
-  most negative first; what is behind them is kept, so that they may come back.
+* Errors are relative to the expected value, so that short observations teach as much as long ones. Their usual size is
+  learned for each kind of observation: a noisy kind must neither be trusted like a precise one, nor have its errors
+  taken for outliers.
+* An outlier (Huber's criterion, 1964) moves the estimate no more than an observation at the border does: the machine
+  was busy with something else.
+* All coefficients may drift by a common factor, the machine's speed: what one term learns of it, all do.
+* The past is forgotten as `memory` of observed y goes by, but only in the direction of x (Kulhavý and Kárný, 1984):
+  terms that an observation says nothing about stay as well known as they were.
+* Coefficients are the estimate on condition that none is negative: negative terms are conditioned to zero one by one,
+  the most negative first. The unconditioned estimate is kept, so that they may come back.
 
-Pure arithmetic on a handful of numbers, some ten microseconds an observation. Knows nothing of what x and y are.
+Pure arithmetic, some ten microseconds an observation. Does not know what x and y are.
 """
 
 from __future__ import annotations
@@ -41,14 +39,13 @@ _MOST_FORGOTTEN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What is known at a moment. It does not change: the next observation makes another one.
+    """What is known at a moment. Immutable.
 
     Attributes:
         coefficients: θ, none of them negative.
-        spread: by how much observations err, as a standard deviation and a part of what was expected; those of the kind
-            that errs most.
+        spread: relative standard deviation of observations, of the kind that errs most.
         scales: of each coefficient (see `RecursiveFit`).
-        covariance: of the errors of θ / scales, in units of `spread`²: if all err by more, all is known less well.
+        covariance: of the errors of θ / scales, in units of `spread`².
     """
 
     coefficients: Float64
@@ -57,11 +54,11 @@ class Fitted:
     covariance: Float64
 
     def value(self, x: Float64) -> float:
-        """The y that is expected."""
+        """The expected y."""
         return float(self.coefficients @ x)
 
     def deviation(self, x: Float64) -> float:
-        """The standard deviation of that, as far as it comes from what is not known yet."""
+        """The standard deviation of `value` that is due to what is not known yet."""
         scaled = x * self.scales
         return self.spread * math.sqrt(max(0.0, float(scaled @ self.covariance @ scaled)))
 
@@ -70,11 +67,11 @@ class RecursiveFit:
     """Learns the coefficients of one linear law.
 
     Args:
-        scales: how large each coefficient might be: the standard deviation of what is believed at the start, about
-            zero. After a few observations no more than their ratios matter, and these only where x tells too little.
-        memory: how much y observed in the same direction it takes until an observation counts 1/e of what it did.
-        drift: the variance that all coefficients together gain as y = 1 goes by, as a part of them.
-        num_kinds: how many kinds of observations there are.
+        scales: prior standard deviation of each coefficient, about zero. After a few observations only their ratios
+            matter, and only for terms that x does not separate.
+        memory: observed y after which an observation in the same direction counts 1/e.
+        drift: relative variance that the common factor of all coefficients gains as y = 1 goes by.
+        num_kinds: of observations.
     """
 
     def __init__(self, scales: Sequence[float], memory: float, drift: float, num_kinds: int = 1) -> None:
@@ -88,21 +85,21 @@ class RecursiveFit:
         self.fitted = Fitted(np.zeros(len(scales)), _FIRST_SPREAD, self._scales, covariance)
 
     def learn(self, x: Float64, y: float, kind: int = 0) -> None:
-        """Takes in one observation; anything but finite x ≥ 0, not all of it 0, and finite y > 0 teaches nothing."""
+        """Learns from an observation; ignored unless x ≥ 0 is finite and not all 0, and y > 0 is finite."""
         scaled = x * self._scales
         covariance, spread, own_spread = self.fitted.covariance, self.fitted.spread, self._spreads[kind]
         noise = (own_spread / spread) ** 2
         free_value = float(self._free @ scaled)
         if not 0 < y < math.inf or not math.isfinite(free_value):
             return
-        # All may have become faster or slower together: what that adds to the covariance.
+        # What a change of the common factor adds to the covariance.
         common = self._free * (math.sqrt(self._drift * y) / spread)
         direction = covariance @ scaled + common * float(common @ scaled)
         known = float(scaled @ direction)
         if not known > 0:
             return
         expected = self.fitted.value(x)
-        # While little is known, what is seen is a better scale than what was expected.
+        # While little is known, y is a better scale than the expected value.
         scale = max(expected, 0.2 * y)
         known /= scale**2
         forgetting = math.exp(-min(y / self._memory, _MOST_FORGOTTEN))
@@ -112,11 +109,11 @@ class RecursiveFit:
         variance = noise * max(surprise / _HUBER, 1.0)
         gain = 1 / (forgetting * (unknown + variance) * scale**2)
         self._free = self._free + direction * (gain * (y - free_value))
-        # What is forgotten widens the covariance along the very direction in which what is learned narrows it.
+        # Forgetting widens the covariance in the direction in which learning narrows it.
         change = (1 / forgetting - 1) / (known * scale**2) - gain / forgetting
         covariance = covariance + common[:, np.newaxis] * common + (direction[:, np.newaxis] * direction) * change
         if unknown < noise:
-            # Otherwise it is no measure of how observations err, but of what is left to learn.
+            # Otherwise the error measures what is left to learn, not how observations err.
             own_spread += _SPREAD_RATE * (_DEVIATIONS * min(error, 1.0) - own_spread)
             self._spreads[kind] = max(_LEAST_SPREAD, own_spread)
         coefficients = _without_negatives(self._free, covariance) * self._scales
@@ -124,7 +121,7 @@ class RecursiveFit:
 
 
 def _without_negatives(free: Float64, covariance: Float64) -> Float64:
-    """The estimate on condition that terms which came out negative are zero."""
+    """The estimate on condition that negative terms are zero."""
     if free.min() >= 0:
         return free
     values, covariance = free.copy(), covariance.copy()

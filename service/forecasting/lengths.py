@@ -1,8 +1,8 @@
-"""How long a model's answers lately were: what to expect of one that may end by itself.
+"""The lengths of a model's recent outputs: what to expect of one that may end by itself.
 
-`max_tokens` is the most that an answer may have, and many have far fewer. Some answers were cut short, by their own
-`max_tokens` or by a deadline, and tell only that they were longer than that: the product-limit estimate (Kaplan and
-Meier, 1958) makes use of both. Knows no requests and no clock; used on the event loop alone.
+Many outputs end far below `max_tokens`. Those that `max_tokens` or a deadline cut short are right-censored: they would
+have been longer. The product-limit estimate (Kaplan and Meier, 1958) uses both. Knows no requests and no clock. Event
+loop only.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from dataclasses import dataclass
 
 _MAX_ANSWERS = 256
 _MAX_AGE_SECONDS = 120.0
-# With fewer, nothing is said.
 _MIN_ANSWERS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
-    """The share of answers that go beyond each of `lengths`, and the mean length of all, were they cut there.
-
-    Both begin with no tokens at all.
-    """
+    """The share of outputs longer than each of `lengths` (from 0 on), and the mean length if all were cut there."""
 
     lengths: tuple[int, ...]
     shares: tuple[float, ...]
@@ -35,24 +31,23 @@ class _Curve:
 
 
 class AnswerLengths:
-    """The lengths in tokens of the answers of the last two minutes, the latest 256 at most."""
+    """The lengths in tokens of the outputs of the last two minutes, at most the latest 256."""
 
     def __init__(self) -> None:
-        # When an answer ended, its tokens, and whether it came to its own end.
+        # When an output ended, its tokens, and whether it ended by itself.
         self._answers: deque[tuple[float, int, bool]] = deque(maxlen=_MAX_ANSWERS)
         self._curve: _Curve | None = None
 
     def note(self, now: float, num_tokens: int, *, is_whole: bool) -> None:
-        """An answer is over; one that is not `is_whole` would have gone on."""
+        """Adds an output; one that is not `is_whole` was cut short."""
         self._answers.append((now, num_tokens, is_whole))
         self._curve = None
 
     def expected(self, now: float, max_tokens: int) -> int | None:
-        """The mean length of answers that may have `max_tokens` at most; None where too few were seen lately.
+        """The mean length of outputs that may have `max_tokens`; None while too few were seen.
 
-        What went beyond the longest that was seen is not known, and is taken not to exist. Expecting too little is
-        found out, as predictions are corrected by what became of them. Expecting too much would refuse every request
-        and never be found out.
+        Nothing is expected beyond the longest that was seen. A length that is too small is noticed, as predictions are
+        corrected by what requests took; one that is too large would refuse every request and never be noticed.
         """
         answers = self._answers
         while answers and answers[0][0] < now - _MAX_AGE_SECONDS:

@@ -1,20 +1,18 @@
-"""How long a request will take: its work at the rates at which steps have run lately, behind those that came before it.
+"""Predicts the latency of a request: its work at the recent rates of steps, behind the requests before it.
 
-    forecast  =  queue    until rows are free, given who runs and who waits before it
-              +  prefill  until its first token
-              +  decode   until its last one, outputs taken to be as long as they may
+    prediction  =  queue    until rows are free, given the requests that run and those that wait before it
+                +  prefill  until its first token
+                +  decode   until its last one, outputs taken to be as long as they may be
 
-One forecaster a model, on the event loop alone. It learns from every step (`service.forecasting.step_times`), knows the
-requests that were handed to the engine and have not ended, and compares each request's prediction with what it then
-took.
+One predictor per model, on the event loop. It learns from every step (`service.forecasting.step_times`), knows the
+requests that the engine has, and compares each request's prediction with what it then took.
 
-The queue is foretold simply. Steps take what they would with all rows that there are and will be; who runs ends when it
-has as many tokens as such requests have come to lately (as many as it may have, if nothing can stop it before); a
-request that waits takes the first rows that are free, in the order of turns, and prompts are computed one after
-another. A tenant beside others has its share of rows and prompts, and no more (`service.engine.queueing.tenants`). All
-of it takes longer where other models have work: by what they take of the cores meanwhile
-(`service.forecasting.sharing`). Not predicted: requests to come, prefixes that a request before it will leave behind,
-K/V memory where that is scarcer than rows.
+The queue is modeled simply. Every step takes as long as with all rows that there are and will be. A running request
+ends at the length that such requests had lately (at its limit, if nothing can stop it before). A waiting request takes
+the first free rows in the order of admission, and prompts are computed one after another. A tenant beside others has
+its share of rows and prompts, and no more (`service.engine.queueing.tenants`). All of it is stretched by what other
+models take of the cores meanwhile (`service.forecasting.sharing`). Not predicted: requests to come, cache hits on
+prompts that are still in the queue, K/V memory where that is scarcer than rows.
 """
 
 from __future__ import annotations
@@ -31,21 +29,21 @@ from service.engine.types import FinishReason, GenerationRequest, StepStats, Tok
 from service.forecasting.costing import Cost, CostModel
 from service.forecasting.lengths import AnswerLengths
 from service.forecasting.sharing import Rival, stretched
-from service.forecasting.step_times import ALONE, Company, Rates, StepTimes
+from service.forecasting.step_times import ALONE, BatchLoad, Rates, StepTimes
 
-# Of the seconds that are predicted: what is not known yet may make so much of them, or nothing is predicted.
+# The largest standard deviation, as a share of the predicted seconds; beyond it nothing is predicted.
 _MOST_UNKNOWN = 0.5
-# How fast the average of requests follows.
+# Of the moving average of requests' errors.
 _REQUEST_RATE = 0.05
-# The ends that an output comes to by itself, as opposed to being cut off.
+# Reasons of outputs that ended by themselves and were not cut off.
 _WHOLE = frozenset({FinishReason.END_OF_SEQUENCE, FinishReason.STOP})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """Seconds that a request is predicted to spend, each part on its own; its outputs become as long as they may.
+class Prediction:
+    """Seconds that a request is predicted to spend in each part; outputs are as long as they may be.
 
-    `sharing_factor` is by how many times all of it is longer for the sake of other models that share the cores.
+    `sharing_factor` is by how much other models that share the cores lengthen all of it.
     """
 
     queue_seconds: float
@@ -55,7 +53,7 @@ class Forecast:
 
     @property
     def service_seconds(self) -> float:
-        """From its place to its end."""
+        """From being scheduled to its end."""
         return self.prefill_seconds + self.decode_seconds
 
     @property
@@ -66,39 +64,36 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a request would cost, and its forecast; None while too few steps were seen to tell."""
+    """What a request would cost, and its prediction; None while too few steps were seen."""
 
     cost: Cost
-    forecast: Forecast | None
+    prediction: Prediction | None
 
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """What was known when a request was handed over: enough to say later what would have been predicted then."""
+    """What was known when a request was handed over: what is needed to predict as of then."""
 
     rates: Rates
-    company: Company
+    batch: BatchLoad
     rivals: tuple[Rival, ...] = ()
 
     def phases(self, work: RequestWork) -> tuple[float, float] | None:
-        """Seconds of the cores until the first token of this work, and from there to its end.
-
-        None where too little was known.
-        """
-        prefill = self.rates.seconds(work.prefill, self.company, wakes=not self.company.num_rows)
-        decode = self.rates.seconds(work.decode, self.company)
+        """Seconds of the cores until the first token, and from there to the end; None if too little was known."""
+        prefill = self.rates.seconds(work.prefill, self.batch, wakes=not self.batch.num_rows)
+        decode = self.rates.seconds(work.decode, self.batch)
         unknown = self.rates.deviation(work.prefill, work.decode)
         return (prefill, decode) if unknown < _MOST_UNKNOWN * (prefill + decode) else None
 
     def seconds(self, work: RequestWork) -> float | None:
-        """Both together, with what other models take meanwhile if it starts at once."""
+        """Both phases together, with what other models take meanwhile."""
         phases = self.phases(work)
         return None if phases is None else stretched(sum(phases), self.rivals)
 
 
 @dataclass(slots=True)
 class _Outstanding:
-    """A request that the engine has: `num_tokens` were reported over all rows, of likely `likely_tokens` in each."""
+    """A request that the engine has: `num_tokens` of all rows so far, of likely `likely_tokens` in each row."""
 
     turn: tuple[int, float]
     tenant: str
@@ -109,14 +104,14 @@ class _Outstanding:
     num_tokens: int = 0
 
 
-class Forecaster:
-    """Foretells one model's requests.
+class LatencyPredictor:
+    """Predicts one model's requests.
 
     Args:
         costs: counts their work.
-        max_batch_size: rows that its engine has.
-        patience: seconds for which its engine lets earlier deadlines overtake (`service.engine.queueing.waiting`).
-        rivals: asked for the other models that share the cores with a request that is handed over now.
+        max_batch_size: rows of the engine.
+        patience: seconds for which the engine lets earlier deadlines overtake (`service.engine.queueing.waiting`).
+        rivals: returns the other models that share the cores now.
     """
 
     def __init__(
@@ -146,10 +141,10 @@ class Forecaster:
         return self._relative_error
 
     def work_seconds(self) -> float:
-        """Seconds of the cores that all requests here will likely take yet; 0 where nothing is known of steps.
+        """Seconds of the cores that the engine's requests will likely take; 0 while no step was seen.
 
-        As many steps as the longest of them has tokens to come, or as all of them need in the rows that there are, and
-        the prompts that have not been read.
+        The prompts that are not computed, and as many steps as the longest request has tokens to come, or as all
+        requests need in the rows of the engine.
         """
         known = self._outstanding.values()
         if not known:
@@ -162,22 +157,22 @@ class Forecaster:
         return prompts + num_steps * self._times.rates.step_seconds(rows, rows * self._times.pairs_per_row)
 
     def step_done(self, stats: StepStats) -> None:
-        """Learns from a step of the engine whose requests are predicted; from no other engine's."""
+        """Learns from a step of the engine that serves."""
         self._times.learn(stats)
-        self._times.note_company(stats)
+        self._times.note_batch(stats)
 
     def token_sent(self, request_id: str) -> None:
-        """A request has one token more; unknown ones are ignored."""
+        """Counts a token of a request; unknown ones are ignored."""
         if known := self._outstanding.get(request_id):
             known.num_tokens += 1
 
     def calibrated(self, steps: Iterable[StepStats]) -> None:
-        """Learns from steps of no request: from each, however quick."""
+        """Learns from each step of a calibration, however short."""
         for stats in steps:
             self._times.learn(stats, is_calibration=True)
 
     def submitted(self, request: GenerationRequest) -> Quote:
-        """A request was handed to the engine: outstanding work grows. What is known now."""
+        """Adds a request that is handed to the engine now; returns what is known."""
         quote, work, likely_tokens = self._quote(request), self.costs.work(request), self.likely_tokens(request)
         self._outstanding[request.request_id] = _Outstanding(
             turn=self._turn(request),
@@ -190,27 +185,27 @@ class Forecaster:
         return quote
 
     def ended(self, request_id: str) -> None:
-        """A request is over, however it ended; unknown ones are ignored."""
+        """Drops a request that is over; unknown ones are ignored."""
         self._outstanding.pop(request_id, None)
 
-    def forecast(self, request: GenerationRequest, cached_tokens: int = 0) -> Forecast | None:
-        """What a request that is handed over now will take; None while too few steps were seen to tell.
+    def predict(self, request: GenerationRequest, cached_tokens: int = 0) -> Prediction | None:
+        """The latency of a request that is handed over now; None while too few steps were seen.
 
         Args:
             request: one whose lengths fit the model.
-            cached_tokens: of its prompt or source, tokens whose K/V are at hand.
+            cached_tokens: tokens of its prompt or source that are cached.
         """
         quote = self._quote(request)
-        return self._foretell(request, quote, self._queue_seconds(request, quote), cached_tokens)
+        return self._predict(request, quote, self._queue_seconds(request, quote), cached_tokens)
 
-    def forecast_alone(self, request: GenerationRequest, cached_tokens: int = 0) -> Forecast | None:
-        """What a request would take if it were alone; arguments and None as for `forecast`."""
-        return self._foretell(request, Quote(self._times.rates, ALONE), 0.0, cached_tokens)
+    def predict_alone(self, request: GenerationRequest, cached_tokens: int = 0) -> Prediction | None:
+        """As `predict`, if the request had the model to itself."""
+        return self._predict(request, Quote(self._times.rates, ALONE), 0.0, cached_tokens)
 
     def likely_tokens(self, request: GenerationRequest) -> int | None:
-        """How long each output will likely be, `arrival_time` taken as now.
+        """How long each output will likely be, as of `arrival_time`; None if that is not known.
 
-        As long as it may where nothing can stop it before, else as answers lately were; None where that is not known.
+        At its limit if nothing can stop it before, else as long as recent outputs.
         """
         most_tokens = self.costs.most_tokens(request)
         if _has_known_length(request):
@@ -219,25 +214,25 @@ class Forecaster:
         return None if expected is None else min(max(expected, request.stopping.min_tokens), most_tokens)
 
     def output_ended(self, request: GenerationRequest, now: float, num_tokens: int, reason: FinishReason) -> None:
-        """One of a request's outputs is over: what that tells of the lengths of others."""
+        """Learns the length of an output that is over."""
         if num_tokens and not _has_known_length(request):
             self._lengths.note(now, num_tokens, is_whole=reason in _WHOLE)
 
     def estimate(self, request: GenerationRequest, cached_tokens: int = 0) -> Estimate:
-        """What a request would cost, were it handed over now; arguments as for `forecast`."""
-        forecast = self.forecast(request, cached_tokens)
+        """What a request would cost, were it handed over now; arguments as for `predict`."""
+        prediction = self.predict(request, cached_tokens)
         counts = self.costs.count(self.costs.shape(request, cached_tokens))
-        predicted_seconds = None if forecast is None else forecast.service_seconds
-        return Estimate(Cost(counts=counts, predicted_seconds=predicted_seconds), forecast)
+        predicted_seconds = None if prediction is None else prediction.service_seconds
+        return Estimate(Cost(counts=counts, predicted_seconds=predicted_seconds), prediction)
 
     def settle(self, quote: Quote, request: GenerationRequest, sent: Mapping[int, int], end: TokenEvent) -> Cost | None:
-        """What a request has cost; None where it ended before its first token, or by an error.
+        """What a request has cost; None if it ended before its first token, or by an error.
 
-        Its prediction is what was known when it was handed over, with the tokens that turned out to be cached and
-        outputs as long as they may be. The error that goes into `relative_error` is that for their true lengths.
+        Its prediction is made as of `quote`, with the tokens that were cached and outputs as long as they may be.
+        `relative_error` takes in the error for their true lengths.
 
         Args:
-            quote: what was known then.
+            quote: what was known when it was handed over.
             request: the request.
             sent: how many tokens each output had.
             end: its terminal event.
@@ -261,21 +256,21 @@ class Forecaster:
         self._relative_error = error if known is None else known + _REQUEST_RATE * (error - known)
 
     def _quote(self, request: GenerationRequest) -> Quote:
-        """What is known now, for a request that would share its steps with all that is outstanding."""
+        """What is known now, for a request that shares its steps with all that the engine has."""
         others = sum(known.num_rows for known in self._outstanding.values())
         rows = max(0, min(others, self._max_rows - request.num_rows))
-        company = Company(rows, self._times.pairs_per_row, self._times.stretch) if rows else ALONE
-        return Quote(self._times.rates, company, self._rivals())
+        batch = BatchLoad(rows, self._times.pairs_per_row, self._times.stretch) if rows else ALONE
+        return Quote(self._times.rates, batch, self._rivals())
 
-    def _foretell(
+    def _predict(
         self, request: GenerationRequest, quote: Quote, queue_seconds: float, cached_tokens: int
-    ) -> Forecast | None:
+    ) -> Prediction | None:
         phases = quote.phases(self.costs.work(request, cached_tokens))
         if phases is None:
             return None
         alone = tuple(itertools.accumulate((queue_seconds, *phases)))
         begins, first, ends = (stretched(seconds, quote.rivals) for seconds in alone)
-        return Forecast(
+        return Prediction(
             queue_seconds=begins,
             prefill_seconds=first - begins,
             decode_seconds=ends - first,
@@ -283,14 +278,14 @@ class Forecaster:
         )
 
     def _turn(self, request: GenerationRequest) -> tuple[int, float]:
-        """Who goes first, smaller is sooner; among equals, who came first."""
+        """The order of admission, smaller first."""
         return -request.priority, due_time(request, self._patience)
 
     def _queue_seconds(self, request: GenerationRequest, quote: Quote) -> float:
-        """Until rows are free for a request that is handed over now, and no prompt is left before its own."""
-        rows = min(request.num_rows + quote.company.num_rows, self._max_rows)
-        step = quote.rates.step_seconds(rows, rows * self._times.pairs_per_row) * quote.company.stretch
-        # Less urgent ones make way.
+        """Seconds until rows are free for a request that is handed over now, and the prompts before it are computed."""
+        rows = min(request.num_rows + quote.batch.num_rows, self._max_rows)
+        step = quote.rates.step_seconds(rows, rows * self._times.pairs_per_row) * quote.batch.stretch
+        # Less urgent requests are preempted.
         turn = self._turn(request)
         known = self._outstanding.values()
         # Equals of other tenants keep no request from its own tenant's share of rows and prompts.
@@ -322,12 +317,12 @@ class Forecaster:
 
 
 def _tokens_left(known: _Outstanding) -> float:
-    """Steps that a request will likely decode for: one at least, as it has not ended."""
+    """Steps that a request will likely decode for, at least one."""
     return max(known.likely_tokens - known.num_tokens / known.num_rows, 1.0)
 
 
 def _has_known_length(request: GenerationRequest) -> bool:
-    """Whether nothing can end a request's outputs before they are as long as they may be."""
+    """Whether nothing can end a request's outputs before their limit."""
     stopping = request.stopping
     can_stop = stopping.stop or stopping.stop_token_ids or not stopping.ignore_eos
     return stopping.max_tokens <= 1 or stopping.min_tokens == stopping.max_tokens or not can_stop

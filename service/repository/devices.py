@@ -1,10 +1,10 @@
-"""What a server computes on: the operator's wish, held against what its models are exported for and the machine.
+"""Chooses the device that a server computes on, from the operator's choice, the artifacts and the machine.
 
     MODELS/NAME/manifest.json          a model for one device
     MODELS/NAME/cpu/, …/cuda/          the same model for either: one folder for machines with a GPU and without
 
-A server computes on one device: one thread steps its models in turn, and those on a device would wait for those on the
-processor. Knows folders and manifests; graphs are tried by `service.engine.sessions.session`.
+A server computes on one device: one thread steps all models, and those on a GPU would wait for those on the CPU. Knows
+folders and manifests; graphs are tried by `service.engine.sessions.session`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def artifact_folder(folder: Path, device: Device) -> Path:
-    """Where a model's artifact for a device is: in a folder of that name in the model's, or the model's itself."""
+    """The folder of a model's artifact for a device: the subfolder of that name, or the model's folder itself."""
     own = folder / device
     return own if not (folder / MANIFEST).exists() and (own / MANIFEST).exists() else folder
 
@@ -32,21 +32,18 @@ def artifact_folder(folder: Path, device: Device) -> Path:
 def choose_device(
     wanted: Device, folders: Collection[Path], find_problem: Callable[[Path], str | None] | None = None
 ) -> Device:
-    """The device that a server computes on; logs where it is not the one which models are exported for.
+    """`CPU` or `CUDA`; logs if models are exported for CUDA and it does not work.
 
     Args:
-        wanted: `AUTO` is CUDA where all models are exported for it and it works, else the processor.
+        wanted: `AUTO` is CUDA if all models are exported for it and it works, else the CPU.
         folders: of the models.
-        find_problem: says why CUDA does not work, given an artifact for it; `find_problem_with` unless given.
-
-    Returns:
-        `CPU` or `CUDA`.
+        find_problem: returns why CUDA does not work, given an artifact for it; by default `find_problem_with`.
 
     Raises:
         StartupError: when a model is not exported for the device that is left, or CUDA is wanted and does not work.
     """
     found_in = {folder.name: _artifacts(folder) for folder in folders}
-    # Who loads a folder in which nothing can be read says what is wrong with it.
+    # Folders without a readable manifest are left to loading, which reports them.
     artifacts = {name: found for name, found in found_in.items() if found}
     lacking = {device: [name for name, found in artifacts.items() if device not in found] for device in BuiltFor}
     find = find_problem or find_problem_with
@@ -61,7 +58,7 @@ def choose_device(
 
 
 def find_problem_with(artifact: Path) -> str | None:
-    """Why an artifact's graphs do not run on the first CUDA device, in words for an operator; None if they can.
+    """Why an artifact's graphs do not run on the first CUDA device, for an operator; None if they do.
 
     Tries the smallest of them, which has no weights.
     """
@@ -72,7 +69,7 @@ def find_problem_with(artifact: Path) -> str | None:
     except StartupError as error:
         return "; ".join(error.problems)
     except (ArtifactError, KeyError):
-        # Loading it reports what is wrong.
+        # Left to loading, which reports it.
         return None
     return None
 
@@ -102,14 +99,14 @@ def _pick(
 def _obstacle(
     artifacts: Mapping[str, Mapping[BuiltFor, Path]], find_problem: Callable[[Path], str | None]
 ) -> str | None:
-    """Why CUDA does not work, tried with the first artifact for it; without one there is nothing to say against it."""
+    """Why CUDA does not work, tried with the first artifact for it; None if it works or there is no such artifact."""
     for_cuda = (found[BuiltFor.CUDA] for found in artifacts.values() if BuiltFor.CUDA in found)
     first = next(for_cuda, None)
     return None if first is None else find_problem(first)
 
 
 def _artifacts(folder: Path) -> dict[BuiltFor, Path]:
-    """A model's artifacts by device; none where a manifest cannot be read, or there is none."""
+    """A model's artifacts by device; empty if no manifest can be read."""
     try:
         if (folder / MANIFEST).exists():
             return {read_manifest(folder).device: folder}

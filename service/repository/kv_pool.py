@@ -1,19 +1,17 @@
-"""One budget for the keys and values of all models, and which part of it each model has.
+"""The memory budget of all models' keys and values, and each model's part of it.
 
     budget  =  parts of the models that are served
             +  parts kept for models that the operator named, until they are served
             +  what is left, for models that come later
 
 Parts are dealt once, at the start: by the operator's weights, or in proportion to what all rows of each model take at
-full length, so that every model can run the same share of its rows. A model that comes later gets the part that it has
-had or was named with, or else what it needs, cut to what is left; with less than one row of full length it is refused.
-Models that leave give their part back. Without a budget, every model gets what it needs; and always, all that models
-take together must fit into this machine's memory.
+full length, so that every model can run the same share of its rows. A later model gets the part that it had or was
+named with, else what it needs, cut to what is left; with less than one row of full length it is refused. Models that
+are unloaded give their part back. Without a budget every model gets what it needs. In any case all models together must
+fit into this machine's memory.
 
-Engines of one model that live beside each other while it is reloaded have one part: the larger of theirs. That they
-keep to it is the engine thread's business.
-
-Counts bytes; knows no engines, no tensors and no files. On the event loop, once that runs.
+Engines of one model that live beside each other during a reload share the larger of their parts; the engine thread sees
+to that. Counts bytes; knows no engines, tensors or files. Event loop only, once that runs.
 """
 
 from __future__ import annotations
@@ -28,10 +26,7 @@ from service.errors import StartupError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What one engine of a model may take, from when it was asked for until it is given back, in bytes.
-
-    `kv_bytes` is the budget of its K/V, `besides` all else that it needs.
-    """
+    """What one engine of a model may take until it is given back: `kv_bytes` for K/V, `besides` for all else."""
 
     model: str
     kv_bytes: int
@@ -39,7 +34,7 @@ class Part:
 
 
 class KVPool:
-    """Who has what.
+    """The parts that are taken.
 
     Args:
         num_bytes: the budget of all K/V; None gives every model what it needs.
@@ -62,7 +57,7 @@ class KVPool:
         self._memory = memory
         self._kept_for: frozenset[str] = frozenset() if num_bytes is None else frozenset(weights)
         self._planned: dict[str, int] = {} if num_bytes is None else _deal(num_bytes, weights, needs)
-        self._parts: dict[str, list[Part]] = {}
+        self._parts: list[Part] = []
         problems: list[str] = []
         for model, need in needs.items():
             try:
@@ -80,13 +75,13 @@ class KVPool:
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """By model, what its K/V may take."""
-        return {model: self._taken(model) for model in self._parts}
+        """By model, the bytes that its K/V may take."""
+        return {part.model: self._taken(part.model) for part in self._parts}
 
     @property
     def kept(self) -> Mapping[str, int]:
-        """By model that was named and is not served, what is kept for it."""
-        return {model: self._planned[model] for model in sorted(self._kept_for) if model not in self._parts}
+        """By model that was named and is not served, the bytes that are kept for it."""
+        return {model: self._planned[model] for model in sorted(self._kept_for - self.parts.keys())}
 
     @property
     def num_left(self) -> int | None:
@@ -94,8 +89,8 @@ class KVPool:
         return None if self._num_bytes is None else self._room("")
 
     def part_of(self, model: str) -> Part | None:
-        """The part that a model asked for last, None where it has none."""
-        return self._parts[model][-1] if model in self._parts else None
+        """The part that a model took last; None if it has none."""
+        return next((part for part in reversed(self._parts) if part.model == model), None)
 
     def take(self, model: str, needs: MemoryNeeds) -> Part:
         """A part for an engine of a model, beside those that the model has.
@@ -116,31 +111,28 @@ class KVPool:
         return part
 
     def give_back(self, part: Part) -> None:
-        """An engine is gone.
+        """Gives back the part of an engine that was released.
 
         Raises:
             ValueError: when the part was given back before.
         """
-        parts = self._parts.get(part.model, [])
-        parts.remove(part)
-        if not parts:
-            del self._parts[part.model]
+        self._parts.remove(part)
 
     def _deal_out(self, model: str, needs: MemoryNeeds, wanted: int) -> Part:
-        """So much of what is left, or all of that; everything that is needed where there is no budget."""
+        """A part of `wanted` bytes, at most what is left; without a budget, all that the model needs."""
         kv_bytes = needs.whole if self._num_bytes is None else min(wanted, self._room(model))
         if kv_bytes < needs.least:
             raise StartupError([self._too_little(model, kv_bytes, needs.least)])
         part = Part(model, kv_bytes, needs.besides)
-        self._parts.setdefault(model, []).append(part)
+        self._parts.append(part)
         return part
 
     def _taken(self, model: str) -> int:
-        return max((part.kv_bytes for part in self._parts.get(model, ())), default=0)
+        return max((part.kv_bytes for part in self._parts if part.model == model), default=0)
 
     def _room(self, model: str) -> int:
-        """What a model may have at most: its own part, and what is neither others' nor kept for others."""
-        others = (self._parts.keys() | self._kept_for) - {model}
+        """The most that a model may have: the budget less the parts of others and those kept for others."""
+        others = (self.parts.keys() | self._kept_for) - {model}
         spoken_for = sum(
             max(self._taken(other), self._planned[other] if other in self._kept_for else 0) for other in others
         )
@@ -157,8 +149,8 @@ class KVPool:
         )
 
     def _check_memory(self) -> None:
-        """Refuses what this machine cannot keep: the kernel would not, and end the process once memory is touched."""
-        besides = sum(part.besides for parts in self._parts.values() for part in parts)
+        """Refuses what this machine cannot hold: the kernel would grant it and kill the process once it is touched."""
+        besides = sum(part.besides for part in self._parts)
         needed = sum(self.parts.values()) + besides
         if self._memory is not None and needed > self._memory:
             each = ", ".join(f"{model} {num_bytes}" for model, num_bytes in sorted(self.parts.items()))

@@ -1,55 +1,133 @@
-"""`python -m service.repository.load_check SETTINGS`: loads and proves one model, in a process that may fail.
+"""The load check: a large artifact is loaded and proven in a child process before a running server loads it.
 
-What `service.repository.library` starts before it loads a large artifact beside running streams, which it stays behind:
-it is nice to them, and does not spin. Its address space is limited to what such an artifact needs, and where the
-machine runs out of memory all the same, the kernel ends this process first. SETTINGS is JSON; the last line of stdout
-is JSON too: what is wrong with the artifact, if anything, and how long its sessions took to make.
+An artifact that is unfit, or that crashes ONNX Runtime, is found there, and one that is fit is in the page cache then.
+The child is nice to the running streams and does not spin. Its address space is limited to what such an artifact needs;
+if the machine runs out of memory all the same, the kernel kills this process first.
+
+`python -m service.repository.load_check SETTINGS` is the child. SETTINGS is JSON; the last line of stdout is JSON too:
+the problems of the artifact and how long its sessions took to make.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
+import signal
+import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from service.config import Kernels, ServeConfig
+from service.engine.engine import LastRun
 from service.engine.kv.budget import weight_bytes
 from service.engine.types import Device
 from service.errors import StartupError
-from service.repository.library import prove
-from service.repository.loading import build_engines, load_model, manifest_of, needs_of
+from service.repository.loading import load_model, manifest_of, needs_of, share_memory
+from service.repository.startup import prepare
+
+_LOGGER = logging.getLogger(__name__)
+
+MIN_BYTES = 64 << 20
+"""The size from which an artifact is checked."""
+MAX_SECONDS = 600.0
 
 _NICENESS = 5
-# Libraries with what they reserve, and for each thread its stack and its arena: a server of small models has 1 GiB.
+# Libraries and what they reserve; for each thread its stack and its arena. A server of small models has 1 GiB.
 _LIBRARY_BYTES = 4 << 30
 _THREAD_BYTES = 128 << 20
-# Weights in the file, as they are read of it, and in float32 once or twice: those of four bits have been seen to take
-# nine times their size.
+# Weights in the file, as they are read, and in float32 once or twice: int4 weights were seen to take nine times their
+# size.
 _WEIGHT_FACTOR = 24
 
 
+class LoadCheck:
+    """Runs the child, one at a time, until it is closed."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[str] | None = None
+        self._is_closed = False
+
+    def run(self, config: ServeConfig, name: str, kv_memory: int) -> None:
+        """Checks a model with so many bytes of K/V. Blocks.
+
+        Raises:
+            StartupError: with what the child found, or how it ended.
+        """
+        command = [
+            sys.executable,
+            "-m",
+            "service.repository.load_check",
+            json.dumps(settings_of(config, name, kv_memory)),
+        ]
+        with subprocess.Popen(  # noqa: S603 (ourselves)
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as child:
+            self._child = child
+            if self._is_closed:
+                child.kill()
+            try:
+                out, err = child.communicate(timeout=MAX_SECONDS)
+            except subprocess.TimeoutExpired as error:
+                child.kill()
+                raise StartupError([f"its load check did not end in {MAX_SECONDS:g} s"]) from error
+            finally:
+                if self._child is child:
+                    self._child = None
+        answer = _last_json(out)
+        if answer is None:
+            _LOGGER.error("the load check of %s ended with %d: %s", name, child.returncode, err.strip()[-2000:])
+            raise StartupError([f"the process of its load check ended with {_ending(child.returncode)}"])
+        if problems := answer["problems"]:
+            raise StartupError(problems)
+        _LOGGER.info("%s has passed its load check: its sessions took %.1f s to make", name, answer["session_seconds"])
+
+    def close(self) -> None:
+        """Kills the child that runs now, and those that follow."""
+        self._is_closed = True
+        if self._child is not None:
+            self._child.kill()
+
+
+def settings_of(config: ServeConfig, name: str, kv_memory: int | None = None) -> dict[str, Any]:
+    """What the child needs to load a model as this server would, with so many bytes of K/V."""
+    return {
+        "folder": str(config.models),
+        "name": name,
+        "max_batch_size": config.max_batch_size,
+        "prefill_chunk": config.prefill_chunk,
+        "device": str(config.device),
+        "kv_memory": kv_memory,
+        "threads": config.threads,
+        "kernels": str(config.kernels),
+        "look_up": config.look_up,
+    }
+
+
+def read_settings(settings: Mapping[str, Any]) -> tuple[str, ServeConfig]:
+    """The model's name and the configuration to load it by, from `settings_of`."""
+    others = {name: value for name, value in settings.items() if name not in ("name", "folder")}
+    others["device"] = Device(settings["device"])
+    others["kernels"] = Kernels(settings["kernels"])
+    return settings["name"], ServeConfig(models=Path(settings["folder"]), spin=False, **others)
+
+
 def main(argv: Sequence[str]) -> int:
-    """Tries it out; 0 whether the model is fit or not."""
+    """The child; 0 whether the model is fit or not."""
     os.nice(_NICENESS)
     (text,) = argv
     name, config = read_settings(json.loads(text))
     problems: list[str] = []
     seconds = 0.0
-    _bound(config.models / name, config)
+    _limit_memory(config.models / name, config)
     try:
         model = load_model(config.models / name, config.device)
-        began = time.monotonic()
-        # As a server does it, which then has memory for it: here a lack of that ends nothing else.
-        engine = build_engines(config.models, [model], config, is_serving=True)[name]
-        seconds = time.monotonic() - began
-        parity = prove(model, engine)
-        problems += [f"golden case {case.name} failed" for case in parity.cases if not case.passed]
+        kv_bytes = share_memory([model], config).parts[name]
+        seconds = prepare(config, model, kv_bytes, LastRun()).session_seconds
     except StartupError as error:
         problems += error.problems
     except MemoryError as error:
@@ -58,12 +136,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _bound(folder: Path, config: ServeConfig) -> None:
-    """Limits this process to a few times what fit artifacts have been seen to take of address space."""
+def _limit_memory(folder: Path, config: ServeConfig) -> None:
+    """Limits the child's address space to a few times what fit artifacts were seen to take."""
     try:
         manifest = manifest_of(folder, config.device)
     except StartupError:
-        return  # which loading it says again, before anything of it is read
+        return  # loading it says so again, before anything of it is read
     needs = needs_of(manifest, config)
     kv_bytes = needs.whole if config.kv_memory is None else config.kv_memory
     num_threads = (os.cpu_count() or 1) + (config.threads or 0)
@@ -77,12 +155,19 @@ def _bound(folder: Path, config: ServeConfig) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
-def read_settings(settings: Mapping[str, Any]) -> tuple[str, ServeConfig]:
-    """The model's name and the configuration to load it by, from `service.repository.library.trial_settings`."""
-    others = {name: value for name, value in settings.items() if name not in ("name", "folder")}
-    others["device"] = Device(settings["device"])
-    others["kernels"] = Kernels(settings["kernels"])
-    return settings["name"], ServeConfig(models=Path(settings["folder"]), spin=False, **others)
+def _ending(returncode: int) -> str:
+    """A process's exit status, or the name of the signal that ended it."""
+    if returncode < 0 and -returncode in {*signal.Signals}:
+        return signal.Signals(-returncode).name
+    return str(returncode)
+
+
+def _last_json(text: str) -> dict[str, Any] | None:
+    try:
+        answer: dict[str, Any] = json.loads(text.strip().rpartition("\n")[2])
+    except ValueError:
+        return None
+    return answer
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""From a folder of artifacts to models that can be served; every problem of every artifact is reported at once.
+"""The steps of start-up: reads and checks artifacts, shares memory, builds engines (`service.repository.startup`).
 
-Loading graphs takes seconds: it is done before anything is served, or on a thread of its own
-(`service.repository.library`).
+Each step reports all problems of all artifacts at once. Building takes seconds: do it before serving, or on another
+thread.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ _Loaded = TypeVar("_Loaded")
 
 
 def load_models(folder: Path, device: Device = Device.AUTO) -> tuple[ServedModel, ...]:
-    """Reads and checks every artifact below `folder`; a subfolder's name is its model's.
-
-    Args:
-        folder: of the artifacts.
-        device: what computes, as `settle_device` says; `AUTO` leaves that to each artifact.
+    """Loads every artifact below `folder` as `load_model` does; a subfolder's name is its model's.
 
     Raises:
         StartupError: listing all that is wrong with any of them.
@@ -66,7 +62,7 @@ def load_models(folder: Path, device: Device = Device.AUTO) -> tuple[ServedModel
 
 
 def settle_device(config: ServeConfig) -> ServeConfig:
-    """The configuration with the device that the server computes on, in the place of a wish.
+    """The configuration with the device that computes, instead of `AUTO`.
 
     Raises:
         StartupError: when a model is not exported for it, or it does not work.
@@ -84,20 +80,20 @@ def model_names(folder: Path) -> tuple[str, ...]:
 
 
 def needs_of(manifest: Manifest, config: ServeConfig) -> MemoryNeeds:
-    """What serving an artifact takes of memory."""
+    """The memory that serving an artifact takes."""
     return memory_needs(manifest, config.max_batch_size, config.chunk_tokens)
 
 
 def check_room(manifest: Manifest, config: ServeConfig, kv_bytes: int) -> None:
-    """Refuses to load a model beside others where memory is too short, before any of it is taken.
+    """Refuses to load a model beside others if memory is too short, before any of it is taken.
 
     Weights count twice: until the engine is proven, a copy of their file lies beside them, which the kernel cannot drop
-    as it drops cached files. On a CUDA device memory was checked as the model's part of it was taken.
+    as it drops cached files. The memory of a CUDA device was checked when the model took its part.
 
     Args:
         manifest: the artifact's.
         config: sizes.
-        kv_bytes: what the model's K/V may take beyond those of the engine that it replaces.
+        kv_bytes: bytes of the model's K/V beyond those of the engine that it replaces.
 
     Raises:
         StartupError: with the bytes that it needs and the bytes that are left.
@@ -113,7 +109,7 @@ def check_room(manifest: Manifest, config: ServeConfig, kv_bytes: int) -> None:
 
 
 def share_memory(models: Iterable[ServedModel], config: ServeConfig) -> KVPool:
-    """Deals out the memory of all keys and values to the models that are there from the start.
+    """Deals out the K/V memory to the models that are served from the start.
 
     Raises:
         StartupError: when it is not enough for all of them, with the numbers.
@@ -129,7 +125,7 @@ def share_memory(models: Iterable[ServedModel], config: ServeConfig) -> KVPool:
     if room <= 0:
         raise StartupError([f"weights and steps need {besides} bytes of the device's memory, there are {free_bytes}"])
     num_bytes = config.kv_memory
-    # A device has all of it taken at once: what it has left is a better default than a refusal.
+    # A device's K/V are reserved at once: all memory that is left is a better default than a refusal.
     if num_bytes is None and sum(need.whole for need in needs.values()) > room:
         num_bytes = room
     return KVPool(num_bytes, shares, free_bytes, needs)
@@ -144,16 +140,16 @@ def build_engines(
     *,
     is_serving: bool = False,
 ) -> dict[str, Engine]:
-    """Loads every model's graphs, reserves its key-value cache and, where guesses are wanted, proves them harmless.
+    """Loads every model's graphs, reserves its K/V and, with speculation, proves that it changes no bits.
 
     Args:
         folder: of the artifacts.
-        models: what is to be served of it.
+        models: those to be served.
         config: sizes and threads.
-        last_run: shared by all engines that one thread steps; a new one unless given.
-        kv_memory: bytes that the K/V of each model may take; as `share_memory` deals them out unless given.
-        is_serving: whether the process serves other models, and must survive files that are truncated meanwhile. It
-            takes memory for the weights once more until the engines are proven.
+        last_run: shared by all engines that one thread steps.
+        kv_memory: bytes of each model's K/V; by default as `share_memory` deals them out.
+        is_serving: whether the process serves other models, and must survive files that are truncated meanwhile: a copy
+            of the weights is held until the engines are proven.
 
     Raises:
         StartupError: listing all that is wrong with any of them.
@@ -186,11 +182,11 @@ def build_engines(
             shared,
             config.device,
         )
-        # What was loaded is what was checked.
+        # The files that were loaded are those that were checked.
         if model.stamp and model.stamp != stamp(own, model.manifest):
             raise StartupError([f"{own}: its files have changed while it was loaded"])
         if config.look_up:
-            # Here and not with the golden cases: where those are replayed, other models' streams stand still.
+            # Not with the golden cases: while the engine thread replays those, streams of other models stand still.
             engine.prove_speculation(model.golden_cases)
         return model.name, engine
 
@@ -198,11 +194,11 @@ def build_engines(
 
 
 def load_model(folder: Path, device: Device = Device.AUTO) -> ServedModel:
-    """Reads and checks one artifact; the name of the model's folder is the model's.
+    """Reads and checks one artifact, all but its graphs; the folder's name is the model's.
 
     Args:
         folder: the model's (`service.repository.devices`).
-        device: what computes it; `AUTO` is whatever its artifact is for.
+        device: computes the model; `AUTO` is the one that its artifact is for.
 
     Raises:
         StartupError: listing all that is wrong with it.
@@ -211,7 +207,7 @@ def load_model(folder: Path, device: Device = Device.AUTO) -> ServedModel:
     name, folder = folder.name, artifact_folder(folder, device)
     before = stamp(folder, manifest)
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
-        # They want a core, not the interpreter. Until they are known, nothing that was read or went wrong counts.
+        # Checksums want a core, not the interpreter. Wrong ones outrank whatever reading finds.
         checksums = beside.submit(_load, folder, device)
         try:
             return dataclasses.replace(_read(name, folder, manifest), stamp=before)
@@ -220,11 +216,7 @@ def load_model(folder: Path, device: Device = Device.AUTO) -> ServedModel:
 
 
 def manifest_of(folder: Path, device: Device) -> Manifest:
-    """The manifest of an artifact all of whose files are there, are regular, and have their sizes: they can be opened.
-
-    Args:
-        folder: the model's.
-        device: as for `load_model`.
+    """The manifest of an artifact whose files are all there, regular, and of the right sizes; checksums are not read.
 
     Raises:
         StartupError: listing every problem, wrong checksums among them.
@@ -246,7 +238,7 @@ def _load(folder: Path, device: Device, *, checksums: bool = True) -> Manifest:
 
 
 def _read(name: str, folder: Path, manifest: Manifest) -> ServedModel:
-    """All of an artifact but its graphs; raises StartupError."""
+    """Everything but the graphs; raises StartupError with all problems."""
     problems: list[str] = []
     prompt = _load_tokenizer(folder / TOKENIZER, _prompt_vocab_size(manifest), problems)
     output = prompt
@@ -302,7 +294,7 @@ def _load_chat(path: Path, tokenizer: Tokenizer, problems: list[str]) -> Chat | 
 
 
 def _load_all(items: Iterable[_Item], load_one: Callable[[_Item], _Loaded]) -> tuple[_Loaded, ...]:
-    """Loads each item, and raises what all of them have to complain about."""
+    """Loads each item; raises StartupError with the problems of all of them."""
     loaded: list[_Loaded] = []
     problems: list[str] = []
     for item in items:

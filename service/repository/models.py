@@ -1,6 +1,7 @@
-"""The served models: what is known of each, whether it answers, and its half of a request's validation.
+"""What is known of a model from its artifact, and the checks of a request that depend on the model.
 
-A `ServedModel` never changes; which of them answer does, on the event loop alone. Knows neither engines nor protobuf.
+A `ServedModel` is immutable. What changes while it is served is `service.repository.entry`'s. Knows neither engines nor
+protobuf.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from model.spec.tokenizer import Tokenizer
 from service.engine.kv.budget import plan_kv_memory
 from service.engine.step_engine import StepEngine
 from service.engine.types import SamplingParams, StoppingParams
-from service.errors import InvalidRequest, NotServing, PromptTooLong, UnknownModel, UnsupportedFeature
+from service.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
 from service.forecasting.costing import CostModel
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt that the model's own template makes of messages, one at least."""
+    """Messages, at least one, that the model's chat template turns into a prompt."""
 
     messages: tuple[Message, ...]
 
@@ -42,13 +43,13 @@ class ModelState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """How the golden cases went on the provider in use."""
+    """Results of the golden cases on the provider in use."""
 
     cases: tuple[CaseResult, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether every case did; no cases prove nothing."""
+        """Whether every case passed; False without cases."""
         return bool(self.cases) and all(case.passed for case in self.cases)
 
     @property
@@ -64,10 +65,7 @@ class Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """One model, as everything but its engine sees it.
-
-    `chat` is its template for conversations, None without one. `stamp` is that of its files before they were checked.
-    """
+    """What is known of one model. `chat` is its template; `stamp` is that of its files before they were checked."""
 
     name: str
     manifest: Manifest
@@ -85,13 +83,13 @@ class ServedModel:
 
     @property
     def max_target_prefix_tokens(self) -> int:
-        """Longest forced start of an output that leaves room for a token behind it and the start token before it."""
+        """Longest target prefix that leaves room for the start token before it and a token after it."""
         config = self.manifest.config
         return config.context - 2 if config.is_encoder_decoder else 0
 
     @property
     def output_beginning(self) -> tuple[int, ...]:
-        """The token that the model wants every output to begin with, if any: what a request gives comes behind it."""
+        """The token that the model forces at the beginning of every output, if any; a target prefix follows it."""
         first = self.manifest.generation.forced_first_id
         return () if first is None else (first,)
 
@@ -108,22 +106,18 @@ class ServedModel:
 
     @property
     def kv_token_bytes(self) -> int:
-        """What the keys and values of one token take, the decoder's or its source's."""
+        """Bytes of the K/V of one token, the decoder's or its source's."""
         return plan_kv_memory(self.manifest, 1, None).token_bytes
 
     def cost_model(self, engine: StepEngine) -> CostModel:
-        """What its requests cost on this engine."""
+        """Counts the work of its requests on this engine."""
         return CostModel(self.manifest.config, engine.chunk_rules, self.kv_token_bytes)
 
     def encode_prompt(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
-        """Token ids of a prompt; text may take milliseconds, so call this off the event loop.
-
-        Args:
-            prompt: text, raw ids or a conversation.
-            max_tokens: how many it may have, `max_prompt_tokens` unless given.
+        """Token ids of a prompt. Text may take milliseconds: call this off the event loop.
 
         Raises:
-            PromptTooLong: when it has more: for a prompt to be continued, when it leaves no room in the context.
+            PromptTooLong: when it has more than `max_tokens`, by default `max_prompt_tokens`.
             InvalidRequest: when an id is not in the vocabulary, the text has no tokens, or the template refuses.
             UnsupportedFeature: for a conversation with a model that has no template.
         """
@@ -157,9 +151,7 @@ class ServedModel:
         return tuple(self.chat.tokenize(written))
 
     def encode_target_prefix(self, text: str) -> tuple[int, ...]:
-        """Token ids of an output's forced start, with no control token but one that the model wants to come first.
-
-        Like `encode_prompt`, off the event loop.
+        """Token ids of a target prefix, after the token that the model forces first. Call this off the event loop.
 
         Raises:
             InvalidRequest: when the model is decoder-only: its prompt is what the output continues.
@@ -190,9 +182,9 @@ class ServedModel:
             raise InvalidRequest("stopping.stop_token_ids", largest, limit)
 
     def check_logits_rules(self, sampling: SamplingParams, stopping: StoppingParams) -> None:
-        """Refuses rules that speak of tokens the model does not have, or that leave it none to choose.
+        """Refuses rules with tokens that the model does not have, or that leave none to choose.
 
-        Many allowed ids may take milliseconds, so call this off the event loop.
+        Many allowed ids may take milliseconds: call this off the event loop.
 
         Raises:
             InvalidRequest: naming the first entry out of range, or the field that leaves nothing.
@@ -218,7 +210,7 @@ class ServedModel:
 
 
 def prompt_field(prompt: Prompt) -> str:
-    """The path of the field that this prompt came in."""
+    """The path of a prompt's field in the request."""
     match prompt:
         case str():
             return "prompt.text"
@@ -229,7 +221,7 @@ def prompt_field(prompt: Prompt) -> str:
 
 
 def text_size(given: Prompt | None) -> int:
-    """Bytes of a text, or of all that a conversation says; 0 for ids, which are not tokenized."""
+    """Bytes of a text or of a conversation's messages; 0 for ids, which are not tokenized."""
     match given:
         case str():
             return len(given.encode())
@@ -240,7 +232,7 @@ def text_size(given: Prompt | None) -> int:
 
 
 def require_room(field: str, num_bytes: int, tokenizer: Tokenizer, max_tokens: int) -> None:
-    """Refuses a text that has more bytes than so many tokens hold, before any work is spent on it.
+    """Refuses a text with more bytes than `max_tokens` can hold, before any work is spent on it.
 
     Raises:
         PromptTooLong: with the numbers of bytes.
@@ -260,101 +252,3 @@ def check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"{field}[{index}]", token_id, f"must be below the vocabulary's size {vocab_size}")
-
-
-class Models:
-    """The served models by name, and whether each answers."""
-
-    def __init__(self, models: Iterable[ServedModel]) -> None:
-        self._models = {model.name: model for model in sorted(models, key=lambda model: model.name)}
-        self._states = dict.fromkeys(self._models, ModelState.STARTING)
-        self._parity: dict[str, Parity] = {}
-        self._is_draining = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All served models' names, sorted."""
-        return tuple(self._models)
-
-    def resolve(self, name: str) -> ServedModel:
-        """The model a request means; it may leave the name out where one is served.
-
-        Raises:
-            UnknownModel: when there is none of this name, or several and no name.
-        """
-        if not name and len(self._models) == 1:
-            return next(iter(self._models.values()))
-        if name not in self._models:
-            raise UnknownModel(name, self.names)
-        return self._models[name]
-
-    def require_serving(self, name: str) -> None:
-        """Refuses requests to a model that does not answer.
-
-        Raises:
-            NotServing: saying why.
-        """
-        match self._states[name]:
-            case ModelState.STARTING:
-                raise NotServing(f"{name} is starting")
-            case ModelState.FAILED:
-                raise NotServing(f"{name} does not answer as its golden cases say, or fails")
-            case ModelState.DRAINING:
-                raise NotServing(f"{name} is draining")
-
-    def state(self, name: str) -> ModelState:
-        """Whether a model answers."""
-        return self._states[name]
-
-    def parity(self, name: str) -> Parity | None:
-        """How a model's golden cases went when they were last replayed; None before that."""
-        return self._parity.get(name)
-
-    def is_served(self, model: ServedModel) -> bool:
-        """Whether this very model is served: not one that has been loaded in its place."""
-        return self._models.get(model.name) is model
-
-    def verified(self, model: ServedModel, parity: Parity) -> None:
-        """Takes note of a replay: a model that failed answers no more, one that passed does, unless it is draining.
-
-        The replay of a model that is not served any more is ignored.
-        """
-        if not self.is_served(model):
-            return
-        self._parity[model.name] = parity
-        if self._states[model.name] is not ModelState.DRAINING:
-            self._states[model.name] = ModelState.SERVING if parity.passed else ModelState.FAILED
-
-    def serve(self, model: ServedModel, parity: Parity) -> None:
-        """A model that has passed its golden cases is served from now on, in place of any other of its name.
-
-        It takes no requests where the server is stopping.
-        """
-        self._models = dict(sorted({**self._models, model.name: model}.items()))
-        self._states[model.name] = ModelState.DRAINING if self._is_draining else ModelState.SERVING
-        self._parity[model.name] = parity
-
-    def withdraw(self, name: str) -> None:
-        """A model takes no more requests: it is about to be removed."""
-        self._states[name] = ModelState.DRAINING
-
-    def remove(self, name: str) -> None:
-        """A model is served no more."""
-        for known in (self._models, self._states, self._parity):
-            known.pop(name, None)
-
-    def failing(self, name: str) -> bool:
-        """A model's engine fails step after step: it answers no more, until it is proven or loaded anew.
-
-        Returns:
-            Whether it answered until now.
-        """
-        if self._states.get(name) is not ModelState.SERVING:
-            return False
-        self._states[name] = ModelState.FAILED
-        return True
-
-    def drain(self) -> None:
-        """The server is stopping."""
-        self._is_draining = True
-        self._states = dict.fromkeys(self._models, ModelState.DRAINING)

@@ -1,157 +1,91 @@
-"""The bridge between the event loop and the engine thread: admission, streams, abort, the end.
+"""Requests on the engines: admission, streams of events, abort, and the end by failure.
 
     admit ──> submit ──> inbox ──> engine thread ──> step_done ──> stream ──> the consumer of `events`
 
 A request takes its place with `admit`, before any work is spent on it, and keeps it until the engine has reported its
-last event, so that what is counted is what really holds memory. Everything here runs on the event loop, which is why
-nothing is locked. Knows nothing of protobuf, gRPC or text.
+last event, so that places count what really holds memory. Everything here runs on the event loop, without locks. Knows
+nothing of protobuf, gRPC or text.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
-from typing import Self
+from typing import Protocol
 
 from service.access import Caller, current_caller
 from service.engine.step_engine import EngineHandle, StepEngine
-from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, StepStats, TokenEvent
+from service.engine.types import GenerationRequest, RequestTimings, StepOutput, StepStats, TokenEvent
 from service.errors import EngineFailed, InvalidRequest, NotServing, RequestCancelled, RequestError, report_failure
-from service.forecasting.admission import PATIENCE_SECONDS
-from service.forecasting.costing import Cost, CostModel
-from service.forecasting.deadline_margin import shortfall
-from service.forecasting.prediction import Estimate, Forecaster
-from service.forecasting.sharing import CoreSharing, Rival
-from service.runtime.engine_thread import EngineThread, Result
-from service.runtime.model_queue import Lane, LaneLimits
-from service.runtime.stream import Stream, request_key
-from service.telemetry.metrics import Metrics, ModelMetrics, RequestRecord
-from service.telemetry.recorder import FlightLog, FlightRecorder
+from service.forecasting.costing import CostModel
+from service.forecasting.deadline_margin import deadline_margin
+from service.forecasting.prediction import Estimate
+from service.forecasting.sharing import Rival
+from service.runtime.engine_thread import EngineThread
+from service.runtime.model_queue import ModelQueue, QueueLimits
+from service.runtime.stream import Place, Stream, held_by, owned_request, request_key
+from service.runtime.thread_client import ThreadClient, finish
+from service.telemetry.metrics import Metrics
+from service.telemetry.recorder import FlightLog, ModelRecorder, RecordedRequest, flight_log
 from service.telemetry.tracing import NoTracer, Tracer
 
-# Steps that tell how long the event loop lets an answer wait.
-_NUM_HANDED = 64
-# For a step to end, so that a refusal need not be wrong for want of what is cached.
-_MAX_LOOK_UP_SECONDS = 0.1
+# Steps from which the delay between engine and stream is taken.
+_NUM_DELAYS = 64
 
 
-class Admission:
-    """A place in the server: taken before any work is done for a request, kept until the engine is done with it."""
-
-    def __init__(self, engine: AsyncEngine, stream: Stream) -> None:
-        self._engine = engine
-        self._stream = stream
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._engine._leave(self._stream, error)
-
-    async def cached_tokens(self, request: GenerationRequest) -> int:
-        """How many tokens of a request need not be computed, where it would be refused if all had to be; 0 elsewhere.
-
-        The engine is asked between two steps; only who would be refused waits for that, a tenth of a second at most.
-
-        Raises:
-            RequestError: when the engine would refuse it, or has ended.
-        """
-        return await self._engine._cached_tokens(self._stream, request)
-
-    def submit(self, request: GenerationRequest, cached_tokens: int = 0, *, is_streamed: bool = True) -> None:
-        """Hands the request to the engine, once; leaving the `with` block aborts it if it is not over by then.
-
-        Args:
-            request: with the model and id of this place.
-            cached_tokens: what `cached_tokens` returned.
-            is_streamed: whether its events are wanted as they come; if not, they come when many wait, and at its end.
-
-        Raises:
-            DeadlineUnreachable: when it could not be answered before its deadline.
-            RequestError: when the engine has ended since the place was taken.
-        """
-        self._stream.is_streamed = is_streamed
-        self._engine._submit(self._stream, request, cached_tokens)
+class Entry(Protocol):
+    """A served model as it is seen here; `service.repository.entry.ModelEntry` is one."""
 
     @property
-    def cost(self) -> Cost | None:
-        """What the request has cost, once it is over; None if it had no first token."""
-        return self._stream.cost
-
-    async def events(self) -> AsyncGenerator[tuple[TokenEvent, ...], None]:
-        """Yields whatever events wait, one or more at a time; the terminal event is the last.
-
-        A consumer that is behind finds several events in one batch. Those of one output are in order; those of several
-        come as the engine reported them.
-
-        Raises:
-            RequestError: when the engine refused or failed the request; the events before that were yielded.
-        """
-        is_over = False
-        while not is_over:
-            events = await self._stream.take()
-            error = events[-1].error
-            if error is not None:
-                if len(events) > 1:
-                    yield events[:-1]
-                raise error if isinstance(error, RequestError) else report_failure("a request failed", error)
-            yield events
-            is_over = events[-1].is_terminal
+    def queue(self) -> ModelQueue:
+        """Its places."""
+        ...
 
 
-class AsyncEngine:
-    """All served models' engines, for callers on one event loop.
+class AsyncEngine(ThreadClient):
+    """The engines of all served models, for callers on one event loop.
 
     Args:
-        engines: by model name; the engine thread owns them from `start` on.
+        entries: the table of served models by name; its owner inserts and removes.
         metrics: where steps and requests are counted.
-        costs: by model name, what counts its requests; what predicts their times is built on it.
-        limits: who gets a place, for each model alike.
+        limits: of each model's places.
         failing: called with a model whose steps fail one after the other.
-        recorder: remembers steps and requests; by default nothing.
-        tracer: is notified of requests; none by default.
+        num_recorded: steps and requests that each model's recorder keeps.
+        tracer: is notified of requests.
         clock: monotonic seconds; deadlines and arrivals of requests are compared with it.
     """
 
     def __init__(
         self,
-        engines: Mapping[str, StepEngine],
+        entries: Mapping[str, Entry],
         metrics: Metrics,
-        costs: Mapping[str, CostModel],
-        limits: LaneLimits,
+        limits: QueueLimits,
         *,
         failing: Callable[[str], None] = lambda _: None,
-        recorder: FlightRecorder | None = None,
+        num_recorded: int = 0,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
+        self._entries = entries
         self._clock = clock
-        # Handed to the thread by `start`, and not kept: a model that is removed must leave its memory.
-        self._engines = dict(engines)
         self._metrics = metrics
         self._limits = limits
-        self._recorder = recorder or FlightRecorder(0)
-        self._tracer = tracer or NoTracer()
-        self._sharing = CoreSharing(limits.time_shares)
-        self._handing_seconds: deque[float] = deque([0.0], maxlen=_NUM_HANDED)
-        self._lanes = {name: self._make_lane(name, costs[name], engine) for name, engine in engines.items()}
         self._failing = failing
+        self._num_recorded = num_recorded
+        self._tracer = tracer or NoTracer()
+        # Handed to the thread by `start`, and not kept: a removed model must leave its memory.
+        self._not_started: dict[EngineHandle, StepEngine] = {}
+        self._delays: deque[float] = deque([0.0], maxlen=_NUM_DELAYS)
         self._streams: dict[str, Stream] = {}
         self._refuse: Callable[[], RequestError] | None = partial(NotServing, "the server is starting")
         self._idle = asyncio.Event()
         self._idle.set()
-        # Done once the thread has let go of an engine that was replaced or removed.
-        self._leaving: set[asyncio.Future[None]] = set()
-        self._ended: asyncio.Future[EngineFailed | None] | None = None
         self._fault: EngineFailed | None = None
 
     @property
@@ -163,16 +97,82 @@ class AsyncEngine:
         """Starts the engine thread; from now on requests are admitted. Call once, on the event loop."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        engines = {self._lanes[name].engine: engine for name, engine in self._engines.items()}
-        self._thread = EngineThread(engines, self, loop.call_soon_threadsafe, self._limits.time_shares, self._clock)
-        self._engines = {}
+        self._thread = EngineThread(
+            self._not_started, self, loop.call_soon_threadsafe, self._limits.time_shares, self._clock
+        )
+        self._not_started = {}
         self._thread.start()
         self._refuse = None
 
-    def admit(self, model: str, request_id: str) -> Admission:
-        """Takes a place for a request of a served model; give it back by leaving the `with` block.
+    # Models.
 
-        The request is the one's whose call the running task serves (`service.access`).
+    def open(self, model: str, engine: StepEngine, costs: CostModel, steps: Collection[StepStats] = ()) -> ModelQueue:
+        """Makes the queue of a model that this engine serves from now on, for the model's entry.
+
+        Args:
+            model: its name.
+            engine: given to the engine thread.
+            costs: counts the work of its requests.
+            steps: of the engine's calibration.
+        """
+        recorder = ModelRecorder(model, self._num_recorded)
+        queue = ModelQueue(
+            model, self._limits, self._metrics.for_model(model), recorder, engine, costs, self._rivals_of
+        )
+        queue.learn(steps)
+        if self._thread is None:
+            self._not_started[queue.engine] = engine
+        else:
+            self._thread.install(queue.engine, engine, lambda: None)
+        return queue
+
+    def replace(
+        self, queue: ModelQueue, engine: StepEngine, costs: CostModel, steps: Collection[StepStats] = ()
+    ) -> asyncio.Future[None]:
+        """Serves a model by another engine; the former one ends what it has begun, and then the future is done."""
+        former, released = queue.engine, self._release()
+        queue.serve_by(engine, costs, steps)
+        released.add_done_callback(lambda _: queue.release(former))
+        self._running.install(queue.engine, engine, partial(finish, released))
+        return released
+
+    async def remove(self, queue: ModelQueue, grace_seconds: float) -> asyncio.Future[None]:
+        """Takes a model's engine away once its requests are over; what outlives the grace ends with NotServing.
+
+        Keep new requests away before. The future is done once the engine is released.
+        """
+        try:
+            await asyncio.wait_for(queue.wait_idle(), grace_seconds)
+        except TimeoutError:
+            now = self._clock()
+            for stream in [stream for stream in self._streams.values() if stream.queue is queue]:
+                if stream.engine is not None:
+                    self._running.abort(stream.engine, stream.key)
+                self._fail(stream, NotServing(f"{queue.model} is not served any more"), now)
+        released = self._release()
+        self._running.remove(queue.engine, partial(finish, released))
+        queue.metrics.close()
+        return released
+
+    async def calibrate(self, queue: ModelQueue, max_seconds: float, max_wait_seconds: float) -> int:
+        """Learns step times from steps of its own, on the idle engine; returns how many.
+
+        Raises:
+            RequestError: as `call` does; NotServing if the engine was replaced or removed meanwhile.
+        """
+        engine = queue.engine
+        steps = await self.call(engine, lambda idle: idle.calibrate(max_seconds), max_wait_seconds)
+        if engine is not queue.engine or self._queue(queue.model) is not queue:
+            raise NotServing(f"the engine of {queue.model} has changed while it was calibrated")
+        queue.learn(steps)
+        return len(steps)
+
+    # Requests.
+
+    def admit(self, model: str, request_id: str) -> Place:
+        """Takes a place for a request; leave the `with` block to give it back.
+
+        The caller is the one whose call the running task serves (`service.access`).
 
         Raises:
             InvalidRequest: when its caller uses the id already.
@@ -183,15 +183,15 @@ class AsyncEngine:
         trace = self._tracer.request(model)
         caller = current_caller()
         try:
-            lane = self._lane_with_place(model, request_id, caller)
-            lane.take(caller.tenant, caller.weight)
+            queue = self._queue_with_place(model, request_id, caller)
+            queue.take(caller.tenant, caller.weight)
         except RequestError as error:
             self.refused(model, error, request_id)
             raise
-        stream = Stream(request_id, model, lane, trace, caller)
+        stream = Stream(request_id, queue, trace, caller)
         self._streams[stream.key] = stream
         self._idle.clear()
-        return Admission(self, stream)
+        return Place(stream, partial(self._submit, stream), partial(self._leave, stream))
 
     @contextmanager
     def place(self, model: str, request_id: str) -> Iterator[None]:
@@ -201,132 +201,43 @@ class AsyncEngine:
             RequestError: as `admit`.
         """
         caller = current_caller()
-        lane = self._lane_with_place(model, request_id, caller)
-        lane.take(caller.tenant, caller.weight)
+        queue = self._queue_with_place(model, request_id, caller)
+        queue.take(caller.tenant, caller.weight)
         try:
             yield
         finally:
-            lane.give_back(None, caller.tenant)
+            queue.give_back(None, caller.tenant)
 
     async def estimate(self, request: GenerationRequest) -> Estimate:
         """What a request would cost and when it would end, were it submitted now.
 
-        The engine is asked which of its tokens are cached, between two steps.
+        The engine is asked between two steps how many of its tokens are cached.
 
         Raises:
-            RequestError: when the engine would refuse it; EngineFailed or NotServing where the thread is over.
+            RequestError: when the engine would refuse it; EngineFailed or NotServing if the thread is over.
         """
         caller = current_caller()
-        request = _of(caller, request)
-        caller.check(request.priority, *_held(request))
-        # Of the engine that is asked, whatever has replaced it when it answers.
-        forecaster = self._lane(request.model).forecaster
-        return forecaster.estimate(request, await self._ask_cached_tokens(request))
-
-    async def calibrate(self, model: str, max_seconds: float, max_wait_seconds: float) -> int:
-        """Learns step times from steps of its own, on the idle engine; how many there were.
-
-        Raises:
-            RequestError: as `call` does; NotServing where the engine was replaced or removed meanwhile.
-        """
-        lane = self._lane(model)
-        engine = lane.engine
-        steps = await self.call(model, lambda engine: engine.calibrate(max_seconds), max_wait_seconds)
-        if self._lanes.get(model) is not lane or lane.engine is not engine:
-            raise NotServing(f"the engine of {model} has changed while it was calibrated")
-        self._learn(lane, steps)
-        return len(steps)
+        request = owned_request(caller, request)
+        caller.check(request.priority, *held_by(request))
+        queue = self._queue(request.model)
+        # The predictor of the engine that is asked, even if that is replaced before it answers.
+        predictor = queue.predictor
+        question = self._running.ask(queue.engine, lambda engine: engine.num_cached_tokens(request))
+        return predictor.estimate(request, await self._answer(question))
 
     def refused(self, model: str, error: RequestError, request_id: str | None = None) -> None:
         """Counts a request that was refused before it took a place; `admit` counts its own refusals."""
-        if lane := self._lanes.get(model):
-            lane.refused(error.label, request_id)
-
-    def install(
-        self, model: str, engine: StepEngine, costs: CostModel, steps: Collection[StepStats] = ()
-    ) -> asyncio.Future[None]:
-        """Serves a model with this engine from now on; another that it had ends what it has begun.
-
-        What is known of its step times begins anew with `steps`, which it was calibrated by; without any it stays, if
-        its work is counted as before. The future is done once the other, if there was one, is gone.
-        """
-        gone = self._gone()
-        lane = self._lanes.get(model)
-        if lane is None:
-            lane = self._lanes[model] = self._make_lane(model, costs, engine)
-            _finish_waiting(gone)
-        else:
-            lane.serve_by(engine)
-            if steps or lane.forecaster.costs != costs:
-                lane.foretell_by(self._make_forecaster(model, costs))
-        if steps:
-            self._learn(lane, steps)
-        self._thread.install(lane.engine, engine, partial(_finish_waiting, gone))
-        return gone
-
-    async def remove(self, model: str, grace_seconds: float) -> asyncio.Future[None]:
-        """Takes a model away once its requests are over; what is not over after the grace ends with NotServing.
-
-        New requests must be kept away before. The future is done once its engine is gone.
-        """
-        lane = self._lanes[model]
-        try:
-            await asyncio.wait_for(lane.wait_idle(), grace_seconds)
-        except TimeoutError:
-            now = self._clock()
-            for stream in [stream for stream in self._streams.values() if stream.lane is lane]:
-                if stream.engine is not None:
-                    self._thread.abort(stream.engine, stream.key)
-                self._fail(stream, NotServing(f"{model} is not served any more"), now)
-        gone = self._gone()
-        self._thread.remove(lane.engine, partial(_finish_waiting, gone))
-        lane.metrics.close()
-        self._recorder.forget(model)
-        self._sharing.forget(model)
-        del self._lanes[model]
-        return gone
-
-    def kv_usage_ratio(self, model: str) -> float:
-        """Share of its K/V memory that a model's running and preempted requests took after its last step."""
-        lane = self._lanes.get(model)
-        return 0.0 if lane is None else lane.kv_usage_ratio
-
-    def metrics_of(self, model: str) -> ModelMetrics | None:
-        """Where a served model's state is shown; None where it is not served."""
-        lane = self._lanes.get(model)
-        return None if lane is None else lane.metrics
-
-    async def call(
-        self, model: str, function: Callable[[StepEngine], Result], max_wait_seconds: float | None
-    ) -> Result:
-        """Runs `function` on a model's engine once that is idle; the model's new requests wait behind it.
-
-        It runs on the engine that serves the model now, or not at all. Cancelling takes the call back, unless
-        `function` has begun: then it runs to its end and its result is dropped.
-
-        Raises:
-            RequestError: raised by `function`; EngineFailed for anything else it raised; NotServing if it never ran, as
-                the model was not idle for `max_wait_seconds` (None waits without limit), its engine was replaced or
-                removed, or the engine thread is over.
-        """
-        self._end()
-        call = self._thread.call(self._lane(model).engine, function)
-        complaint = f"{model} was not idle for {max_wait_seconds or 0:g} s; try again"
-        return await self._answer(call, max_wait_seconds, complaint)
-
-    async def do(self, function: Callable[[], Result]) -> Result:
-        """Runs `function` on the engine thread, between two turns, while all models wait.
-
-        Raises:
-            Exception: raised by `function`; EngineFailed or NotServing where the thread is over.
-        """
-        self._end()
-        return await self._answer(self._thread.do(function))
+        if entry := self._entries.get(model):
+            entry.queue.refused(error.label, request_id)
 
     def flight_log(self) -> FlightLog:
-        """What the recorder remembers, and the requests that the engines have."""
-        streams = self._streams.values()
-        return self._recorder.take((each.model, found) for each in streams if (found := each.recorded()))
+        """What the recorders keep, and the requests that the engines have."""
+        open_requests: defaultdict[ModelQueue, list[RecordedRequest]] = defaultdict(list)
+        for stream in self._streams.values():
+            if found := stream.recorded():
+                open_requests[stream.queue].append(found)
+        queues = [entry.queue for entry in self._entries.values()]
+        return flight_log({queue.model: queue.recorder.taken(open_requests[queue]) for queue in queues})
 
     def drain(self) -> None:
         """Refuses new requests from now on; those admitted go on."""
@@ -337,138 +248,65 @@ class AsyncEngine:
         """Waits until no request holds a place."""
         await self._idle.wait()
 
-    async def wait_ended(self) -> EngineFailed | None:
-        """Waits until the engine thread is over; the error that ended it, None after `stop`."""
-        return await asyncio.shield(self._end())
-
     async def stop(self) -> None:
         """Ends the engine thread before its next step; streams that are still open get NotServing."""
         self.drain()
-        self._thread.stop()
+        self._running.stop()
         await self.wait_ended()
 
-    def _make_lane(self, model: str, costs: CostModel, engine: StepEngine) -> Lane:
-        self._recorder.begin(model)
-        return Lane(model, self._limits, self._metrics.for_model(model), self._make_forecaster(model, costs), engine)
-
-    def _make_forecaster(self, model: str, costs: CostModel) -> Forecaster:
-        patience = PATIENCE_SECONDS if self._limits.admits_by_deadline else None
-        return Forecaster(costs, self._limits.max_batch_size, patience, partial(self._rivals_of, model))
-
-    def _rivals_of(self, model: str) -> tuple[Rival, ...]:
-        """The other models that share the cores with a request of this one that is handed over now."""
-        if len(self._lanes) == 1:
-            return ()
-        work = {name: lane.forecaster.work_seconds for name, lane in self._lanes.items() if name != model}
-        return self._sharing.rivals_of(model, work, self._clock())
-
-    def _gone(self) -> asyncio.Future[None]:
-        """A future for when an engine is gone, which it is at the thread's end at the latest."""
-        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._end().done():
-            gone.set_result(None)
-            return gone
-        self._leaving.add(gone)
-        gone.add_done_callback(self._leaving.discard)
-        return gone
-
-    def _learn(self, lane: Lane, steps: Collection[StepStats]) -> None:
-        lane.forecaster.calibrated(steps)
-        lane.tell_cost_model()
-
-    def _lane_with_place(self, model: str, request_id: str, caller: Caller) -> Lane:
-        """Where a request may take a place now, or raises why it may not."""
-        if self._refuse is not None:
-            raise self._refuse()
-        if request_key(caller, request_id) in self._streams:
-            raise InvalidRequest("request_id", request_id, "must not be in use by another request")
-        lane = self._lane(model)
-        lane.require_place(caller.tenant, caller.weight)
-        return lane
-
-    def _lane(self, model: str) -> Lane:
-        lane = self._lanes.get(model)
-        if lane is None:
-            raise NotServing(f"{model} is not served any more")
-        return lane
-
-    async def _answer(
-        self, call: concurrent.futures.Future[Result], max_wait_seconds: float | None = None, complaint: str = ""
-    ) -> Result:
-        """What the engine thread answers; a NotServing with this complaint if it has not begun to for so long."""
-        result, ended = asyncio.wrap_future(call), self._end()
-        either = (result, ended)
-        try:
-            done, _ = await asyncio.wait(either, timeout=max_wait_seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                if call.cancel():
-                    raise NotServing(complaint)
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if result.done():
-                return result.result()
-            raise ended.result() or NotServing("the server has stopped")
-        finally:
-            # Waiting for a future does not cancel it, and what is not cancelled runs.
-            result.cancel()
+    # What the engine thread reports (`Listener`).
 
     def step_done(self, engine: EngineHandle, output: StepOutput, now: float) -> None:
-        """Hands a step's events to their streams (`Listener`)."""
+        """Hands a step's events to their streams. Steps of an engine that was removed are dropped."""
         with self._faults_are_fatal():
-            lane = self._lanes.get(engine.model)
-            if lane is None:  # it is on its way out, and so is everybody who asked it
+            entry = self._entries.get(engine.model)
+            if entry is None or not (queue := entry.queue).owns(engine):
                 return
-            self._recorder.step_done(engine.model, output, now)
-            lane.kv_usage_ratio = output.stats.kv_usage_ratio
-            if engine is lane.engine:
-                lane.forecaster.step_done(output.stats)
-            if self._hand_out(lane.metrics, engine, output, now):
-                self._handing_seconds.append(self._clock() - now)
-            # A replaced engine's failures say nothing of the one that serves, nor does its success.
-            if engine is lane.engine and lane.fails_by(output):
+            queue.step_done(engine, output, now)
+            if self._hand_out(engine, output, now):
+                self._delays.append(self._clock() - now)
+            if queue.is_failing_by(engine, output):
                 self._failing(engine.model)
 
     def rejected(self, engine: EngineHandle, request_id: str, error: RequestError, now: float) -> None:
-        """Ends the stream of a request that the engine refused (`Listener`)."""
+        """Ends the stream of a request that the engine refused."""
         with self._faults_are_fatal():
             if (stream := self._streams.get(request_id)) is not None and stream.engine is engine:
                 self._fail(stream, error, now)
 
     def ended(self, error: EngineFailed | None) -> None:
-        """Ends every stream: the engine thread is over (`Listener`)."""
+        """Ends every stream: the engine thread is over."""
         error = error or self._fault
         self._refuse_and_fail_all(error)
-        self._end().set_result(error)
-        for gone in tuple(self._leaving):
-            _finish_waiting(gone)
+        self._thread_ended(error)
         if error is not None:
-            self._recorder.engine_died(error.error_id)
+            for entry in self._entries.values():
+                entry.queue.recorder.log(error.error_id)
 
     @contextmanager
     def _faults_are_fatal(self) -> Iterator[None]:
-        """A fault of ours between engine and streams is as bad as the engine's death: a missed stream would hang."""
+        """Ends the engine thread on an error between engine and streams: a stream that missed an event would hang."""
         try:
             yield
         except Exception as cause:
             if self._fault is None:
                 self._fault = report_failure("events could not be handed to their streams", cause)
                 self._refuse_and_fail_all(self._fault)
-                self._thread.stop()
+                self._running.stop()
 
-    def _hand_out(self, metrics: ModelMetrics, engine: EngineHandle, output: StepOutput, now: float) -> bool:
-        """Gives events to their streams; whether anybody waits for one of them."""
+    def _hand_out(self, engine: EngineHandle, output: StepOutput, now: float) -> bool:
+        """Gives events to their streams; whether a consumer waits for one of them."""
         is_awaited = False
-        metrics.step_done(output.stats)
-        metrics.tokens_generated(sum(event.token_id is not None for event in output.events))
         for event in output.events:
             stream = self._streams.get(event.request_id)
             if stream is None or stream.engine is not engine:
                 continue
             if event.token_id is not None:
-                stream.count_token(metrics, event, now)
+                stream.count_token(event, now)
             elif event.prompt_logprobs and event.is_terminal and stream.request is not None:
-                metrics.prompt_done(stream.request.num_prompt_tokens, event.num_cached_tokens)
+                stream.queue.metrics.prompt_done(stream.request.num_prompt_tokens, event.num_cached_tokens)
             if event.finish_reason is not None:
-                self._end_output(stream, event.output_index, event.finish_reason, now)
+                stream.output_ended(event.output_index, event.finish_reason, now)
             is_awaited = is_awaited or stream.is_streamed or event.is_terminal
             stream.push(event)
             if event.is_terminal:
@@ -485,82 +323,69 @@ class AsyncEngine:
             except Exception as cause:  # the stream was notified before anything could fail
                 report_failure(f"the end of request {stream.request_id} could not be counted", cause)
 
-    def _end(self) -> asyncio.Future[EngineFailed | None]:
-        if self._ended is None:
-            raise NotServing("the server is starting")
-        return self._ended
+    def _rivals_of(self, queue: ModelQueue) -> tuple[Rival, ...]:
+        """The other models that share the cores with a request that is handed over now."""
+        if len(self._entries) == 1:
+            return ()
+        now = self._clock()
+        others = [entry.queue for entry in self._entries.values() if entry.queue is not queue]
+        return tuple(rival for other in others if (rival := other.as_rival(queue, now)) is not None)
 
-    def _submit(self, stream: Stream, request: GenerationRequest, cached_tokens: int) -> None:
-        if (request.request_id, request.model) != (stream.request_id, stream.model) or stream.request is not None:
-            raise ValueError(f"admission {stream.request_id} does not fit request {request.request_id}")
+    def _queue_with_place(self, model: str, request_id: str, caller: Caller) -> ModelQueue:
+        """The queue in which a request may take a place now; raises why it may not."""
+        if self._refuse is not None:
+            raise self._refuse()
+        if request_key(caller, request_id) in self._streams:
+            raise InvalidRequest("request_id", request_id, "must not be in use by another request")
+        queue = self._queue(model)
+        queue.require_place(caller.tenant, caller.weight)
+        return queue
+
+    def _queue(self, model: str) -> ModelQueue:
+        entry = self._entries.get(model)
+        if entry is None:
+            raise NotServing(f"{model} is not served any more")
+        return entry.queue
+
+    def _submit(self, stream: Stream, request: GenerationRequest) -> None:
+        queue = stream.queue
+        if (request.request_id, request.model) != (stream.request_id, queue.model) or stream.request is not None:
+            raise ValueError(f"place {stream.request_id} does not fit request {request.request_id}")
         if self._streams.get(stream.key) is not stream:
             raise self._refuse() if self._refuse is not None else NotServing("the place was given up")
-        shown, request = request, _of(stream.caller, request)
-        stream.caller.check(request.priority, *_held(request))
+        traced, request = request, owned_request(stream.caller, request)
+        held = held_by(request)
+        stream.caller.check(request.priority, *held)
         if request.deadline is not None:
-            request = self._judge(stream, request, request.deadline, cached_tokens)
-        # Whatever of this fails, the engine does not have the request yet, and the place goes back with its block.
-        stream.caller.hold(*_held(request))
-        stream.held = _held(request)
-        stream.forecaster, stream.engine = stream.lane.forecaster, stream.lane.engine
-        self._sharing.begun(stream.model, self._clock())
-        stream.quote = stream.forecaster.submitted(request)
-        stream.trace.submitted(shown)
+            request = self._judge(stream, request, request.deadline)
+        # Until the last line the engine does not have the request: if one fails, the place is given back as unused.
+        stream.caller.hold(*held)
+        stream.held = held
+        stream.predictor, stream.engine = queue.predictor, queue.engine
+        queue.use.begun(self._clock())
+        stream.quote = stream.predictor.submitted(request)
+        stream.trace.submitted(traced)
         stream.request = request
-        self._thread.submit(stream.engine, request, is_streamed=stream.is_streamed)
+        self._running.submit(stream.engine, request, is_streamed=stream.is_streamed)
 
-    async def _cached_tokens(self, stream: Stream, request: GenerationRequest) -> int:
-        lane, request = stream.lane, _of(stream.caller, request)
-        if request.deadline is None or lane.admission is None or not lane.forecaster.costs.may_be_cached(request):
-            return 0
-        answer_by = self._answer_by(request, request.deadline)
-        if lane.admission.admits(request, self._clock(), answer_by, is_idle=lane.is_alone):
-            return 0
-        try:
-            async with asyncio.timeout(_MAX_LOOK_UP_SECONDS):
-                return await self._ask_cached_tokens(request, is_urgent=True)
-        except TimeoutError:  # a refusal that comes late is worth less than one that is too strict
-            return 0
-
-    async def _ask_cached_tokens(self, request: GenerationRequest, *, is_urgent: bool = False) -> int:
-        self._end()
-        engine = self._lane(request.model).engine
-        question = self._thread.ask(engine, lambda engine: engine.num_cached_tokens(request), is_urgent=is_urgent)
-        return await self._answer(question)
-
-    def _answer_by(self, request: GenerationRequest, deadline: float) -> float:
-        """When the last event must leave the engine to reach the client by the deadline."""
-        return deadline - shortfall(deadline - request.arrival_time) - max(self._handing_seconds)
-
-    def _judge(
-        self, stream: Stream, request: GenerationRequest, deadline: float, cached_tokens: int
-    ) -> GenerationRequest:
-        """A request with the moments at which it must have begun or ended to be answered before its deadline."""
-        answer_by = self._answer_by(request, deadline)
+    def _judge(self, stream: Stream, request: GenerationRequest, deadline: float) -> GenerationRequest:
+        """The request with the moments by which it must have begun or ended to reach the client by its deadline."""
+        queue = stream.queue
+        answer_by = deadline - deadline_margin(deadline - request.arrival_time) - max(self._delays)
         if request.partial_on_deadline:
             request = replace(request, end_by=answer_by)
-        lane = stream.lane
-        if lane.admission is not None:
-            stream.admission = lane.admission
-            request, stream.prediction = lane.admission.judge(
-                request, self._clock(), answer_by, is_idle=lane.is_alone, cached_tokens=cached_tokens
-            )
+        if queue.admission is not None:
+            stream.admission = queue.admission
+            request, stream.predicted = queue.admission.judge(request, self._clock(), answer_by, is_idle=queue.is_alone)
         return request
 
-    def _end_output(self, stream: Stream, index: int, reason: FinishReason, now: float) -> None:
-        """Notes why an output ended, and for those to come how long it was."""
-        stream.reasons[index] = reason
-        tokens = stream.tokens.get(index)
-        if tokens is not None and stream.request is not None and stream.forecaster is not None:
-            stream.forecaster.output_ended(stream.request, now, tokens.count, reason)
-
     def _leave(self, stream: Stream, error: BaseException | None) -> None:
-        """The consumer is gone. A place in use stays taken until the engine says that the request is over."""
+        """The consumer is gone. A request that the engine has keeps its place until the engine has ended it."""
         if stream.request is None or stream.engine is None:
-            self._release(stream, None)
-            stream.lane.refused(_outcome(error), stream.request_id)
+            self._free(stream, None)
+            stream.queue.refused(_outcome(error), stream.request_id)
         elif self._streams.get(stream.key) is stream:
-            self._thread.abort(stream.engine, stream.key)
+            self._running.abort(stream.engine, stream.key)
 
     def _fail(self, stream: Stream, error: RequestError, now: float) -> None:
         arrival = stream.request.arrival_time if stream.request else now
@@ -570,76 +395,38 @@ class AsyncEngine:
         self._finish(stream, event)
 
     def _finish(self, stream: Stream, event: TokenEvent) -> None:
-        """A request got its last event: gives its place back, then counts it by how its last output ended."""
-        timings = event.timings
-        service_seconds = None
+        """Gives back the place of a request that got its last event, and counts the request."""
+        timings, service_seconds = event.timings, None
         if timings is not None and timings.scheduled_time is not None:
             service_seconds = timings.finished_time - timings.scheduled_time
-        self._release(stream, service_seconds)
-        # A request that was never handed to the engine is counted by `_leave`.
-        if timings is None or stream.request is None:
+        self._free(stream, service_seconds)
+        record = stream.ended(event, str(stream.last_reason) if event.error is None else _outcome(event.error))
+        if record is None:  # never handed to the engine: `_leave` counts it
             return
-        stream.cost = self._settle(stream, event)
-        if stream.admission is not None and stream.prediction is not None and event.error is None:
-            stream.admission.ended(stream.prediction, timings, stream.reasons.values())
-        record = RequestRecord(
-            outcome=str(stream.last_reason) if event.error is None else _outcome(event.error),
-            timings=timings,
-            num_prompt_tokens=stream.request.num_prompt_tokens,
-            num_generated_tokens=stream.num_tokens,
-            num_longest_tokens=stream.num_longest_tokens,
-            seconds_per_token=stream.seconds_per_token,
-        )
+        stream.settle(event)
+        if stream.admission is not None and stream.predicted is not None and event.error is None:
+            stream.admission.ended(stream.predicted, record.timings, stream.reasons.values())
         error_id = event.error.error_id if isinstance(event.error, EngineFailed) else None
-        stream.lane.ended(record, stream.request_id, error_id)
-        self._recorder.request_ended(stream.model, stream.request_id, record, event.num_cached_tokens)
+        stream.queue.ended(record, stream.request_id, event.num_cached_tokens, error_id)
         reasons = [reason for _, reason in sorted(stream.reasons.items())]
         stream.trace.ended(record, event.num_cached_tokens, reasons)
 
-    def _settle(self, stream: Stream, event: TokenEvent) -> Cost | None:
-        """What a request that is over has cost, if that can be counted."""
-        if stream.request is None or stream.forecaster is None or stream.quote is None:
-            return None
-        num_tokens = {index: tokens.count for index, tokens in stream.tokens.items()}
-        try:
-            return stream.forecaster.settle(stream.quote, stream.request, num_tokens, event)
-        except Exception as cause:  # accounting must not end requests that run
-            report_failure(f"what request {stream.request_id} cost could not be counted", cause)
-            return None
-
-    def _release(self, stream: Stream, service_seconds: float | None) -> None:
+    def _free(self, stream: Stream, service_seconds: float | None) -> None:
         if self._streams.get(stream.key) is not stream:
             return
         del self._streams[stream.key]
-        stream.lane.give_back(service_seconds, stream.caller.tenant)
+        stream.queue.give_back(service_seconds, stream.caller.tenant)
         if stream.held is not None:
             stream.caller.release(*stream.held)
-        if stream.forecaster is not None:
-            stream.forecaster.ended(stream.key)
-            self._sharing.ended(stream.model, self._clock())
+        if stream.predictor is not None:
+            stream.predictor.ended(stream.key)
+            stream.queue.use.ended(self._clock())
         if not self._streams:
             self._idle.set()
 
 
-def _of(caller: Caller, request: GenerationRequest) -> GenerationRequest:
-    """A request as the engine is to have it: the caller's, under an id that no other caller can use."""
-    key = request_key(caller, request.request_id)
-    priority = request.priority or caller.default_priority
-    return replace(request, request_id=key, tenant=caller.tenant, weight=caller.weight, priority=priority)
-
-
-def _held(request: GenerationRequest) -> tuple[int, int]:
-    """Sequences and tokens that a request holds at most."""
-    return request.num_rows, request.num_rows * (request.num_prompt_tokens + request.stopping.max_tokens)
-
-
-def _finish_waiting(gone: asyncio.Future[None]) -> None:
-    if not gone.done():
-        gone.set_result(None)
-
-
 def _outcome(error: BaseException | None) -> str:
-    """The label of a request that ended so; a caller that left without an error, or was cancelled, cancelled it."""
+    """The label of a request that ended so; without an error, or with a cancellation, its caller cancelled it."""
     if isinstance(error, RequestError):
         return error.label
     return EngineFailed.label if isinstance(error, Exception) else RequestCancelled.label

@@ -1,8 +1,7 @@
-"""One model's lane: how many places it has, what requests in it will take, and how each request ended.
+"""One model as the event loop runs it: its places, its predictor, its engine's identity, its metrics and its recorder.
 
-Every request of a known model is counted here exactly once and has one line of the log, under its finish reason or
-its error's label, whether it ran or was refused. Lives on the event loop. Knows
-nothing of streams and threads.
+Every request of the model is counted and logged here exactly once, by its finish reason or its error's label, whether
+it ran or was refused. Event loop only. Knows nothing of streams and threads.
 """
 
 from __future__ import annotations
@@ -11,15 +10,18 @@ import asyncio
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from service.engine.step_engine import EngineHandle, StepEngine
-from service.engine.types import StepOutput
+from service.engine.types import StepOutput, StepStats
 from service.errors import Overloaded
-from service.forecasting.admission import DeadlineAdmission
-from service.forecasting.prediction import Forecaster
+from service.forecasting.admission import PATIENCE_SECONDS, DeadlineAdmission
+from service.forecasting.costing import CostModel
+from service.forecasting.prediction import LatencyPredictor
+from service.forecasting.sharing import CoreUse, Rival
 from service.telemetry.metrics import ModelMetrics, RequestRecord
+from service.telemetry.recorder import ModelRecorder
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -27,16 +29,19 @@ _RECENT_REQUESTS = 64
 _UNKNOWN_SERVICE_SECONDS = 1.0
 _MIN_RETRY_SECONDS = 0.05
 _MAX_RETRY_SECONDS = 60.0
-# One bad step may be a bad request's; so many in a row are the model's.
+# One failed step may be a request's fault; so many in a row are the model's.
 _MAX_FAILURES = 3
+# Running and waiting requests, and the share of K/V memory they hold.
+_Load = tuple[int, int, float]
+_IDLE: _Load = (0, 0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneLimits:
-    """Who gets a place: as many as the engine has slots, `max_batch_size`, and `max_queue_size` besides.
+class QueueLimits:
+    """A model's places: `max_batch_size`, as many as its engine has slots, and `max_queue_size` besides.
 
-    `admits_by_deadline` says whether a request that is predicted to miss its deadline gets none, and `time_shares`, by
-    model, what each gets of the cores while several have work: 1 where nothing is said.
+    With `admits_by_deadline`, requests that are predicted to miss their deadline are refused. `time_shares` are weights
+    of models that share the cores, 1 for a model that is not named.
     """
 
     max_batch_size: int
@@ -45,68 +50,100 @@ class LaneLimits:
     time_shares: Mapping[str, float] = field(default_factory=dict)
 
 
-class Lane:
-    """The places of one model: `max_batch_size` requests run, fewer if some have several outputs, the others wait.
+class ModelQueue:
+    """One model's places and what its requests need.
 
     Args:
         model: its name.
-        limits: who gets a place.
+        limits: of places.
         metrics: where its steps and requests are counted.
-        forecaster: what foretells its requests.
-        engine: what serves it; not kept, as a model that is removed must leave its memory.
+        recorder: keeps its last steps and requests.
+        engine: serves it; not kept, so that a removed model leaves its memory.
+        costs: counts the work of its requests.
+        rivals: returns the other models that share the cores now.
 
     Attributes:
-        engine: the handle of the engine that serves it now.
-        metrics: the same.
-        kv_usage_ratio: share of its K/V memory that requests took after the last step.
-        forecaster: what foretells its requests now.
-        admission: what judges them by their deadlines, None where nothing does.
+        engine: the identity of the engine that serves the model now.
+        predictor: predicts how long requests take.
+        admission: refuses requests by their deadlines; None if that is off.
+        use: of the cores.
     """
 
     def __init__(
-        self, model: str, limits: LaneLimits, metrics: ModelMetrics, forecaster: Forecaster, engine: StepEngine
+        self,
+        model: str,
+        limits: QueueLimits,
+        metrics: ModelMetrics,
+        recorder: ModelRecorder,
+        engine: StepEngine,
+        costs: CostModel,
+        rivals: Callable[[ModelQueue], tuple[Rival, ...]],
     ) -> None:
+        self.model = model
         self.metrics = metrics
-        self.kv_usage_ratio = 0.0
-        self._model = model
+        self.recorder = recorder
+        self.use = CoreUse(limits.time_shares.get(model, 1.0))
         self._limits = limits
-        self.foretell_by(forecaster)
-        self.serve_by(engine)
-        # By tenant, and what each weighs.
+        self._rivals = rivals
+        # What the engines hold that are the model's: the one that serves it, and replaced ones until they are released.
+        self._loads: dict[EngineHandle, _Load] = {}
+        self._predict_by(costs)
+        self.serve_by(engine, costs)
         self._taken: Counter[str] = Counter()
         self._weights: dict[str, float] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._service_seconds: deque[float] = deque(maxlen=_RECENT_REQUESTS)
 
-    @property
-    def retry_after_seconds(self) -> float:
-        """When a place should be free: a batch's worth of requests ends within one mean service time."""
-        recent = self._service_seconds
-        mean = sum(recent) / len(recent) if recent else _UNKNOWN_SERVICE_SECONDS
-        return min(max(mean / self._limits.max_batch_size, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+    def serve_by(self, engine: StepEngine, costs: CostModel, steps: Collection[StepStats] = ()) -> None:
+        """Has another engine serve the model; `steps` are of its calibration.
 
-    async def wait_idle(self) -> None:
-        """Waits until no request has a place."""
-        await self._idle.wait()
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether only one place is taken: the caller's."""
-        return self._taken.total() == 1
-
-    def serve_by(self, engine: StepEngine) -> None:
-        """Has another engine serve the model: how those before it failed is of no use any more."""
-        self.engine = EngineHandle(self._model)
+        What the predictor knows is kept if there are no such steps and requests cost what they did.
+        """
+        self.engine = EngineHandle(self.model)
+        self._loads[self.engine] = _IDLE
         self._num_failures = 0
         self.metrics.kv_memory(engine.kv_memory_bytes)
         self.metrics.max_draft_tokens(engine.max_draft_tokens)
+        if steps or self.predictor.costs != costs:
+            self._predict_by(costs)
+            self.learn(steps)
 
-    def fails_by(self, output: StepOutput) -> bool:
-        """Counts steps of `engine` that fail one after the other; whether they are as many as make a model fail.
+    def release(self, engine: EngineHandle) -> None:
+        """A replaced engine has ended what it had."""
+        self._loads.pop(engine, None)
 
-        A step that computes something ends the row, and so does the answer yes.
+    def owns(self, engine: EngineHandle) -> bool:
+        """Whether an engine serves the model, or was replaced and still has requests of it."""
+        return engine in self._loads
+
+    def learn(self, steps: Collection[StepStats]) -> None:
+        """Takes in a calibration of the engine that serves."""
+        self.predictor.calibrated(steps)
+        self._show_cost_model()
+
+    def step_done(self, engine: EngineHandle, output: StepOutput, now: float) -> None:
+        """Counts and records a step of one of the model's engines; the predictor learns from the one that serves."""
+        stats = output.stats
+        self.recorder.step_done(output, now)
+        self._loads[engine] = (stats.num_running, stats.num_waiting, stats.kv_usage_ratio)
+        if engine is self.engine:
+            self.predictor.step_done(stats)
+        if len(self._loads) > 1:
+            running, waiting, _ = zip(*self._loads.values(), strict=True)
+            stats = replace(
+                stats, num_running=sum(running), num_waiting=sum(waiting), kv_usage_ratio=self.kv_usage_ratio
+            )
+        self.metrics.step_done(stats)
+        self.metrics.tokens_generated(sum(event.token_id is not None for event in output.events))
+
+    def is_failing_by(self, engine: EngineHandle, output: StepOutput) -> bool:
+        """Counts failed steps in a row; True once there are enough to fail the model, then the count begins anew.
+
+        Steps of replaced engines do not count, neither as failures nor as successes.
         """
+        if engine is not self.engine:
+            return False
         if output.is_failed:
             self._num_failures += 1
         elif output.stats.num_tokens:
@@ -116,10 +153,43 @@ class Lane:
         self._num_failures = 0
         return True
 
-    def foretell_by(self, forecaster: Forecaster) -> None:
-        """Has another foretell its requests: what was learned with the one before is of no use any more."""
-        self.forecaster = forecaster
-        self.admission = DeadlineAdmission(forecaster) if self._limits.admits_by_deadline else None
+    @property
+    def kv_usage_ratio(self) -> float:
+        """Share of the model's K/V memory that running and preempted requests held after the last steps."""
+        return min(1.0, sum(ratio for _, _, ratio in self._loads.values()))
+
+    @property
+    def retry_after_seconds(self) -> float:
+        """When a place should be free: a batch of requests ends within one mean service time."""
+        recent = self._service_seconds
+        mean = sum(recent) / len(recent) if recent else _UNKNOWN_SERVICE_SECONDS
+        return min(max(mean / self._limits.max_batch_size, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether only one place is taken: the caller's."""
+        return self._taken.total() == 1
+
+    async def wait_idle(self) -> None:
+        """Waits until no place is taken."""
+        await self._idle.wait()
+
+    def require_place(self, tenant: str = "", weight: float = 1.0) -> None:
+        """Checks for a free place without taking it.
+
+        If all places are taken, a tenant still gets its share of them by weight, so that others cannot keep it out.
+        With k tenants there are at most 1 + 1/2 + … + 1/k times as many requests.
+
+        Raises:
+            Overloaded: when there is none.
+        """
+        limit, taken = self._limits.max_batch_size + self._limits.max_queue_size, self._taken.total()
+        if taken < limit:
+            return
+        weights = {**self._weights, tenant: weight}
+        share = max(1, math.floor(limit * weight / math.fsum(weights.values())))
+        if len(weights) == 1 or self._taken[tenant] >= share:
+            raise Overloaded(self.model, taken, limit, self.retry_after_seconds)
 
     def take(self, tenant: str = "", weight: float = 1.0) -> None:
         """Takes a place.
@@ -132,23 +202,6 @@ class Lane:
         self._weights[tenant] = weight
         self._idle.clear()
 
-    def require_place(self, tenant: str = "", weight: float = 1.0) -> None:
-        """Takes none.
-
-        Where all places are taken, a tenant has its share of them none the less, by weight: so that others cannot keep
-        it out. With k tenants there are 1 + 1/2 + … + 1/k times as many requests at most.
-
-        Raises:
-            Overloaded: when there is none.
-        """
-        limit, taken = self._limits.max_batch_size + self._limits.max_queue_size, self._taken.total()
-        if taken < limit:
-            return
-        weights = {**self._weights, tenant: weight}
-        share = max(1, math.floor(limit * weight / math.fsum(weights.values())))
-        if len(weights) == 1 or self._taken[tenant] >= share:
-            raise Overloaded(self._model, taken, limit, self.retry_after_seconds)
-
     def give_back(self, service_seconds: float | None, tenant: str = "") -> None:
         """Gives a place back; `service_seconds` is how long its request held a slot, None if it never did."""
         self._taken[tenant] -= 1
@@ -160,20 +213,20 @@ class Lane:
             self._service_seconds.append(service_seconds)
 
     def refused(self, outcome: str, request_id: str | None) -> None:
-        """A request ended before the engine had it; `request_id` is None where it is not known to be fit for a log."""
+        """Counts a request that ended before the engine had it; `request_id` is None if it is not fit for a log."""
         self.metrics.request_refused(outcome)
-        _LOGGER.info("request %s of %s: %s", request_id or "(no id)", self._model, outcome)
+        _LOGGER.info("request %s of %s: %s", request_id or "(no id)", self.model, outcome)
 
-    def ended(self, record: RequestRecord, request_id: str, error_id: str | None) -> None:
-        """A request that the engine had is over; `error_id` is where the log has more of it."""
+    def ended(self, record: RequestRecord, request_id: str, num_cached_tokens: int, error_id: str | None) -> None:
+        """Counts a request of the engine that is over; `error_id` leads to more in the log."""
         self.metrics.request_done(record)
-        self.tell_cost_model()
+        self._show_cost_model()
         timings = record.timings
         scheduled = timings.finished_time if timings.scheduled_time is None else timings.scheduled_time
         _LOGGER.info(
             "request %s of %s: %s%s, %d prompt and %d generated tokens, %.3f s of which %.3f s queued",
             request_id,
-            self._model,
+            self.model,
             record.outcome,
             f" {error_id}" if error_id else "",
             record.num_prompt_tokens,
@@ -181,7 +234,17 @@ class Lane:
             timings.finished_time - timings.arrival_time,
             scheduled - timings.arrival_time,
         )
+        self.recorder.request_ended(request_id, record, num_cached_tokens)
 
-    def tell_cost_model(self) -> None:
-        """Shows what is known of the model's step times; often enough if done whenever a request has ended."""
-        self.metrics.cost_model(self.forecaster.coefficients, self.forecaster.relative_error)
+    def as_rival(self, of: ModelQueue, now: float) -> Rival | None:
+        """This model as a request of another model meets it now; None if it was idle for long."""
+        return self.use.as_rival(of.use.weight, self.predictor.work_seconds, now)
+
+    def _predict_by(self, costs: CostModel) -> None:
+        patience = PATIENCE_SECONDS if self._limits.admits_by_deadline else None
+        self.predictor = LatencyPredictor(costs, self._limits.max_batch_size, patience, lambda: self._rivals(self))
+        self.admission = DeadlineAdmission(self.predictor) if self._limits.admits_by_deadline else None
+
+    def _show_cost_model(self) -> None:
+        """Writes what is known of step times to the metrics; whenever a request has ended is often enough."""
+        self.metrics.cost_model(self.predictor.coefficients, self.predictor.relative_error)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -71,39 +70,31 @@ class FlightLog:
     models: Mapping[str, ModelLog]
 
 
-class FlightRecorder:
-    """Keeps each model's last steps and last ended requests.
+class ModelRecorder:
+    """Keeps one model's last steps and ended requests.
 
     Args:
-        num_kept: steps, and requests, per model; 0 keeps nothing.
+        model: its name, for the log.
+        num_kept: steps, and requests; 0 keeps nothing.
     """
 
-    def __init__(self, num_kept: int) -> None:
+    def __init__(self, model: str, num_kept: int) -> None:
+        self._model = model
         self._num_kept = num_kept
-        self._steps: dict[str, Ring] = {}
-        self._requests: dict[str, Ring] = {}
-        self._num_logged: dict[str, int] = {}
+        self._steps = Ring(num_kept, 1, _STEP_TYPES)
+        self._requests = Ring(num_kept, 2, _REQUEST_TYPES)
+        self._num_logged = 0
 
-    def begin(self, model: str) -> None:
-        """Starts recording a model."""
-        self._steps[model] = Ring(self._num_kept, 1, _STEP_TYPES)
-        self._requests[model] = Ring(self._num_kept, 2, _REQUEST_TYPES)
-
-    def forget(self, model: str) -> None:
-        """Stops recording a model and frees its memory."""
-        del self._steps[model], self._requests[model]
-        self._num_logged.pop(model, None)
-
-    def step_done(self, model: str, output: StepOutput, now: float) -> None:
-        """A model's engine took a step, which ended at `now`. A failed step is logged with those before it."""
-        self._steps[model].append((output.error_id,), (now, *_step_values(output.stats)))
+    def step_done(self, output: StepOutput, now: float) -> None:
+        """An engine of the model took a step, which ended at `now`; a failed one is logged with those before it."""
+        self._steps.append((output.error_id,), (now, *_step_values(output.stats)))
         if output.error_id is not None:
-            self._log(model, output.error_id)
+            self.log(output.error_id)
 
-    def request_ended(self, model: str, request_id: str, record: RequestRecord, num_cached_tokens: int) -> None:
+    def request_ended(self, request_id: str, record: RequestRecord, num_cached_tokens: int) -> None:
         """A submitted request ended; `num_cached_tokens` are its prompt's cache hits."""
         times = record.timings
-        self._requests[model].append(
+        self._requests.append(
             (request_id, record.outcome),
             (
                 times.arrival_time,
@@ -116,36 +107,24 @@ class FlightRecorder:
             ),
         )
 
-    def engine_died(self, error_id: str) -> None:
-        """The engine thread failed: logs the last steps of every model."""
-        for model in self._steps:
-            self._log(model, error_id)
+    def taken(self, open_requests: Iterable[RecordedRequest] = ()) -> ModelLog:
+        """A copy of all that is kept, with the requests that are not over; nothing if nothing is to be kept."""
+        return ModelLog(self._steps.last(), self._requests.last(), tuple(open_requests) if self._num_kept else ())
 
-    def take(self, open_requests: Iterable[tuple[str, RecordedRequest]]) -> FlightLog:
-        """Copies the log.
-
-        Args:
-            open_requests: each with its model's name; ignored if nothing is kept.
-        """
-        is_open: defaultdict[str, list[Row]] = defaultdict(list)
-        for model, request in open_requests if self._num_kept else ():
-            is_open[model].append(request)
-        models = {
-            model: ModelLog(steps.last(), self._requests[model].last(), tuple(is_open[model]))
-            for model, steps in self._steps.items()
-        }
-        return FlightLog(time.monotonic(), time.time(), models)
-
-    def _log(self, model: str, error_id: str) -> None:
-        """Writes a log entry of a model's last steps that no entry had before; the newest one is last."""
-        steps = self._steps[model]
-        rest = steps.last(min(_MAX_LOGGED_STEPS, steps.num_added - self._num_logged.get(model, 0)))
-        self._num_logged[model] = steps.num_added
+    def log(self, error_id: str) -> None:
+        """Logs the last steps that no entry had before; the last step comes last."""
+        rest = self._steps.last(min(_MAX_LOGGED_STEPS, self._steps.num_added - self._num_logged))
+        self._num_logged = self._steps.num_added
         if not rest:
             return
         rows: list[dict[str, Any]] = [dict(zip(STEP_COLUMNS, step, strict=True)) for step in rest]
         lines = [f"{row['end_time'] - rows[-1]['end_time']:+.6f} s: {_line(row)}" for row in rows]
-        _LOGGER.error("%s: the last steps of %s\n%s", error_id, model, "\n".join(lines))
+        _LOGGER.error("%s: the last steps of %s\n%s", error_id, self._model, "\n".join(lines))
+
+
+def flight_log(models: Mapping[str, ModelLog]) -> FlightLog:
+    """The log of all models, taken now."""
+    return FlightLog(time.monotonic(), time.time(), models)
 
 
 def _line(step: Mapping[str, Any]) -> str:

@@ -349,10 +349,10 @@ def encode_cost(cost: Cost) -> pb.Cost:
 def encode_estimate(estimate: Estimate) -> pb.EstimateResponse:
     """The predicted cost and times of a request."""
     message = pb.EstimateResponse(cost=encode_cost(estimate.cost))
-    if estimate.forecast is not None:
-        message.queue_seconds = estimate.forecast.queue_seconds
-        message.finish_seconds = estimate.forecast.finish_seconds
-        message.sharing_factor = estimate.forecast.sharing_factor
+    if estimate.prediction is not None:
+        message.queue_seconds = estimate.prediction.queue_seconds
+        message.finish_seconds = estimate.prediction.finish_seconds
+        message.sharing_factor = estimate.prediction.sharing_factor
     return message
 
 

@@ -18,7 +18,8 @@ from service.errors import InvalidRequest
 from service.explain.explainer import Explainer
 from service.generator import Accepted, Finished, GenerateCall, Generator, Outcome, Part, Piece, PromptScores
 from service.process.text_pool import LONG_BYTES, TextPool
-from service.repository.models import Models, ServedModel, check_ids, text_size
+from service.repository.entry import Models
+from service.repository.models import ServedModel, check_ids, text_size
 from service.transport import codec
 from service.transport.sending import Context
 

@@ -11,8 +11,9 @@ from model.spec.config import Architecture
 from onward.v1 import model_pb2 as pb
 from onward.v1.model_pb2_grpc import ModelServiceServicer
 from service.config import ServeConfig
+from service.repository.entry import Models
 from service.repository.library import Library
-from service.repository.models import Models, ModelState, Parity, ServedModel
+from service.repository.models import ModelState, Parity, ServedModel
 from service.transport.sending import Context
 
 FAMILIES: Mapping[Architecture, pb.ModelFamily.ValueType] = {

@@ -20,8 +20,9 @@ from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceService
 from service.config import RequestLimits
 from service.errors import InvalidRequest, RequestError, UnknownModel
 from service.generator import Accepted, Finished, Generator, Outcome, Piece
+from service.repository.entry import Models
 from service.repository.library import Library
-from service.repository.models import Models, ModelState
+from service.repository.models import ModelState
 from service.transport import codec
 from service.transport.oip_codec import (
     EMPTY_FINAL,

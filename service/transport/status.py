@@ -37,7 +37,7 @@ from service.errors import (
     UnsupportedFeature,
     report_failure,
 )
-from service.forecasting.deadline_margin import shortfall
+from service.forecasting.deadline_margin import deadline_margin
 
 STATUS_CODES: Mapping[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -89,7 +89,7 @@ def to_status(error: BaseException) -> Status:
 
 def cancelled_code(elapsed: float, timeout: float | None) -> grpc.StatusCode:
     """Whether a cancelled call's deadline passed or its client left: only the time distinguishes them."""
-    is_late = timeout is not None and elapsed >= timeout - shortfall(timeout)
+    is_late = timeout is not None and elapsed >= timeout - deadline_margin(timeout)
     return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
 
 

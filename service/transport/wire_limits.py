@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from service.config import RequestLimits
 from service.errors import InvalidRequest, PromptTooLong
-from service.repository.models import Models
+from service.repository.entry import Models
 
 FREE = 4096
 """Bytes of a message, and entries of any field, that are not checked."""

@@ -60,7 +60,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "admission": ("Off", Admission.OFF),
     "prefill_chunk": ("16", 16),
     "device": ("CUDA", Device.CUDA),
-    "prefill_provider": ("OpenVINO", PrefillProvider.OPENVINO),
+    "prefill_provider": ("CPU", PrefillProvider.CPU),
     "kernels": ("Standard", Kernels.STANDARD),
     "look_up": ("8", 8),
     "kv_memory": ("2GiB", 2 << 30),

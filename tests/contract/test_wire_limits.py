@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -24,7 +25,7 @@ from onward.v1 import generation_pb2 as pb
 from service.app import App
 from service.config import RequestLimits
 from service.errors import InvalidRequest, PromptTooLong
-from service.repository.models import Models
+from service.repository.entry import ModelEntry, Models
 from service.transport import wire_limits
 from service.transport.server import SERVICES
 from service.transport.wire_limits import FREE, MAX_FIELDS, Limit, WireLimits, request_limits
@@ -187,7 +188,9 @@ async def test_no_flood_of_any_field_builds_more_elements_than_its_limit(path: s
 
 
 def limits(context: int = 64, **changes: Any) -> WireLimits:
-    return request_limits(SERVICES, replace(LIMITS, **changes), Models([served_model(context=context)]))
+    models = Models()
+    models.insert(ModelEntry(served_model(context=context), Mock(), None))
+    return request_limits(SERVICES, replace(LIMITS, **changes), models)
 
 
 def refusal(checks: WireLimits, message: Message, method: str = "Generate") -> InvalidRequest | None:
@@ -220,7 +223,7 @@ def test_token_ids_are_limited_by_the_longest_context_that_is_served() -> None:
     assert error is not None
     assert error.field == "target.target_token_ids.ids"
     # Where nothing is served, what is asked for is not found: that is for others to say.
-    nothing = request_limits(SERVICES, LIMITS, Models([]))
+    nothing = request_limits(SERVICES, LIMITS, Models())
     assert refusal(nothing, ids(FREE)) is None
     assert refusal(nothing, ids(FREE + 1)) is not None
 

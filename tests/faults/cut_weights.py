@@ -16,11 +16,11 @@ import onnxruntime
 
 from service.__main__ import main
 from service.engine.engine import Engine
-from service.repository import library
+from service.repository import startup
 from service.repository.models import Parity, ServedModel
 
 CUT, BEFORE, AFTER = "cut", "before", "after"
-_make, _prove = onnxruntime.InferenceSession, library.prove
+_make, _prove = onnxruntime.InferenceSession, startup.prove
 
 
 def _cut_and_make(path: str, *given: Any, **options: Any) -> Any:
@@ -44,5 +44,5 @@ def _is_wanted(models: Path, moment: str) -> bool:
 
 if __name__ == "__main__":
     onnxruntime.InferenceSession = _cut_and_make
-    library.prove = partial(_cut_and_prove, Path(sys.argv[sys.argv.index("--models") + 1]))  # type: ignore[assignment]
+    startup.prove = partial(_cut_and_prove, Path(sys.argv[sys.argv.index("--models") + 1]))  # type: ignore[assignment]
     sys.exit(main(sys.argv[1:], is_own_process=True))

@@ -161,7 +161,7 @@ async def test_a_stream_of_requests_is_answered_while_more_may_come() -> None:
 
     seen: set[str] = set()
     async with taking() as (handlers, registry):
-        async for data in handlers.exchange("ModelStreamInfer", requests(), Context()):
+        async for data in handlers.stream("ModelStreamInfer", requests(), Context()):
             message = oip.ModelStreamInferResponse.FromString(data)
             assert not message.error_message
             seen.add(message.infer_response.id)

@@ -20,8 +20,8 @@ from service.config import Admission
 from service.engine.engine import Engine
 from service.engine.scheduler import EngineLimits
 from service.engine.types import FinishReason, GenerationRequest
-from service.forecasting.deadline_margin import shortfall
-from service.forecasting.prediction import Forecast
+from service.forecasting.deadline_margin import deadline_margin
+from service.forecasting.prediction import Prediction
 from service.repository.loading import build_engines
 from tests.fakes import FakeRunner, Gate, expected_tokens
 from tests.scripted import ScriptedEngine, Steps, token
@@ -76,10 +76,10 @@ async def test_earlier_of_both_deadlines_counts(
     assert (engine.requests[2].deadline is None) == (call_timeout is None)
 
 
-def foretell(server: Running, monkeypatch: pytest.MonkeyPatch, forecast: Callable[[GenerationRequest], Any]) -> None:
-    forecaster = server.app._engine._lanes[MODEL].forecaster
-    for name in ("forecast", "forecast_alone"):
-        monkeypatch.setattr(forecaster, name, lambda one, cached_tokens=0: forecast(one))
+def predicts(server: Running, monkeypatch: pytest.MonkeyPatch, prediction: Callable[[GenerationRequest], Any]) -> None:
+    predictor = server.app.models.find(MODEL).queue.predictor
+    for name in ("predict", "predict_alone"):
+        monkeypatch.setattr(predictor, name, lambda one, cached_tokens=0: prediction(one))
 
 
 @pytest.mark.parametrize(("prefill", "retries"), [(50.0, True), (200.0, False)])
@@ -87,9 +87,9 @@ async def test_request_that_would_be_late_is_refused_at_once_with_numbers_and_wh
     monkeypatch: pytest.MonkeyPatch, prefill: float, retries: bool
 ) -> None:
     engine = ScriptedEngine(at_once)
-    forecast = Forecast(queue_seconds=70.0, prefill_seconds=prefill, decode_seconds=1.0)
+    prediction = Prediction(queue_seconds=70.0, prefill_seconds=prefill, decode_seconds=1.0)
     async with running(engines={MODEL: engine}, trust=True) as server:
-        foretell(server, monkeypatch, lambda _: forecast)
+        predicts(server, monkeypatch, lambda _: prediction)
         began = time.monotonic()
         request = generate_request(timeout_seconds=100.0, max_tokens=4, ignore_eos=True)
         unary = await status_of(server.generation.Generate(request))
@@ -102,8 +102,8 @@ async def test_request_that_would_be_late_is_refused_at_once_with_numbers_and_wh
         assert server.metric("grpc_server_handled_total", **handled) == 2
     assert engine.requests == []
     # gRPC may round 100 s up to 101; of them the allowance for rounding and transit goes, and what has passed since.
-    most = 101.0 - shortfall(101.0)
-    least = 100.0 - shortfall(100.0) - passed
+    most = 101.0 - deadline_margin(101.0)
+    least = 100.0 - deadline_margin(100.0) - passed
     for error in (unary, stream, score, partial):
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
@@ -121,9 +121,9 @@ async def test_request_that_would_be_late_is_refused_at_once_with_numbers_and_wh
 
 
 async def test_deadlines_only_cancel_where_admission_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    forecast = Forecast(queue_seconds=1e6, prefill_seconds=0.0, decode_seconds=0.0)
+    prediction = Prediction(queue_seconds=1e6, prefill_seconds=0.0, decode_seconds=0.0)
     async with running(engines={MODEL: ScriptedEngine(at_once)}, trust=True, admission=Admission.OFF) as server:
-        foretell(server, monkeypatch, lambda _: forecast)
+        predicts(server, monkeypatch, lambda _: prediction)
         assert kinds(await read(server.stream(timeout_seconds=100.0)))[-1] == "summary"
 
 
@@ -135,14 +135,14 @@ async def test_request_that_cannot_be_over_in_time_any_more_leaves_the_queue_bef
     engine = engine_for(model, runner, clock=lambda: time.monotonic() + 8 * MINUTE * has_passed.is_set())
     async with running([model], {MODEL: engine}) as server:
 
-        def forecast(one: GenerationRequest) -> Forecast:
+        def predict(one: GenerationRequest) -> Prediction:
             """As much as is left of its time but for the way, and for five minutes in which it may begin."""
             assert one.deadline is not None
-            on_the_way = shortfall(one.deadline - one.arrival_time)
+            on_the_way = deadline_margin(one.deadline - one.arrival_time)
             needed = one.deadline - time.monotonic() - on_the_way - 5 * MINUTE
-            return Forecast(queue_seconds=0.0, prefill_seconds=needed, decode_seconds=0.0)
+            return Prediction(queue_seconds=0.0, prefill_seconds=needed, decode_seconds=0.0)
 
-        foretell(server, monkeypatch, forecast)
+        predicts(server, monkeypatch, predict)
         with gate.closed():
             ahead = [await read_accepted(server.stream()) for _ in range(SLOTS)]
             late = await read_accepted(server.stream(timeout_seconds=HOUR))
@@ -249,4 +249,4 @@ async def test_early_deadlines_overtake_in_engine_and_forecast_alike_where_admis
     app = App(config, [served_model()], engines)
     (limits,) = given
     assert (limits.patience_seconds is not None) == overtakes
-    assert app._engine._lanes[MODEL].forecaster._patience == limits.patience_seconds
+    assert app.models.find(MODEL).queue.predictor._patience == limits.patience_seconds

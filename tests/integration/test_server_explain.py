@@ -385,16 +385,14 @@ async def test_a_model_that_is_served_no_more_takes_its_graph_along(graph: FakeG
     first, other = explained_model(), served_model("other")
     async with running([first, other]) as server:
         await server.generation.Explain(request)
-        server.app._show_health()
+        server.app._show_health("fake")
         await server.generation.Explain(request)
         assert len(graph.loads) == 1
         # Another of the same name, as after a reload.
-        server.app.models.serve(explained_model(), Parity((TRUSTED,)))
-        server.app._show_health()
+        server.app.models.reloaded(explained_model(), Parity((TRUSTED,)))
         await server.generation.Explain(request)
         assert len(graph.loads) == 2
         server.app.models.remove("fake")
-        server.app._show_health()
         await eventually(lambda: server.app._explainer._graphs == {})
         await status_of(server.generation.Explain(request), grpc.StatusCode.NOT_FOUND)
 
@@ -406,7 +404,7 @@ async def test_a_model_that_is_replaced_meanwhile_is_asked_again(graph: FakeGrap
         with gate.closed():
             call = server.generation.Explain(pb.ExplainRequest(text="ab", max_tokens=4))
             await gate.until_entered()
-            server.app.models.serve(explained_model(), Parity((TRUSTED,)))
+            server.app.models.reloaded(explained_model(), Parity((TRUSTED,)))
         answer = await call
         assert await server.until_ended(2) == {"length": 2}
     assert len(answer.target_tokens) == 4

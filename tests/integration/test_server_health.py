@@ -12,7 +12,8 @@ from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.app import App, Ready, run
-from service.repository.models import Parity
+from service.repository.entry import ModelEntry
+from service.repository.models import ModelState, Parity
 from service.transport import open_methods
 from service.transport.health import HealthServicer, _HealthListResponse
 from service.transport.server import SERVICES
@@ -71,11 +72,11 @@ async def test_a_watcher_is_sent_the_drain_though_another_of_the_same_name_has_l
 async def test_a_watcher_of_an_unknown_name_is_sent_what_becomes_of_it() -> None:
     async with running() as server:
         watch = await watching(server.health, "later", SERVICE_UNKNOWN)
-        server.app.models.serve(served_model("later"), Parity((TRUSTED,)))
-        server.app._show_health()
+        model = served_model("later")
+        queue = server.app._engine.open("later", engine := engine_for(model), model.cost_model(engine))
+        server.app.models.insert(ModelEntry(model, queue, None, ModelState.SERVING, Parity((TRUSTED,))))
         assert (await watch.read()).status == SERVING
         server.app.models.remove("later")
-        server.app._show_health()
         assert (await watch.read()).status == NOT_SERVING
         watch.cancel()
 

@@ -33,8 +33,7 @@ from service.config import Kernels, ServeConfig
 from service.engine.engine import LastRun
 from service.engine.types import Device
 from service.process import garbage
-from service.repository import library, loading
-from service.repository import load_check as trial
+from service.repository import library, load_check, loading, startup
 from service.repository.loading import build_engines, load_models, needs_of
 from service.repository.models import ModelState
 from tests.artifacts import tiny_artifact
@@ -164,20 +163,20 @@ async def test_a_loaded_model_is_foretold_from_the_start_if_nobody_was_served_me
         estimate = await shelved.server.generation.Estimate(pb.EstimateRequest(request=request))
         assert estimate.finish_seconds > 0
         hold = threading.Event()
-        monkeypatch.setattr(library, "prove", lambda *given: hold.wait(30) and _prove(*given))
+        monkeypatch.setattr(startup, "prove", lambda *given: hold.wait(30) and _prove(*given))
         loading = asyncio.create_task(shelved.load("c"))
         with shelved.server.app._engine.admit("a", "somebody"):
             hold.set()
             await loading
         assert not knows("c"), "its steps would have stood in others' way, and others in theirs"
         assert len(await shelved.tokens("c")) == 12
-        before = shelved.server.app._engine._lanes["b"].forecaster
+        before = shelved.server.app.models.find("b").queue.predictor
         await shelved.reload("b")
-        assert shelved.server.app._engine._lanes["b"].forecaster is not before
+        assert shelved.server.app.models.find("b").queue.predictor is not before
         assert knows("b")
 
 
-_prove = library.prove
+_prove = startup.prove
 
 
 async def test_a_reloaded_model_answers_as_one_that_was_there_from_the_start(
@@ -197,8 +196,8 @@ async def test_a_reload_collects_what_it_replaced_once_that_is_gone(
     # It was set aside as the server began to serve, where no other collection would find a cycle that holds it.
     collected: list[list[str]] = []
     async with shelf(tmp_path) as shelved:
-        engines = shelved.server.app._engine
-        monkeypatch.setattr(garbage, "collect", lambda: collected.append(list(engines._lanes)))
+        models = shelved.server.app.models
+        monkeypatch.setattr(garbage, "collect", lambda: collected.append(list(models.names)))
         await shelved.reload("a")
         await eventually(lambda: bool(collected))
     assert collected == [["a"]]
@@ -235,9 +234,9 @@ async def test_an_unfit_model_is_refused_by_what_is_wrong_and_harms_nobody(tmp_p
 async def test_a_model_whose_weights_have_no_room_twice_is_refused_before_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "TRIAL_BYTES", 0)
+    monkeypatch.setattr(library, "MIN_BYTES", 0)
     resident, left, tried = 10 << 30, 0, []
-    monkeypatch.setattr(library.Library, "_try_out", lambda *given: tried.append(given[1]))
+    monkeypatch.setattr(load_check.LoadCheck, "run", lambda *given: tried.append(given[2]))
     async with shelf(tmp_path) as shelved:
         shelved.put("b", NEW())
         files = [*NEW().glob("decoder.onnx*")]
@@ -263,7 +262,7 @@ async def test_a_model_whose_weights_have_no_room_twice_is_refused_before_it_is_
 async def test_a_large_model_is_tried_out_in_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_fit: bool
 ) -> None:
-    monkeypatch.setattr(library, "TRIAL_BYTES", 0)
+    monkeypatch.setattr(library, "MIN_BYTES", 0)
     loaded = []
     monkeypatch.setattr(library, "load_model", lambda *given: loaded.append(given) or _load_model(*given))
     async with shelf(tmp_path) as shelved:
@@ -287,7 +286,7 @@ _load_model = library.load_model
 async def test_a_load_check_that_a_signal_ends_makes_the_model_unfit_and_the_next_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr(library, "TRIAL_BYTES", 0)
+    monkeypatch.setattr(library, "MIN_BYTES", 0)
     dying = tmp_path / "dying"
     dying.write_text(f"#!/bin/sh\nkill -{number.value} $$\n")
     dying.chmod(0o700)
@@ -310,7 +309,7 @@ async def test_a_load_check_has_no_more_address_space_than_its_model_needs(tmp_p
         "load_check.load_model = lambda *given: numpy.zeros(12 << 30, numpy.uint8);"
         "sys.exit(load_check.main(sys.argv[1:]))"
     )
-    settings = json.dumps(library.trial_settings(ServeConfig(models=tmp_path, device=Device.CPU), "a"))
+    settings = json.dumps(load_check.settings_of(ServeConfig(models=tmp_path, device=Device.CPU), "a"))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", greedy, settings, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -390,13 +389,13 @@ async def test_unloading_lets_requests_end_and_then_gives_the_memory_back(tmp_pa
     async with shelf(tmp_path) as shelved:
         shelved.put("b", NEW())
         built: list[weakref.ref[Any]] = []
-        install = shelved.server.app._engine.install  # what else would hold the engine
+        install = shelved.server.app._engine.open  # what else would hold the engine
 
-        def note(model: str, engine: Any, *others: Any) -> None:
+        def note(model: str, engine: Any, *others: Any) -> Any:
             built.append(weakref.ref(engine))
-            install(model, engine, *others)
+            return install(model, engine, *others)
 
-        shelved.server.app._engine.install = note  # type: ignore[method-assign]
+        shelved.server.app._engine.open = note  # type: ignore[method-assign]
         await shelved.load("b")
         del note
         assert shelved.state("b") == [1, 1]
@@ -482,7 +481,7 @@ async def test_a_trial_is_told_all_that_makes_an_engine_what_it_is(tmp_path: Pat
             read_of_it.remove(name)
             read_of_it |= set(re.findall(r"\bself\.(\w+)", inspect.getsource(value.fget)))
     assert "prefill_chunk" in read_of_it
-    told = library.trial_settings(ServeConfig(models=tmp_path), "a")
+    told = load_check.settings_of(ServeConfig(models=tmp_path), "a")
     assert read_of_it - own <= set(told)
 
 
@@ -498,8 +497,8 @@ async def test_a_trial_loads_a_model_as_the_server_that_asks_for_it_would(tmp_pa
         threads=5,
         spin=False,
     )
-    told = json.loads(json.dumps(library.trial_settings(asking, "a", asking.kv_memory)))
-    name, config = trial.read_settings(told)
+    told = json.loads(json.dumps(load_check.settings_of(asking, "a", asking.kv_memory)))
+    name, config = load_check.read_settings(told)
     assert (name, config) == ("a", asking)
     # Equal to their names are these as well, but another by identity.
     assert [type(value) for value in (config.device, config.kernels)] == [Device, Kernels]

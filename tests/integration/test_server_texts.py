@@ -140,7 +140,7 @@ async def test_estimates_hold_places_while_they_are_tokenized() -> None:
         tokenizer.goes_on.clear()
         waiting = [server.generation.Estimate(estimate) for _ in range(SLOTS + QUEUE)]
         # Each has its place before it is tokenized, and there is no other.
-        lane = server.app._engine._lanes[MODEL]
+        lane = server.app.models.find(MODEL).queue
         await eventually(lambda: lane._taken.total() == SLOTS + QUEUE)
         for call in (server.generation.Estimate(estimate), server.generation.Generate(generate_request())):
             error = await status_of(call, Code.RESOURCE_EXHAUSTED)

@@ -301,7 +301,7 @@ async def test_models_are_loaded_and_unloaded_on_a_device_by_the_engine_thread_a
         await server.models.ReloadModel(model_pb2.ReloadModelRequest(model="a"))
         # An artifact that fails its proof takes memory, and gives it back.
         with monkeypatch.context() as patch:
-            patch.setattr("service.repository.library.tolerance_of", lambda *_: golden.Tolerance(absolute=0.0))
+            patch.setattr("service.repository.startup.tolerance_of", lambda *_: golden.Tolerance(absolute=0.0))
             with pytest.raises(grpc.aio.AioRpcError, match="golden cases failed"):
                 await server.models.ReloadModel(model_pb2.ReloadModelRequest(model="a"))
         await server.models.UnloadModel(model_pb2.UnloadModelRequest(model="b"))

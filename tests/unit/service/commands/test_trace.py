@@ -17,7 +17,7 @@ from service.engine.scheduler import EngineLimits
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent
 from service.telemetry.debug import encode
 from service.telemetry.metrics import RequestRecord
-from service.telemetry.recorder import FlightLog, FlightRecorder, ModelLog, RecordedRequest
+from service.telemetry.recorder import FlightLog, ModelLog, ModelRecorder, RecordedRequest
 from tests.fakes import FakeRunner, fake_engine, request
 from tests.trace_format import check_trace, counter, slices, spans
 
@@ -33,9 +33,7 @@ class Thread:
 
     def __init__(self, *models: str, num_kept: int = 100) -> None:
         self.now = 1000.0
-        self.recorder = FlightRecorder(num_kept)
-        for model in models:
-            self.recorder.begin(model)
+        self.recorders = {model: ModelRecorder(model, num_kept) for model in models}
         self._is_failing = False
         self._requests: dict[str, GenerationRequest] = {}
         last_run = LastRun()
@@ -55,19 +53,22 @@ class Thread:
         self._is_failing = fails
         output = self.engines[model].step()
         self.wait(SAMPLE)
-        self.recorder.step_done(model, output, self.now)
+        self.recorders[model].step_done(output, self.now)
         for event in output.events:
             if event.timings is not None:
                 record = _record(self._requests[event.request_id], event)
-                self.recorder.request_ended(model, event.request_id, record, event.num_cached_tokens)
+                self.recorders[model].request_ended(event.request_id, record, event.num_cached_tokens)
         self.wait(BETWEEN)
 
     def wait(self, milliseconds: float) -> None:
         self.now += milliseconds / 1e3
 
     def trace(self, open_requests: Sequence[tuple[str, RecordedRequest]] = ()) -> dict[str, Any]:
-        taken = self.recorder.take(open_requests)
-        log = FlightLog(self.now, 5000.0, taken.models)
+        models = {
+            model: recorder.taken(each for name, each in open_requests if name == model)
+            for model, recorder in self.recorders.items()
+        }
+        log = FlightLog(self.now, 5000.0, models)
         drawn = trace_events(json.loads(b"".join(encode(log))))
         check_trace(drawn)
         return drawn

@@ -11,37 +11,34 @@ import pytest
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StoppingParams
 from service.errors import DeadlineUnreachable
 from service.forecasting.admission import Correction, DeadlineAdmission
-from service.forecasting.prediction import Forecast
+from service.forecasting.prediction import LatencyPredictor, Prediction
 from tests.fakes import request
 
 QUEUE, PREFILL, TOKEN = 1.0, 0.5, 0.01
 
 
-class Fortune:
-    """A forecaster: a token takes 10 ms after the prompt's half second and a second of queue, alone half of that.
-
-    What is cached of a prompt of a hundred tokens costs nothing.
-    """
+class Fortune(LatencyPredictor):
+    """A predictor: a token takes 10 ms after the prompt's half second and a second of queue, alone half of that."""
 
     def __init__(self, *, is_warm: bool = True, queue: float = QUEUE) -> None:
         self.is_warm = is_warm
         self.queue = queue
         self.likely: int | None = None
 
-    def forecast(self, one: GenerationRequest, cached_tokens: int = 0) -> Forecast | None:
+    def predict(self, one: GenerationRequest) -> Prediction | None:
         if not self.is_warm:
             return None
-        return told(self.queue, PREFILL * (1 - cached_tokens / 100), TOKEN * one.stopping.max_tokens)
+        return told(self.queue, PREFILL, TOKEN * one.stopping.max_tokens)
 
-    def forecast_alone(self, one: GenerationRequest, cached_tokens: int = 0) -> Forecast | None:
-        return told(0.0, PREFILL / 2 * (1 - cached_tokens / 100), TOKEN / 2 * one.stopping.max_tokens)
+    def predict_alone(self, one: GenerationRequest) -> Prediction | None:
+        return told(0.0, PREFILL / 2, TOKEN / 2 * one.stopping.max_tokens)
 
     def likely_tokens(self, one: GenerationRequest) -> int | None:
         return one.stopping.max_tokens if one.stopping.ignore_eos else self.likely
 
 
-def told(queue: float, prefill: float, decode: float) -> Forecast:
-    return Forecast(queue_seconds=queue, prefill_seconds=prefill, decode_seconds=decode)
+def told(queue: float, prefill: float, decode: float) -> Prediction:
+    return Prediction(queue_seconds=queue, prefill_seconds=prefill, decode_seconds=decode)
 
 
 def exactly(max_tokens: int, **fields: object) -> GenerationRequest:
@@ -115,33 +112,6 @@ def test_request_that_would_not_fit_alone_is_told_so() -> None:
 def test_retry_is_told_within_reason(queue: float, told: float) -> None:
     admission = DeadlineAdmission(Fortune(queue=queue))
     assert refusal(admission, exactly(100), left=1.499).retry_after_seconds == told
-
-
-def test_what_is_cached_of_a_prompt_takes_no_time() -> None:
-    admission, one = DeadlineAdmission(Fortune()), exactly(100)
-    assert refusal(admission, one, left=2.4).prefill_seconds == PREFILL
-    judged, prediction = admission.judge(one, 0.0, 2.4, is_idle=False, cached_tokens=50)
-    factor = refusal(admission, one, left=1.0).queue_seconds / QUEUE
-    assert judged.start_by == pytest.approx(2.4 - factor * (PREFILL / 2 + 1.0), rel=0.02)
-    assert prediction is not None
-    assert prediction.finish_seconds == pytest.approx(QUEUE + PREFILL / 2 + 1.0)
-    with pytest.raises(DeadlineUnreachable) as caught:
-        admission.judge(one, 0.0, 0.7, is_idle=False, cached_tokens=50)
-    assert caught.value.retry_after_seconds is not None, "by itself it takes 0.125 + 0.5 s"
-    assert refusal(admission, one, left=0.7).retry_after_seconds is None
-
-
-@pytest.mark.parametrize("is_idle", [False, True])
-def test_asking_who_would_be_let_in_changes_nothing(*, is_idle: bool) -> None:
-    asked, unasked = DeadlineAdmission(Fortune()), DeadlineAdmission(Fortune())
-    one = exactly(100)
-    for left in (2.4, 2.6):
-        for _ in range(40):
-            assert asked.admits(one, 0.0, left, is_idle=is_idle) == (left > 2.5)
-    told = [_is_refused(asked, one, left=1.0, is_idle=is_idle) for _ in range(20)]
-    assert told == [_is_refused(unasked, one, left=1.0, is_idle=is_idle) for _ in range(20)]
-    assert refusal(asked, one, left=1.0).queue_seconds == refusal(unasked, one, left=1.0).queue_seconds
-    assert DeadlineAdmission(Fortune(is_warm=False)).admits(one, 0.0, 1e-3, is_idle=is_idle)
 
 
 def test_everyone_is_let_in_while_nothing_is_known_of_steps() -> None:

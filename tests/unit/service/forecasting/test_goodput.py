@@ -1,4 +1,4 @@
-"""Answers in time, on a machine whose law is known: real engine, forecaster and admission on a clock of their own."""
+"""Answers in time, on a machine whose law is known: real engine, predictor and admission on a clock of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from service.engine.types import FinishReason, GenerationRequest, StoppingParams
 from service.errors import DeadlineUnreachable
-from service.forecasting.admission import DeadlineAdmission, Prediction
+from service.forecasting.admission import DeadlineAdmission, PredictedFinish
 from tests.fakes import request
 from tests.unit.model.spec.test_cost import decoder_only
 from tests.unit.service.forecasting.test_prediction import CONTEXT, LIMITS, Machine
@@ -50,8 +50,8 @@ class Shop(Machine):
     def __init__(self, *, admits_by_deadline: bool) -> None:
         super().__init__(decoder_only(vocab_size=32, context=CONTEXT), patience=10.0 if admits_by_deadline else None)
         self.warm()
-        self.admission = DeadlineAdmission(self.forecaster) if admits_by_deadline else None
-        self.predictions: dict[str, Prediction] = {}
+        self.admission = DeadlineAdmission(self.predictor) if admits_by_deadline else None
+        self.predictions: dict[str, PredictedFinish] = {}
         self.ends_counted: Counter[str] = Counter()
         self.start = 0.0
 
@@ -66,7 +66,7 @@ class Shop(Machine):
                 return
             if prediction is not None:
                 self.predictions[asked.request_id] = prediction
-        self.quotes[asked.request_id] = asked, self.forecaster.submitted(asked)
+        self.quotes[asked.request_id] = asked, self.predictor.submitted(asked)
         self.told[asked.request_id] = {}
         self.engine.add_request(asked)
 
@@ -80,7 +80,7 @@ class Shop(Machine):
             assert event.timings is not None
             self.note(self.quotes[name][0].arrival_time, event.finish_reason)
             for count in self.told[name].values():
-                self.forecaster.output_ended(self.quotes[name][0], self.now, count, event.finish_reason)
+                self.predictor.output_ended(self.quotes[name][0], self.now, count, event.finish_reason)
             if (prediction := self.predictions.get(name)) is not None and self.admission is not None:
                 self.admission.ended(prediction, event.timings, [event.finish_reason])
 

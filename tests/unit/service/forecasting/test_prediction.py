@@ -23,9 +23,9 @@ from service.engine.types import (
     TokenEvent,
 )
 from service.forecasting.costing import Cost, CostModel
-from service.forecasting.prediction import Forecaster, Quote
+from service.forecasting.prediction import LatencyPredictor, Quote
 from service.forecasting.sharing import Rival
-from service.forecasting.step_times import Company
+from service.forecasting.step_times import BatchLoad
 from tests.fakes import FakeRunner, fake_engine, request
 from tests.unit.model.spec.test_cost import decoder_only, encoder_decoder
 
@@ -50,7 +50,7 @@ class Law:
 
 
 class Machine:
-    """An engine and the clock that its steps move; a forecaster is told of every step."""
+    """An engine and the clock that its steps move; a predictor is told of every step."""
 
     def __init__(
         self, config: ModelConfig, law: Law = Law(), noise: float = 0.0, patience: float | None = None
@@ -66,7 +66,7 @@ class Machine:
             context=CONTEXT,
             clock=lambda: self.now,
         )
-        self.forecaster = Forecaster(CostModel(config, self.engine.chunk_rules), LIMITS.max_batch_size, patience)
+        self.predictor = LatencyPredictor(CostModel(config, self.engine.chunk_rules), LIMITS.max_batch_size, patience)
         self.told: dict[str, dict[int, int]] = {}
         self.quotes: dict[str, tuple[GenerationRequest, Quote]] = {}
         self.costs: dict[str, Cost | None] = {}
@@ -74,7 +74,7 @@ class Machine:
 
     def submit(self, asked: GenerationRequest) -> None:
         asked = replace(asked, arrival_time=self.now)
-        self.quotes[asked.request_id] = asked, self.forecaster.submitted(asked)
+        self.quotes[asked.request_id] = asked, self.predictor.submitted(asked)
         self.told[asked.request_id] = {}
         self.engine.add_request(asked)
 
@@ -84,16 +84,16 @@ class Machine:
         self.now += self.law.host + self.law.host_row * output.stats.num_rows
         for event in output.events:
             if event.token_id is not None:
-                self.forecaster.token_sent(event.request_id)
-        self.forecaster.step_done(output.stats)
+                self.predictor.token_sent(event.request_id)
+        self.predictor.step_done(output.stats)
         for event in output.events:
             told = self.told[event.request_id]
             if event.token_id is not None:
                 told[event.output_index] = told.get(event.output_index, 0) + 1
             if event.is_terminal:
                 asked, quote = self.quotes[event.request_id]
-                self.costs[event.request_id] = self.forecaster.settle(quote, asked, told, event)
-                self.forecaster.ended(event.request_id)
+                self.costs[event.request_id] = self.predictor.settle(quote, asked, told, event)
+                self.predictor.ended(event.request_id)
                 self.ends[event.request_id] = event
         return output.stats
 
@@ -153,16 +153,16 @@ def test_a_request_takes_what_was_forecast(family: object) -> None:
     source = random.Random(9)
     for number in range(30):
         asked = draw(source, f"r{number}")
-        forecast = warm.forecaster.forecast(asked)
-        assert forecast is not None
-        assert forecast.queue_seconds == 0.0
-        assert warm.forecaster.likely_tokens(asked) == asked.stopping.max_tokens
+        prediction = warm.predictor.predict(asked)
+        assert prediction is not None
+        assert prediction.queue_seconds == 0.0
+        assert warm.predictor.likely_tokens(asked) == asked.stopping.max_tokens
         taken = warm.run(asked)
-        assert forecast.service_seconds == pytest.approx(taken, rel=0.03, abs=0.001)
+        assert prediction.service_seconds == pytest.approx(taken, rel=0.03, abs=0.001)
         timings = warm.ends[asked.request_id].timings
         assert timings is not None
         assert timings.first_token_time is not None
-        assert forecast.prefill_seconds == pytest.approx(
+        assert prediction.prefill_seconds == pytest.approx(
             timings.first_token_time - (timings.scheduled_time or 0.0), rel=0.05, abs=0.001
         )
 
@@ -176,7 +176,7 @@ def test_coefficients_are_those_of_the_machine() -> None:
         for _ in range(source.randrange(12)):
             warm.step()
     warm.drain()
-    law, found = warm.law, warm.forecaster.coefficients
+    law, found = warm.law, warm.predictor.coefficients
     expected = {
         "prefill_run": law.prompt_run,
         "prefill_token": law.prompt_token,
@@ -202,9 +202,9 @@ def test_short_steps_are_foretold_by_their_mean_and_not_by_that_of_the_long_ones
     expected = taken = 0.0
     for number in range(150):
         asked = draw(source, f"r{number}")
-        forecast = hectic.forecaster.forecast(asked)
-        assert forecast is not None
-        expected += forecast.decode_seconds
+        prediction = hectic.predictor.predict(asked)
+        assert prediction is not None
+        expected += prediction.decode_seconds
         hectic.run(asked)
         timings = hectic.ends[asked.request_id].timings
         assert timings is not None
@@ -230,7 +230,7 @@ def test_company_stretches_steps_by_the_share_that_its_prompts_take() -> None:
             with_prompts += stats.run_seconds
             decoding += law.decode_row
     assert with_prompts > 1.3 * decoding
-    assert busy.forecaster._times.stretch == pytest.approx(with_prompts / decoding, rel=0.15)
+    assert busy.predictor._times.stretch == pytest.approx(with_prompts / decoding, rel=0.15)
 
 
 @pytest.mark.parametrize("wake", [0.0, 0.003])
@@ -242,10 +242,10 @@ def test_what_a_pause_adds_to_the_first_run_is_foretold_of_who_comes_after_one(w
     sleepy.run(request("a", prompt, stopping=stopping))
     # Two of its chunks are cached, and what is left is one token: no prompt's run shares in the pause.
     again = request("b", prompt, stopping=stopping)
-    forecast = sleepy.forecaster.forecast(again, 32)
-    assert forecast is not None
-    assert forecast.service_seconds == pytest.approx(sleepy.run(again), rel=0.1)
-    assert sleepy.forecaster.coefficients["wake"] == pytest.approx(wake, rel=0.3, abs=2e-4)
+    prediction = sleepy.predictor.predict(again, 32)
+    assert prediction is not None
+    assert prediction.service_seconds == pytest.approx(sleepy.run(again), rel=0.1)
+    assert sleepy.predictor.coefficients["wake"] == pytest.approx(wake, rel=0.3, abs=2e-4)
 
 
 def test_cached_tokens_are_counted_in_the_prediction_and_the_estimate() -> None:
@@ -257,7 +257,7 @@ def test_cached_tokens_are_counted_in_the_prediction_and_the_estimate() -> None:
     cold = warm.run(first)
     cached = warm.engine.num_cached_tokens(second)
     assert cached == 112
-    estimate = warm.forecaster.estimate(second, cached)
+    estimate = warm.predictor.estimate(second, cached)
     taken = warm.run(second)
     assert taken < 0.5 * cold
     assert estimate.cost.predicted_seconds == pytest.approx(taken, rel=0.05)
@@ -268,30 +268,30 @@ def test_cached_tokens_are_counted_in_the_prediction_and_the_estimate() -> None:
     assert settled.counts == estimate.cost.counts
     assert warm.costs["a"] is not None
     assert settled.counts.linear_flops < warm.costs["a"].counts.linear_flops
-    assert warm.forecaster.relative_error is not None
-    assert warm.forecaster.relative_error < 0.05
+    assert warm.predictor.relative_error is not None
+    assert warm.predictor.relative_error < 0.05
 
 
 def test_nothing_is_told_until_enough_is_known() -> None:
     cold = machine()
     short = request("a", (5,) * 4, max_tokens=20, stopping=StoppingParams(max_tokens=20, ignore_eos=True))
     long = request("b", tuple(3 + i % 20 for i in range(150)))
-    assert cold.forecaster.forecast(short) is None
-    assert cold.forecaster.relative_error is None
-    estimate = cold.forecaster.estimate(short)
-    assert (estimate.cost.predicted_seconds, estimate.forecast) == (None, None)
+    assert cold.predictor.predict(short) is None
+    assert cold.predictor.relative_error is None
+    estimate = cold.predictor.estimate(short)
+    assert (estimate.cost.predicted_seconds, estimate.prediction) == (None, None)
     assert estimate.cost.counts.attended_pairs > 0
     cold.run(short)
     cost = cold.costs["a"]
     assert cost is not None
     assert cost.predicted_seconds is None
     assert cost.measured_seconds == pytest.approx(seconds_of(cold.ends["a"]))
-    assert cold.forecaster.forecast(replace(short, request_id="c")) is not None
+    assert cold.predictor.predict(replace(short, request_id="c")) is not None
     # One short prompt says nothing of what a chunk takes.
-    assert cold.forecaster.forecast(long) is None
+    assert cold.predictor.predict(long) is None
     cold.run(replace(long, request_id="d"))
     cold.run(replace(long, request_id="e", prompt_token_ids=long.prompt_token_ids[:90]))
-    assert cold.forecaster.forecast(long) is not None
+    assert cold.predictor.predict(long) is not None
 
 
 def test_an_output_is_taken_to_be_as_long_as_it_may_and_lately_was() -> None:
@@ -299,20 +299,20 @@ def test_an_output_is_taken_to_be_as_long_as_it_may_and_lately_was() -> None:
     warm.warm()
     stopping = StoppingParams(max_tokens=80)
     asked = request("a", range(3, 20), stopping=stopping)
-    before = warm.forecaster.forecast(asked)
+    before = warm.predictor.predict(asked)
     assert before is not None
-    assert warm.forecaster.likely_tokens(asked) is None
+    assert warm.predictor.likely_tokens(asked) is None
     for _ in range(8):
-        warm.forecaster.output_ended(asked, 0.0, 50, FinishReason.END_OF_SEQUENCE)
-        warm.forecaster.output_ended(asked, 0.0, 20, FinishReason.DEADLINE)
+        warm.predictor.output_ended(asked, 0.0, 50, FinishReason.END_OF_SEQUENCE)
+        warm.predictor.output_ended(asked, 0.0, 20, FinishReason.DEADLINE)
         # Neither says anything of where an answer ends.
-        warm.forecaster.output_ended(ended_by(asked, ignore_eos=True), 0.0, 80, FinishReason.LENGTH)
-        warm.forecaster.output_ended(asked, 0.0, 0, FinishReason.DEADLINE)
-    assert warm.forecaster.likely_tokens(asked) == 50
-    assert warm.forecaster.forecast(asked) == before
-    assert warm.forecaster.likely_tokens(ended_by(asked, max_tokens=5)) == 5
-    assert warm.forecaster.likely_tokens(ended_by(asked, min_tokens=60)) == 60
-    assert warm.forecaster.likely_tokens(replace(asked, arrival_time=1e6)) is None
+        warm.predictor.output_ended(ended_by(asked, ignore_eos=True), 0.0, 80, FinishReason.LENGTH)
+        warm.predictor.output_ended(asked, 0.0, 0, FinishReason.DEADLINE)
+    assert warm.predictor.likely_tokens(asked) == 50
+    assert warm.predictor.predict(asked) == before
+    assert warm.predictor.likely_tokens(ended_by(asked, max_tokens=5)) == 5
+    assert warm.predictor.likely_tokens(ended_by(asked, min_tokens=60)) == 60
+    assert warm.predictor.likely_tokens(replace(asked, arrival_time=1e6)) is None
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_an_output_is_taken_to_be_as_long_as_it_may_and_lately_was() -> None:
 )
 def test_an_output_has_all_its_tokens_only_if_nothing_can_stop_it(stopping: dict[str, Any], is_known: bool) -> None:
     asked = ended_by(request("a", max_tokens=80), **stopping)
-    assert machine().forecaster.likely_tokens(asked) == (asked.stopping.max_tokens if is_known else None)
+    assert machine().predictor.likely_tokens(asked) == (asked.stopping.max_tokens if is_known else None)
 
 
 def ended_by(asked: GenerationRequest, **changes: Any) -> GenerationRequest:
@@ -346,8 +346,8 @@ def test_who_is_due_later_does_not_wait_ahead_where_deadlines_overtake() -> None
     for deadline, is_ahead in ((5.0, True), (None, False)):
         asked = request("late", (5,) * 12, max_tokens=4, arrival_time=by_deadline.now)
         asked = replace(asked, deadline=None if deadline is None else by_deadline.now + deadline)
-        forecasts = [warm.forecaster.forecast(asked) for warm in (first_come, by_deadline)]
-        waits = [forecast.queue_seconds for forecast in forecasts if forecast is not None]
+        predictions = [warm.predictor.predict(asked) for warm in (first_come, by_deadline)]
+        waits = [prediction.queue_seconds for prediction in predictions if prediction is not None]
         assert (waits[1] < 0.8 * waits[0]) == is_ahead
 
 
@@ -355,14 +355,14 @@ def test_a_request_that_is_foretold_alone_does_not_know_of_others() -> None:
     warm = machine()
     warm.warm()
     asked = request("a", (5,) * 12, stopping=StoppingParams(max_tokens=30, ignore_eos=True))
-    before = warm.forecaster.forecast(asked)
+    before = warm.predictor.predict(asked)
     fill(warm, 20, new=60)
-    crowded, alone = warm.forecaster.forecast(asked), warm.forecaster.forecast_alone(asked)
+    crowded, alone = warm.predictor.predict(asked), warm.predictor.predict_alone(asked)
     assert crowded is not None
     assert alone == before != crowded
     assert alone is not None
     assert alone.service_seconds < crowded.service_seconds
-    assert machine().forecaster.forecast_alone(asked) is None
+    assert machine().predictor.predict_alone(asked) is None
 
 
 def fill(warm: Machine, count: int, new: int) -> None:
@@ -382,8 +382,8 @@ def test_the_queue_is_as_long_as_it_then_is(count: int) -> None:
     for _ in range(12):
         warm.engine.has_work and warm.step()
     asked = request("last", (5, 6, 7, 8), stopping=StoppingParams(max_tokens=30, ignore_eos=True))
-    forecast = warm.forecaster.forecast(asked)
-    assert forecast is not None
+    prediction = warm.predictor.predict(asked)
+    assert prediction is not None
     warm.submit(asked)
     submitted = warm.now
     warm.drain()
@@ -391,14 +391,14 @@ def test_the_queue_is_as_long_as_it_then_is(count: int) -> None:
     assert timings is not None
     assert timings.scheduled_time is not None
     queued = timings.scheduled_time - submitted
-    assert forecast.queue_seconds == pytest.approx(queued, rel=0.25, abs=0.02)
+    assert prediction.queue_seconds == pytest.approx(queued, rel=0.25, abs=0.02)
     if count < 8:
-        assert forecast.queue_seconds < 0.1
+        assert prediction.queue_seconds < 0.1
     if count == 8:
         # Those whose end it waits for are gone when it runs, which is not foretold: it errs on the long side.
-        assert forecast.finish_seconds > timings.finished_time - submitted
+        assert prediction.finish_seconds > timings.finished_time - submitted
     else:
-        assert forecast.finish_seconds == pytest.approx(timings.finished_time - submitted, rel=0.25)
+        assert prediction.finish_seconds == pytest.approx(timings.finished_time - submitted, rel=0.25)
 
 
 def test_the_less_urgent_are_no_queue() -> None:
@@ -408,7 +408,7 @@ def test_the_less_urgent_are_no_queue() -> None:
     for _ in range(12):
         warm.step()
     asked = request("a", (5, 6), priority=1)
-    urgent, equal = warm.forecaster.forecast(asked), warm.forecaster.forecast(replace(asked, priority=0))
+    urgent, equal = warm.predictor.predict(asked), warm.predictor.predict(replace(asked, priority=0))
     assert urgent is not None
     assert equal is not None
     assert urgent.queue_seconds == 0.0
@@ -422,7 +422,7 @@ def test_a_tenant_waits_for_no_more_than_its_own_requests() -> None:
     for _ in range(12):
         warm.step()
     asked = request("a", (5, 6))
-    equal, other = warm.forecaster.forecast(asked), warm.forecaster.forecast(replace(asked, tenant="b"))
+    equal, other = warm.predictor.predict(asked), warm.predictor.predict(replace(asked, tenant="b"))
     assert equal is not None
     assert other is not None
     assert equal.queue_seconds > 0.3
@@ -434,10 +434,10 @@ def test_what_was_outstanding_is_gone_when_all_have_ended() -> None:
     warm.warm()
     fill(warm, 20, 10)
     asked = request("a", (5, 6))
-    assert warm.forecaster.forecast(asked).queue_seconds > 0  # type: ignore[union-attr]
+    assert warm.predictor.predict(asked).queue_seconds > 0  # type: ignore[union-attr]
     warm.drain()
-    warm.forecaster.ended("nobody")
-    assert warm.forecaster.forecast(asked).queue_seconds == 0.0  # type: ignore[union-attr]
+    warm.predictor.ended("nobody")
+    assert warm.predictor.predict(asked).queue_seconds == 0.0  # type: ignore[union-attr]
 
 
 def test_in_company_a_request_takes_longer_and_that_is_foretold() -> None:
@@ -457,9 +457,9 @@ def test_in_company_a_request_takes_longer_and_that_is_foretold() -> None:
             if not wanted:
                 break
             name = wanted.pop()
-            forecast = crowded.forecaster.forecast(asked)
-            assert forecast is not None
-            expected[name] = forecast.service_seconds
+            prediction = crowded.predictor.predict(asked)
+            assert prediction is not None
+            expected[name] = prediction.service_seconds
             crowded.submit(replace(asked, request_id=name))
         crowded.step()
     taken = {name: seconds_of(crowded.ends[name]) for name in names}
@@ -477,13 +477,13 @@ def test_several_rows_are_counted(kind: str) -> None:
     asked = draw(source, "a", rows=4)
     if kind == "beams":
         asked = replace(asked, beam_search=BeamSearchParams(beam_size=4, patience=50.0))
-    forecast = warm.forecaster.forecast(asked)
-    assert forecast is not None
+    prediction = warm.predictor.predict(asked)
+    assert prediction is not None
     taken = warm.run(asked)
-    assert forecast.service_seconds == pytest.approx(taken, rel=0.05)
+    assert prediction.service_seconds == pytest.approx(taken, rel=0.05)
     cost = warm.costs["a"]
     assert cost is not None
-    assert cost.counts == warm.forecaster.estimate(asked).cost.counts
+    assert cost.counts == warm.predictor.estimate(asked).cost.counts
 
 
 def test_a_request_that_ended_before_its_first_token_costs_nothing_and_judges_nothing() -> None:
@@ -493,17 +493,17 @@ def test_a_request_that_ended_before_its_first_token_costs_nothing_and_judges_no
     warm.engine.abort("a")
     warm.drain()
     assert warm.costs["a"] is None
-    assert warm.forecaster.relative_error is None
+    assert warm.predictor.relative_error is None
 
 
 def test_a_prompt_that_is_only_scored_can_be_forecast() -> None:
     warm = machine()
     warm.warm()
     asked = request("a", range(3, 30), stopping=StoppingParams(max_tokens=0), scoring=PromptScoring())
-    forecast = warm.forecaster.forecast(asked)
-    assert forecast is not None
-    assert forecast.decode_seconds == 0.0
-    assert forecast.service_seconds == pytest.approx(warm.run(asked), rel=0.05)
+    prediction = warm.predictor.predict(asked)
+    assert prediction is not None
+    assert prediction.decode_seconds == 0.0
+    assert prediction.service_seconds == pytest.approx(warm.run(asked), rel=0.05)
     assert warm.costs["a"] is None
 
 
@@ -517,12 +517,12 @@ def test_nine_of_ten_requests_are_foretold_within_a_fifth_on_a_noisy_machine(noi
         # A neighbour comes, and goes.
         noisy.speed = 1.4 if 30 <= number < 60 else 1.0
         asked = draw(source, f"r{number}")
-        forecast = noisy.forecaster.forecast(asked)
-        assert forecast is not None
-        errors.append(abs(forecast.service_seconds / noisy.run(asked) - 1))
+        prediction = noisy.predictor.predict(asked)
+        assert prediction is not None
+        errors.append(abs(prediction.service_seconds / noisy.run(asked) - 1))
     assert sum(error <= 0.2 for error in errors) >= 0.9 * len(errors)
-    assert noisy.forecaster.relative_error is not None
-    assert noisy.forecaster.relative_error == pytest.approx(sum(errors[-20:]) / 20, abs=0.1)
+    assert noisy.predictor.relative_error is not None
+    assert noisy.predictor.relative_error == pytest.approx(sum(errors[-20:]) / 20, abs=0.1)
 
 
 def test_company_of_nobody_changes_nothing() -> None:
@@ -532,14 +532,16 @@ def test_company_of_nobody_changes_nothing() -> None:
     work = CostModel(decoder_only(vocab_size=32, context=CONTEXT), warm.engine.chunk_rules).work(asked)
     rates = warm.quotes["warm39"][1].rates
     for phase in (work.prefill, work.decode):
-        assert rates.seconds(phase) == rates.seconds(phase, Company(0.0, 50.0, 1.0))
-        assert rates.seconds(phase) < rates.seconds(phase, Company(2.0, 50.0, 1.0))
-    assert rates.seconds(work.decode, Company(2.0, 50.0, 1.5)) > 1.3 * rates.seconds(work.decode, Company(2.0, 50.0))
+        assert rates.seconds(phase) == rates.seconds(phase, BatchLoad(0.0, 50.0, 1.0))
+        assert rates.seconds(phase) < rates.seconds(phase, BatchLoad(2.0, 50.0, 1.0))
+    assert rates.seconds(work.decode, BatchLoad(2.0, 50.0, 1.5)) > 1.3 * rates.seconds(
+        work.decode, BatchLoad(2.0, 50.0)
+    )
 
 
 def test_a_step_without_work_teaches_nothing() -> None:
     cold = machine()
-    before = cold.forecaster.coefficients
+    before = cold.predictor.coefficients
     empty = StepStats(
         num_rows=0,
         num_tokens=0,
@@ -551,8 +553,8 @@ def test_a_step_without_work_teaches_nothing() -> None:
         num_waiting=0,
         kv_usage_ratio=0.0,
     )
-    cold.forecaster.step_done(empty)
-    assert cold.forecaster.coefficients == before
+    cold.predictor.step_done(empty)
+    assert cold.predictor.coefficients == before
 
 
 # Beside other models.
@@ -561,13 +563,13 @@ def test_a_step_without_work_teaches_nothing() -> None:
 def test_work_is_what_all_requests_then_take() -> None:
     warm = machine()
     warm.warm()
-    assert warm.forecaster.work_seconds() == 0.0
+    assert warm.predictor.work_seconds() == 0.0
     for count in (1, 5, 20):
         fill(warm, count, new=40)
-        foretold, began = warm.forecaster.work_seconds(), warm.now
+        foretold, began = warm.predictor.work_seconds(), warm.now
         warm.drain()
         assert foretold == pytest.approx(warm.now - began, rel=0.2)
-    assert machine().forecaster.work_seconds() == 0.0
+    assert machine().predictor.work_seconds() == 0.0
 
 
 def test_other_models_lengthen_every_part_of_a_forecast_by_what_they_take() -> None:
@@ -575,20 +577,20 @@ def test_other_models_lengthen_every_part_of_a_forecast_by_what_they_take() -> N
     warm.warm()
     fill(warm, 12, new=60)
     asked = request("a", (5,) * 40, stopping=StoppingParams(max_tokens=30, ignore_eos=True))
-    alone = warm.forecaster.forecast(asked)
+    alone = warm.predictor.predict(asked)
     assert alone is not None
     assert alone.sharing_factor == 1.0
     assert alone.queue_seconds > 0
     # One that has work for longer than we do, and one whose work is over while we wait for a place.
-    warm.forecaster._rivals = lambda: (Rival(2.0, math.inf, 0.0), Rival(1.0, 0.01, 0.0))
-    shared = warm.forecaster.forecast(asked)
+    warm.predictor._rivals = lambda: (Rival(2.0, math.inf, 0.0), Rival(1.0, 0.01, 0.0))
+    shared = warm.predictor.predict(asked)
     assert shared is not None
     assert shared.queue_seconds == pytest.approx(3 * alone.queue_seconds + 0.01)
     assert shared.prefill_seconds == pytest.approx(3 * alone.prefill_seconds)
     assert shared.decode_seconds == pytest.approx(3 * alone.decode_seconds)
     assert shared.sharing_factor == pytest.approx(3.0 + 0.01 / alone.finish_seconds)
-    assert warm.forecaster.estimate(asked).cost.predicted_seconds == pytest.approx(shared.service_seconds)
-    unshared = warm.forecaster.forecast_alone(asked)
+    assert warm.predictor.estimate(asked).cost.predicted_seconds == pytest.approx(shared.service_seconds)
+    unshared = warm.predictor.predict_alone(asked)
     assert unshared is not None
     assert unshared.sharing_factor == 1.0
 
@@ -597,7 +599,7 @@ def test_a_request_is_held_to_what_was_foretold_beside_other_models() -> None:
     warm = machine()
     warm.warm()
     asked = request("a", (5,) * 40, stopping=StoppingParams(max_tokens=30, ignore_eos=True))
-    warm.forecaster._rivals = lambda: (Rival(1.0, math.inf, 0.0),)
+    warm.predictor._rivals = lambda: (Rival(1.0, math.inf, 0.0),)
     # As if every step of ours were followed by one of theirs that takes as long.
     warm.speed = 2.0
     warm.run(asked)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.forecasting.sharing import CoreSharing, Rival, stretched
-from service.runtime.turns import Turns
+from service.forecasting.sharing import CoreUse, Rival, stretched
+from service.runtime.weighted_fair import WeightedFairScheduler
 
 STEP = 0.002
 
@@ -17,14 +17,14 @@ STEP = 0.002
 def taken_turns(seconds: float, rivals: list[Rival]) -> float:
     """After how long we had so many seconds, were every step as long and nothing to come."""
     names = [f"rival{number}" for number in range(len(rivals))]
-    turns = Turns({name: rival.weight for name, rival in zip(names, rivals, strict=True)})
+    turns = WeightedFairScheduler({name: rival.weight for name, rival in zip(names, rivals, strict=True)})
     left = {"us": seconds, **{name: rival.work_seconds for name, rival in zip(names, rivals, strict=True)}}
     now = 0.0
     while left["us"] > STEP / 2:
         model = turns.next([name for name, work in left.items() if work > STEP / 2])
         assert model is not None
         left[model] -= STEP
-        turns.took(model, STEP)
+        turns.charge(model, STEP)
         now += STEP
     return now
 
@@ -48,39 +48,31 @@ def test_who_was_busy_lately_is_taken_to_be_so_though_its_present_work_is_short(
     assert stretched(0.1, [Rival(1.0, 5.0, 0.75)]) == 0.2
 
 
-def rivals_at(sharing: CoreSharing, now: float, work: float = 5.0) -> tuple[Rival, ...]:
-    return sharing.rivals_of("us", {"other": lambda: work}, now)
+def rival_at(use: CoreUse, now: float, work: float = 5.0) -> Rival | None:
+    return use.as_rival(2.0, lambda: work, now)
 
 
 def test_a_model_is_a_rival_while_it_has_work_and_for_a_while_after() -> None:
-    sharing = CoreSharing({"other": 3.0, "us": 2.0})
-    assert rivals_at(sharing, 0.0) == ()
-    sharing.begun("other", 10.0)
-    assert rivals_at(sharing, 10.0) == (Rival(1.5, 5.0, 0.0),)
-    (busy,) = rivals_at(sharing, 12.0)
+    use = CoreUse(3.0)
+    assert rival_at(use, 0.0) is None
+    use.begun(10.0)
+    assert rival_at(use, 10.0) == Rival(1.5, 5.0, 0.0)
+    busy = rival_at(use, 12.0)
+    assert busy is not None
     assert busy.busy_share == pytest.approx(1 - math.exp(-1))
-    sharing.begun("other", 30.0)
-    sharing.ended("other", 31.0)
-    (busy,) = rivals_at(sharing, 32.0)
-    assert (busy.work_seconds, busy.busy_share) == (5.0, pytest.approx(1.0, abs=1e-4))
-    sharing.ended("other", 32.0)
-    (idle,) = rivals_at(sharing, 34.0)
-    assert (idle.work_seconds, idle.busy_share) == (0.0, pytest.approx(math.exp(-1), abs=1e-4))
-    assert rivals_at(sharing, 50.0) == ()
+    use.begun(30.0)
+    use.ended(31.0)
+    assert rival_at(use, 32.0) == Rival(1.5, 5.0, pytest.approx(1.0, abs=1e-4))
+    use.ended(32.0)
+    assert rival_at(use, 34.0) == Rival(1.5, 0.0, pytest.approx(math.exp(-1), abs=1e-4))
+    assert rival_at(use, 50.0) is None
 
 
 def test_requests_that_follow_each_other_closely_are_one_busy_stretch() -> None:
-    sharing = CoreSharing({})
+    use = CoreUse(1.0)
     for number in range(200):
-        sharing.begun("other", 0.1 * number)
-        sharing.ended("other", 0.1 * number + 0.08)
-    (rival,) = rivals_at(sharing, 20.0)
+        use.begun(0.1 * number)
+        use.ended(0.1 * number + 0.08)
+    rival = rival_at(use, 20.0)
+    assert rival is not None
     assert rival.busy_share == pytest.approx(0.8, abs=0.02)
-
-
-def test_a_model_that_is_gone_is_no_rival_and_its_last_request_harms_nothing() -> None:
-    sharing = CoreSharing({})
-    sharing.begun("other", 0.0)
-    sharing.forget("other")
-    sharing.ended("other", 1.0)
-    assert rivals_at(sharing, 1.0) == ()

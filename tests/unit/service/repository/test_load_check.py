@@ -7,14 +7,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Self
 from unittest import mock
 
 import pytest
 
 from service.config import ServeConfig
-from service.repository import library
-from service.repository.library import Library
+from service.repository import load_check
+from service.repository.load_check import LoadCheck
 
 
 class Child:
@@ -59,7 +59,7 @@ def children() -> Iterator[Children]:
         return made[-1]
 
     fake = SimpleNamespace(Popen=make, PIPE=None, TimeoutExpired=TimeoutError)
-    with mock.patch.object(library, "subprocess", fake):
+    with mock.patch.object(load_check, "subprocess", fake):
         yield made
     for child in made:
         child.ends.set()
@@ -68,16 +68,15 @@ def children() -> Iterator[Children]:
 def test_a_check_whose_change_was_given_up_leaves_the_next_one_to_be_ended_with_the_server(
     children: Children,
 ) -> None:
-    nothing: Any = None
-    changes = Library(ServeConfig(models=Path("models")), nothing, nothing, nothing, nothing, lambda: None)
+    check, config = LoadCheck(), ServeConfig(models=Path("models"))
     threads = []
     for number in range(2):
-        threads.append(threading.Thread(target=changes._try_out, args=(f"model {number}", 1)))
+        threads.append(threading.Thread(target=check.run, args=(config, f"model {number}", 1)))
         threads[-1].start()
         assert children.begun.acquire(timeout=60)
     # The first one's thread was left to itself, and comes to its end while the next is checked.
     children[0].ends.set()
     threads[0].join()
-    changes.close()
+    check.close()
     assert [child.is_killed for child in children] == [False, True]
     threads[1].join()

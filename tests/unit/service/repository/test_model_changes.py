@@ -103,7 +103,7 @@ def stuck_reload(*, is_started: bool = True, **options: Any) -> Iterator[World]:
 
 
 def waiting_calls(world: World, name: str = "a") -> int:
-    return len(world.thread._stations[name].calls)
+    return len(world.thread._entries[name].calls)
 
 
 def tokens(asked: Asked) -> list[int]:
@@ -171,12 +171,15 @@ def test_a_failed_model_whose_replay_fails_for_a_while_serves_again_by_itself(wo
     world.now += 8
     world.rest()
     assert world.app.models.state("a") is ModelState.SERVING
-    assert world.app._mending == set()
+    assert world.app._verifier._mending == set()
 
 
 def test_pauses_between_replays_grow_to_a_minute_and_unexpected_errors_are_logged_as_such(world: World) -> None:
     replay = mock.AsyncMock(side_effect=ValueError("unexpected"))
-    with mock.patch("service.app._LOGGER") as log, mock.patch.object(world.app._verifier, "verify", replay):
+    with (
+        mock.patch("service.repository.verifier._LOGGER") as log,
+        mock.patch.object(world.app._verifier, "verify", replay),
+    ):
         fail(world)
         for _ in range(7):
             world.now += 60
@@ -197,7 +200,7 @@ def test_a_failed_model_that_is_reloaded_is_not_replayed_any_more(world: World) 
     world.now += 100
     world.rest()
     assert world.current["a"].num_replays == num_replays
-    assert world.app._mending == set()
+    assert world.app._verifier._mending == set()
 
 
 def test_a_replay_waits_until_the_engine_before_has_given_its_memory_back(world: World) -> None:
@@ -216,7 +219,7 @@ def test_requests_that_wait_behind_a_replay_are_answered_by_the_engine_they_were
     turn(world, lambda: waiting_calls(world))
     old = world.current["a"]
     behind = world.ask("a", "behind")
-    turn(world, lambda: world.thread._stations["a"].parked)
+    turn(world, lambda: world.thread._entries["a"].parked)
     reload(world)
     world.rest()
     world.check()
@@ -295,10 +298,10 @@ def test_a_start_replays_no_model_that_was_proven_before_its_turn() -> None:
 def test_steps_of_a_replaced_engine_teach_the_new_ones_predictor_nothing(world: World) -> None:
     run(world)
     reload(world)
-    learned = world.app._engine._lanes["a"].forecaster
+    learned = world.app.models.find("a").queue.predictor
     world.rest()
     world.check()
-    assert world.app._engine._lanes["a"].forecaster is learned
+    assert world.app.models.find("a").queue.predictor is learned
 
 
 def test_failures_of_a_replaced_engine_are_not_the_new_ones(world: World) -> None:
@@ -325,6 +328,29 @@ def test_successes_of_a_replaced_engine_do_not_make_up_for_the_new_ones_failures
     world.rest()
     assert new.num_failed == 3
     assert new.num_replays == 1, "it is proven again"
+
+
+def test_gauges_count_the_requests_of_a_replaced_engine_until_they_are_over_and_of_the_new_one_besides(
+    world: World,
+) -> None:
+    def shown(name: str) -> float | None:
+        return world.registry.get_sample_value(f"onward_{name}", {"model_name": "a"})
+
+    old = run(world)
+    alone = shown("kv_cache_usage_ratio")
+    reload(world)
+    new = world.ask("a", "new", LONG)
+    turn(world, lambda: len(new.parts) > 1)
+    assert not old.task.done()
+    world.rest_loop()
+    both = shown("kv_cache_usage_ratio")
+    assert shown("num_requests_running") == 2
+    assert alone is not None
+    assert both is not None
+    assert both > alone > 0
+    assert world.app._library.kv_memory("a")[1] == round(both * world.pool.parts["a"])
+    world.rest()
+    assert (shown("num_requests_running"), shown("kv_cache_usage_ratio")) == (0, 0)
 
 
 def test_a_model_that_fails_again_once_it_is_proven_is_proven_again(world: World) -> None:
@@ -447,7 +473,7 @@ def test_a_model_is_removed_though_the_engine_thread_has_ended() -> None:
         world.rest()
         world.do("stop", "a", world.app._engine.stop())
         world.rest()
-        removed = world.do("remove", "a", world.app._engine.remove("a", 1.0))
+        removed = world.do("remove", "a", world.app._engine.remove(world.app.models.find("a").queue, 1.0))
         world.rest()
         assert removed.task.result().done()
     finally:

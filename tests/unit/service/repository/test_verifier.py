@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
+from service.repository.entry import ModelEntry, Models
 from service.repository.models import Parity
 from service.repository.verifier import Verifier
 
@@ -29,12 +30,11 @@ class _Replays:
 
 
 def _verifier(engine: _Replays) -> Verifier:
-    def changed() -> None:
-        pass
-
     model = SimpleNamespace(name="m", golden_cases=(), manifest=Mock())
-    models = Mock(resolve=lambda _: model, is_served=lambda found: found is model)
-    return Verifier(cast(Any, engine), models, changed)
+    entry = ModelEntry(cast(Any, model), Mock(), None)
+    models = Models()
+    models.insert(entry)
+    return Verifier(cast(Any, engine), models)
 
 
 async def test_those_who_ask_while_a_replay_runs_share_its_outcome() -> None:

@@ -6,9 +6,10 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,10 +27,11 @@ from service.engine.types import (
     TokenEvent,
 )
 from service.errors import DeadlineUnreachable, EngineFailed, InvalidRequest, NotServing, Overloaded
-from service.forecasting.prediction import Forecast
+from service.forecasting.prediction import Prediction
 from service.runtime.async_engine import AsyncEngine
-from service.runtime.engine_thread import _GATHER_SECONDS, EngineThread, _Outbox
-from service.runtime.model_queue import LaneLimits
+from service.runtime.engine_thread import EngineThread
+from service.runtime.model_queue import ModelQueue, QueueLimits
+from service.runtime.outbox import GATHER_SECONDS, Outbox
 from service.runtime.stream import _EVENTS_GATHERED
 from service.telemetry.metrics import Metrics
 from tests.fakes import Death, FakeRunner, Gate, expected_tokens, fake_costs, fake_engine, request
@@ -50,6 +52,25 @@ def gate() -> Iterator[Gate]:
         yield gate
 
 
+def make_engine(
+    engines: Mapping[str, StepEngine],
+    limits: QueueLimits,
+    registry: CollectorRegistry | None = None,
+    kind: type[AsyncEngine] = AsyncEngine,
+    **options: Any,
+) -> AsyncEngine:
+    """Engines with their entries, not started."""
+    entries: dict[str, Any] = {}
+    made = kind(entries, Metrics(registry or CollectorRegistry()), limits, **options)
+    for name, engine in engines.items():
+        entries[name] = SimpleNamespace(queue=made.open(name, engine, fake_costs(engine.chunk_rules)))
+    return made
+
+
+def queue(engine: AsyncEngine, model: str = MODEL) -> ModelQueue:
+    return engine._queue(model)
+
+
 @asynccontextmanager
 async def started(
     runner: FakeRunner | None = None,
@@ -60,10 +81,8 @@ async def started(
     **engines: StepEngine,
 ) -> AsyncIterator[AsyncEngine]:
     engines = engines or {MODEL: fake_engine(runner, context=ENDLESS + 1)}
-    metrics = Metrics(registry or CollectorRegistry())
-    costs = {name: fake_costs(engine.chunk_rules) for name, engine in engines.items()}
-    limits = LaneLimits(max_batch_size=SLOTS, max_queue_size=QUEUE, admits_by_deadline=admits_by_deadline)
-    engine = AsyncEngine(engines, metrics, costs, limits, clock=clock)
+    limits = QueueLimits(max_batch_size=SLOTS, max_queue_size=QUEUE, admits_by_deadline=admits_by_deadline)
+    engine = make_engine(engines, limits, registry, clock=clock)
     engine.start()
     try:
         yield engine
@@ -73,7 +92,7 @@ async def started(
 
 async def run(engine: AsyncEngine, asked: GenerationRequest) -> list[tuple[TokenEvent, ...]]:
     with engine.admit(asked.model, asked.request_id) as place:
-        place.submit(asked, await place.cached_tokens(asked))
+        place.submit(asked)
         return [events async for events in place.events()]
 
 
@@ -174,7 +193,7 @@ async def test_request_that_the_engine_refuses_ends_with_the_engines_reason() ->
 
 async def test_request_that_cannot_be_counted_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started() as engine:
-        monkeypatch.setattr(engine._lanes[MODEL].forecaster, "submitted", lambda _: 1 / 0)
+        monkeypatch.setattr(queue(engine).predictor, "submitted", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await run(engine, request("a"))
         assert engine.num_streams == 0
@@ -244,7 +263,7 @@ async def test_call_waits_until_the_engine_is_idle_and_requests_wait_behind_it(g
     async with started(FakeRunner(before_run=gate)) as engine:
         ahead = asyncio.create_task(ask("ahead"))
         await gate.until_entered()
-        called = asyncio.create_task(engine.call(MODEL, look, FOREVER))
+        called = asyncio.create_task(engine.call(queue(engine).engine, look, FOREVER))
         await asyncio.sleep(0)
         behind = asyncio.create_task(ask("behind"))
         await asyncio.sleep(0)
@@ -271,7 +290,7 @@ async def test_request_parked_behind_a_call_counts_as_waiting_and_can_end_before
         with third_step.closed():
             ahead = asyncio.create_task(run(engine, request("ahead", max_tokens=10)))
             await gate.until_entered()
-            called = asyncio.create_task(engine.call(MODEL, lambda _: order.append("call"), FOREVER))
+            called = asyncio.create_task(engine.call(queue(engine).engine, lambda _: order.append("call"), FOREVER))
             await asyncio.sleep(0)
             moments = {} if how == "aborted" else {how: time.monotonic()}
             parked = asyncio.create_task(run(engine, request("parked", max_tokens=ENDLESS, **moments)))
@@ -298,7 +317,10 @@ async def test_cancelled_call_never_runs_and_lets_go_of_those_behind_it(gate: Ga
     async with started(FakeRunner(before_run=gate)) as engine:
         ahead = asyncio.create_task(run(engine, request("ahead", max_tokens=ENDLESS)))
         await gate.until_entered()
-        calls = [asyncio.create_task(engine.call(MODEL, lambda _: ran.append("call"), FOREVER)) for _ in range(3)]
+        calls = [
+            asyncio.create_task(engine.call(queue(engine).engine, lambda _: ran.append("call"), FOREVER))
+            for _ in range(3)
+        ]
         await asyncio.sleep(0)
         behind = asyncio.create_task(run(engine, request("behind", max_tokens=2)))
         await asyncio.sleep(0)
@@ -309,7 +331,7 @@ async def test_cancelled_call_never_runs_and_lets_go_of_those_behind_it(gate: Ga
         assert not ahead.done()
         ahead.cancel()
         await engine.wait_idle()
-        assert await engine.call(MODEL, lambda _: 42, FOREVER) == 42
+        assert await engine.call(queue(engine).engine, lambda _: 42, FOREVER) == 42
     assert ran == []
 
 
@@ -319,7 +341,7 @@ async def test_call_to_a_model_that_does_not_become_idle_gives_up(gate: Gate) ->
         ahead = asyncio.create_task(run(engine, request("ahead", max_tokens=2)))
         await gate.until_entered()
         with pytest.raises(NotServing, match="not idle for 0 s"):
-            await engine.call(MODEL, lambda _: ran.append("call"), 0.0)
+            await engine.call(queue(engine).engine, lambda _: ran.append("call"), 0.0)
         gate.open.set()
         await ahead
     assert ran == []
@@ -334,9 +356,11 @@ async def test_stop_is_obeyed_between_two_calls() -> None:
             begun.set()
             go_on.wait()
 
-        calls = [asyncio.create_task(engine.call(MODEL, first, FOREVER))]
+        calls = [asyncio.create_task(engine.call(queue(engine).engine, first, FOREVER))]
         await asyncio.to_thread(begun.wait)
-        calls += [asyncio.create_task(engine.call(MODEL, lambda _: ran.append(1), FOREVER)) for _ in range(3)]
+        calls += [
+            asyncio.create_task(engine.call(queue(engine).engine, lambda _: ran.append(1), FOREVER)) for _ in range(3)
+        ]
         await asyncio.sleep(0)
         stopping = asyncio.create_task(engine.stop())
         await asyncio.sleep(0)
@@ -351,7 +375,7 @@ async def test_fault_while_events_are_handed_out_ends_every_stream_and_the_threa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with started() as engine:
-        metrics = engine._lanes[MODEL].metrics
+        metrics = queue(engine).metrics
         streams = [asyncio.create_task(run(engine, request(str(number), max_tokens=ENDLESS))) for number in range(3)]
         await asyncio.sleep(0)
         for name in ("step_done", "request_done"):
@@ -368,7 +392,7 @@ async def test_fault_while_events_are_handed_out_ends_every_stream_and_the_threa
 async def test_call_that_raises_tells_its_caller_an_id_and_the_engine_lives() -> None:
     async with started() as engine:
         with pytest.raises(EngineFailed):
-            await engine.call(MODEL, lambda _: 1 / 0, FOREVER)
+            await engine.call(queue(engine).engine, lambda _: 1 / 0, FOREVER)
         assert await run(engine, request("a"))
 
 
@@ -450,7 +474,7 @@ async def test_death_of_the_thread_fails_every_stream_and_all_that_follows() -> 
         with pytest.raises(EngineFailed):
             engine.admit(MODEL, "late")
         with pytest.raises(EngineFailed):
-            await engine.call(MODEL, lambda _: None, FOREVER)
+            await engine.call(queue(engine).engine, lambda _: None, FOREVER)
         with pytest.raises(EngineFailed), waiting as place:
             place.submit(request("not yet submitted"))
         await engine.wait_idle()
@@ -485,32 +509,30 @@ async def test_stop_ends_open_streams_with_not_serving() -> None:
 
 
 async def test_nothing_is_admitted_before_start() -> None:
-    costs, metrics = {MODEL: fake_costs(fake_engine().chunk_rules)}, Metrics(CollectorRegistry())
-    limits = LaneLimits(max_batch_size=1, max_queue_size=0)
-    engine = AsyncEngine({MODEL: fake_engine()}, metrics, costs, limits)
+    engine = make_engine({MODEL: fake_engine()}, QueueLimits(max_batch_size=1, max_queue_size=0))
     with pytest.raises(NotServing, match="starting"):
         engine.admit(MODEL, "a")
 
 
 async def test_retry_estimate_follows_how_long_requests_took() -> None:
     async with started() as engine:
-        lane = engine._lanes[MODEL]
-        unknown = lane.retry_after_seconds
+        found = queue(engine)
+        unknown = found.retry_after_seconds
         for _ in range(64):
-            lane.take()
-            lane.give_back(8.0)
-        slow = lane.retry_after_seconds
+            found.take()
+            found.give_back(8.0)
+        slow = found.retry_after_seconds
         for _ in range(64):
-            lane.take()
-            lane.give_back(1e-6)
-        fast = lane.retry_after_seconds
+            found.take()
+            found.give_back(1e-6)
+        fast = found.retry_after_seconds
     assert slow == 8.0 / SLOTS
     assert fast < unknown < slow
 
 
-def outbox() -> tuple[_Outbox, list[Callable[[], None]]]:
+def outbox() -> tuple[Outbox, list[Callable[[], None]]]:
     posted: list[Callable[[], None]] = []
-    return _Outbox(posted.append), posted
+    return Outbox(posted.append), posted
 
 
 def test_outbox_wakes_the_loop_once_for_all_that_waits_and_keeps_the_order() -> None:
@@ -570,9 +592,9 @@ def test_outbox_what_is_left_waits_no_longer_than_a_moment() -> None:
     box, posted = outbox()
     told: list[int] = []
     box.leave(100.0, told.append, 0)
-    box.leave(100.0 + 0.9 * _GATHER_SECONDS, told.append, 1)
+    box.leave(100.0 + 0.9 * GATHER_SECONDS, told.append, 1)
     assert not posted
-    box.leave(100.0 + 1.1 * _GATHER_SECONDS, told.append, 2)
+    box.leave(100.0 + 1.1 * GATHER_SECONDS, told.append, 2)
     posted.pop()()
     assert told == [0, 1, 2]
     box.leave(200.0, told.append, 3)
@@ -587,7 +609,7 @@ class Deliveries(AsyncEngine):
 
     def start(self) -> None:
         super().start()
-        outbox = self._thread._outbox
+        outbox = self._running._outbox
         deliver, self.sizes = outbox._deliver, list[int]()
 
         def counted() -> None:
@@ -602,12 +624,11 @@ async def test_of_a_request_that_is_not_streamed_single_steps_are_not_told(
     monkeypatch: pytest.MonkeyPatch, *, is_streamed: bool
 ) -> None:
     # However slow this machine is, no moment is over before the request is.
-    monkeypatch.setattr("service.runtime.engine_thread._GATHER_SECONDS", FOREVER)
+    monkeypatch.setattr("service.runtime.outbox.GATHER_SECONDS", FOREVER)
     gate = Gate()
     fakes = {MODEL: fake_engine(FakeRunner(before_run=gate), context=ENDLESS + 1)}
-    costs = {MODEL: fake_costs(fakes[MODEL].chunk_rules)}
-    limits = LaneLimits(max_batch_size=SLOTS, max_queue_size=QUEUE)
-    engine = Deliveries(fakes, Metrics(CollectorRegistry()), costs, limits)
+    limits = QueueLimits(max_batch_size=SLOTS, max_queue_size=QUEUE)
+    engine = cast(Deliveries, make_engine(fakes, limits, kind=Deliveries))
     engine.start()
     try:
         with engine.admit(MODEL, "a") as place, gate.closed():
@@ -639,7 +660,7 @@ async def test_requests_that_are_not_streamed_are_forgotten_however_they_end(gat
         gate.open.clear()
         ahead = asyncio.create_task(ask("ahead", request("ahead", max_tokens=3)))
         await gate.until_entered()
-        calls = [engine.call(MODEL, lambda _: None, FOREVER)] if how == "parked" else []
+        calls = [engine.call(queue(engine).engine, lambda _: None, FOREVER)] if how == "parked" else []
         called = asyncio.gather(*calls)
         await asyncio.sleep(0)
         if how == "refused":
@@ -653,7 +674,7 @@ async def test_requests_that_are_not_streamed_are_forgotten_however_they_end(gat
             await asyncio.wait([task])
         if how == "failed":
             runner.poisoned_tokens = set(range(64))
-        gone = asyncio.create_task(engine.remove(MODEL, 0.0)) if how == "removed" else None
+        gone = asyncio.create_task(engine.remove(queue(engine), 0.0)) if how == "removed" else None
         await asyncio.sleep(0)
         gate.open.set()
         await asyncio.wait([task, ahead])
@@ -664,11 +685,11 @@ async def test_requests_that_are_not_streamed_are_forgotten_however_they_end(gat
         await engine.wait_idle()
         # The thread has told all that there is to tell once it has answered to this.
         await engine.do(lambda: None)
-        assert engine._thread._unstreamed == set()
+        assert engine._running._unstreamed == set()
 
 
 async def test_a_step_that_fails_or_takes_long_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.runtime.engine_thread._GATHER_SECONDS", 1.0)
+    monkeypatch.setattr("service.runtime.engine_thread.GATHER_SECONDS", 1.0)
     told: list[tuple[EngineHandle, StepOutput]] = []
 
     class Ear:
@@ -680,7 +701,7 @@ async def test_a_step_that_fails_or_takes_long_is_told_at_once(monkeypatch: pyte
     thread._unstreamed.add("a")
     stats = fake_engine().step().stats
     quick = StepOutput((TokenEvent(request_id="a", token_id=5),), replace(stats, run_seconds=0.5))
-    thread._tell(EngineHandle(MODEL), quick)
+    thread._report(EngineHandle(MODEL), quick)
     assert not posted
     for urgent in (
         replace(quick, stats=replace(stats, run_seconds=1.5)),
@@ -688,7 +709,7 @@ async def test_a_step_that_fails_or_takes_long_is_told_at_once(monkeypatch: pyte
         replace(quick, events=(TokenEvent(request_id="b", token_id=5),)),
         replace(quick, events=(TokenEvent(request_id="a", finish_reason=FinishReason.LENGTH, timings=TIMINGS),)),
     ):
-        thread._tell(EngineHandle(MODEL), urgent)
+        thread._report(EngineHandle(MODEL), urgent)
         posted.pop()()
         assert told[-1][1] is urgent
     assert told[0][1] is quick
@@ -727,35 +748,60 @@ async def test_cost_that_cannot_be_counted_is_none_and_ends_nobody(caplog: pytes
 
 async def test_what_is_known_of_a_models_step_times_outlives_a_reload_that_leaves_it_what_it_was() -> None:
     async with started() as engine:
-        lane = engine._lanes[MODEL]
-        known, other = lane.forecaster, fake_engine(context=64)
+        found = queue(engine)
+        known, other = found.predictor, fake_engine(context=64)
         assert await run(engine, request("a"))
-        engine.install(MODEL, fake_engine(context=ENDLESS + 1), known.costs)
-        assert lane.forecaster is known
-        engine.install(MODEL, other, fake_costs(other.chunk_rules))
-        assert lane.forecaster is not known
-        assert lane.forecaster.costs.config.context == 64
-        unknown, calibrated = lane.forecaster, fake_engine(context=64)
-        engine.install(MODEL, calibrated, fake_costs(other.chunk_rules), calibrated.calibrate(10.0))
-        assert lane.forecaster is not unknown
-        assert lane.forecaster.forecast_alone(request("c", max_tokens=2)) is not None
+        engine.replace(found, fake_engine(context=ENDLESS + 1), known.costs)
+        assert found.predictor is known
+        engine.replace(found, other, fake_costs(other.chunk_rules))
+        assert found.predictor is not known
+        assert found.predictor.costs.config.context == 64
+        unknown, calibrated = found.predictor, fake_engine(context=64)
+        engine.replace(found, calibrated, fake_costs(other.chunk_rules), calibrated.calibrate(10.0))
+        assert found.predictor is not unknown
+        assert found.predictor.predict_alone(request("c", max_tokens=2)) is not None
         assert await run(engine, request("b"))
+
+
+async def test_what_a_removed_engine_did_is_not_done_by_the_next_one_of_its_models_name() -> None:
+    failing: list[str] = []
+    limits = QueueLimits(max_batch_size=SLOTS, max_queue_size=QUEUE)
+    engine = make_engine({MODEL: fake_engine()}, limits, failing=failing.append, num_recorded=4)
+    engine.start()
+    try:
+        former = queue(engine).engine
+        await (await engine.remove(queue(engine), 1.0))
+        successor = fake_engine()
+        engine._entries[MODEL].queue = engine.open(MODEL, successor, fake_costs(successor.chunk_rules))
+        stats = replace(successor.step().stats, num_running=2, kv_usage_ratio=0.5)
+        for _ in range(3):
+            engine.step_done(former, StepOutput((), stats, "late"), 0.0)
+        assert failing == []
+        assert queue(engine).kv_usage_ratio == 0
+        assert not engine.flight_log().models[MODEL].steps
+        for _ in range(3):
+            engine.step_done(queue(engine).engine, StepOutput((), stats, "its own"), 0.0)
+        assert failing == [MODEL]
+        assert queue(engine).kv_usage_ratio == 0.5
+        assert len(engine.flight_log().models[MODEL].steps) == 3
+    finally:
+        await engine.stop()
 
 
 # Deadlines.
 
 
-def foretells(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, seconds: float) -> list[GenerationRequest]:
+def predicts(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, seconds: float) -> list[GenerationRequest]:
     """Has every request foretold to take so long, all of it prefill; the requests that were asked about."""
     asked: list[GenerationRequest] = []
 
-    def forecast(one: GenerationRequest, cached_tokens: int = 0) -> Forecast:
+    def predict(one: GenerationRequest, cached_tokens: int = 0) -> Prediction:
         asked.append(one)
-        return Forecast(queue_seconds=0.0, prefill_seconds=seconds, decode_seconds=0.0)
+        return Prediction(queue_seconds=0.0, prefill_seconds=seconds, decode_seconds=0.0)
 
-    forecaster = engine._lanes[MODEL].forecaster
-    monkeypatch.setattr(forecaster, "forecast", forecast)
-    monkeypatch.setattr(forecaster, "forecast_alone", forecast)
+    predictor = queue(engine).predictor
+    monkeypatch.setattr(predictor, "predict", predict)
+    monkeypatch.setattr(predictor, "predict_alone", predict)
     return asked
 
 
@@ -781,7 +827,7 @@ async def test_request_that_would_miss_its_deadline_is_refused_before_the_engine
     registry = CollectorRegistry()
     scripted = ScriptedEngine(lambda _: [[token(5, 0, FinishReason.LENGTH)]], clock=lambda: now)
     async with started(registry=registry, admits_by_deadline=True, clock=lambda: now, **{MODEL: scripted}) as engine:
-        foretells(monkeypatch, engine, 3600.0)
+        predicts(monkeypatch, engine, 3600.0)
         with pytest.raises(DeadlineUnreachable) as refusal:
             await run(engine, due_in(60.0, now=now))
         assert engine.num_streams == 0
@@ -794,74 +840,9 @@ async def test_request_that_would_miss_its_deadline_is_refused_before_the_engine
     assert registry.get_sample_value("onward_requests_total", labels) == 1
 
 
-def foretells_by_token(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine, seconds: float) -> list[str]:
-    """Has a prompt's tokens take so long each, unless they are cached; the models that are asked for what is."""
-    asked: list[str] = []
-    ask = engine._thread.ask
-
-    def forecast(one: GenerationRequest, cached_tokens: int = 0) -> Forecast:
-        computed = len(one.prompt_token_ids) - cached_tokens
-        return Forecast(queue_seconds=0.0, prefill_seconds=seconds * computed, decode_seconds=0.0)
-
-    def look(model: str, function: Callable[[StepEngine], int], **how: Any) -> Any:
-        asked.append(model)
-        return ask(model, function, **how)
-
-    forecaster = engine._lanes[MODEL].forecaster
-    monkeypatch.setattr(forecaster, "forecast", forecast)
-    monkeypatch.setattr(forecaster, "forecast_alone", forecast)
-    monkeypatch.setattr(engine._thread, "ask", look)
-    return asked
-
-
-async def test_who_would_be_refused_is_let_in_if_enough_of_its_prompt_is_cached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    prompt, other = tuple(range(3, 23)), tuple(range(4, 24))
-    # A busy machine may not come to answer at once.
-    monkeypatch.setattr("service.runtime.async_engine._MAX_LOOK_UP_SECONDS", 60.0)
-    async with started(admits_by_deadline=True) as engine:
-        await run(engine, request("a", prompt))
-        asked = foretells_by_token(monkeypatch, engine, 100.0)
-        # Two chunks of eight are cached: 400 s are left of 2,000.
-        assert tokens(await run(engine, due_in(1000.0, "b", prompt_token_ids=prompt))) == expected_tokens(prompt, 4)
-        assert len(asked) == 1
-        with pytest.raises(DeadlineUnreachable) as refusal:
-            await run(engine, due_in(1000.0, "c", prompt_token_ids=other))
-        assert refusal.value.prefill_seconds == pytest.approx(2000.0, rel=0.1)
-        assert len(asked) == 2
-
-
-async def test_engine_is_asked_what_is_cached_only_of_who_would_be_refused_and_may_have_something(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with started(admits_by_deadline=True) as engine:
-        asked = foretells_by_token(monkeypatch, engine, 1.0)
-        await run(engine, due_in(60.0, "fits", prompt_token_ids=tuple(range(3, 23))))
-        await run(engine, replace(request("patient"), prompt_token_ids=tuple(range(3, 23))))
-        with pytest.raises(DeadlineUnreachable):
-            # No more than a chunk, and nothing behind it.
-            await run(engine, due_in(4.0, "short", prompt_token_ids=tuple(range(3, 11))))
-    assert asked == []
-
-
-async def test_refusal_does_not_wait_long_for_an_engine_that_is_in_the_middle_of_a_step(
-    monkeypatch: pytest.MonkeyPatch, gate: Gate
-) -> None:
-    async with started(FakeRunner(before_run=gate), admits_by_deadline=True) as engine:
-        ahead = asyncio.create_task(run(engine, request("ahead")))
-        await gate.until_entered()
-        asked = foretells_by_token(monkeypatch, engine, 100.0)
-        with pytest.raises(DeadlineUnreachable):
-            await run(engine, due_in(60.0, "late", prompt_token_ids=tuple(range(3, 23))))
-        assert len(asked) == 1
-        gate.open.set()
-        await ahead
-
-
 async def test_nobody_is_refused_for_a_deadline_where_admission_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started() as engine:
-        asked = foretells(monkeypatch, engine, 3600.0)
+        asked = predicts(monkeypatch, engine, 3600.0)
         assert tokens(await run(engine, due_in(60.0))) == expected_tokens((5,), 4)
     assert asked == []
 
@@ -871,7 +852,7 @@ async def test_request_that_takes_what_there_is_ends_early_enough_to_reach_the_c
     scripted = ScriptedEngine(lambda _: [[token(5, 0, FinishReason.DEADLINE)]], clock=lambda: now)
     async with started(clock=lambda: now, **{MODEL: scripted}) as engine:
         await run(engine, due_in(60.0, now=now, partial_on_deadline=True))
-        engine._handing_seconds.append(5.0)
+        engine._delays.append(5.0)
         await run(engine, due_in(60.0, now=now, partial_on_deadline=True))
         await run(engine, due_in(60.0, now=now))
     quick, slow, whole = scripted.requests
@@ -883,7 +864,7 @@ async def test_request_that_takes_what_there_is_ends_early_enough_to_reach_the_c
 
 async def test_only_who_has_the_model_to_itself_is_alone(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
     async with started(FakeRunner(before_run=gate), admits_by_deadline=True) as engine:
-        foretells(monkeypatch, engine, 1.0)
+        predicts(monkeypatch, engine, 1.0)
         alone = asyncio.create_task(run(engine, due_in(60.0, "first")))
         await gate.until_entered()
         with engine.admit(MODEL, "second") as place:
@@ -900,9 +881,9 @@ async def test_only_who_has_the_model_to_itself_is_alone(monkeypatch: pytest.Mon
 async def test_what_became_of_a_request_is_learned_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[tuple[float, list[FinishReason]]] = []
     async with started(admits_by_deadline=True) as engine:
-        foretells(monkeypatch, engine, 2.0)
-        forecaster, admission = engine._lanes[MODEL].forecaster, engine._lanes[MODEL].admission
-        monkeypatch.setattr(forecaster, "likely_tokens", lambda _: 4)
+        predicts(monkeypatch, engine, 2.0)
+        predictor, admission = queue(engine).predictor, queue(engine).admission
+        monkeypatch.setattr(predictor, "likely_tokens", lambda _: 4)
         monkeypatch.setattr(
             admission, "ended", lambda prediction, _, reasons: ended.append((prediction.finish_seconds, list(reasons)))
         )
@@ -911,18 +892,18 @@ async def test_what_became_of_a_request_is_learned_from_its_end(monkeypatch: pyt
         monkeypatch.undo()
         for number in range(8):
             await run(engine, request(f"c{number}", max_tokens=6))
-        assert forecaster.likely_tokens(replace(request("d", max_tokens=50), arrival_time=time.monotonic())) == 6
+        assert predictor.likely_tokens(replace(request("d", max_tokens=50), arrival_time=time.monotonic())) == 6
     assert ended == [(2.0, [FinishReason.LENGTH])]
 
 
 async def test_what_was_learned_of_deadlines_goes_with_the_model_it_was_learned_of() -> None:
     async with started(admits_by_deadline=True) as engine:
-        lane, other = engine._lanes[MODEL], fake_engine(context=64)
-        learned = lane.admission
-        engine.install(MODEL, fake_engine(context=ENDLESS + 1), lane.forecaster.costs)
-        assert lane.admission is learned
-        engine.install(MODEL, other, fake_costs(other.chunk_rules))
-        assert lane.admission is not None
-        assert lane.admission is not learned
-        assert lane.admission._forecaster is lane.forecaster
-        assert lane.forecaster._patience is not None
+        found, other = queue(engine), fake_engine(context=64)
+        learned = found.admission
+        engine.replace(found, fake_engine(context=ENDLESS + 1), found.predictor.costs)
+        assert found.admission is learned
+        engine.replace(found, other, fake_costs(other.chunk_rules))
+        assert found.admission is not None
+        assert found.admission is not learned
+        assert found.admission._predictor is found.predictor
+        assert found.predictor._patience is not None

@@ -18,17 +18,27 @@ from service.engine.types import RequestTimings, StepOutput, StepStats
 from service.telemetry.debug import encode, from_loop, with_debug
 from service.telemetry.lifecycle import Phase, phases
 from service.telemetry.metrics import RequestRecord
-from service.telemetry.recorder import REQUEST_COLUMNS, STEP_COLUMNS, FlightLog, FlightRecorder, RecordedRequest
+from service.telemetry.recorder import (
+    REQUEST_COLUMNS,
+    STEP_COLUMNS,
+    FlightLog,
+    ModelRecorder,
+    RecordedRequest,
+    flight_log,
+)
 from service.telemetry.ring import Ring
 
 MODELS = ("one", "two")
 
 
-def recorder_of(models: Iterable[str], num_kept: int) -> FlightRecorder:
-    recorder = FlightRecorder(num_kept)
-    for model in models:
-        recorder.begin(model)
-    return recorder
+def recorders(models: Iterable[str], num_kept: int) -> dict[str, ModelRecorder]:
+    return {model: ModelRecorder(model, num_kept) for model in models}
+
+
+def taken(found: dict[str, ModelRecorder], **open_requests: RecordedRequest) -> FlightLog:
+    return flight_log(
+        {name: each.taken([open_requests[name]] if name in open_requests else []) for name, each in found.items()}
+    )
 
 
 def stats(number: int = 0) -> StepStats:
@@ -80,12 +90,12 @@ def open_request() -> RecordedRequest:
 
 
 def test_last_steps_and_requests_of_each_model_are_kept_and_the_others_forgotten() -> None:
-    recorder = recorder_of(MODELS, 3)
+    recorder = recorders(MODELS, 3)
     for number in range(5):
-        recorder.step_done("one", step(number), number + 0.5)
-        recorder.request_ended("one", f"r{number}", record(), 4)
-    recorder.step_done("two", step(9), 9.5)
-    log = recorder.take([("two", open_request())])
+        recorder["one"].step_done(step(number), number + 0.5)
+        recorder["one"].request_ended(f"r{number}", record(), 4)
+    recorder["two"].step_done(step(9), 9.5)
+    log = taken(recorder, two=open_request())
     one, two = log.models["one"], log.models["two"]
     assert [dict(zip(STEP_COLUMNS, row, strict=True)) for row in one.steps] == [
         {"end_time": number + 0.5, "error_id": None, **asdict(stats(number))} for number in (2, 3, 4)
@@ -96,20 +106,11 @@ def test_last_steps_and_requests_of_each_model_are_kept_and_the_others_forgotten
     assert two.open_requests == (open_request(),)
 
 
-def test_model_that_is_gone_leaves_its_memory_and_may_come_again() -> None:
-    recorder = recorder_of(MODELS, 3)
-    recorder.step_done("one", step(1, "f00d"), 1.5)
-    recorder.forget("one")
-    assert list(recorder.take([("one", open_request())]).models) == ["two"]
-    recorder.begin("one")
-    assert len(recorder.take([]).models["one"].steps) == 0
-
-
 def test_recorder_that_keeps_nothing_accepts_everything() -> None:
-    recorder = recorder_of(MODELS, 0)
-    recorder.step_done("one", step(1), 1.5)
-    recorder.request_ended("one", "r", record(), 4)
-    log = recorder.take([("one", open_request())])
+    recorder = recorders(MODELS, 0)
+    recorder["one"].step_done(step(1), 1.5)
+    recorder["one"].request_ended("r", record(), 4)
+    log = taken(recorder, one=open_request())
     kept = [(*model.steps, *model.requests, *model.open_requests) for model in log.models.values()]
     assert kept == [(), ()]
 
@@ -119,22 +120,22 @@ def test_memory_is_taken_at_once_and_does_not_grow() -> None:
     outputs = [step(number) for number in range(3 * num_kept)]
     ended = record()
 
-    def fill(recorder: FlightRecorder) -> None:
+    def fill(recorder: dict[str, ModelRecorder]) -> None:
         for number, output in enumerate(outputs):
-            recorder.step_done("one", output, number + 0.5)
-            recorder.request_ended("one", f"{number:032x}", ended, 4)
+            recorder["one"].step_done(output, number + 0.5)
+            recorder["one"].request_ended(f"{number:032x}", ended, 4)
 
     # The interpreter keeps up to 2000 tuples of a length that were let go of, for those to come: fewer than are added.
-    fill(recorder_of(("one",), num_kept))
+    fill(recorders(("one",), num_kept))
     tracemalloc.start()
     try:
-        recorder = recorder_of(("one",), num_kept)
+        recorder = recorders(("one",), num_kept)
         begun, _ = tracemalloc.get_traced_memory()
         fill(recorder)
         filled, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    log = recorder.take([]).models["one"]
+    log = taken(recorder).models["one"]
     assert [row[STEP_COLUMNS.index("num_rows")] for row in log.steps] == list(range(2 * num_kept, 3 * num_kept))
     assert len(log.requests) == num_kept
     assert [row[0] for row in log.requests] == [f"{number:032x}" for number in range(2 * num_kept, 3 * num_kept)]
@@ -167,11 +168,11 @@ def test_ring_has_the_last_rows_in_their_order(num_added: int, count: int | None
 
 
 def test_log_is_json_in_tables() -> None:
-    recorder = recorder_of(MODELS, 200)
+    recorder = recorders(MODELS, 200)
     for number in range(130):
-        recorder.step_done("one", step(number, "f00d" if number == 7 else None), number + 0.5)
-    recorder.request_ended("one", 'quo"ted', record(), 4)
-    pieces = list(encode(recorder.take([])))
+        recorder["one"].step_done(step(number, "f00d" if number == 7 else None), number + 0.5)
+    recorder["one"].request_ended('quo"ted', record(), 4)
+    pieces = list(encode(taken(recorder)))
     log = json.loads(b"".join(pieces))
     assert log["format"] == 1
     assert log["unix_time"] > log["monotonic_time"] - 1e12
@@ -200,23 +201,24 @@ def test_log_is_json_in_tables() -> None:
 
 
 def test_long_log_is_encoded_in_many_small_pieces() -> None:
-    recorder = recorder_of(("one",), 1000)
+    recorder = recorders(("one",), 1000)
     for number in range(1000):
-        recorder.step_done("one", step(number), number + 0.5)
-    sizes = [len(piece) for piece in encode(recorder.take([]))]
+        recorder["one"].step_done(step(number), number + 0.5)
+    sizes = [len(piece) for piece in encode(taken(recorder))]
     assert max(sizes) * 10 < sum(sizes)
 
 
 def test_failed_step_is_logged_with_the_last_ones_before_it_once(caplog: pytest.LogCaptureFixture) -> None:
-    recorder = recorder_of(MODELS, 100)
+    recorder = recorders(MODELS, 100)
     with caplog.at_level(logging.ERROR):
         for number in range(1, 31):
-            recorder.step_done("one", step(number), number + 0.5)
+            recorder["one"].step_done(step(number), number + 0.5)
         assert not caplog.records
-        recorder.step_done("one", step(31, "f00d"), 31.5)
-        recorder.step_done("one", step(32), 32.5)
-        recorder.step_done("one", step(33, "beef"), 33.5)
-        recorder.engine_died("dead")
+        recorder["one"].step_done(step(31, "f00d"), 31.5)
+        recorder["one"].step_done(step(32), 32.5)
+        recorder["one"].step_done(step(33, "beef"), 33.5)
+        for each in recorder.values():
+            each.log("dead")
     first, second = [entry.getMessage().splitlines() for entry in caplog.records]
     assert first[0] == "f00d: the last steps of one"
     assert len(first) == 1 + 16
@@ -228,11 +230,12 @@ def test_failed_step_is_logged_with_the_last_ones_before_it_once(caplog: pytest.
 
 
 def test_death_of_the_engine_logs_what_every_model_did_last(caplog: pytest.LogCaptureFixture) -> None:
-    recorder = recorder_of(MODELS, 100)
-    recorder.step_done("one", step(1), 1.5)
-    recorder.step_done("two", step(2), 2.5)
+    recorder = recorders(MODELS, 100)
+    recorder["one"].step_done(step(1), 1.5)
+    recorder["two"].step_done(step(2), 2.5)
     with caplog.at_level(logging.ERROR):
-        recorder.engine_died("dead")
+        for each in recorder.values():
+            each.log("dead")
     heads = [entry.getMessage().splitlines()[0] for entry in caplog.records]
     assert heads == ["dead: the last steps of one", "dead: the last steps of two"]
 
@@ -268,12 +271,12 @@ def answer(take: Callable[[], FlightLog]) -> tuple[str, bytes]:
 
 
 async def test_log_is_taken_on_the_event_loop() -> None:
-    recorder = recorder_of(("one",), 10)
+    recorder = recorders(("one",), 10)
     threads: list[threading.Thread] = []
 
     def take() -> FlightLog:
         threads.append(threading.current_thread())
-        return recorder.take([])
+        return taken(recorder)
 
     status, body = await asyncio.to_thread(answer, from_loop(asyncio.get_running_loop(), take))
     assert status == "200 OK"
@@ -284,7 +287,7 @@ async def test_log_is_taken_on_the_event_loop() -> None:
 def test_event_loop_that_is_held_up_or_over_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.telemetry.debug._LOOP_SECONDS", 0.01)
     loop = asyncio.new_event_loop()
-    take = from_loop(loop, lambda: recorder_of((), 1).take([]))
+    take = from_loop(loop, lambda: taken(recorders((), 1)))
     for _ in range(2):
         assert answer(take) == ("503 Service Unavailable", b"the event loop does not answer\n")
         loop.close()

@@ -20,13 +20,13 @@ from tests.unit.service.forecasting.test_prediction import FAMILIES, LIMITS, Law
 def test_after_calibration_the_first_request_is_foretold(family: object) -> None:
     new = machine(family)
     steps = new.engine.calibrate(60.0)
-    new.forecaster.calibrated(steps)
+    new.predictor.calibrated(steps)
     source = random.Random(2)
     for rows in (1, 1, 1, 3, 8):
         asked = draw(source, f"r{rows}{new.now}", rows)
-        forecast = new.forecaster.forecast(asked)
-        assert forecast is not None
-        assert forecast.service_seconds == pytest.approx(new.run(asked), rel=0.1)
+        prediction = new.predictor.predict(asked)
+        assert prediction is not None
+        assert prediction.service_seconds == pytest.approx(new.run(asked), rel=0.1)
 
 
 @FAMILIES

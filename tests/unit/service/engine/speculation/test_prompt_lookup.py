@@ -487,5 +487,5 @@ def test_step_times_are_per_token_where_drafts_are_accepted() -> None:
     )  # fmt: skip
     for _ in range(400):
         times.learn(stats)
-        times.note_company(stats)
+        times.note_batch(stats)
     assert times.rates.step_seconds(1, 0) == pytest.approx((0.02 + 0.004) / 4, rel=0.1)

@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 
 from model import kernels
-from service import app
-from service.app import tell_kernels
 from service.config import Kernels, ServeConfig
 from service.engine.sessions.session import SessionOptions
 from service.errors import StartupError
-from service.repository import loading
+from service.repository import loading, startup
+from service.repository.startup import report_kernels
 
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, app.__name__)
+    caplog.set_level(logging.INFO, startup.__name__)
     return caplog
 
 
@@ -33,7 +32,7 @@ def line(told: pytest.LogCaptureFixture) -> tuple[int, str]:
 def test_operators_with_kernels_are_named(told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "why_not", lambda: None)
     monkeypatch.setattr(kernels, "operators", lambda: ("One", "Two"))
-    tell_kernels(Kernels.AUTO)
+    report_kernels(Kernels.AUTO)
     assert line(told) == (logging.INFO, "kernels compute these of our own operators: One, Two")
 
 
@@ -42,7 +41,7 @@ def test_kernels_that_are_not_built_are_a_warning_with_what_to_do(
 ) -> None:
     monkeypatch.setattr(kernels, "library", lambda: None)
     monkeypatch.setattr(kernels, "is_for_this_machine", lambda: True)
-    tell_kernels(Kernels.AUTO)
+    report_kernels(Kernels.AUTO)
     level, message = line(told)
     assert level == logging.WARNING
     assert message.endswith(f"they are not built in {kernels.FOLDER}: `python -m model.kernels` does it")
@@ -53,7 +52,7 @@ def test_a_processor_that_can_run_none_is_a_warning(
 ) -> None:
     monkeypatch.setattr(kernels, "why_not", lambda: None)
     monkeypatch.setattr(kernels, "operators", tuple)
-    tell_kernels(Kernels.AUTO)
+    report_kernels(Kernels.AUTO)
     assert line(told)[0] == logging.WARNING
     assert line(told)[1].endswith("this processor can run no kernel")
 
@@ -66,11 +65,11 @@ def test_standard_operators_do_without_the_library(
     monkeypatch.setattr(kernels, "library", lambda: broken)
     monkeypatch.setattr(kernels, "is_for_this_machine", lambda: True)
     with pytest.raises(StartupError) as refusal:
-        tell_kernels(Kernels.AUTO)
+        report_kernels(Kernels.AUTO)
     (problem,) = refusal.value.problems
     assert problem.startswith(f"the kernels cannot be loaded, --kernels standard does without them: {broken}: ")
     assert not told.records
-    tell_kernels(Kernels.STANDARD)
+    report_kernels(Kernels.STANDARD)
     assert line(told) == (logging.INFO, "our own operators are computed by standard ones, as --kernels says")
 
 

@@ -1,4 +1,4 @@
-"""Turns on the cores: shares by weight whatever steps take, bounded waits, nothing saved up and nothing got out of."""
+"""Weighted fair scheduling: shares by weight whatever steps take, bounded waits, no credit and no escape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.runtime.turns import Turns
+from service.runtime.weighted_fair import WeightedFairScheduler
 
 LONG, SHORT = 0.4, 0.01
 
@@ -21,7 +21,7 @@ def share(
     busy: Callable[[str, float], bool] = lambda model, now: True,
 ) -> dict[str, float]:
     """What each model gets of so many seconds, where its turns all take as long and it has work whenever `busy`."""
-    turns, now, got = Turns(weights), 0.0, dict.fromkeys(seconds, 0.0)
+    turns, now, got = WeightedFairScheduler(weights), 0.0, dict.fromkeys(seconds, 0.0)
     while now < total:
         model = turns.next([model for model in seconds if busy(model, now)])
         if model is None:
@@ -29,7 +29,7 @@ def share(
             continue
         now += seconds[model]
         got[model] += seconds[model]
-        turns.took(model, seconds[model])
+        turns.charge(model, seconds[model])
     return got
 
 
@@ -41,11 +41,11 @@ def test_long_steps_get_no_more_time_than_their_weight(weight: float) -> None:
 
 
 def test_whoever_alone_has_work_has_every_turn() -> None:
-    turns = Turns({"a": 0.001})
+    turns = WeightedFairScheduler({"a": 0.001})
     turns.next(["a", "b"])
     for _ in range(100):
         assert turns.next(["a"]) == "a"
-        turns.took("a", 1.0)
+        turns.charge("a", 1.0)
     assert turns.next([]) is None
 
 
@@ -57,44 +57,44 @@ def test_a_model_that_was_idle_has_saved_nothing_up() -> None:
 
 def test_requests_of_one_long_step_each_do_not_get_more_than_a_long_prompt_does() -> None:
     """It leaves after every step, and is back when the other has had a turn."""
-    turns, now, got, last = Turns({}), 0.0, dict.fromkeys(("long", "short"), 0.0), ""
+    turns, now, got, last = WeightedFairScheduler({}), 0.0, dict.fromkeys(("long", "short"), 0.0), ""
     while now < 60.0:
         last = turns.next(["short"] if last == "long" else ["short", "long"]) or ""
         seconds = {"long": LONG, "short": SHORT}[last]
-        turns.took(last, seconds)
+        turns.charge(last, seconds)
         now += seconds
         got[last] += seconds
     assert got["long"] <= 0.5 * now + LONG
 
 
 def test_what_was_paid_too_much_is_forgotten_once_nobody_else_has_work() -> None:
-    turns = Turns({})
+    turns = WeightedFairScheduler({})
     assert turns.next(["a", "b"]) == "a"
-    turns.took("a", 100.0)
+    turns.charge("a", 100.0)
     assert turns.next(["b"]) == "b"
-    turns.took("b", 0.1)
+    turns.charge("b", 0.1)
     assert turns.next(["a"]) == "a", "b has nothing to do"
-    turns.took("a", 0.1)
+    turns.charge("a", 0.1)
     assert turns.next(["a", "b"]) == "b"
 
 
 def test_turns_that_take_no_time_that_a_clock_could_see_go_round() -> None:
-    turns, got = Turns({}), defaultdict(int)
+    turns, got = WeightedFairScheduler({}), defaultdict(int)
     for _ in range(300):
         model = turns.next(["a", "b", "c"])
         assert model is not None
         got[model] += 1
-        turns.took(model, 0.0)
+        turns.charge(model, 0.0)
     assert got == {"a": 100, "b": 100, "c": 100}
 
 
 def test_a_model_that_is_gone_leaves_nothing_behind() -> None:
-    turns = Turns({})
+    turns = WeightedFairScheduler({})
     turns.next(["a", "b"])
-    turns.took("a", 5.0)
+    turns.charge("a", 5.0)
     turns.forget("a")
     assert turns.next(["b"]) == "b"
-    turns.took("b", 1.0)
+    turns.charge("b", 1.0)
     assert turns.next(["a", "b"]) == "a", "it owes nothing under its name"
 
 
@@ -117,7 +117,7 @@ def test_shares_of_models_that_both_have_work_differ_by_a_turn_of_each_at_most(
 ) -> None:
     """The bound of the module's docstring, over every stretch in which two of them have work without a break."""
     weighed = dict(zip(MODELS, weights, strict=True))
-    table, longest = Turns(weighed), dict.fromkeys(MODELS, 0.0)
+    table, longest = WeightedFairScheduler(weighed), dict.fromkeys(MODELS, 0.0)
     # By pair: what the first has got over its weight more than the second, and the extremes of that since both began.
     ahead: dict[tuple[str, str], tuple[float, float, float]] = {}
     busy: set[str] = set()
@@ -130,7 +130,7 @@ def test_shares_of_models_that_both_have_work_differ_by_a_turn_of_each_at_most(
         if model is None:
             continue
         took = dict(zip(MODELS, seconds, strict=True))[model]
-        table.took(model, took)
+        table.charge(model, took)
         longest[model] = max(longest[model], took)
         for (i, j), (before, least, most) in ahead.items():
             now = before + took / weighed[model] * ((model == i) - (model == j))
@@ -144,13 +144,13 @@ def test_a_model_that_owes_nothing_waits_for_one_turn_of_each_other_at_most(
     weights: tuple[float, ...], turns: list[tuple[tuple[float, ...], set[str]]], newcomers: int
 ) -> None:
     """Newcomers, after any history: whoever has had a turn since does not have another before they have had theirs."""
-    table = Turns(dict(zip(MODELS, weights, strict=True)))
+    table = WeightedFairScheduler(dict(zip(MODELS, weights, strict=True)))
     busy: set[str] = {"a"}
     for seconds, flips in turns:
         busy = busy ^ flips or {"a"}
         model = table.next(sorted(busy))
         assert model is not None
-        table.took(model, dict(zip(MODELS, seconds, strict=True))[model])
+        table.charge(model, dict(zip(MODELS, seconds, strict=True))[model])
     waiting = {f"new{number}" for number in range(newcomers)}
     everybody = [*sorted(busy), *sorted(waiting)]
     seen: list[str] = []
@@ -158,6 +158,6 @@ def test_a_model_that_owes_nothing_waits_for_one_turn_of_each_other_at_most(
         model = table.next(everybody)
         assert model is not None
         seen.append(model)
-        table.took(model, 0.5)
+        table.charge(model, 0.5)
         waiting.discard(model)
     assert len(seen) == len(set(seen))
