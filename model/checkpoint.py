@@ -41,10 +41,6 @@ _HASHED = (CONFIG, WEIGHTS, TOKENIZER, *_OPTIONAL)
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-NO_EXTRAS: Mapping[str, str] = MappingProxyType({})
-"""No generation settings and no chat template."""
-
-
 class CheckpointError(Exception):
     """A checkpoint folder is incomplete or damaged; `problems` lists everything found."""
 
@@ -121,7 +117,7 @@ def stage(
     config: ModelConfig,
     tokenizers: Mapping[str, str],
     manifest: Mapping[str, Any],
-    extras: Mapping[str, str] = NO_EXTRAS,
+    extras: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Stages a checkpoint's files, as `save`, for callers that commit further files with them; call `tidy` afterwards.
 

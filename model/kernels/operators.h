@@ -23,6 +23,22 @@
 
 namespace onward {
 
+// Input 0, the left side of a product.
+inline Tensor input_rows(const Runtime& runtime, const ort::KernelContext* context, int64_t width) {
+  const Tensor rows = runtime.input(context, 0);
+  runtime.require(!rows.shape.empty() && rows.shape.back() == width, "rows must be K numbers wide");
+  return rows;
+}
+
+// Computes output 0, rows times matrix. `rounding` is int8's.
+template <typename Matrix, typename... Roundings>
+void multiply_rows(const Runtime& runtime, ort::KernelContext* context, const Tensor& rows, const Matrix& matrix,
+                   const Roundings&... rounding) {
+  const Tensor output = runtime.output(context, 0, rows.shape.with_last(matrix.num_columns));
+  const SessionThreads threads{&runtime, context};
+  multiply(threads.parallel(), rows.as<float>(), rows.shape.num_rows(), rounding..., matrix, output.as<float>());
+}
+
 // `Int8Linear(rows [..., K], panels [⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8, scales [N]) → [..., N]`, and `BiasedInt8Linear`
 // with a bias `[N]` as a fourth input; the suffix `Gelu` applies GELU to the output. See linear.h.
 template <bool kHasBias, bool kHasGelu>
@@ -55,12 +71,8 @@ class Int8Linear {
   }
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    const Tensor rows = runtime.input(context, 0);
-    const Int8Matrix matrix = this->matrix(bias_.get(runtime, context, scales_.shape[0]));
-    runtime.require(!rows.shape.empty() && rows.shape.back() == num_rows_, "rows must be K numbers wide");
-    const Tensor output = runtime.output(context, 0, rows.shape.with_last(scales_.shape[0]));
-    const SessionThreads threads{&runtime, context};
-    multiply(threads.parallel(), rows.as<float>(), rows.shape.num_rows(), rounding_, matrix, output.as<float>());
+    const float* bias = bias_.get(runtime, context, scales_.shape[0]);
+    multiply_rows(runtime, context, input_rows(runtime, context, num_rows_), matrix(bias), rounding_);
   }
 
  private:
@@ -103,10 +115,9 @@ class Int4Linear {
   }
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    const Tensor rows = runtime.input(context, 0), panels = panels_.get(runtime, context);
+    const Tensor rows = input_rows(runtime, context, num_rows_), panels = panels_.get(runtime, context);
     const Tensor scales = scales_.get(runtime, context);
     const float* bias = bias_.get(runtime, context, num_columns_);
-    runtime.require(!rows.shape.empty() && rows.shape.back() == num_rows_, "rows must be K numbers wide");
     const int64_t num_blocks = num_rows_ / kInt4Block;
     const int64_t num_panels = (num_columns_ + kInt4PanelColumns - 1) / kInt4PanelColumns;
     runtime.require(panels.shape == Shape{num_panels, num_blocks, 4, kInt4PanelColumns, 4} &&
@@ -114,9 +125,7 @@ class Int4Linear {
                     "panels must be [ceil(N / 16), K / 32, 4, 16, 4] and scales [ceil(N / 16), K / 32, 16]");
     const Int4Matrix matrix{numbers<uint8_t>(resident_panels_, panels), numbers<uint16_t>(resident_scales_, scales),
                             num_rows_, num_columns_, bias, kHasGelu};
-    const Tensor output = runtime.output(context, 0, rows.shape.with_last(num_columns_));
-    const SessionThreads threads{&runtime, context};
-    multiply(threads.parallel(), rows.as<float>(), rows.shape.num_rows(), matrix, output.as<float>());
+    multiply_rows(runtime, context, rows, matrix);
   }
 
  private:
@@ -146,16 +155,13 @@ class Linear {
         resident_(runtime.resident_rows(info, 1, sizeof(float), best_stride)) {}
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    const Tensor rows = runtime.input(context, 0), weight = weight_.get(runtime, context);
+    const Tensor weight = weight_.get(runtime, context);
     runtime.require(weight.shape.size() == 2, "weight must be [N, K]");
     const float* bias = bias_.get(runtime, context, weight.shape[0]);
-    runtime.require(!rows.shape.empty() && rows.shape.back() == weight.shape[1], "rows must be K numbers wide");
     const int64_t width = weight.shape[1];
     const FloatMatrix matrix{numbers<float>(resident_, weight), width, weight.shape[0],
                              resident_ ? best_stride(width) : width, bias, kHasGelu};
-    const Tensor output = runtime.output(context, 0, rows.shape.with_last(weight.shape[0]));
-    const SessionThreads threads{&runtime, context};
-    multiply(threads.parallel(), rows.as<float>(), rows.shape.num_rows(), matrix, output.as<float>());
+    multiply_rows(runtime, context, input_rows(runtime, context, width), matrix);
   }
 
  private:
@@ -333,75 +339,41 @@ class SwiGlu {
 };
 
 // `AddRMSNorm(left, right, weight) → sum, normed` and `AddLayerNorm(left, right, weight, bias)`; see rows.h.
+template <bool kHasBias>
 class AddNorm {
  public:
+  static constexpr const char* kName = kHasBias ? "AddLayerNorm" : "AddRMSNorm";
+  static constexpr std::array<Port, 3 + kHasBias> kInputs = {};
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat, ort::kFloat};
   static bool is_supported() { return can_compute_rows(); }
 
   AddNorm(const Runtime& runtime, const ort::KernelInfo* info)
-      : epsilon_(runtime.attribute(info, "epsilon", 0.0f, std::numeric_limits<float>::max())) {}
+      : epsilon_(runtime.attribute(info, "epsilon", 0.0f, std::numeric_limits<float>::max())),
+        weight_(runtime, info, 2),
+        bias_(runtime, info, 3) {}
 
- protected:
-  // Checks the inputs and calls `norm(parallel, addition, weights, epsilon, output)`.
-  template <size_t kNumWeights, typename Norm>
-  void compute(const Runtime& runtime, ort::KernelContext* context, const std::array<Weight, kNumWeights>& inputs,
-               Norm norm) const {
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
     const Tensor left = runtime.input(context, 0), right = runtime.input(context, 1);
     runtime.require(!left.shape.empty() && left.shape == right.shape, "left and right must have one shape");
-    const int64_t width = left.shape.back();
-    std::array<const float*, kNumWeights> weights{};
-    for (size_t index = 0; index < kNumWeights; ++index) {
-      const Tensor weight = inputs[index].get(runtime, context);
-      runtime.require(weight.shape == Shape{width}, "weight and bias must be as long as a row");
-      weights[index] = weight.as<float>();
-    }
+    const int64_t width = left.shape.back(), num_rows = left.shape.num_rows();
+    const Tensor weight = weight_.get(runtime, context), bias = kHasBias ? bias_.get(runtime, context) : weight;
+    runtime.require(weight.shape == Shape{width} && bias.shape == Shape{width},
+                    "weight and bias must be as long as a row");
     const Tensor sums = runtime.output(context, 0, left.shape), output = runtime.output(context, 1, left.shape);
+    if (!left.shape.count()) return;
     const SessionThreads threads{&runtime, context};
-    const int64_t num_rows = left.shape.num_rows();
     const Addition addition{left.as<float>(), right.as<float>(), sums.as<float>(), num_rows, width};
-    if (left.shape.count()) norm(threads.parallel(), addition, weights, epsilon_, output.as<float>());
+    if constexpr (kHasBias) {
+      const float* const shift = bias.as<float>();
+      add_layer_norm(threads.parallel(), addition, weight.as<float>(), shift, epsilon_, output.as<float>());
+    } else {
+      add_rms_norm(threads.parallel(), addition, weight.as<float>(), epsilon_, output.as<float>());
+    }
   }
 
  private:
   float epsilon_;
-};
-
-class AddRmsNorm : public AddNorm {
- public:
-  static constexpr char kName[] = "AddRMSNorm";
-  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
-
-  AddRmsNorm(const Runtime& runtime, const ort::KernelInfo* info)
-      : AddNorm(runtime, info), weights_{Weight(runtime, info, 2)} {}
-
-  void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    AddNorm::compute(runtime, context, weights_, [](const auto& parallel, const auto& addition, auto weights,
-                                                    float epsilon, float* y) {
-      add_rms_norm(parallel, addition, weights[0], epsilon, y);
-    });
-  }
-
- private:
-  std::array<Weight, 1> weights_;
-};
-
-class AddLayerNorm : public AddNorm {
- public:
-  static constexpr char kName[] = "AddLayerNorm";
-  static constexpr Port kInputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
-
-  AddLayerNorm(const Runtime& runtime, const ort::KernelInfo* info)
-      : AddNorm(runtime, info), weights_{Weight(runtime, info, 2), Weight(runtime, info, 3)} {}
-
-  void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    AddNorm::compute(runtime, context, weights_, [](const auto& parallel, const auto& addition, auto weights,
-                                                    float epsilon, float* y) {
-      add_layer_norm(parallel, addition, weights[0], weights[1], epsilon, y);
-    });
-  }
-
- private:
-  std::array<Weight, 2> weights_;
+  Weight weight_, bias_;
 };
 
 }  // namespace onward

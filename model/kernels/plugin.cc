@@ -76,7 +76,7 @@ using Operators =
     Supported<Linear<false, false>, Linear<true, false>, Linear<false, true>, Linear<true, true>,
               Int8Linear<false, false>, Int8Linear<true, false>, Int8Linear<false, true>, Int8Linear<true, true>,
               Int4Linear<false, false>, Int4Linear<true, false>, Int4Linear<false, true>, Int4Linear<true, true>,
-              GroupQueryAttention, Int8CacheAttention, SwiGlu, AddRmsNorm, AddLayerNorm>;
+              GroupQueryAttention, Int8CacheAttention, SwiGlu, AddNorm<false>, AddNorm<true>>;
 
 // Adds the operators to a session's options. Sessions keep a pointer to the domain, so all share one that is never
 // freed.

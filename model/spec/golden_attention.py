@@ -16,7 +16,10 @@ import numpy.typing as npt
 from model.spec.arrays import ArrayFile, save_arrays
 from model.spec.artifact import MAX_ARRAYS_BYTES, AttentionKind, Precision, attention_layers, attention_output
 from model.spec.config import ModelConfig
-from model.spec.golden import Float32, Int64, read_ids
+from model.spec.golden import read_ids
+
+Float32 = npt.NDArray[np.float32]
+Int64 = npt.NDArray[np.int64]
 
 ROW_SUM_TOLERANCE = 1e-5
 """The largest error of a row's sum, in any precision: softmax is always float32."""

@@ -1,11 +1,11 @@
-"""Feeds kernels models of one node with hostile attributes, shapes and values; for a library with sanitizers.
+"""Fuzzes a kernels' library built with sanitizers: models of one node with hostile attributes, shapes and values.
 
     python -m tests.faults.kernel_fuzz LIBRARY SECONDS MIN_CASES [FIRST_SEED]
 
-Each seed is a case: a model that an artifact could hold and what it is fed, most of them spoiled in up to three places.
-A case must be refused by ONNX Runtime's error status, or give the same bits twice, by one thread and by four; a case
-that is not spoiled must be computed. The seed is printed before its case is run, so that the last line of a process
-that died names the case. At the end, a line of JSON: how many were computed and refused, and by which words.
+Each seed is a case: a valid model with its inputs, usually spoiled in up to three places. A case must be refused by an
+error status, or give the same bits twice, by one thread and by four; an unspoiled case must be computed. The seed is
+printed before its case runs, so the last line names the case of a crash. The final line is JSON: how many cases were
+computed, and how many were refused with which message.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _POSITIONS = (-(1 << 31), -2, -1, 0, 1, (1 << 31) - 1)
 _TYPES = (np.float32, np.float64, np.float16, np.int8, np.uint8, np.int32, np.int64)
 _SPOILED = 0.8  # of all cases
 _ZERO_BESIDE = (1 << 40, 1 << 62)  # what other dimensions may be where one is zero
-# The words of a kernel's refusal; where there are none, ONNX Runtime refused by itself.
+# A kernel's own error message; without one, ONNX Runtime refused the model.
 _OWN_WORDS = re.compile(
     r"(?:Status Message|during initialization): ([^/\n]*\b(?:must be|must have|must divide|must)\b.*)"
 )
@@ -59,7 +59,7 @@ _NUMBER = re.compile(r"(?<= )-?(?:\d[\d.e+-]*|nan|inf)(?=[ ,])")
 
 @dataclass(slots=True)
 class Case:
-    """A node and its inputs by their order, None where one is left out; those in `stored` lie in the graph."""
+    """A node and its inputs in order, None for omitted ones; those in `stored` are constants of the graph."""
 
     op_type: str
     attributes: dict[str, Any]
@@ -71,7 +71,7 @@ class Case:
 
 
 class Refused(Exception):
-    """ONNX Runtime's own words."""
+    """ONNX Runtime's error message."""
 
 
 def draw(rng: np.random.Generator, operators: Sequence[str]) -> tuple[Case, bool]:
@@ -98,7 +98,7 @@ def _numbers(rng: np.random.Generator, *shape: int) -> Array:
 
 
 def _leading(rng: np.random.Generator) -> tuple[int, ...]:
-    """Dimensions before the last: some twenty rows, and now and then none."""
+    """Dimensions before the last: about twenty rows, sometimes none."""
     return tuple(int(rng.integers(0 if rng.random() < 0.1 else 1, 6)) for _ in range(rng.integers(0, 4)))
 
 
@@ -191,7 +191,7 @@ def _spoil_attribute(rng: np.random.Generator, case: Case) -> None:
 
 
 def _spoil_heads(rng: np.random.Generator, case: Case) -> None:
-    """As many more heads as make their width what it is, in 64 bits."""
+    """A number of heads whose width overflows 64 bits to the valid one."""
     past = case.inputs[3] if "num_heads" in case.attributes and len(case.inputs) > 3 else None
     heads = case.attributes.get("num_heads", 0)
     if past is None or not past.ndim or past.shape[-1] < 4 or not isinstance(heads, int) or heads >= 1 << 32:
@@ -275,7 +275,7 @@ def run(case: Case, library: str, *, threads: int, leaves_weights: bool) -> list
     stored = {names[index] for index in case.stored if index < len(names)} - {""}
     try:
         node = helper.make_node(case.op_type, names, outputs, domain=DOMAIN, **case.attributes)
-    except (TypeError, ValueError, OverflowError) as error:  # what no file can say
+    except (TypeError, ValueError, OverflowError) as error:  # not representable in a file
         raise Refused(str(error)) from error
     graph = helper.make_graph(
         [node],
@@ -297,7 +297,7 @@ def run(case: Case, library: str, *, threads: int, leaves_weights: bool) -> list
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    # Each tensor has memory of its own, so that reading past one is found.
+    # Each tensor has its own memory, so that out-of-bounds reads are found.
     options.enable_cpu_mem_arena = options.enable_mem_pattern = options.enable_mem_reuse = False
     options.add_session_config_entry("session.disable_prepacking", str(int(leaves_weights)))
     options.register_custom_ops_library(library)
@@ -315,7 +315,7 @@ def run(case: Case, library: str, *, threads: int, leaves_weights: bool) -> list
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs so many cases, and more until the time is up."""
+    """Runs at least `min_cases` cases, and further ones until the time is up."""
     library, seconds, min_cases = argv[0], float(argv[1]), int(argv[2])
     first = int(argv[3]) if len(argv) > 3 else 0
     ask = ctypes.CDLL(library).OnwardOperators

@@ -23,7 +23,7 @@ _SMALL: dict[str, Any] = {
     "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
-    # Not d_model / num_heads, so that widths and heads are told apart.
+    # Not d_model / num_heads, so that widths and heads cannot be confused.
     "head_dim": 6,
     "d_ff": 20,
 }

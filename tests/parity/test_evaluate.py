@@ -113,7 +113,7 @@ def test_text_likelihood_counts_every_token_of_every_text_once(language_model: D
     assert measured.num_bytes == sum(len(text.encode()) for text in TEXTS)
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 24, 25, 33])
+@pytest.mark.parametrize("length", [1, 16, 17, 24, 25])
 def test_text_likelihood_is_right_at_every_edge_of_a_window(language_model: DecoderOnly, length: int) -> None:
     text = "".join(random.Random(length).choices("abcdefgh", k=length))
     ids = TOKENIZER.encode_plain(text)
@@ -170,8 +170,7 @@ def answers(model: EncoderDecoder, pairs: list[Pair], max_tokens: int) -> list[l
     ]
 
 
-@pytest.mark.parametrize("rows", [1, 5, 128])
-@pytest.mark.parametrize("max_tokens", [1, 4, 10, 99])
+@pytest.mark.parametrize(("rows", "max_tokens"), [(5, 1), (1, 10), (5, 10), (128, 10), (5, 99)])
 def test_greedy_writes_what_the_oracle_writes(
     translator: EncoderDecoder, monkeypatch: pytest.MonkeyPatch, rows: int, max_tokens: int
 ) -> None:
@@ -183,6 +182,7 @@ def test_greedy_writes_what_the_oracle_writes(
         assert len({len(answer) for answer in expected}) > 2
     without_end = [answer[:-1] if answer[-1] == EOS_ID else answer for answer in expected]
     assert evaluate.greedy(translator, [pair.source for pair in PAIRS], max_tokens) == without_end
+    assert evaluate.greedy(translator, [], max_tokens) == []
 
 
 def test_greedy_ends_each_output_at_its_own_bound(translator: EncoderDecoder) -> None:
@@ -219,13 +219,6 @@ def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
     assert evaluate.greedy(model, [[5]], 1) == [[3]]
 
 
-def test_greedy_answers_in_the_order_it_was_asked(translator: EncoderDecoder) -> None:
-    sources = [pair.source for pair in PAIRS]
-    forwards = evaluate.greedy(translator, sources, 6)
-    assert evaluate.greedy(translator, sources[::-1], 6) == forwards[::-1]
-    assert evaluate.greedy(translator, [], 6) == []
-
-
 @pytest.mark.parametrize(
     ("sources", "max_tokens", "words"),
     [
@@ -250,30 +243,6 @@ def test_exact_match_is_the_share_of_right_greedy_answers(translator: EncoderDec
     assert evaluate.exact_match(translator, PAIRS) == right
 
 
-def test_any_network_of_the_same_call_is_scored() -> None:
-    class Echo(torch.nn.Module):
-        """Says the source again, and then ends."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.certainty = torch.nn.Parameter(torch.tensor(50.0))
-
-        def forward(
-            self,
-            source_ids: torch.Tensor,
-            source_lengths: torch.Tensor,
-            target_ids: torch.Tensor,
-            attend: object = None,
-        ) -> torch.Tensor:
-            echo = F.pad(source_ids, (0, target_ids.shape[1]), value=EOS_ID)[:, : target_ids.shape[1]]
-            past = torch.arange(target_ids.shape[1]) >= source_lengths[:, None]
-            return F.one_hot(echo.masked_fill(past, EOS_ID), 10) * self.certainty
-
-    pairs = [Pair([5, 6], [5, 6]), Pair([7], [7]), Pair([8], [9])]
-    assert evaluate.exact_match(Echo(), pairs) == 2 / 3
-    assert evaluate.pair_loss(Echo(), pairs).nats == pytest.approx(50.0, rel=1e-6)
-
-
 @pytest.mark.parametrize("score", [evaluate.exact_match, evaluate.pair_loss])
 def test_no_pairs_have_no_score(translator: EncoderDecoder, score: Callable[..., object]) -> None:
     with pytest.raises(ValueError, match="no pairs"):
@@ -291,14 +260,6 @@ def test_translation_scores_are_sacrebleus_with_their_signatures() -> None:
     assert scores["bleu"] == pytest.approx(by_hand)
     assert str(scores["bleu_signature"]).startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
     assert str(scores["chrf_signature"]).startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:")
-
-
-def test_a_perfect_translation_scores_a_hundred_and_silence_nothing() -> None:
-    references = ["Eins zwei drei vier.", "Fünf sechs sieben acht."]
-    perfect = evaluate.translation_scores(references, references)
-    assert (perfect["bleu"], perfect["chrf"]) == pytest.approx((100.0, 100.0))
-    silent = evaluate.translation_scores(["", ""], references)
-    assert (silent["bleu"], silent["chrf"]) == (0.0, 0.0)
 
 
 def test_translations_without_references_are_refused() -> None:
@@ -320,8 +281,5 @@ def test_compressors_are_xz_alone_and_xz_that_has_seen_the_training_text() -> No
     assert found.xz_primed_bits_per_byte == 8 * (size(training + held_out) - size(training)) / 500
     copied = evaluate.compressors(training, training[1000:1500])
     assert copied.xz_primed_bits_per_byte < 2.0 < 8.0 < copied.xz_bits_per_byte
-
-
-def test_compressing_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="held_out is empty"):
         evaluate.compressors(b"x", b"")

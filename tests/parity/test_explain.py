@@ -1,7 +1,7 @@
-"""Attention weights: the reference's are the formula's, the explain graph's are the reference's, a server's are both.
+"""Attention weights: the reference's explain the heads' outputs, the explain graph's and a server's are the same.
 
-The formula is written once more here, from what the model's projections put out, so that nobody who draws up or carries
-weights on the way can take one layer, head, kind or axis for another.
+The reference's weights are checked against the model's own heads: weights times values are the heads' outputs. So no
+layer, head, kind or axis can be swapped on the way.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from export.emit import EmitError, emit, share_weights
 from export.explain import ExplainGraph
 from export.verify import Verdict, verify
 from model.nn import reference
-from model.nn.attention import AdditiveScore, CrossAttention, SelfAttention
+from model.nn.attention import CrossAttention, SelfAttention
 from model.nn.transformer import Transformer
 from model.spec import artifact
 from model.spec.artifact import DECODER, ENCODER, AttentionKind, Precision, attention_output
-from model.spec.config import ModelConfig, Positions
-from model.spec.golden_attention import ATTENTION_TOLERANCES, ROW_SUM_TOLERANCE, AttentionCase, compare
+from model.spec.config import ModelConfig
+from model.spec.golden_attention import ATTENTION_TOLERANCES, ROW_SUM_TOLERANCE
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.commands.explain import explain
@@ -52,7 +52,7 @@ Weights = dict[str, npt.NDArray[np.floating[Any]]]
 
 FAMILIES = ("decoder-only", "encoder-decoder")
 # Besides those that are served below: every kind of position, both scores, grouped heads and not, norms before and
-# after. One layer will do: that layers are told apart is shown by those that are served, which have two.
+# after. One layer suffices: the served ones have two.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "learned": (
         "decoder-only",
@@ -92,69 +92,35 @@ def tokens(config: ModelConfig, *, length: int = 23, source_length: int = 14) ->
     return sequence, rng.integers(3, config.source_vocab_size, source_length).tolist()
 
 
-def by_definition(model: Transformer, sequence: list[int], source: list[int]) -> Weights:
-    """Weights by the paper's formula, from what each module's projections put out in a run of the model."""
-    seen: dict[nn.Module, Float64] = {}
+def assert_explains_outputs(model: Transformer, weights: Weights, sequence: list[int], source: list[int]) -> None:
+    """Each layer's weights times its values are what its heads put out in a run of the model."""
+    inputs: dict[nn.Module, torch.Tensor] = {}
+    outputs: dict[nn.Module, torch.Tensor] = {}
 
-    def keep(module: nn.Module, _: Any, output: torch.Tensor) -> None:
-        seen[module] = output.detach().double().numpy()[0]
+    def keep(module: nn.Module, given: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        inputs[module], outputs[module] = given[0].detach()[0], output.detach()[0]
 
     modules = dict(model.named_modules())
     hooks = [module.register_forward_hook(keep) for module in modules.values() if isinstance(module, nn.Linear)]
     reference.logits(model, sequence, source or None)
     for hook in hooks:
         hook.remove()
-    found: Weights = {}
+    group, size = model.config.num_heads // model.config.num_kv_heads, model.config.head_dim
+    checked = set()
     for name, module in modules.items():
-        if not isinstance(module, SelfAttention | CrossAttention):
-            continue
-        layer = int(name.split("layers.")[1].split(".")[0])
-        config = model.config
-        width = config.num_heads * config.head_dim
-        kv_width = config.num_kv_heads * config.head_dim
         if isinstance(module, CrossAttention):
-            kind, is_causal = AttentionKind.CROSS, False
-            queries, keys = seen[module.query], seen[module.key_value][:, :kv_width]
+            kind, packed = AttentionKind.CROSS, outputs[module.key_value]
+        elif isinstance(module, SelfAttention):
+            kind = AttentionKind.ENCODER if name.startswith("encoder.") else AttentionKind.DECODER
+            packed = outputs[module.qkv]
         else:
-            is_causal = not name.startswith("encoder.")
-            kind = AttentionKind.DECODER if is_causal else AttentionKind.ENCODER
-            queries, keys = seen[module.qkv][:, :width], seen[module.qkv][:, width : width + kv_width]
-        rotates = config.positions is Positions.ROTARY and kind is not AttentionKind.CROSS
-        heads = [_head(config, module, queries, keys, head, rotates=rotates) for head in range(config.num_heads)]
-        is_seen = np.tri(*heads[0].shape, dtype=bool) if is_causal else np.ones(heads[0].shape, bool)
-        if isinstance(module, SelfAttention) and module.window:
-            is_seen &= ~np.tri(*is_seen.shape, -module.window, dtype=bool)
-        scores = np.where(is_seen, heads, -np.inf)
-        raised = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        found[attention_output(kind, layer)] = raised / raised.sum(axis=-1, keepdims=True)
-    return found
-
-
-def _head(
-    config: ModelConfig,
-    module: SelfAttention | CrossAttention,
-    queries: Float64,
-    keys: Float64,
-    head: int,
-    *,
-    rotates: bool,
-) -> Float64:
-    """One head's scores."""
-    size = config.head_dim
-    shared = head // (config.num_heads // config.num_kv_heads)
-    q, k = queries[:, head * size : (head + 1) * size], keys[:, shared * size : (shared + 1) * size]
-    if rotates:
-        q, k = (_turn(x, config.rope_theta) for x in (q, k))
-    if isinstance(module.score, AdditiveScore):
-        return np.tanh(q[:, None] + k[None]) @ module.score.vector[head].detach().double().numpy()
-    return np.real(q @ np.conj(k).T) / np.sqrt(size)
-
-
-def _turn(x: Float64, theta: float) -> npt.NDArray[np.complex128]:
-    """Pairs (x_j, x_{j + D/2}) as complex numbers, turned by their position's angles."""
-    half = x.shape[1] // 2
-    angles = np.arange(len(x))[:, None] * theta ** (-np.arange(half) / half)
-    return (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * angles)
+            continue
+        values = packed[:, -model.config.num_kv_heads * size :].unflatten(1, (-1, size)).transpose(0, 1)
+        output = attention_output(kind, int(name.split("layers.")[1].split(".")[0]))
+        heads = torch.from_numpy(weights[output]) @ values.repeat_interleave(group, dim=0)
+        torch.testing.assert_close(heads.transpose(0, 1).flatten(1), inputs[module.output], atol=1e-4, rtol=1e-4)
+        checked.add(output)
+    assert checked == weights.keys()
 
 
 def by_reference(model: Transformer, sequence: list[int], source: list[int]) -> Weights:
@@ -185,24 +151,24 @@ def assert_attention(found: Weights, expected: Weights, tolerance: float) -> Non
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_weights_of_reference_and_graph_are_the_formulas(shape: str, tmp_path: Path) -> None:
+def test_weights_of_the_reference_explain_the_heads_and_are_the_graphs(shape: str, tmp_path: Path) -> None:
     family, values = SHAPES[shape]
     config = tiny_config(family, **values)
     model = random_model(config)
     sequence, source = tokens(config)
-    expected = by_definition(model, sequence, source)
+    expected = by_reference(model, sequence, source)
     assert max(weights.max() for weights in expected.values()) > 3 / len(sequence), "attention that is hardly any"
-    assert_attention(by_reference(model, sequence, source), expected, 1e-5)
+    assert_explains_outputs(model, expected, sequence, source)
     emit(ExplainGraph(model), tmp_path / "explain.onnx")
     assert_attention(by_graph(tmp_path / "explain.onnx", sequence, source), expected, 1e-5)
     assert_attention(
         by_graph(tmp_path / "explain.onnx", sequence[:1], source[:1]),
-        by_definition(model, sequence[:1], source[:1]),
+        by_reference(model, sequence[:1], source[:1]),
         1e-5,
     )
 
 
-# Two layers of each kind but the decoder's of an encoder-decoder: its number is told as a decoder-only model's is.
+# Two layers of each kind, except an encoder-decoder's decoder.
 SIZES: dict[str, dict[str, int]] = {"decoder-only": {}, "encoder-decoder": {"num_layers": 1}}
 
 
@@ -257,9 +223,9 @@ def test_explain_graph_has_no_weights_of_its_own_and_is_proven(family: str, prec
     written = json.loads((folder / artifact.PARITY).read_text())["attention"]
     assert [case["name"] for case in written] == [case.name for case in report.attention]
     assert len(written) == 3
-    for case, told in zip(report.attention, written, strict=True):
-        assert told["tolerance"] == dataclasses.asdict(tolerance)
-        assert told["verdict"] == "passed"
+    for case, values in zip(report.attention, written, strict=True):
+        assert values["tolerance"] == dataclasses.asdict(tolerance)
+        assert values["verdict"] == "passed"
         assert case.max_row_sum_error < 1e-6
         assert not case.looks_ahead
     distances = [case.relative_distance for case in report.attention]
@@ -336,17 +302,15 @@ def test_engine_loads_the_graphs_that_it_steps_and_no_other(family: str, monkeyp
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server of both families as its operator runs it, and of one in fewer bits."""
+    """A server of both families."""
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         (folder / family).symlink_to(explained(family), target_is_directory=True)
-    rounded = explained("encoder-decoder", Precision.INT8)
-    (folder / "rounded").symlink_to(rounded, target_is_directory=True)
     with serving(folder, "--no-metrics", "--threads", "1", "--log-level", "warning") as target:
         yield target
 
 
-def told(answer: pb.ExplainResponse) -> Weights:
+def matrices_of(answer: pb.ExplainResponse) -> Weights:
     """A response's matrices, stacked by kind and layer as the graph has them."""
     kinds = {number: kind for kind, number in ATTENTION_KINDS.items()}
     heads: dict[str, list[npt.NDArray[np.float32]]] = {}
@@ -375,24 +339,9 @@ def test_served_weights_are_pytorchs_over_the_greedy_output(target: str, family:
     source = prompt if config.is_encoder_decoder else []
     assert len(answer.decoder_tokens) == len(sequence)
     assert list(answer.prompt_tokens) == [*"3␣May".replace("␣", "Ġ"), "<eos>"] if source else ["<bos>", *"3ĠMay"]
-    assert_attention(told(answer), by_definition(model, sequence, source), 1e-5)
-
-
-def test_served_weights_in_fewer_bits_are_nearly_pytorchs_and_still_attention(target: str) -> None:
-    model = explained_model("encoder-decoder")
-    with grpc.insecure_channel(target) as channel:
-        stub = GenerationServiceStub(channel)
-        source = list(stub.Tokenize(pb.TokenizeRequest(model="rounded", text="3 May 2026")).token_ids)
-        target_ids = [40, 50, 60, 70, 80]
-        request = pb.ExplainRequest(model="rounded", text="3 May 2026", target_token_ids=pb.TokenIds(ids=target_ids))
-        found = told(stub.Explain(request))
-    expected = by_reference(model, [model.config.bos_id, *target_ids[:-1]], source)
-    assert_attention(found, expected, 0.2)
-    sequence = np.array([model.config.bos_id, *target_ids[:-1]])
-    case = AttentionCase("served", sequence, np.array(source), {name: expected[name] for name in found})
-    result = compare(case, found, ATTENTION_TOLERANCES[Precision.INT8])
-    assert result.passed
-    assert result.relative_distance > ATTENTION_TOLERANCES[Precision.FP32].relative, "nothing was rounded"
+    found = matrices_of(answer)
+    assert_attention(found, by_reference(model, sequence, source), 1e-5)
+    assert_explains_outputs(model, found, sequence, source)
 
 
 def test_explain_command_draws_what_the_server_answers(target: str, tmp_path: Path) -> None:

@@ -119,23 +119,20 @@ def test_a_wrong_command_is_refused_in_one_line(capsys: pytest.CaptureFixture[st
     assert fail(capsys, *arguments).startswith("python -m model")
 
 
-def test_a_model_without_data_cannot_be_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "law has no data to train on" in fail(capsys, "train", "law", "--out", str(tmp_path))
-
-
-def test_resuming_where_nothing_was_interrupted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = [*TINY, "--set", "max_examples=50"]
-    status = main(["train", "dates", *overrides, "--resume", "--out", str(tmp_path)])
-    assert status == 2
-    assert "nothing to resume" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_data_that_do_not_fit_the_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(
-        ["train", "dates", *TINY, "--set", "max_examples=50", "--set", "source_context=8", "--out", str(tmp_path)]
-    )
-    assert status == 2
-    assert "source_context is 8" in capsys.readouterr().err.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("law",), "law has no data to train on"),
+        (("dates", *TINY, "--set", "max_examples=50", "--resume"), "nothing to resume"),
+        (("dates", *TINY, "--set", "max_examples=50", "--set", "source_context=8"), "source_context is 8"),
+        (("paper", *TINY), "paths"),
+    ],
+)
+def test_a_training_that_cannot_start_is_refused(
+    arguments: tuple[str, ...], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments, "--out", str(tmp_path)]) == 2
+    assert problem in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_an_untrained_preset_without_its_files_gets_the_stand_in_tokenizer(tmp_path: Path) -> None:
@@ -144,11 +141,6 @@ def test_an_untrained_preset_without_its_files_gets_the_stand_in_tokenizer(tmp_p
     assert main(["init", "paper", *TINY, *overrides, "--out", str(tmp_path)]) == 0
     loaded = checkpoint.load(tmp_path)
     assert Tokenizer.load(loaded.tokenizer).vocab_size == loaded.config.vocab_size == 60
-
-
-def test_training_without_its_files_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "paper", *TINY, "--out", str(tmp_path)]) == 2
-    assert "paths" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_dry_run_needs_no_folder_and_ends_in_one_json_line(

@@ -72,7 +72,7 @@ def test_library_is_found_by_the_very_sources_that_it_was_built_of(folder: Path,
     assert kernels.library_in(folder) is None
 
 
-def test_library_is_named_after_what_the_compiler_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_name_depends_on_the_flags(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = kernels.library_name(folder)
     monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-g"))
     assert kernels.library_name(folder) != before
@@ -88,13 +88,13 @@ def test_libraries_of_older_sources_are_removed_once_there_is_a_newer(folder: Pa
     assert libraries(folder) == [newest.name]
 
 
-def test_compiler_is_told_the_flags_and_every_source(folder: Path, compiler: Compiler) -> None:
+def test_compiler_gets_the_flags_and_every_source(folder: Path, compiler: Compiler) -> None:
     (folder / "two.cc").write_text("")
     (folder / "exports.ld").write_text("")
-    build.build(str(compiler('echo "$@" > ' + f"{folder.parent}/told; {WRITES}")), folder)
-    told = (folder.parent / "told").read_text().split()
-    assert told[: len(kernels.FLAGS)] == list(kernels.FLAGS)
-    assert told[-3:] == [str(folder / name) for name in ("one.cc", "two.cc", "exports.ld")]
+    build.build(str(compiler('echo "$@" > ' + f"{folder.parent}/arguments; {WRITES}")), folder)
+    arguments = (folder.parent / "arguments").read_text().split()
+    assert arguments[: len(kernels.FLAGS)] == list(kernels.FLAGS)
+    assert arguments[-3:] == [str(folder / name) for name in ("one.cc", "two.cc", "exports.ld")]
 
 
 def test_what_is_up_to_date_is_not_built_again(
@@ -151,9 +151,19 @@ def test_failing_compilers_last_words_are_shown(
     assert libraries(folder) == []
 
 
-def test_compiler_that_writes_nothing_has_failed(folder: Path, compiler: Compiler) -> None:
-    with pytest.raises(build.BuildError, match="ended with 0 and wrote no library"):
-        build.build(str(compiler("exit 0")), folder)
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ("exit 0", "ended with 0 and wrote no library"),
+        (f"echo more >> {{folder}}/one.h; {WRITES}", "changed while they were compiled"),
+    ],
+)
+def test_a_build_without_a_library_of_these_sources_has_failed(
+    folder: Path, compiler: Compiler, script: str, problem: str
+) -> None:
+    with pytest.raises(build.BuildError, match=problem):
+        build.build(str(compiler(script.replace("{folder}", str(folder)))), folder)
+    assert libraries(folder) == []
 
 
 def test_compiler_that_cannot_be_run_is_named(folder: Path, tmp_path: Path) -> None:
@@ -162,12 +172,6 @@ def test_compiler_that_cannot_be_run_is_named(folder: Path, tmp_path: Path) -> N
     program.chmod(0o755)
     with pytest.raises(build.BuildError, match=r"program cannot be run \(No such file"):
         build.build(str(program), folder)
-
-
-def test_library_of_sources_that_changed_meanwhile_is_not_kept(folder: Path, compiler: Compiler) -> None:
-    with pytest.raises(build.BuildError, match="changed while they were compiled"):
-        build.build(str(compiler(f"echo more >> {folder}/one.h; {WRITES}")), folder)
-    assert libraries(folder) == []
 
 
 def test_folder_that_cannot_be_written_is_named(
@@ -234,6 +238,6 @@ def test_the_real_sources_are_built_without_a_warning_and_registered(
     assert {line.split()[-1] for line in symbols.splitlines()} == {"OnwardOperators", "RegisterCustomOps"}
     ort.SessionOptions().register_custom_ops_library(str(built.path))
     monkeypatch.setattr(kernels, "library", lambda: built.path)
-    # Tests of kernels go by this list: one that is not on it would be tested by nobody.
+    # Other tests of kernels use this list.
     there = set(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split())
     assert set(kernels.operators()) == {name for name, needed in INSTRUCTIONS.items() if needed <= there}

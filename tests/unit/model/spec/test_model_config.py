@@ -264,6 +264,7 @@ def test_a_broken_rule_is_named_with_its_value_and_limit(changes: dict[str, obje
 
 def test_json_of_wrong_form_is_reported_field_by_field() -> None:
     values = DECODER_ONLY | {"vocab_size": "100", "d_ff": True, "dropout": None, "tie_embeddings": 1, "heads": 4}
+    values["layer_types"] = [1]
     del values["context"]
     assert set(problems_of(values)) == {
         "unknown field 'heads'",
@@ -272,6 +273,7 @@ def test_json_of_wrong_form_is_reported_field_by_field() -> None:
         "d_ff is True, must be int",
         "dropout is None, must be float",
         "tie_embeddings is 1, must be bool",
+        "layer_types is [1], must be a string or a list of strings",
     }
 
 
