@@ -46,11 +46,11 @@ SAMPLED = SamplingParams(temperature=1.5, seed=7)
 
 
 class Life(RuleBasedStateMachine):
-    """Requests come, go, expire and fail in any order; the model of them is a dict from id to what must come next."""
+    """Requests arrive, end, expire and fail in any order; the model is a dict from id to what must come next."""
 
     encoder_decoder = False
     budget = BUDGET
-    # How many of a row's last tokens decide what follows, None for all; and how many tokens may be guessed.
+    # A row's last tokens that decide what follows, None for all; and draft tokens of one step, at most.
     memory: int | None = None
     look_up = 0
     # By name, their weights; and how many priorities there are.
@@ -84,12 +84,12 @@ class Life(RuleBasedStateMachine):
         return FakeRunner(LIMITS.max_batch_size, before_run=self.on_batch, memory=self.memory)
 
     def on_batch(self, batch: ScheduledBatch) -> None:
-        """What every batch must satisfy, whatever led to it."""
+        """Asserts what holds of every batch."""
         busy = [slot for slot, row in enumerate(batch.decode) if not row.is_padding]
         busy += {slot for slot, _, _ in chunks_of(batch)}
         if (drafted := batch.drafted) is not None:
             busy.append(drafted.slot)
-            assert (busy, batch.chunks) == ([0], (drafted,)), "who is guessed computes alone"
+            assert (busy, batch.chunks) == ([0], (drafted,)), "a row with drafts computes alone"
             assert 1 <= batch.num_draft_tokens <= self.look_up
             assert drafted.start + len(drafted.token_ids) < self.scheduler._ledger.slots[0].group.max_num_tokens
         self.check_fed(sorted(busy), batch)
@@ -189,7 +189,7 @@ class Life(RuleBasedStateMachine):
     @rule(lifetime=st.integers(1, 12), max_tokens=st.integers(1, 6))
     @precondition(lambda self: self.scheduler.num_waiting)
     def add_in_a_hurry(self, lifetime: int, max_tokens: int) -> None:
-        """Where somebody waits, a later one that may be due sooner."""
+        """A later request that may be due sooner than one that waits."""
         first = self.requests[self.scheduler.waiting_ids[0]]
         self.step(1)
         name = f"r{len(self.requests)}"
@@ -220,7 +220,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.scheduler.num_running and self.now >= self.last_failure + 10)
     def fail(self) -> None:
-        """Rarely: all that was kept is lost."""
+        """Rarely: everything cached is lost."""
         self.last_failure = self.now
         self.fails = True
         running = self.engine.num_running
@@ -244,7 +244,7 @@ class Life(RuleBasedStateMachine):
         before = set(self.scheduler.running_ids)
         output = self.engine.step()
         if output.stats.num_draft_tokens:
-            note(f"guesses come true: {output.stats.num_accepted_tokens}")
+            note(f"drafts accepted: {output.stats.num_accepted_tokens}")
         assert self.was_run or self.fails, "the runner refused the batch"
         if not self.fails:
             assert self.runner.num_held_bytes(self.budget) <= self.budget.num_bytes
@@ -256,7 +256,7 @@ class Life(RuleBasedStateMachine):
                 assert one.end_by is not None, "it had time"
                 assert one.end_by <= self.now + longest, "it had time for another step"
         gone = expired | too_late | self.doomed
-        assert all(self.terminal[name] == 1 for name in gone), "they leave at the next step boundary"
+        assert all(self.terminal[name] == 1 for name in gone), "they end at the next step boundary"
         self.doomed.clear()
         for name, one in self.requests.items():
             if not self.terminal[name] and not self.fails:
@@ -265,7 +265,7 @@ class Life(RuleBasedStateMachine):
         assert waiting + running == sum(not self.terminal[name] for name in self.requests)
         ranks = {name: self.rank(one) for name, one in self.requests.items()}
         started = set(self.scheduler.running_ids) - before
-        # Only who was preempted may go before one that has not begun: what is saved of it may be in the other's way.
+        # Only a preempted request may overtake one that has not begun: its saved K/V may leave the other no room.
         passed_by = [
             (self.requests[name], self.requests[other])
             for name in started
@@ -281,12 +281,12 @@ class Life(RuleBasedStateMachine):
         self.begun |= started
 
     def rank(self, one: GenerationRequest) -> tuple[int, float, int]:
-        """Whose turn comes first, smallest first."""
+        """Place in the queue, smallest first."""
         bound = one.arrival_time + PATIENCE
         return -one.priority, bound if one.deadline is None else min(bound, one.deadline), int(one.request_id[1:])
 
     def longest_step(self) -> float:
-        """How long a step may take, by the steps so far and this one."""
+        """Duration of the longest recent step, by the steps so far and this one."""
         if self.fails:
             self.last_end = None
         else:
@@ -296,7 +296,7 @@ class Life(RuleBasedStateMachine):
         return max((each for kind in self.durations.values() for each in kind[-16:]), default=0.0)
 
     def logits(self, source: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """What the runner makes of a row."""
+        """The runner's logits for a row."""
         return noise(source, tokens[-(self.memory or 0) :])
 
     def take(self, event: TokenEvent, expired: set[str]) -> None:
@@ -344,18 +344,18 @@ class Life(RuleBasedStateMachine):
         assert sampled is not None
         return sampled.token_id
 
-    def check_search(self, one: GenerationRequest, num_told: int) -> None:
-        """The same search, by itself; one that was stopped, after one or another number of steps."""
-        told = [tuple(self.tokens[one.request_id, index]) for index in range(num_told)]
+    def check_search(self, one: GenerationRequest, num_reported: int) -> None:
+        """Repeats a search by itself; a stopped one must equal the search after some number of steps."""
+        reported = [tuple(self.tokens[one.request_id, index]) for index in range(num_reported)]
         if not one.partial_on_deadline:
-            assert told == list(self.searches(one))[-1]
+            assert reported == list(self.searches(one))[-1]
             return
-        if FinishReason.DEADLINE in {self.reasons[one.request_id, index] for index in range(num_told)}:
-            note(f"a search is stopped {'with' if any(told) else 'without'} tokens")
-        assert told in self.searches(one)
+        if FinishReason.DEADLINE in {self.reasons[one.request_id, index] for index in range(num_reported)}:
+            note(f"a search is stopped {'with' if any(reported) else 'without'} tokens")
+        assert reported in self.searches(one)
 
     def searches(self, one: GenerationRequest) -> Iterator[list[tuple[int, ...]]]:
-        """What a search tells when it is stopped before its first step, after it, and so on until it is over."""
+        """Yields what a search reports when it is stopped after 0, 1, … steps, and last when it is over."""
         assert one.beam_search is not None
         source, given = self.given(one)
         max_tokens = min(CONTEXT - len(given), one.stopping.max_tokens)
