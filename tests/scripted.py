@@ -15,9 +15,7 @@ from model.spec.golden import CaseResult, GoldenCase, Tolerance
 from service.engine.chunks import ChunkRules
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, StepStats, TokenEvent
 
-RULES = ChunkRules(
-    chunk=128, context=1024, prompt_padding=4, short_prompt=32, source_padding=16, source_context=0
-)
+RULES = ChunkRules(chunk=128, context=1024, prompt_padding=4, short_prompt=32, source_padding=16, source_context=0)
 Steps = Sequence[Sequence[TokenEvent]]
 
 
