@@ -24,13 +24,7 @@ Result = TypeVar("Result")
 
 
 class Outputs:
-    """Live requests by id, and the events that they are to be sent.
-
-    Args:
-        ledger: the rows of their sequences.
-        tenants: their queues and accounts; ended requests leave both.
-        deadlines: their deadlines.
-    """
+    """Live requests by id, and their events. Ended requests leave the ledger, their tenants and the deadlines."""
 
     def __init__(self, ledger: KVLedger, tenants: Tenants, deadlines: Deadlines) -> None:
         self.live: dict[str, SequenceGroup] = {}

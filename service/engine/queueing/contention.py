@@ -20,11 +20,8 @@ from service.engine.sequence import SequenceGroup
 class StepOrder:
     """The order of work in one step: running prompts, and waiting requests to admit. A tenant's prompts come first.
 
-    Args:
-        tenants: queues and accounts.
-        ledger: K/V accounting.
-        prompts: running requests whose prompts' next chunks are not in the step yet, by slot.
-        claimant: the request that others were preempted for; it comes first.
+    `prompts` are running requests whose prompts' next chunks are not in the step yet, by slot. `claimant` is the
+    request that others were preempted for; it comes first.
     """
 
     def __init__(
@@ -132,12 +129,7 @@ class Preemption:
 
     Victims are less urgent, or equals of other tenants where the request is due. A lower priority preempts only while
     all more urgent waiting requests wait for their tenants' shares.
-
-    Args:
-        tenants: queues and accounts.
-        ledger: K/V accounting.
-        order: of the step.
-        plan: the step so far, without waiting requests.
+    `plan` is the step so far, without waiting requests.
     """
 
     def __init__(self, tenants: Tenants, ledger: KVLedger, order: StepOrder, plan: StepPlan) -> None:
