@@ -29,6 +29,7 @@ from service.engine.types import (
     GenerationRequest,
     PromptScoring,
     SamplingParams,
+    StoppingParams,
     TokenEvent,
     TokenLogprobs,
 )
@@ -117,7 +118,7 @@ class Life(RuleBasedStateMachine):
         kind=st.integers(0, 1),
         max_tokens=st.integers(0, 20),
         lifetime=st.none() | st.integers(2, 30),
-        # How long before its deadline it takes what there is.
+        # How long before its deadline it takes a partial answer.
         margin=st.none() | st.integers(0, 6),
         start_within=st.none() | st.integers(0, 15),
         prefix_length=st.integers(0, 5),
@@ -151,11 +152,14 @@ class Life(RuleBasedStateMachine):
         deadline = None if lifetime is None else self.now + lifetime
         prefix = range(4, 4 + prefix_length) if self.encoder_decoder else ()
         num_given = 1 + prefix_length if self.encoder_decoder else length
+        # Without a token that could be scored there must be one to generate.
+        may_only_score = is_scored and num_given > 1 and num_rows == 1 and not is_search
         one = request(
             name,
             prompt,
-            # Without a token that could be scored there must be one to generate.
-            max_tokens=max_tokens if is_scored and num_given > 1 and num_rows == 1 else max(max_tokens, 1),
+            stopping=StoppingParams(
+                max_tokens=max_tokens if may_only_score else max(max_tokens, 1), stop_token_ids=frozenset(stops)
+            ),
             sampling=GREEDY if is_search or num_rows == 1 else dataclasses.replace(SAMPLED, n=num_rows),
             beam_search=BeamSearchParams(beam_size=num_rows, num_hypotheses=1 + num_rows // 2) if is_search else None,
             deadline=deadline,
@@ -169,21 +173,18 @@ class Life(RuleBasedStateMachine):
             end_by=None if deadline is None or margin is None else deadline - margin,
             start_by=None if start_within is None else self.now + start_within,
         )
-        stopping = dataclasses.replace(one.stopping, stop_token_ids=frozenset(stops))
-        if one.beam_search is not None:
-            stopping = dataclasses.replace(stopping, max_tokens=max(1, stopping.max_tokens))
-        one = dataclasses.replace(one, stopping=stopping)
         source, given = self.given(one)
         longest = min(CONTEXT, len(given) + one.stopping.max_tokens)
         padded = -(-len(source) // LIMITS.source_padding) * LIMITS.source_padding
         if one.num_rows * self.budget.row_bytes(longest, padded) > self.budget.num_bytes:
             with pytest.raises(InvalidRequest, match=r"(sampling\.n|beam_search\.beam_size)"):
                 self.engine.add_request(one)
-            return
-        self.requests[name] = one
-        self.scores[name] = []
-        for index in range(one.num_outputs):
-            self.tokens[name, index] = []
+        else:
+            self.submit(one)
+
+    def submit(self, one: GenerationRequest) -> None:
+        self.requests[one.request_id], self.scores[one.request_id] = one, []
+        self.tokens |= {(one.request_id, index): [] for index in range(one.num_outputs)}
         self.engine.add_request(one)
 
     @rule(lifetime=st.integers(1, 12), max_tokens=st.integers(1, 6))
@@ -192,16 +193,17 @@ class Life(RuleBasedStateMachine):
         """A later request that may be due sooner than one that waits."""
         first = self.requests[self.scheduler.waiting_ids[0]]
         self.step(1)
-        name = f"r{len(self.requests)}"
-        deadline = self.now + lifetime
-        one = dataclasses.replace(
-            request(name, [5], max_tokens=max_tokens, deadline=deadline, arrival_time=self.now),
+        one = request(
+            f"r{len(self.requests)}",
+            [5],
+            max_tokens=max_tokens,
+            deadline=self.now + lifetime,
+            arrival_time=self.now,
             priority=first.priority,
             tenant=first.tenant,
             weight=first.weight,
         )
-        self.requests[name], self.scores[name], self.tokens[name, 0] = one, [], []
-        self.engine.add_request(one)
+        self.submit(one)
 
     @rule(data=st.data())
     @precondition(lambda self: self.scheduler.has_work)

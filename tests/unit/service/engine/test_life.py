@@ -28,9 +28,7 @@ class SpeculationLife(Life):
     def add_alone(self, first: int, max_tokens: int, count: int) -> None:
         """A request alone, so that most steps have drafts."""
         name = f"r{len(self.requests)}"
-        one = request(name, [first, 5, 6, 7] * 2, max_tokens=max_tokens, arrival_time=self.now)
-        self.requests[name], self.scores[name], self.tokens[name, 0] = one, [], []
-        self.engine.add_request(one)
+        self.submit(request(name, [first, 5, 6, 7] * 2, max_tokens=max_tokens, arrival_time=self.now))
         self.step(count)
 
 
