@@ -29,6 +29,7 @@ from service.engine.types import (
     GenerationRequest,
     PromptScoring,
     SamplingParams,
+    StoppingParams,
     TokenEvent,
     TokenLogprobs,
 )
@@ -46,11 +47,11 @@ SAMPLED = SamplingParams(temperature=1.5, seed=7)
 
 
 class Life(RuleBasedStateMachine):
-    """Requests come, go, expire and fail in any order; the model of them is a dict from id to what must come next."""
+    """Requests arrive, end, expire and fail in any order; the model is a dict from id to what must come next."""
 
     encoder_decoder = False
     budget = BUDGET
-    # How many of a row's last tokens decide what follows, None for all; and how many tokens may be guessed.
+    # A row's last tokens that decide what follows, None for all; and draft tokens of one step, at most.
     memory: int | None = None
     look_up = 0
     # By name, their weights; and how many priorities there are.
@@ -84,12 +85,12 @@ class Life(RuleBasedStateMachine):
         return FakeRunner(LIMITS.max_batch_size, before_run=self.on_batch, memory=self.memory)
 
     def on_batch(self, batch: ScheduledBatch) -> None:
-        """What every batch must satisfy, whatever led to it."""
+        """Asserts what holds of every batch."""
         busy = [slot for slot, row in enumerate(batch.decode) if not row.is_padding]
         busy += {slot for slot, _, _ in chunks_of(batch)}
         if (drafted := batch.drafted) is not None:
             busy.append(drafted.slot)
-            assert (busy, batch.chunks) == ([0], (drafted,)), "who is guessed computes alone"
+            assert (busy, batch.chunks) == ([0], (drafted,)), "a row with drafts computes alone"
             assert 1 <= batch.num_draft_tokens <= self.look_up
             assert drafted.start + len(drafted.token_ids) < self.scheduler._ledger.slots[0].group.max_num_tokens
         self.check_fed(sorted(busy), batch)
@@ -117,7 +118,7 @@ class Life(RuleBasedStateMachine):
         kind=st.integers(0, 1),
         max_tokens=st.integers(0, 20),
         lifetime=st.none() | st.integers(2, 30),
-        # How long before its deadline it takes what there is.
+        # How long before its deadline it takes a partial answer.
         margin=st.none() | st.integers(0, 6),
         start_within=st.none() | st.integers(0, 15),
         prefix_length=st.integers(0, 5),
@@ -151,11 +152,14 @@ class Life(RuleBasedStateMachine):
         deadline = None if lifetime is None else self.now + lifetime
         prefix = range(4, 4 + prefix_length) if self.encoder_decoder else ()
         num_given = 1 + prefix_length if self.encoder_decoder else length
+        # Without a token that could be scored there must be one to generate.
+        may_only_score = is_scored and num_given > 1 and num_rows == 1 and not is_search
         one = request(
             name,
             prompt,
-            # Without a token that could be scored there must be one to generate.
-            max_tokens=max_tokens if is_scored and num_given > 1 and num_rows == 1 else max(max_tokens, 1),
+            stopping=StoppingParams(
+                max_tokens=max_tokens if may_only_score else max(max_tokens, 1), stop_token_ids=frozenset(stops)
+            ),
             sampling=GREEDY if is_search or num_rows == 1 else dataclasses.replace(SAMPLED, n=num_rows),
             beam_search=BeamSearchParams(beam_size=num_rows, num_hypotheses=1 + num_rows // 2) if is_search else None,
             deadline=deadline,
@@ -169,39 +173,37 @@ class Life(RuleBasedStateMachine):
             end_by=None if deadline is None or margin is None else deadline - margin,
             start_by=None if start_within is None else self.now + start_within,
         )
-        stopping = dataclasses.replace(one.stopping, stop_token_ids=frozenset(stops))
-        if one.beam_search is not None:
-            stopping = dataclasses.replace(stopping, max_tokens=max(1, stopping.max_tokens))
-        one = dataclasses.replace(one, stopping=stopping)
         source, given = self.given(one)
         longest = min(CONTEXT, len(given) + one.stopping.max_tokens)
         padded = -(-len(source) // LIMITS.source_padding) * LIMITS.source_padding
         if one.num_rows * self.budget.row_bytes(longest, padded) > self.budget.num_bytes:
             with pytest.raises(InvalidRequest, match=r"(sampling\.n|beam_search\.beam_size)"):
                 self.engine.add_request(one)
-            return
-        self.requests[name] = one
-        self.scores[name] = []
-        for index in range(one.num_outputs):
-            self.tokens[name, index] = []
+        else:
+            self.submit(one)
+
+    def submit(self, one: GenerationRequest) -> None:
+        self.requests[one.request_id], self.scores[one.request_id] = one, []
+        self.tokens |= {(one.request_id, index): [] for index in range(one.num_outputs)}
         self.engine.add_request(one)
 
     @rule(lifetime=st.integers(1, 12), max_tokens=st.integers(1, 6))
     @precondition(lambda self: self.scheduler.num_waiting)
     def add_in_a_hurry(self, lifetime: int, max_tokens: int) -> None:
-        """Where somebody waits, a later one that may be due sooner."""
+        """A later request that may be due sooner than one that waits."""
         first = self.requests[self.scheduler.waiting_ids[0]]
         self.step(1)
-        name = f"r{len(self.requests)}"
-        deadline = self.now + lifetime
-        one = dataclasses.replace(
-            request(name, [5], max_tokens=max_tokens, deadline=deadline, arrival_time=self.now),
+        one = request(
+            f"r{len(self.requests)}",
+            [5],
+            max_tokens=max_tokens,
+            deadline=self.now + lifetime,
+            arrival_time=self.now,
             priority=first.priority,
             tenant=first.tenant,
             weight=first.weight,
         )
-        self.requests[name], self.scores[name], self.tokens[name, 0] = one, [], []
-        self.engine.add_request(one)
+        self.submit(one)
 
     @rule(data=st.data())
     @precondition(lambda self: self.scheduler.has_work)
@@ -220,7 +222,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.scheduler.num_running and self.now >= self.last_failure + 10)
     def fail(self) -> None:
-        """Rarely: all that was kept is lost."""
+        """Rarely: everything cached is lost."""
         self.last_failure = self.now
         self.fails = True
         running = self.engine.num_running
@@ -244,7 +246,7 @@ class Life(RuleBasedStateMachine):
         before = set(self.scheduler.running_ids)
         output = self.engine.step()
         if output.stats.num_draft_tokens:
-            note(f"guesses come true: {output.stats.num_accepted_tokens}")
+            note(f"drafts accepted: {output.stats.num_accepted_tokens}")
         assert self.was_run or self.fails, "the runner refused the batch"
         if not self.fails:
             assert self.runner.num_held_bytes(self.budget) <= self.budget.num_bytes
@@ -256,7 +258,7 @@ class Life(RuleBasedStateMachine):
                 assert one.end_by is not None, "it had time"
                 assert one.end_by <= self.now + longest, "it had time for another step"
         gone = expired | too_late | self.doomed
-        assert all(self.terminal[name] == 1 for name in gone), "they leave at the next step boundary"
+        assert all(self.terminal[name] == 1 for name in gone), "they end at the next step boundary"
         self.doomed.clear()
         for name, one in self.requests.items():
             if not self.terminal[name] and not self.fails:
@@ -265,7 +267,7 @@ class Life(RuleBasedStateMachine):
         assert waiting + running == sum(not self.terminal[name] for name in self.requests)
         ranks = {name: self.rank(one) for name, one in self.requests.items()}
         started = set(self.scheduler.running_ids) - before
-        # Only who was preempted may go before one that has not begun: what is saved of it may be in the other's way.
+        # Only a preempted request may overtake one that has not begun: its saved K/V may leave the other no room.
         passed_by = [
             (self.requests[name], self.requests[other])
             for name in started
@@ -281,12 +283,12 @@ class Life(RuleBasedStateMachine):
         self.begun |= started
 
     def rank(self, one: GenerationRequest) -> tuple[int, float, int]:
-        """Whose turn comes first, smallest first."""
+        """Place in the queue, smallest first."""
         bound = one.arrival_time + PATIENCE
         return -one.priority, bound if one.deadline is None else min(bound, one.deadline), int(one.request_id[1:])
 
     def longest_step(self) -> float:
-        """How long a step may take, by the steps so far and this one."""
+        """Duration of the longest recent step, by the steps so far and this one."""
         if self.fails:
             self.last_end = None
         else:
@@ -296,7 +298,7 @@ class Life(RuleBasedStateMachine):
         return max((each for kind in self.durations.values() for each in kind[-16:]), default=0.0)
 
     def logits(self, source: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """What the runner makes of a row."""
+        """The runner's logits for a row."""
         return noise(source, tokens[-(self.memory or 0) :])
 
     def take(self, event: TokenEvent, expired: set[str]) -> None:
@@ -344,18 +346,18 @@ class Life(RuleBasedStateMachine):
         assert sampled is not None
         return sampled.token_id
 
-    def check_search(self, one: GenerationRequest, num_told: int) -> None:
-        """The same search, by itself; one that was stopped, after one or another number of steps."""
-        told = [tuple(self.tokens[one.request_id, index]) for index in range(num_told)]
+    def check_search(self, one: GenerationRequest, num_reported: int) -> None:
+        """Repeats a search by itself; a stopped one must equal the search after some number of steps."""
+        reported = [tuple(self.tokens[one.request_id, index]) for index in range(num_reported)]
         if not one.partial_on_deadline:
-            assert told == list(self.searches(one))[-1]
+            assert reported == list(self.searches(one))[-1]
             return
-        if FinishReason.DEADLINE in {self.reasons[one.request_id, index] for index in range(num_told)}:
-            note(f"a search is stopped {'with' if any(told) else 'without'} tokens")
-        assert told in self.searches(one)
+        if FinishReason.DEADLINE in {self.reasons[one.request_id, index] for index in range(num_reported)}:
+            note(f"a search is stopped {'with' if any(reported) else 'without'} tokens")
+        assert reported in self.searches(one)
 
     def searches(self, one: GenerationRequest) -> Iterator[list[tuple[int, ...]]]:
-        """What a search tells when it is stopped before its first step, after it, and so on until it is over."""
+        """Yields what a search reports when it is stopped after 0, 1, … steps, and last when it is over."""
         assert one.beam_search is not None
         source, given = self.given(one)
         max_tokens = min(CONTEXT - len(given), one.stopping.max_tokens)

@@ -2,7 +2,7 @@
 
 `FakeRunner` keeps, for each slot, the tokens whose K/V a real runner would hold, and obeys the same rules: operations
 copy what they name and nothing else, a write at a position cuts off what was behind it. So a batch that is scheduled
-wrongly gives other tokens or fails, and a row's tokens can be foretold by `expected_tokens`.
+wrongly gives other tokens or fails. `expected_tokens` computes a row's tokens.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def script(text: str, *, prompt_length: int = 1) -> NextToken:
 
 
 class Gate:
-    """A `before_run` that lets steps pass or holds them back; `entered` is set once it holds one since it closed."""
+    """A `before_run` that holds steps back while it is closed; `entered` is set once it holds one."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -110,7 +110,7 @@ class Gate:
 
 
 class Death(BaseException):
-    """What no engine survives."""
+    """An error that no engine survives."""
 
 
 class FakeRunner:
@@ -119,8 +119,7 @@ class FakeRunner:
     Args:
         next_token: (source, decoder tokens) to the token that greedy decoding must choose; None leaves it to `noise`.
         before_run: called with every batch; may raise, to fail the step, or block.
-        memory: how many of a row's last tokens `noise` goes by, so that texts come back to where they were; None is all
-            of them.
+        memory: the number of a row's last tokens that `noise` depends on, so that texts recur; None is all of them.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class FakeRunner:
         self._logits = np.full((num_slots, vocab_size), np.nan, np.float32)
 
     def own_weights(self) -> None:
-        """It has none."""
+        """It has no weights."""
 
     def run(self, batch: ScheduledBatch) -> Float32:
         """Logits by slot, then those that chunks want besides; rows that hold one of `poisoned_tokens` get NaN."""
@@ -271,20 +270,20 @@ def fake_engine(
     )
 
 
-def fake_costs(pieces: ChunkRules, *, encoder_decoder: bool = False) -> CostModel:
-    """What counts the requests of an engine that cuts so, over a small model."""
-    encoder = {"num_encoder_layers": 1, "source_context": pieces.source_context} if encoder_decoder else {}
+def fake_costs(rules: ChunkRules, *, encoder_decoder: bool = False) -> CostModel:
+    """The cost model of an engine with these rules, over a small model."""
+    encoder = {"num_encoder_layers": 1, "source_context": rules.source_context} if encoder_decoder else {}
     config = ModelConfig(
         architecture=Architecture.ENCODER_DECODER if encoder_decoder else Architecture.DECODER_ONLY,
         vocab_size=VOCAB_SIZE,
-        context=pieces.context,
+        context=rules.context,
         d_model=8,
         num_layers=1,
         num_heads=1,
         d_ff=8,
         **encoder,
     )
-    return CostModel(config, pieces)
+    return CostModel(config, rules)
 
 
 def fake_model(*, encoder_decoder: bool = False, context: int = CONTEXT) -> ModelShape:
@@ -308,7 +307,7 @@ def request(
     priority: int = 0,
     **timing: Any,
 ) -> GenerationRequest:
-    """A request in few words, greedy unless told; `timing` is its arrival and the moments that a deadline sets."""
+    """A greedy request; `timing` is its arrival, tenant, and moments that a deadline sets."""
     return GenerationRequest(
         request_id=request_id,
         model="fake",
@@ -328,7 +327,7 @@ def request(
 def expected_tokens(
     prompt: Sequence[int], count: int, *, encoder_decoder: bool = False, target_prefix: Sequence[int] = ()
 ) -> list[int]:
-    """What greedy decoding on `noise` must give after a prompt, by itself and step by step."""
+    """Greedy tokens of `noise` after a prompt, one by one."""
     source, tokens = (tuple(prompt), [BOS, *target_prefix]) if encoder_decoder else ((), list(prompt))
     for _ in range(count):
         tokens.append(int(noise(source, tokens).argmax()))

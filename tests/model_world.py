@@ -111,7 +111,7 @@ class World:
         self.traces: list[Trace] = []
         self.engines: list[HandEngine] = []
         self.current: dict[str, HandEngine] = {}
-        # Who took a step, by the moment at which it began: no two begin at one.
+        # The engine of each step, by the moment at which it began: no two begin at once.
         self.steppers: dict[float, HandEngine] = {}
         self.health: dict[str, bool] = {}
         self.jobs = Jobs()

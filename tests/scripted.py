@@ -1,7 +1,7 @@
-"""An engine that tells what it is told to: events step by step, with no scheduler behind them.
+"""An engine that plays scripts: events step by step, without a scheduler.
 
-What stands between the engine and a client can be tested with it on streams of events that a real engine gives rarely,
-or in an order that nobody can foretell.
+Tests of what lies between engine and client use it for streams of events that a real engine produces rarely, or in
+unpredictable order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from model.spec.golden import CaseResult, GoldenCase, Tolerance
 from service.engine.chunks import ChunkRules
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, StepStats, TokenEvent
 
-PIECES = ChunkRules(chunk=128, context=1024, prompt_padding=4, short_prompt=32, source_padding=16, source_context=0)
+RULES = ChunkRules(chunk=128, context=1024, prompt_padding=4, short_prompt=32, source_padding=16, source_context=0)
 Steps = Sequence[Sequence[TokenEvent]]
 
 
@@ -34,8 +34,8 @@ class ScriptedEngine:
     Args:
         script: a request to its events, step by step.
         before_step: called before every step; may block.
-        num_cached_tokens: what every event tells.
-        num_preemptions: what every step tells.
+        num_cached_tokens: of every event.
+        num_preemptions: of every step.
         clock: seconds, for the end of a request.
     """
 
@@ -59,12 +59,12 @@ class ScriptedEngine:
 
     @property
     def chunk_rules(self) -> ChunkRules:
-        """As a real engine cuts by default."""
-        return PIECES
+        """A real engine's defaults."""
+        return RULES
 
     @property
     def max_draft_tokens(self) -> int:
-        """It says what it is told, and guesses nothing."""
+        """It has no speculation."""
         return 0
 
     @property
@@ -81,7 +81,7 @@ class ScriptedEngine:
         return 0
 
     def num_cached_tokens(self, request: GenerationRequest) -> int:
-        """What every terminal event tells."""
+        """The number that every event has."""
         return self._num_cached_tokens
 
     @property
@@ -104,13 +104,13 @@ class ScriptedEngine:
             self._pending[request_id] = (request, deque([cancelled]))
 
     def prepare(self) -> bool:
-        """There is nothing to be done ahead."""
+        """There is no background work."""
         return False
 
     def step(self) -> StepOutput:
         """The next events of every request."""
         self._before_step()
-        told: list[TokenEvent] = []
+        reported: list[TokenEvent] = []
         for request_id, (request, steps) in list(self._pending.items()):
             events = [
                 replace(event, request_id=request_id, num_cached_tokens=self._num_cached_tokens)
@@ -126,10 +126,10 @@ class ScriptedEngine:
                 )
                 events[-1] = replace(events[-1], timings=timings)
                 del self._pending[request_id]
-            told += events
+            reported += events
         stats = StepStats(
-            num_rows=len(told),
-            num_tokens=len(told),
+            num_rows=len(reported),
+            num_tokens=len(reported),
             num_padding_tokens=0,
             run_seconds=0.0,
             host_seconds=None,
@@ -138,7 +138,7 @@ class ScriptedEngine:
             num_waiting=0,
             kv_usage_ratio=0.0,
         )
-        return StepOutput(tuple(told), stats)
+        return StepOutput(tuple(reported), stats)
 
     def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> Sequence[CaseResult]:
         """Nothing to replay on."""

@@ -44,15 +44,9 @@ class LastRun:
 class Engine:
     """Generates for many requests at once.
 
-    Args:
-        scheduler: owns the sequences.
-        runner: computes logits, and owns the K/V.
-        sampler: chooses tokens.
-        last_run: shared by the engines that one thread steps.
-        clock: monotonic seconds; deadlines are compared with it.
-        warm_up: called once on the stepping thread, before golden cases are replayed or steps are timed.
-        prepare: does a piece of background work while no request waits; returns whether more is left.
-        name: of the engine, for the log.
+    `last_run` is shared by the engines of one thread; deadlines are compared with `clock`. `warm_up` is called once on
+    the stepping thread, before golden cases are replayed or steps are timed. `prepare` is `Engine.prepare`'s work.
+    `name` identifies the engine in the log.
     """
 
     def __init__(
@@ -184,10 +178,6 @@ class Engine:
     def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> tuple[CaseResult, ...]:
         """Replays golden cases on the runner that serves, before it takes requests; empties the prefix cache.
 
-        Args:
-            cases: PyTorch's answers.
-            tolerance: how far a logit may be off; `model.spec.golden.TOLERANCES` has one for each precision.
-
         Raises:
             RuntimeError: when requests live here: the replay would overwrite their K/V.
         """
@@ -206,10 +196,8 @@ class Engine:
     def prove_speculation(self, cases: Sequence[GoldenCase]) -> None:
         """Tests whether draft tokens would change a bit; enables speculation if not, and logs which.
 
-        The result holds for the engine's life, as its graph, weights and machine do. Empties the prefix cache.
-
-        Args:
-            cases: golden cases, of which one sequence is computed (`service.engine.proof.chunk_proof`).
+        The result (`service.engine.proof.chunk_proof`) holds for the engine's life, as its graph, weights and machine
+        do. Empties the prefix cache.
 
         Raises:
             RuntimeError: when requests live here: the test would overwrite their K/V.
@@ -239,11 +227,8 @@ class Engine:
     def calibrate(self, max_seconds: float, goes_on: Callable[[], bool] = lambda: True) -> tuple[StepStats, ...]:
         """Times steps of a few sizes (`service.engine.proof.calibration`), without speculation.
 
-        Empties the prefix cache. Other engines of the thread do not count these runs in their host seconds.
-
-        Args:
-            max_seconds: for all steps.
-            goes_on: asked before each step; False ends the calibration.
+        Ends after `max_seconds`, or when `goes_on` returns False. Empties the prefix cache. Other engines of the thread
+        do not count these runs in their host seconds.
 
         Raises:
             RuntimeError: when requests live here.

@@ -35,9 +35,7 @@ _MAX_IDS_AT_ONCE = 4096
 class NgramIndex:
     """The n-grams of a sequence, by their first n - 1 tokens; a token more costs the same however many there were.
 
-    Args:
-        size: n.
-        token_ids: what the sequence begins with; forks share its index.
+    Forks share the index of the tokens given at first.
     """
 
     def __init__(self, size: int, token_ids: Iterable[int] = ()) -> None:

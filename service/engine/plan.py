@@ -22,6 +22,7 @@ from service.engine.batch import (
 )
 from service.engine.chunks import ChunkRules
 from service.engine.kv.slots import SlotTable
+from service.engine.sampling.beam import BeamSearch
 from service.engine.sequence import Sequence, SequenceGroup
 
 
@@ -135,7 +136,11 @@ class StepPlan:
             drafted=self._drafted,
             scores=tuple(self._scores),
             samples=tuple(self._samples),
-            beams=tuple(_beam_row(group, rows) for group, rows in self._beam_slots.items()),
+            beams=tuple(
+                _beam_row(group, group.beams, rows)
+                for group, rows in self._beam_slots.items()
+                if group.beams is not None
+            ),
         )
         return Planned(batch, tuple(self._sampled), tuple(self._beam_slots))
 
@@ -194,12 +199,10 @@ def _decode_row(sequence: Sequence, *, is_padding: bool) -> DecodeRow:
     return DecodeRow(sequence.token_ids[position], position, len(sequence.group.source_token_ids), is_padding)
 
 
-def _beam_row(group: SequenceGroup, slots: Mapping[Sequence, int]) -> BeamRow:
-    if group.beams is None:
-        raise ValueError(f"request {group.request_id} searches no beams")
+def _beam_row(group: SequenceGroup, search: BeamSearch, slots: Mapping[Sequence, int]) -> BeamRow:
     return BeamRow(
         slots=tuple(slots[beam] for beam in group.rows),
-        num_candidates=group.beams.num_candidates,
+        num_candidates=search.num_candidates,
         rules=tuple(beam.rules for beam in group.rows),
         logprobs=group.request.logprobs,
     )

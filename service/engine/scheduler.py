@@ -86,12 +86,8 @@ class EngineLimits:
 class Scheduler:
     """Owns every sequence, the waiting queue and the slots.
 
-    Args:
-        limits: how much runs at once.
-        model: what the model dictates.
-        decode: ids to text, for requests with stop strings.
-        kv_budget: K/V memory; None for a whole context in each slot.
-        draw_seed: a fresh uint64 for each request without a seed.
+    `decode` makes text for requests with stop strings; `kv_budget` defaults to a whole context in each slot;
+    `draw_seed` returns a fresh uint64 for each request without a seed.
     """
 
     def __init__(

@@ -15,20 +15,14 @@ from service.engine.chunks import CachedChunk
 from service.engine.logits import LogitsRules
 from service.engine.sampling.beam import BeamSearch
 from service.engine.sampling.text import TextStream
-from service.engine.types import FinishReason, GenerationRequest, PromptScoring, RequestTimings
-
-
-@dataclass(frozen=True, slots=True)
-class Appended:
-    """What appending a token did: text that became certain (None without a text stream), and why the output ends.
-
-    `is_mute`: the token has no text, as it is an end of sequence or an excluded stop token.
-    """
-
-    text: str | None
-    finish_reason: FinishReason | None = None
-    matched_stop: str | int | None = None
-    is_mute: bool = False
+from service.engine.types import (
+    FinishReason,
+    GenerationRequest,
+    PromptScoring,
+    RequestTimings,
+    TokenEvent,
+    TokenLogprobs,
+)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -149,24 +143,26 @@ class Sequence:
         if self.rules is not None:
             self.rules.add(token_id)
 
-    def append(self, token_id: int, now: float) -> Appended:
-        """Appends a generated token and decides whether the output ends with it."""
+    def append(self, token_id: int, logprobs: TokenLogprobs | None, now: float) -> TokenEvent:
+        """Appends a generated token, and decides whether the output ends with it; returns the event of both."""
         self.extend(token_id)
-        group, stopping = self.group, self.group.request.stopping
+        group = self.group
         if group.first_token_time is None:
             group.first_token_time = now
-        if token_id in group.eos_ids:
-            return Appended(self.flush_text(), FinishReason.END_OF_SEQUENCE, is_mute=True)
-        if token_id in stopping.stop_token_ids:
-            is_mute = group.is_mute(FinishReason.STOP)
-            text = None if is_mute else self._push_text(token_id)
-            return Appended(_join(text, self.flush_text()), FinishReason.STOP, token_id, is_mute)
-        text = self._push_text(token_id)
-        if self.text is not None and self.text.matched_stop is not None:
-            return Appended(text, FinishReason.STOP, self.text.matched_stop)
-        if self.num_tokens >= group.max_num_tokens:
-            return Appended(_join(text, self.flush_text()), FinishReason.LENGTH)
-        return Appended(text)
+        text, reason, matched = self._settle(token_id)
+        # A token that completes a stop string is not mute: some of its text may come before the string.
+        is_mute = reason is not None and not isinstance(matched, str) and group.is_mute(reason)
+        return TokenEvent(
+            request_id=group.request_id,
+            output_index=self.index,
+            token_id=token_id,
+            is_mute=is_mute,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=reason,
+            matched_stop=matched,
+            num_cached_tokens=group.num_cached_tokens,
+        )
 
     def flush_text(self) -> str | None:
         """The text held back so far; None without a text stream."""
@@ -177,6 +173,21 @@ class Sequence:
         start = len(self.group.prompt_token_ids)
         pairs = zip(self.token_ids[start:], other.token_ids[start:], strict=True)
         return next((at for at, (one, two) in enumerate(pairs, start) if one != two), self.num_tokens)
+
+    def _settle(self, token_id: int) -> tuple[str | None, FinishReason | None, str | int | None]:
+        """Text that the last token made certain, why the output ends with it, and the stop that matched."""
+        group = self.group
+        if token_id in group.eos_ids:
+            return self.flush_text(), FinishReason.END_OF_SEQUENCE, None
+        if token_id in group.request.stopping.stop_token_ids:
+            text = None if group.is_mute(FinishReason.STOP) else self._push_text(token_id)
+            return _join(text, self.flush_text()), FinishReason.STOP, token_id
+        text = self._push_text(token_id)
+        if self.text is not None and self.text.matched_stop is not None:
+            return text, FinishReason.STOP, self.text.matched_stop
+        if self.num_tokens >= group.max_num_tokens:
+            return _join(text, self.flush_text()), FinishReason.LENGTH, None
+        return text, None, None
 
     def _push_text(self, token_id: int) -> str | None:
         if self.text is None:

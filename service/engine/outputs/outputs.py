@@ -24,13 +24,7 @@ Result = TypeVar("Result")
 
 
 class Outputs:
-    """Live requests by id, and the events that they are to be sent.
-
-    Args:
-        ledger: the rows of their sequences.
-        tenants: their queues and accounts; ended requests leave both.
-        deadlines: their deadlines.
-    """
+    """Live requests by id, and their events. Ended requests leave the ledger, their tenants and the deadlines."""
 
     def __init__(self, ledger: KVLedger, tenants: Tenants, deadlines: Deadlines) -> None:
         self.live: dict[str, SequenceGroup] = {}
@@ -144,24 +138,12 @@ class Outputs:
         if (result := self._sound(group, result, now)) is None:
             return
         try:
-            appended = sequence.append(result.token_id, now)
+            event = sequence.append(result.token_id, result.logprobs, now)
         except Exception as cause:  # of the decoder: other requests' K/V and tokens are sound
             self._fail_text(group, cause, now)
             return
-        self._events.append(
-            TokenEvent(
-                request_id=group.request_id,
-                output_index=sequence.index,
-                token_id=result.token_id,
-                is_mute=appended.is_mute,
-                text=appended.text,
-                logprobs=result.logprobs,
-                finish_reason=appended.finish_reason,
-                matched_stop=appended.matched_stop,
-                num_cached_tokens=group.num_cached_tokens,
-            )
-        )
-        if appended.finish_reason is None:
+        self._events.append(event)
+        if event.finish_reason is None:
             return
         group.sequences.remove(sequence)
         self._changed[group] = None

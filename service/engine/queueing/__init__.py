@@ -1,1 +1,1 @@
-"""The order of waiting and running requests: priorities, tenants, preemption, deadlines."""
+"""From a request to its turn: intake, waiting, tenants, preemption, deadlines."""

@@ -20,11 +20,8 @@ from service.engine.sequence import SequenceGroup
 class StepOrder:
     """The order of work in one step: running prompts, and waiting requests to admit. A tenant's prompts come first.
 
-    Args:
-        tenants: queues and accounts.
-        ledger: K/V accounting.
-        prompts: running requests whose prompts' next chunks are not in the step yet, by slot.
-        claimant: the request that others were preempted for; it comes first.
+    `prompts` are running requests whose prompts' next chunks are not in the step yet, by slot. `claimant` is the
+    request that others were preempted for; it comes first.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class StepOrder:
             own.sort(key=lambda each: (each[1].request.priority, -each[0]))
         # Once a request waits for rows or memory, no request of this turn or a later one is admitted, except saved ones
         # where they leave too little memory.
-        self._bar, self._admits_saved = (sys.maxsize, False), False
+        self._barrier, self._admits_saved = (sys.maxsize, False), False
         self._blocked: set[Tenant] = set()
         # The request whose turn it is, and whether its K/V were saved.
         self._current: tuple[SequenceGroup, bool] | None = None
@@ -74,7 +71,7 @@ class StepOrder:
         """Makes a request that does not fit wait, with its tenant's others and all later turns."""
         urgency, is_beyond, *_ = self._tenants.turn(head)
         self._blocked.add(self._tenants.of(head))
-        self._bar = min(self._bar, (urgency + is_beyond, not is_beyond))
+        self._barrier = min(self._barrier, (urgency + is_beyond, not is_beyond))
         self._admits_saved = self._admits_saved or not self._ledger.fits_beside_saved(head)
 
     def _pop(self) -> SequenceGroup | None:
@@ -84,7 +81,7 @@ class StepOrder:
             if not is_head:
                 self._prompts[tenant].pop()
                 return group
-            if turn[:2] < self._bar or (self._admits_saved and group.handles):
+            if turn[:2] < self._barrier or (self._admits_saved and group.handles):
                 return group
             self._blocked.add(tenant)
             self._look_up(tenant)
@@ -132,12 +129,7 @@ class Preemption:
 
     Victims are less urgent, or equals of other tenants where the request is due. A lower priority preempts only while
     all more urgent waiting requests wait for their tenants' shares.
-
-    Args:
-        tenants: queues and accounts.
-        ledger: K/V accounting.
-        order: of the step.
-        plan: the step so far, without waiting requests.
+    `plan` is the step so far, without waiting requests.
     """
 
     def __init__(self, tenants: Tenants, ledger: KVLedger, order: StepOrder, plan: StepPlan) -> None:

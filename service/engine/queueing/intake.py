@@ -45,14 +45,7 @@ class ModelShape:
 
 
 class Intake:
-    """Makes sequence groups, numbered in the order of arrival.
-
-    Args:
-        model: what the model dictates.
-        decode: ids to text, for requests with stop strings.
-        draw_seed: a fresh uint64 for each request without a seed.
-        patience: seconds for which equals may overtake a request; see `service.engine.queueing.waiting`.
-    """
+    """Makes sequence groups, numbered in the order of arrival. Arguments are those of the scheduler."""
 
     def __init__(
         self, model: ModelShape, decode: Decode, draw_seed: Callable[[], int], patience: float | None = None

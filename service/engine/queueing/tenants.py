@@ -58,12 +58,7 @@ class Tenant:
 
 
 class Tenants:
-    """All tenants with live requests, and those whose account still counts.
-
-    Args:
-        ledger: K/V accounting.
-        max_prefill_tokens: prompt tokens of a step.
-    """
+    """All tenants with live requests, and those whose account still counts."""
 
     def __init__(self, ledger: KVLedger, max_prefill_tokens: int) -> None:
         self._ledger = ledger
@@ -208,14 +203,10 @@ class Tenants:
         return sorted((group for group in running if group.spared_until <= self._num_steps), key=lambda each: each.rank)
 
     def choose_victims(self, head: SequenceGroup, without: Collection[SequenceGroup]) -> Iterator[SequenceGroup]:
-        """Yields running requests to preempt for one that is due, until it fits.
+        """Yields running requests to preempt for `head`, which is due, besides those of `without`.
 
         The tenant furthest beyond its share goes first, with its least urgent and most recent request. Tenants within
         their shares lose nothing to one within its own.
-
-        Args:
-            head: the request that is due.
-            without: requests that are preempted anyway.
         """
         usages = {name: self._ledger.usage(name) for name in self._tenants}
         for group in without:

@@ -64,11 +64,8 @@ class _Beam:
 class BeamSearch:
     """One request's search: a single empty beam at first.
 
-    Args:
-        params: `length_penalty` is limited so that powers of `max_tokens` stay within double precision.
-        max_tokens: tokens of an output at most, at least 1.
-        eos_ids: tokens that end an output; empty where they are ignored.
-        stop_token_ids: further ones, of the request.
+    Outputs have at most `max_tokens` (at least 1), and end with any of `eos_ids` (empty where ignored) or
+    `stop_token_ids`. `length_penalty` is limited so that powers of `max_tokens` stay within double precision.
     """
 
     def __init__(

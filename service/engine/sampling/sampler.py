@@ -85,11 +85,7 @@ class Draws:
 
 
 class Sampler:
-    """Chooses tokens.
-
-    Args:
-        top: rows of which the runner provides only the highest logits, as these suffice.
-    """
+    """Chooses tokens. `top` has rows of which the runner provides only the highest logits, as these suffice."""
 
     def __init__(self, top: TopLogits | None = None) -> None:
         self._draws = Draws()
@@ -132,21 +128,13 @@ class Sampler:
         return (*sampled, *(None,) * (len(samples) - len(sampled)))
 
     def score(self, logits: Float32, scores: Sequence[ScoreRow]) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
-        """Log-probabilities of the known tokens of each of `scores`; None where some logits are not finite.
-
-        Args:
-            logits: `[rows, V] float32`.
-            scores: which rows, and the tokens that follow.
-        """
+        """Log-probabilities of the known tokens of each of `scores`; None where some logits are not finite."""
         return tuple(map(partial(_score_row, logits), scores))
 
     def expand(self, logits: Float32, beams: Sequence[BeamRow]) -> tuple[tuple[Expansion, ...] | None, ...]:
         """The most probable continuations of each request's beams; None where some logits are not finite.
 
-        Args:
-            logits: `[slots, V] float32`, indexed by slot.
-            beams: which rows, by request, and how many continuations. Rules may mask tokens, even all, and must not
-                change the others.
+        Rules may mask tokens, even all, and must not change the others.
         """
         return tuple(map(partial(_expand_beams, logits), beams))
 

@@ -16,9 +16,7 @@ from service.engine.speculation.prompt_lookup import PromptLookup, TokenIds
 class Drafter:
     """Draft tokens of all sequences. Off until `enable`.
 
-    Args:
-        max_provable_tokens: draft tokens of one step if they are proven to change no bit; 0 where the model forbids
-            drafts.
+    `max_provable_tokens` are those of one step if they are proven to change no bit; 0 where the model forbids drafts.
     """
 
     def __init__(self, max_provable_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""The engine over a fake model: what a request gets, whoever else is there."""
+"""The engine over a fake model: tokens, text, ends, failures and statistics of requests."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_engine_aborted_while_waiting_never_runs() -> None:
 
 def test_engine_abort_of_an_unknown_or_finished_request_is_ignored() -> None:
     engine = fake_engine()
-    engine.abort("nobody")
+    engine.abort("unknown")
     assert not engine.has_work
     engine.add_request(request("a", max_tokens=1))
     engine.step()
@@ -556,7 +556,7 @@ def test_engine_host_seconds_leave_out_the_runs_of_another_model_on_the_thread()
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_engine_tells_which_token_has_no_text(include: bool) -> None:
+def test_engine_reports_which_token_has_no_text(include: bool) -> None:
     (stop_id,) = spell("w")
     engine = fake_engine(FakeRunner(next_token=script("onward")))
     stopping = StoppingParams(stop_token_ids=frozenset({stop_id}), include_stop_in_output=include)

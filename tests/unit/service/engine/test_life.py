@@ -17,8 +17,8 @@ class EncoderDecoderLife(Life):
     encoder_decoder = True
 
 
-class GuessedLife(Life):
-    """The same life where who computes alone is guessed ahead, and texts come back to where they were."""
+class SpeculationLife(Life):
+    """The same life with speculation, where texts recur."""
 
     memory = 1
     look_up = 5
@@ -26,16 +26,14 @@ class GuessedLife(Life):
     @rule(first=st.integers(4, 9), max_tokens=st.integers(10, 50), count=st.integers(1, 20))
     @precondition(lambda self: not self.scheduler.has_work)
     def add_alone(self, first: int, max_tokens: int, count: int) -> None:
-        """Nobody else is there, so that most steps are guessed."""
+        """A request alone, so that most steps have drafts."""
         name = f"r{len(self.requests)}"
-        one = request(name, [first, 5, 6, 7] * 2, max_tokens=max_tokens, arrival_time=self.now)
-        self.requests[name], self.scores[name], self.tokens[name, 0] = one, [], []
-        self.engine.add_request(one)
+        self.submit(request(name, [first, 5, 6, 7] * 2, max_tokens=max_tokens, arrival_time=self.now))
         self.step(count)
 
 
 class PagedLife(Life):
-    """The same life over blocks: whatever is copied, kept and given back, each row holds what it should."""
+    """The same life over blocks: whatever is copied, saved and freed, each row holds what it should."""
 
     budget = PAGED_BUDGET
 
@@ -51,11 +49,11 @@ class PagedEncoderDecoderLife(PagedLife):
 
 Life.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
 EncoderDecoderLife.TestCase.settings = Life.TestCase.settings
-GuessedLife.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
+SpeculationLife.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
 PagedLife.TestCase.settings = settings(max_examples=75, stateful_step_count=30)
 PagedEncoderDecoderLife.TestCase.settings = PagedLife.TestCase.settings
 TestDecoderOnlyLife = Life.TestCase
 TestEncoderDecoderLife = EncoderDecoderLife.TestCase
-TestGuessedLife = GuessedLife.TestCase
+TestSpeculationLife = SpeculationLife.TestCase
 TestPagedLife = PagedLife.TestCase
 TestPagedEncoderDecoderLife = PagedEncoderDecoderLife.TestCase

@@ -203,32 +203,9 @@ def test_rules_keep_extreme_logits_finite_and_the_row_alive(temperature: float) 
         assert result == SampledToken(0, None)
 
 
-def test_greedy_takes_the_best_of_what_the_rules_leave() -> None:
-    row = np.array([[5.0, 4.0, 3.0, 2.0]], np.float32)
-    rules = make_rules(SamplingParams(logit_bias=((3, 1.5),), allowed_token_ids=(2, 3)), StoppingParams(), (), ())
-    params = SamplingParams(temperature=0.0)
-    assert Sampler().sample(row, [SampleRow(0, 0, 1, params, 0, None, rules)]) == (SampledToken(3, None),)
-
-
-def test_filters_work_on_what_the_rules_leave() -> None:
-    """Top-k of more tokens than are allowed keeps the allowed ones; of fewer, the best of them."""
-    row = np.array([[9.0, 8.0, 1.0, 0.5, 0.0]], np.float32)
-    for top_k, possible in {2: {2, 3}, 4: {2, 3, 4}}.items():
-        params = SamplingParams(top_k=top_k, allowed_token_ids=(2, 3, 4))
-        rules = make_rules(params, StoppingParams(), (), ())
-        results = [Sampler().sample(row, [SampleRow(0, 0, at, params, 3, None, rules)])[0] for at in range(100)]
-        assert {result.token_id for result in results if result is not None} == possible
-
-
 def test_logprobs_do_not_feel_the_rules() -> None:
     row = np.array([[5.0, 4.0, 3.0, 2.0]], np.float32)
     params = SamplingParams(temperature=0.0, repetition_penalty=2.0, allowed_token_ids=(2, 3))
     rules = make_rules(params, StoppingParams(), (), [2])
     (result,) = Sampler().sample(row, [SampleRow(0, 0, 1, params, 0, 2, rules)])
     assert result == SampledToken(3, compute_logprobs(row[0], 3, 2))
-
-
-def test_row_that_is_not_finite_fails_whatever_its_rules() -> None:
-    row = np.array([[np.nan, 1.0, np.inf]], np.float32)
-    rules = make_rules(SamplingParams(allowed_token_ids=(1,)), StoppingParams(), (), ())
-    assert Sampler().sample(row, [SampleRow(0, 0, 1, SamplingParams(), 0, None, rules)]) == (None,)

@@ -56,7 +56,7 @@ def test_schedule_cuts_a_prompt_at_multiples_of_the_chunk_within_the_budget() ->
     assert [(row.position, row.token_id) for row in third.decode] == [(20, 7)]
 
 
-def test_schedule_prefill_budget_goes_to_the_oldest_and_nobody_overtakes() -> None:
+def test_schedule_prefill_budget_goes_to_the_oldest_and_none_overtakes() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", range(3, 26)))  # 8 + 8 + 7
     scheduler.add(request("b", range(4, 19)))  # 8 + 7
@@ -222,17 +222,17 @@ def timed_step(scheduler: Scheduler, began: float, ended: float) -> list[tuple[s
     return [(event.request_id, event.token_id, event.finish_reason) for event in events]
 
 
-def test_schedule_who_takes_what_there_is_ends_with_the_last_step_that_leaves_time_for_another() -> None:
+def test_schedule_a_partial_answer_ends_with_the_last_step_that_leaves_time_for_another() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", max_tokens=30, deadline=9.0, partial_on_deadline=True, end_by=8.0))
     # Two seconds a step, one of them between two steps.
-    told = [timed_step(scheduler, began, began + 1.0) for began in (0.0, 2.0, 4.0)]
-    assert told == [[("a", 7, None)]] * 3
+    reported = [timed_step(scheduler, began, began + 1.0) for began in (0.0, 2.0, 4.0)]
+    assert reported == [[("a", 7, None)]] * 3
     assert timed_step(scheduler, 6.0, 7.0) == [("a", 7, None), ("a", None, FinishReason.DEADLINE)]
     assert not scheduler.has_work
 
 
-def test_schedule_who_takes_what_there_is_reckons_with_a_prompt_in_the_next_step() -> None:
+def test_schedule_a_partial_answer_allows_for_a_prompt_in_the_next_step() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("long", range(3, 9), max_tokens=2))
     timed_step(scheduler, 0.0, 5.0)
@@ -243,7 +243,7 @@ def test_schedule_who_takes_what_there_is_reckons_with_a_prompt_in_the_next_step
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_schedule_a_search_that_takes_what_there_is_tells_its_best_so_far(num_steps: int) -> None:
+def test_schedule_a_partial_answer_of_a_search_is_its_best_so_far(num_steps: int) -> None:
     now = 0.0
     engine = fake_engine(clock=lambda: now)
     search = BeamSearchParams(beam_size=3, num_hypotheses=2)
@@ -285,19 +285,19 @@ def test_limits_report_every_problem() -> None:
 def test_schedule_first_token_comes_within_the_promised_number_of_steps(
     prompts: list[int], encoder_decoder: bool
 ) -> None:
-    """With a slot free for everyone: after at most as many steps as there are pieces up to and including one's own."""
+    """With free slots, after at most as many steps as there are chunks up to and including its own."""
     limits = EngineLimits(max_batch_size=10, prefill_chunk=8, max_prefill_tokens=16)
     scheduler = make_scheduler(limits, encoder_decoder=encoder_decoder)
     for index, length in enumerate(prompts):
         scheduler.add(request(str(index), [5] * length, max_tokens=CONTEXT))
     first: dict[str, int] = {}
-    pieces_ahead = 0
+    chunks_ahead = 0
     for number in range(1, 200):
         for event in commit(scheduler, scheduler.schedule(0.0)):
             first.setdefault(event.request_id, number)
     for index, length in enumerate(prompts):
-        pieces_ahead += 1 if encoder_decoder else -(-length // limits.prefill_chunk)
-        assert first[str(index)] <= pieces_ahead
+        chunks_ahead += 1 if encoder_decoder else -(-length // limits.prefill_chunk)
+        assert first[str(index)] <= chunks_ahead
 
 
 TIGHT = EngineLimits(max_batch_size=2, prefill_chunk=8, max_prefill_tokens=16)
@@ -338,7 +338,7 @@ def test_schedule_a_more_urgent_request_is_prefilled_before_the_rest_of_a_long_p
 
 
 @pytest.mark.parametrize("urgent", [[5], [5] * 8], ids=["no-chunk", "a-chunk-that-fits"])
-def test_schedule_nobody_is_preempted_for_a_request_that_can_start_beside_it(urgent: list[int]) -> None:
+def test_schedule_none_is_preempted_for_a_request_that_can_start_beside_it(urgent: list[int]) -> None:
     scheduler = make_scheduler()
     scheduler.add(request("long", range(3, 3 + 21)))
     step(scheduler)
@@ -348,7 +348,7 @@ def test_schedule_nobody_is_preempted_for_a_request_that_can_start_beside_it(urg
     assert scheduler.running_ids == ("long", "urgent")
 
 
-def test_schedule_nobody_is_preempted_for_a_request_that_waits_for_an_equals_prompt() -> None:
+def test_schedule_none_is_preempted_for_a_request_that_waits_for_an_equals_prompt() -> None:
     scheduler = make_scheduler(TIGHT)
     scheduler.add(request("lesser", [5], max_tokens=30))
     step(scheduler)
@@ -380,7 +380,7 @@ def test_schedule_saved_requests_go_first_where_they_leave_no_room_for_a_more_ur
     assert not scheduler.has_work
 
 
-def test_schedule_what_must_make_room_for_a_request_is_not_at_hand_for_it() -> None:
+def test_schedule_what_is_evicted_for_a_request_is_no_cache_hit_for_it() -> None:
     """It would have to be computed after all, in a step that has no budget for it."""
     limits = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=16)
     scheduler = tight_scheduler(16 + 16 + 10 + 10, limits, encoder_decoder=True)
@@ -457,7 +457,7 @@ def test_schedule_beams_that_become_fewer_leave_their_rows() -> None:
     assert any(before > after > 0 for before, after in steps)
 
 
-def test_schedule_failing_a_step_ends_who_was_to_be_saved_in_it_and_nobody_saved_before() -> None:
+def test_schedule_a_failed_step_ends_requests_saved_in_it_and_none_saved_before() -> None:
     limits = EngineLimits(max_batch_size=1, prefill_chunk=8, max_prefill_tokens=8)
     scheduler = make_scheduler(limits)
     for priority, name in enumerate(("saved", "in-flight", "urgent")):
@@ -480,7 +480,7 @@ def test_schedule_refuses_several_outputs_where_nothing_is_generated(wanted: dic
         make_scheduler().add(request("a", [5, 6], max_tokens=0, scoring=PromptScoring(), **wanted))
 
 
-def test_schedule_kv_is_forgotten_only_while_nobody_is_there() -> None:
+def test_schedule_kv_is_forgotten_only_while_no_request_lives() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a"))
     with pytest.raises(RuntimeError, match="1 requests live"):

@@ -1,4 +1,4 @@
-"""Steps that nobody asked for: enough to foretell requests, bounded, and leaving nothing behind."""
+"""Calibration suffices to predict requests, is bounded in time, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_calibration_ends_in_time_and_leaves_nothing_behind(family: object) -> N
     assert not new.engine.has_work
     assert new.engine._scheduler.kv_usage_ratio == 0.0
     assert new.engine._scheduler._ledger.num_kept_bytes == 0
-    # What it fed is not at hand for anybody.
+    # What it fed is not cached.
     chunks = [chunk.token_ids for batch in new.runner.batches for chunk in batch.prefills]
     sources = [row.token_ids for batch in new.runner.batches for group in batch.encodes for row in group.rows]
     prompt = sources[0] if sources else (*max(chunks, key=len), 5)
@@ -75,7 +75,7 @@ def test_calibration_goes_on_only_as_long_as_it_may_and_is_nobody_elses() -> Non
     runner = FakeRunner(LIMITS.max_batch_size, before_run=begun.append)
     engine = fake_engine(runner, limits=LIMITS, context=256, last_run=shared)
     steps = engine.calibrate(60.0, lambda: len(begun) < 12)
-    # One more, which lets go of what ran.
+    # One more step, which ends what ran.
     assert 0 < len(steps) < len(begun) <= 13
     assert not engine.has_work
     assert shared.ended is None, "another engine's next run is not timed from there"
@@ -103,7 +103,7 @@ def test_source_that_might_take_longer_than_what_is_left_is_left_out() -> None:
 def test_rounds_fit_every_model_and_reach_the_largest_batch(
     context: int, source_context: int, max_batch_size: int
 ) -> None:
-    pieces = ChunkRules(
+    rules = ChunkRules(
         chunk=1 if source_context else 128,
         context=context,
         prompt_padding=4,
@@ -111,7 +111,7 @@ def test_rounds_fit_every_model_and_reach_the_largest_batch(
         source_padding=16,
         source_context=source_context,
     )
-    made = list(rounds(pieces, max_batch_size, 128))
+    made = list(rounds(rules, max_batch_size, 128))
     assert max(each.num_requests for each in made) == max_batch_size
     for each in made:
         assert 1 <= each.num_prompt_tokens <= (source_context or context - 1)

@@ -14,7 +14,7 @@ from tests.unit.service.engine.proof.test_replay import make_case
 
 
 class Rounding(FakeRunner):
-    """Gives what is computed as one of several tokens at a time another last bit, from some length and position on."""
+    """Changes the last bit of a logit at one position, in chunks of some length or longer."""
 
     def __init__(self, length: int, position: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_proof_names_where_a_chunk_has_other_bits(length: int, position: int) ->
 
 
 class Forgetful(FakeRunner):
-    """Computes short chunks that nobody finds in the cache afterwards: what was there before is there still."""
+    """Short chunks leave no K/V behind: the row keeps what it had."""
 
     def run(self, batch: ScheduledBatch) -> Float32:
         chunk = next(iter(batch.prefills), None)
@@ -103,7 +103,7 @@ class Forgetful(FakeRunner):
         return logits
 
 
-def test_proof_finds_that_a_chunk_is_not_kept() -> None:
+def test_proof_finds_that_a_chunk_left_no_kv() -> None:
     found = differs(Forgetful(), 12, 3)
     assert found is not None
     # The first chunk of two is right, and what follows is computed upon something else.

@@ -10,7 +10,7 @@ from service.engine.chunks import ChunkRules
 from service.engine.proof.replay import replay, replay_all
 from tests.fakes import VOCAB_SIZE, FakeRunner, fake_engine, noise
 
-PIECES = ChunkRules(chunk=8, context=64, prompt_padding=4, short_prompt=6, source_padding=16, source_context=64)
+RULES = ChunkRules(chunk=8, context=64, prompt_padding=4, short_prompt=6, source_padding=16, source_context=64)
 LENGTHS = (3, 9, 1, 6, 4)
 
 
@@ -35,7 +35,7 @@ def test_replay_of_ragged_rows_gives_every_feeds_logits_in_any_number_of_slots(
 ) -> None:
     case = make_case(LENGTHS, staggered(LENGTHS), with_sources=with_sources)
     runner = FakeRunner(num_slots)
-    np.testing.assert_array_equal(replay(runner, case, PIECES, num_slots), case.logits)
+    np.testing.assert_array_equal(replay(runner, case, RULES, num_slots), case.logits)
     assert max(len(batch.decode) for batch in runner.batches) <= num_slots
 
 
@@ -43,7 +43,7 @@ def test_replay_of_chunks_beside_rows_that_wait_gives_their_logits() -> None:
     steps = staggered((2,))
     chunked = make_case((7, 12), (*_chunks(0, (5,)), *_chunks(1, (4, 6)), *_together(5, 10, 2)), with_sources=False)
     for case in (chunked, make_case((2,), steps, with_sources=False)):
-        np.testing.assert_array_equal(replay(FakeRunner(4), case, PIECES, 4), case.logits)
+        np.testing.assert_array_equal(replay(FakeRunner(4), case, RULES, 4), case.logits)
 
 
 @pytest.mark.parametrize("with_sources", [False, True], ids=["decoder-only", "encoder-decoder"])
@@ -60,13 +60,13 @@ def test_cases_side_by_side_give_what_each_gives_by_itself(num_slots: int, with_
         shapes.append(((9,), (*_chunks(0, (3,)), (Feed(0, 3, 1),), (Feed(0, 4, 4),), (Feed(0, 8, 1),))))
     cases = [make_case(lengths, steps, with_sources=with_sources) for lengths, steps in shapes]
     runner, alone = FakeRunner(num_slots), FakeRunner(num_slots)
-    for case, logits in zip(cases, replay_all(runner, cases, PIECES, num_slots), strict=True):
+    for case, logits in zip(cases, replay_all(runner, cases, RULES, num_slots), strict=True):
         np.testing.assert_array_equal(logits, case.logits)
-        np.testing.assert_array_equal(replay(alone, case, PIECES, num_slots), case.logits)
+        np.testing.assert_array_equal(replay(alone, case, RULES, num_slots), case.logits)
     if num_slots == 32 and not with_sources:
         assert len(runner.batches) < len(alone.batches) * 2 / 3
     assert max(len(batch.decode) for batch in runner.batches) <= num_slots
-    assert replay_all(runner, [], PIECES, num_slots) == []
+    assert replay_all(runner, [], RULES, num_slots) == []
 
 
 def test_engine_verifies_golden_cases_and_notices_wrong_ones() -> None:

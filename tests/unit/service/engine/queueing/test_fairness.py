@@ -62,43 +62,6 @@ def test_a_tenant_below_its_share_gets_a_row_with_the_next_step_until_it_has_its
     assert scheduler.running_ids == ("a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3"), "the most recent ones left"
 
 
-def test_a_tenants_share_goes_by_its_weight() -> None:
-    scheduler = make_scheduler()
-    for tenant, weight in (("a", 1.0), ("b", 3.0)):
-        for index in range(ROWS):
-            scheduler.add(request(f"{tenant}{index}", max_tokens=30, tenant=tenant, weight=weight))
-        step(scheduler)
-    for _ in range(ROWS):
-        step(scheduler)
-    assert rows_of(scheduler, "a", "b") == [2, 6]
-
-
-def test_a_share_counts_sequences_and_not_requests() -> None:
-    scheduler = make_scheduler()
-    scheduler.add(request("a", max_tokens=40, sampling=sampled(ROWS), tenant="a"))
-    step(scheduler)
-    step(scheduler)
-    assert rows_of(scheduler, "a") == [ROWS]
-    scheduler.add(request("b", max_tokens=4, tenant="b"))
-    step(scheduler)
-    assert scheduler.running_ids == ("b",)
-    for _ in range(4):
-        step(scheduler)
-    assert scheduler.running_ids == ("a",), "it goes on where it was once there is room"
-
-
-def test_beams_are_counted_as_rows() -> None:
-    scheduler = fake_engine(limits=LIMITS)._scheduler
-    scheduler.add(request("a", max_tokens=40, beam_search=BeamSearchParams(beam_size=ROWS), tenant="a"))
-    scheduler.schedule(0.0)
-    scheduler.fail_running("", 0.0)
-    for index in range(2):
-        search = BeamSearchParams(beam_size=4)
-        scheduler.add(request(f"a{index}", max_tokens=40, beam_search=search, tenant="a"))
-    scheduler.schedule(0.0)
-    assert rows_of(scheduler, "a") == [ROWS]
-
-
 def test_a_prompt_of_one_tenant_does_not_wait_for_the_end_of_anothers() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", LONG, tenant="a"))
@@ -128,18 +91,6 @@ def test_prompts_that_hold_no_row_for_long_do_not_starve_a_tenant_that_holds_row
     scheduler.add(request("b0", range(4, 12), max_tokens=1, tenant="b"))
     seen = [event.request_id for _ in range(2) for event in commit(scheduler, scheduler.schedule(0.0))]
     assert "b0" in seen
-
-
-def test_memory_is_shared_too() -> None:
-    """Rows are free: what one tenant has reserved keeps another out, and is preempted."""
-    scheduler = make_scheduler(kv_budget=KVBudget(num_bytes=2 * CONTEXT))
-    for index in range(2):
-        scheduler.add(request(f"a{index}", [5] * 4, max_tokens=CONTEXT, tenant="a"))
-    for _ in range(3):
-        step(scheduler)
-    scheduler.add(request("b", [5] * 4, max_tokens=20, tenant="b"))
-    step(scheduler)
-    assert scheduler.running_ids == ("a0", "b")
 
 
 def test_a_request_that_needs_saved_memory_waits_no_longer_than_its_own_length() -> None:

@@ -1,4 +1,4 @@
-"""The queue's order is that of urgency, then of when requests are due; nobody is overtaken beyond its patience."""
+"""The queue's order is priority, then due time; no request is overtaken beyond its patience."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def group(order: int, member: Member, arrival: float, patience: float | None = P
 
 
 def fill(members: list[Member], patience: float | None) -> tuple[WaitingQueue, list[SequenceGroup]]:
-    """The queue after all came, went, and some came back; who is in it, in the order of arrival."""
+    """The queue after all members were added, removed, and some added again; and these, in the order of arrival."""
     arrivals = itertools.accumulate(member.after for member in members)
     groups = [group(order, *each, patience) for order, each in enumerate(zip(members, arrivals, strict=True))]
     queue = WaitingQueue()
@@ -69,7 +69,7 @@ def fill(members: list[Member], patience: float | None) -> tuple[WaitingQueue, l
 
 
 @given(MEMBERS)
-def test_waiting_takes_turns_by_priority_then_arrival_where_nobody_may_overtake(members: list[Member]) -> None:
+def test_waiting_takes_turns_by_priority_then_arrival_where_none_may_overtake(members: list[Member]) -> None:
     queue, left = fill(members, patience=None)
     expected = sorted(left, key=lambda each: (-each.request.priority, each.order))
     assert list(queue) == expected
@@ -78,7 +78,7 @@ def test_waiting_takes_turns_by_priority_then_arrival_where_nobody_may_overtake(
 
 
 @given(MEMBERS)
-def test_waiting_takes_the_earliest_deadline_first_and_nobody_is_overtaken_beyond_its_patience(
+def test_waiting_takes_the_earliest_deadline_first_and_none_is_overtaken_beyond_its_patience(
     members: list[Member],
 ) -> None:
     queue, left = fill(members, PATIENCE)
@@ -105,7 +105,7 @@ def test_waiting_is_due_at_the_deadline_or_when_patience_ends(
     assert due_time(request(arrival_time=3.0, deadline=deadline), patience) == due
 
 
-def test_waiting_nobody_is_removed_twice() -> None:
+def test_waiting_refuses_to_remove_a_request_twice() -> None:
     queue, one = WaitingQueue(), group(0, Member(0.0, None, 0, True), 0.0)
     queue.add(one)
     queue.remove(one)

@@ -316,6 +316,14 @@ def test_hypotheses_with_equal_scores_stand_in_the_order_in_which_they_finished(
     assert [each.token_ids for each in beams.hypotheses()] == [(0,), (4, 5)]
 
 
+def test_candidates_suffice_though_every_end_is_among_the_best() -> None:
+    beams = search_of(2, stop_token_ids=frozenset({0, 1}), num_hypotheses=2, patience=2.0)
+    assert (beams.num_beams, beams.num_candidates) == (1, 4)
+    assert beams.advance([expansion((0, -1.0), (1, -2.0), (2, -3.0), (3, -4.0))]) == (Extension(0, 2), Extension(0, 3))
+    assert [each.finish_reason for each in beams.hypotheses()] == [FinishReason.END_OF_SEQUENCE, FinishReason.STOP]
+    assert [each.matched_stop for each in beams.hypotheses()] == [None, 1]
+
+
 def test_search_without_patience_ends_at_a_guess() -> None:
     """With the length to divide by, a beam at -1.5 could still become better than a hypothesis at -1."""
     for best, is_over in [(-1.5, True), (-0.5, False)]:

@@ -46,7 +46,7 @@ def by_highest(row: Float32, drawn: Sequence[SampleRow], count: int = NUM_KEPT) 
     top = TopLogits()
     token_ids, values, _ = highest_of(row[None], count)
     top.put([0], token_ids, values)
-    # Whoever looked at the row itself would find nothing there to choose.
+    # A look at the row itself would find nothing to choose.
     nothing = np.full((1, len(row)), np.nan, np.float32)
     return [token.token_id for token in Sampler(top).sample(nothing, drawn) if token is not None]
 
@@ -80,7 +80,7 @@ def test_highest_logits_give_the_tokens_of_the_whole_row(
         needed = num_needed(drawn)
         assert needed is not None
         assert len(row) > NUM_KEPT
-        assert order[needed - 1] == order[NUM_KEPT - 1], "that could have been told"
+        assert order[needed - 1] == order[NUM_KEPT - 1], "that could have been decided"
 
 
 @settings(max_examples=25)
@@ -119,7 +119,7 @@ def test_a_row_that_is_not_finite_is_looked_at_whole(value: float) -> None:
     assert not is_decided(row, [sample()])
 
 
-def test_whoever_asks_for_more_than_the_highest_needs_the_whole_row() -> None:
+def test_requests_that_need_more_than_the_highest_need_the_whole_row() -> None:
     biased = make_rules(SamplingParams(logit_bias=((3, 1.0),)), StoppingParams(), (), ())
     late = make_rules(SamplingParams(), StoppingParams(min_tokens=2), (1,), ())
     assert late is not None
@@ -145,7 +145,7 @@ def test_a_step_says_what_each_slot_needs() -> None:
     assert needs_by_slot(batch) == {0: 4, 1: None, 2: 6, 3: None, 4: None}
 
 
-def test_rows_known_by_their_highest_and_whole_ones_are_told_apart_in_one_step() -> None:
+def test_rows_known_by_their_highest_and_whole_ones_are_distinguished_in_one_step() -> None:
     rows = np.random.default_rng(3).normal(0, 1, (4, 200)).astype(np.float32)
     drawn = [sample(slot, params=params) for slot, params in enumerate([GREEDY, SamplingParams(), GREEDY, GREEDY])]
     wanted = Sampler().sample(rows, drawn)
