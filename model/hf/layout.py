@@ -64,6 +64,13 @@ class Layout:
         for part in ("weight", "bias") if bias else ("weight",):
             self.add(f"{name}.{part}", Part(f"{theirs}.{part}", (width,)))
 
+    def add_head(self, table: Part, *, is_tied: bool) -> None:
+        """The output matrix: a copy of the token table, or one of its own."""
+        if is_tied:
+            self.copies["lm_head.weight"] = table
+        else:
+            self.add("head.weight", Part("lm_head.weight", table.shape))
+
     @property
     def parts(self) -> Iterable[Part]:
         """Every part of every tensor."""
