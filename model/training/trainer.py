@@ -107,8 +107,7 @@ def train(
     run.open_curves()
     with interruption:
         try:
-            with reporter:
-                run.train()
+            run.train()
             interruption.end_at_once()
             return run.finish()
         except (StopRequested, Interrupted):
