@@ -217,17 +217,10 @@ def _compute(
     rng: np.random.Generator | None,
     sources: _Sources | None,
 ) -> dict[str, Float32]:
-    """The decoder's own K/V of rows of tokens.
+    """The decoder's own K/V of rows of tokens `[rows, length]`, by name `[rows, Hkv, length, D]`.
 
-    Args:
-        session: the decoder in float32.
-        config: of its model.
-        tokens: `[rows, length]`.
-        rng: if given, all tokens of a row but the first are sampled from the model.
-        sources: of an encoder-decoder, which is fed single tokens.
-
-    Returns:
-        `[rows, Hkv, length, D]` by name.
+    With `rng`, all tokens of a row but the first are sampled from the model. With `sources`, the decoder is an encoder-
+    decoder's, which is fed single tokens.
     """
     rows, length = tokens.shape
     names = [f"past_{part}_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]

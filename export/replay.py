@@ -52,12 +52,7 @@ class _Row:
 
 
 class Replayer:
-    """Sessions over one artifact's graphs.
-
-    Args:
-        folder: the artifact.
-        manifest: its manifest.
-        by_prefill_graph: whether the prefill graph runs steps of several tokens.
+    """Sessions over one artifact's graphs; with `by_prefill_graph`, that graph runs steps of several tokens.
 
     Raises:
         ArtifactError: when ONNX Runtime rejects a graph, or its signature differs from the manifest's.
@@ -164,12 +159,7 @@ class PagedReplayer:
     """Sessions over one artifact's graphs over blocks; the CPU provider's alone.
 
     Every row has separate blocks, which are NaN until they are written: a read past a row's length or in another row's
-    blocks shows.
-
-    Args:
-        folder: the artifact.
-        manifest: its manifest.
-        run: runs a graph by name, in place on caches; None is ONNX Runtime.
+    blocks shows. `run` runs a graph by name, in place on caches; None is ONNX Runtime.
 
     Raises:
         ArtifactError: as `Replayer`.

@@ -136,15 +136,10 @@ def replay(
     on_case: Callable[[str], None],
     attention: tuple[AttentionCase, ...] = (),
 ) -> ParityReport:
-    """Replays cases on the graphs in `folder`; graphs for another device are not run.
+    """Replays cases on the graphs in `folder`, whose checksums are not checked; graphs for another device are not run.
 
-    Args:
-        folder: holds the graphs.
-        manifest: their description; its checksums are not checked.
-        cases: PyTorch's answers.
-        on_case: called with the name of each case before it runs, and with the error of a case that cannot run and
-            fails.
-        attention: PyTorch's attention weights, for an artifact with an explain graph.
+    `attention` are PyTorch's attention weights, for an artifact with an explain graph. `on_case` is called with the
+    name of each case before it runs, and with the error of a case that cannot run and fails.
 
     Raises:
         ArtifactError: when ONNX Runtime rejects a graph.

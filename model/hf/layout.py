@@ -47,14 +47,7 @@ class Layout:
         self.tensors[name] = parts
 
     def add_linear(self, name: str, theirs: Mapping[str, int], width: int, *, bias: bool) -> None:
-        """Adds a linear layer.
-
-        Args:
-            name: our module.
-            theirs: their modules in order, with the width of each one's output.
-            width: of the input.
-            bias: whether it has one.
-        """
+        """Adds a linear layer over `width` inputs; `theirs` are their modules in order, with each one's number of outputs."""
         self.add(f"{name}.weight", *(Part(f"{module}.weight", (rows, width)) for module, rows in theirs.items()))
         if bias:
             self.add(f"{name}.bias", *(Part(f"{module}.bias", (rows,)) for module, rows in theirs.items()))

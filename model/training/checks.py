@@ -62,9 +62,7 @@ def dry_run(
     """Reads the data, builds the model and measures two updates.
 
     Raises:
-        TaskError: when the data are missing or do not fit the model.
-        SetupError: when this machine or these processes cannot run the recipe.
-        TrainingError: when the loss is not finite.
+        TaskError, SetupError, TrainingError: as `model.training.trainer.train`.
     """
     config = recipe_config(recipe)
     parallel = alone(config) if parallel is None else parallel
