@@ -47,7 +47,7 @@ class Layout:
         self.tensors[name] = parts
 
     def add_linear(self, name: str, theirs: Mapping[str, int], width: int, *, bias: bool) -> None:
-        """Adds a linear layer over `width` inputs; `theirs` are their modules in order, with each one's number of outputs."""
+        """Adds a linear layer over `width` inputs; `theirs` are their modules in order with their output widths."""
         self.add(f"{name}.weight", *(Part(f"{module}.weight", (rows, width)) for module, rows in theirs.items()))
         if bias:
             self.add(f"{name}.bias", *(Part(f"{module}.bias", (rows,)) for module, rows in theirs.items()))

@@ -18,6 +18,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks import graphs, quality
+from export import slots
 from export.__main__ import main
 from export.exporter import export
 from export.job import ParityError
@@ -34,9 +35,8 @@ from export.operators import (
     LINEAR,
     PANEL_COLUMNS,
 )
-from export.quantize import quantize, quantize_blocks, quantize_columns, quantize_file, unsupported
+from export.quantize import quantize, quantize_blocks, quantize_columns, quantize_file
 from export.quantize_kv import calibrate, quantize_kv, quantize_sources
-from export.quantize_kv import unsupported as kv_unsupported
 from export.verify import Verdict, replay, verify
 from model import checkpoint, evaluate
 from model.data import dates
@@ -321,25 +321,25 @@ def test_export_in_fewer_bits_fails_when_what_is_rounded_was_wrong_before(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_export_refuses_precisions_that_a_cpu_has_no_kernels_for(
-    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tiny_checkpoint(tmp_path / "checkpoint", tiny_config("decoder-only", num_layers=1))
-    assert main([str(source), "--out", str(tmp_path / "out"), "--precision", precision]) == 2
-    assert _last_line(capsys)["problems"] == [f"precision {precision} is not for cpu, only fp32, int8, int4"]
-
-
-def test_export_refuses_widths_that_no_block_divides_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny_config("decoder-only", **ADDITIVE["decoder-only"])
-    source = tiny_checkpoint(tmp_path / "checkpoint", config)
-    assert main([str(source), "--out", str(tmp_path / "out"), "--precision", "int4"]) == 2
+def test_export_refuses_by_name_what_has_no_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dot, additive = tiny_config("decoder-only"), tiny_config("decoder-only", **ADDITIVE["decoder-only"])
     widths = {"d_model": 42, "num_heads * head_dim": 42, "d_ff": 97}
-    expected = [f"{name} is {width}, int4 needs a multiple of 16" for name, width in widths.items()]
-    assert _last_line(capsys)["problems"] == expected
-    assert unsupported(config, Precision.INT8) == []
+    unequal = [f"{name} is {width}, int4 needs a multiple of 16" for name, width in widths.items()]
+    score = "int8 K/V is for dot-product attention, this model's score is additive"
+    fp32, int8 = KVPrecision.FP32, KVPrecision.INT8
+    for config, precision, kv_precision, problems in (
+        (dot, Precision.FP16, fp32, ["precision fp16 is not for cpu, only fp32, int8, int4"]),
+        (dot, Precision.INT4, int8, []),
+        (additive, Precision.INT8, fp32, []),
+        (additive, Precision.INT4, fp32, unequal),
+        (additive, Precision.FP32, int8, [score]),
+    ):
+        assert slots.unsupported(config, precision, kv_precision, ()) == problems
+    source = tiny_checkpoint(tmp_path / "checkpoint", additive)
+    options = ["--precision", "int4", "--kv-cache", "int8"]
+    assert main([str(source), "--out", str(tmp_path / "out"), *options]) == 2
+    assert _last_line(capsys)["problems"] == [*unequal, score]
+    assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match=r"layer\.weight has 42 inputs"):
         quantize(_linear(_weight(42, 8), None, 3), Precision.INT4)
 
@@ -464,19 +464,6 @@ def test_verify_fails_when_a_scale_of_kv_is_off(
         _spoil_scale(folder / f"{graph}.onnx", name, factor=1e-3)
         rehash(folder)
         assert verify(folder, lambda _: None).verdict is Verdict.FAILED, name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_export_refuses_int8_kv_where_there_is_none_by_name(
-    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny_config(family, **ADDITIVE[family])
-    source = tiny_checkpoint(tmp_path / "checkpoint", config)
-    problem = "int8 K/V is for dot-product attention, this model's score is additive"
-    assert kv_unsupported(config) == [problem]
-    assert main([str(source), "--out", str(tmp_path / "out"), "--kv-cache", "int8"]) == 2
-    assert _last_line(capsys)["problems"] == [problem]
-    assert not (tmp_path / "out").exists()
 
 
 def test_quality_of_a_float32_artifact_is_the_checkpoints() -> None:
