@@ -49,11 +49,7 @@ def unsupported(config: ModelConfig, device: Device, precision: Precision, kv_pr
 def write(job: Job, device: Device, precision: Precision, block_size: int) -> Manifest:
     """Writes the graphs into the job's folder; returns their manifest, yet to be proven.
 
-    Args:
-        job: the export.
-        device: CUDA computes with PagedAttention, a CPU with standard operators.
-        precision: of weights and K/V.
-        block_size: tokens in a block; 0 is the default.
+    `precision` is that of weights and K/V; a `block_size` of 0 is the default.
 
     Raises:
         ParityError: when the twin of graphs for CUDA fails.

@@ -65,11 +65,7 @@ MakePagedAttention = Callable[[Decoder, Feeds], PagedAttention]
 class PagedDecoderGraph(Graph):
     """One step over packed tokens: chunks of prompts and single tokens of any rows, in any mix.
 
-    Args:
-        model: in the graph's precision.
-        attention: `CONTRIB` or `STAND_IN`.
-        precision: of the weights and of K/V.
-        block_size: tokens in a block.
+    `model` is in the graph's precision; `attention` is `CONTRIB` or `STAND_IN`.
     """
 
     def __init__(self, model: Decoder, attention: MakePagedAttention, precision: KVPrecision, block_size: int) -> None:

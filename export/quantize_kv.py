@@ -27,6 +27,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from export.operators import CONTRIB
 from export.quantize import save
+from export.replay import continuation, run_in_place
 from model.spec.config import AttentionScore, ModelConfig, Positions
 
 Float32 = npt.NDArray[np.float32]
@@ -119,7 +120,8 @@ def quantize_kv(model: onnx.ModelProto, scales: Mapping[str, Float32]) -> onnx.M
     quantized = onnx.ModelProto()
     quantized.CopyFrom(model)
     graph = quantized.graph
-    buffers = {buffer for name in scales for buffer in _buffers(name)}
+    inputs = [name if name.startswith(_CROSS) else f"past_{name}" for name in scales]
+    buffers = {*inputs, *map(continuation, inputs)}
     for value in (*graph.input, *graph.output):
         if value.name in buffers:
             value.type.tensor_type.elem_type = TensorProto.INT8
@@ -215,20 +217,13 @@ def _compute(
     rng: np.random.Generator | None,
     sources: _Sources | None,
 ) -> dict[str, Float32]:
-    """The decoder's own K/V of rows of tokens.
+    """The decoder's own K/V of rows of tokens `[rows, length]`, by name `[rows, Hkv, length, D]`.
 
-    Args:
-        session: the decoder in float32.
-        config: of its model.
-        tokens: `[rows, length]`.
-        rng: if given, all tokens of a row but the first are sampled from the model.
-        sources: of an encoder-decoder, which is fed single tokens.
-
-    Returns:
-        `[rows, Hkv, length, D]` by name.
+    With `rng`, all tokens of a row but the first are sampled from the model. With `sources`, the decoder is an encoder-
+    decoder's, which is fed single tokens.
     """
     rows, length = tokens.shape
-    names = [f"{part}_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
+    names = [f"past_{part}_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
     shape = (rows, config.num_kv_heads, length, config.head_dim)
     cache: dict[str, Float32] = {name: np.zeros(shape, np.float32) for name in names}
     count = length if rng is None and sources is None else 1
@@ -247,38 +242,12 @@ def _compute(
         if sources is not None:
             inputs["source_lengths"] = np.array(sources.lengths, np.int32)
             buffers |= sources.buffers
-        logits = _run_in_place(session, inputs, buffers)
+        logits = run_in_place(session, inputs, buffers)
         if rng is None:
             fed = tokens[:, end : end + count]
         else:  # the argmax of logits plus Gumbel noise is a sample
             fed = (logits + rng.gumbel(size=logits.shape)).argmax(axis=-1)[:, None]
-    return cache
-
-
-def _run_in_place(
-    session: ort.InferenceSession, inputs: Mapping[str, npt.NDArray[np.generic]], buffers: Mapping[str, Float32]
-) -> Float32:
-    """Runs the decoder with each buffer bound as input and as the output that continues it."""
-    binding = session.io_binding()
-    binding.bind_output("logits")
-    for name, values in inputs.items():
-        binding.bind_cpu_input(name, values)
-    for name, array in buffers.items():
-        shared = ort.OrtValue.ortvalue_from_numpy(array)
-        given, continued = _buffers(name)
-        binding.bind_ortvalue_input(given, shared)
-        binding.bind_ortvalue_output(continued, shared)
-    session.run_with_iobinding(binding)
-    logits: Float32 = binding.get_outputs()[0].numpy()
-    return logits
-
-
-def _buffers(name: str) -> tuple[str, str]:
-    """The decoder's input for a buffer, and the output that continues it."""
-    if not name.startswith(_CROSS):
-        return f"past_{name}", f"present_{name}"
-    kind, part, layer = name.split("_")
-    return name, f"{kind}_{part}_out_{layer}"
+    return {name.removeprefix("past_"): values for name, values in cache.items()}
 
 
 def _num_heads(graph: onnx.GraphProto) -> int:

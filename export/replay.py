@@ -54,10 +54,6 @@ class _Row:
 class Replayer:
     """Sessions over one artifact's graphs.
 
-    Args:
-        folder: the artifact.
-        manifest: its manifest.
-
     Raises:
         ArtifactError: when ONNX Runtime rejects a graph, or its signature differs from the manifest's.
     """
@@ -136,31 +132,15 @@ class Replayer:
         return logits
 
     def _run_in_place(self, inputs: Mapping[str, Array], buffers: Mapping[str, Array]) -> Float32:
-        """Binds every buffer as input and as the output that continues it."""
-        binding = self._decoder.io_binding()
-        binding.bind_output("logits")
-        for name, values in inputs.items():
-            binding.bind_cpu_input(name, values)
-        for name, values in buffers.items():
-            shared = ort.OrtValue.ortvalue_from_numpy(values)
-            binding.bind_ortvalue_input(name, shared)
-            binding.bind_ortvalue_output(_continuation(name), shared)
         with _naming_failures():
-            self._decoder.run_with_iobinding(binding)
-        logits: Float32 = binding.get_outputs()[0].numpy()
-        return logits
+            return run_in_place(self._decoder, inputs, buffers)
 
 
 class PagedReplayer:
     """Sessions over one artifact's graphs over blocks; the CPU provider's alone.
 
     Every row has separate blocks, which are NaN until they are written: a read past a row's length or in another row's
-    blocks shows.
-
-    Args:
-        folder: the artifact.
-        manifest: its manifest.
-        run: runs a graph by name, in place on caches; None is ONNX Runtime.
+    blocks shows. `run` runs a graph by name, in place on caches; None is ONNX Runtime.
 
     Raises:
         ArtifactError: as `Replayer`.
@@ -313,8 +293,23 @@ def _naming_failures() -> Iterator[None]:
         raise ReplayError(str(error)) from error
 
 
-def _continuation(name: str) -> str:
-    """past_key_3 → present_key_3, cross_key_3 → cross_key_out_3."""
+def run_in_place(decoder: ort.InferenceSession, inputs: Mapping[str, Array], buffers: Mapping[str, Array]) -> Float32:
+    """Runs a decoder over slots with every buffer bound as input and as the output that continues it; its logits."""
+    binding = decoder.io_binding()
+    binding.bind_output("logits")
+    for name, values in inputs.items():
+        binding.bind_cpu_input(name, values)
+    for name, values in buffers.items():
+        shared = ort.OrtValue.ortvalue_from_numpy(values)
+        binding.bind_ortvalue_input(name, shared)
+        binding.bind_ortvalue_output(continuation(name), shared)
+    decoder.run_with_iobinding(binding)
+    logits: Float32 = binding.get_outputs()[0].numpy()
+    return logits
+
+
+def continuation(name: str) -> str:
+    """The output that continues an input: past_key_3 → present_key_3, cross_key_3 → cross_key_out_3."""
     kind, part, layer = name.split("_")
     return f"present_{part}_{layer}" if kind == "past" else f"{kind}_{part}_out_{layer}"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnxruntime as ort
@@ -135,15 +135,10 @@ def replay(
     on_case: Callable[[str], None],
     attention: tuple[AttentionCase, ...] = (),
 ) -> ParityReport:
-    """Replays cases on the graphs in `folder`; graphs for another device are not run.
+    """Replays cases on the graphs in `folder`, whose checksums are not checked; graphs for another device are not run.
 
-    Args:
-        folder: holds the graphs.
-        manifest: their description; its checksums are not checked.
-        cases: PyTorch's answers.
-        on_case: called with the name of each case before it runs, and with the error of a case that cannot run and
-            fails.
-        attention: PyTorch's attention weights, for an artifact with an explain graph.
+    `attention` are PyTorch's attention weights, for an artifact with an explain graph. `on_case` is called with the
+    name of each case before it runs, and with the error of a case that cannot run and fails.
 
     Raises:
         ArtifactError: when ONNX Runtime rejects a graph.
@@ -178,13 +173,22 @@ def _open(folder: Path, manifest: Manifest) -> Replayer | PagedReplayer:
 def _replay_case(
     replayer: Replayer | PagedReplayer, case: GoldenCase, tolerance: Tolerance, on_case: Callable[[str], None]
 ) -> CaseResult:
+    logits = _run(replayer.run, case, on_case)
+    return golden.compare(case, np.empty((0, 0), np.float32) if logits is None else logits, tolerance)
+
+
+C = TypeVar("C", GoldenCase, AttentionCase)
+R = TypeVar("R")
+
+
+def _run(run: Callable[[C], R], case: C, on_case: Callable[[str], None]) -> R | None:
+    """The answer to a case; None if it cannot run."""
     on_case(case.name)
     try:
-        logits = replayer.run(case)
+        return run(case)
     except ReplayError as error:
         on_case(f"{case.name}: {error}")
-        logits = np.empty((0, 0), np.float32)
-    return golden.compare(case, logits, tolerance)
+        return None
 
 
 def _replay_attention(
@@ -192,17 +196,8 @@ def _replay_attention(
 ) -> tuple[AttentionResult, ...]:
     if EXPLAIN not in manifest.graphs:
         return ()
-    replayer = AttentionReplayer(folder, manifest)
-    results = []
-    for case in cases:
-        on_case(case.name)
-        weights: Mapping[str, golden.Float32] = {}
-        try:
-            weights = replayer.run(case)
-        except ReplayError as error:
-            on_case(f"{case.name}: {error}")
-        results.append(golden_attention.compare(case, weights, ATTENTION_TOLERANCES[manifest.precision]))
-    return tuple(results)
+    replayer, tolerance = AttentionReplayer(folder, manifest), ATTENTION_TOLERANCES[manifest.precision]
+    return tuple(golden_attention.compare(case, _run(replayer.run, case, on_case) or {}, tolerance) for case in cases)
 
 
 def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:
@@ -251,26 +246,11 @@ def draw(report: ParityReport) -> Table:
     table.add_column("case")
     for column in ("max error", "relative", "tolerance", "greedy", "verdict"):
         table.add_column(column, justify="right")
-    for case in report.cases:
-        table.add_row(
-            escape(case.name),
-            f"{case.max_abs_error:.1e}",
-            f"{case.max_relative_error:.1e}",
-            f"{case.tolerance:.1e}",
-            f"{case.agreement:.1%}",
-            _drawn_verdict(case),
-        )
-    for result in report.attention:
-        table.add_row(
-            escape(result.name),
-            f"{result.max_abs_error:.1e}",
-            f"{result.relative_distance:.1e}",
-            f"{result.tolerance.relative:.1e}",
-            "",
-            _drawn_verdict(result),
-        )
+    rows = [(each, each.max_relative_error, each.tolerance, f"{each.agreement:.1%}") for each in report.cases]
+    shown: list[tuple[CaseResult | AttentionResult, float, float, str]] = [*rows]
+    shown += [(each, each.relative_distance, each.tolerance.relative, "") for each in report.attention]
+    for result, relative, tolerance, greedy in shown:
+        verdict = Verdict.PASSED if result.passed else f"[bold red]{Verdict.FAILED}"
+        errors = (f"{error:.1e}" for error in (result.max_abs_error, relative, tolerance))
+        table.add_row(escape(result.name), *errors, greedy, verdict)
     return table
-
-
-def _drawn_verdict(result: CaseResult | AttentionResult) -> str:
-    return Verdict.PASSED if result.passed else f"[bold red]{Verdict.FAILED}"

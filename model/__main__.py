@@ -66,7 +66,7 @@ def _train_in(parallel: Parallel, recipe: Recipe, options: argparse.Namespace) -
     from model.training import checks
     from model.training.loop import TrainingError
     from model.training.parallel import ParallelError
-    from model.training.progress import make_reporter
+    from model.training.progress import Reporter
     from model.training.resume import ResumeError
     from model.training.task import TaskError
     from model.training.trainer import Terminated, train
@@ -74,7 +74,7 @@ def _train_in(parallel: Parallel, recipe: Recipe, options: argparse.Namespace) -
     def fail(message: str, status: int) -> int:
         return _fail(message, status) if parallel.is_first else status
 
-    reporter = make_reporter(sys.stderr, speaks=parallel.is_first)
+    reporter = Reporter(sys.stderr if parallel.is_first else None)
     try:
         if options.dry_run:
             said = asdict(checks.dry_run(recipe, reporter, parallel))

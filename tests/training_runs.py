@@ -36,6 +36,7 @@ class Quiet(Reporter):
     """A reporter that remembers."""
 
     def __init__(self) -> None:
+        super().__init__(None)
         self.lines: list[str] = []
         self.updates: list[Progress] = []
 

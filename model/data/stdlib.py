@@ -46,10 +46,7 @@ class Split(NamedTuple):
 
 
 def split(root: Path | None = None) -> Split:
-    """Reads the library and splits it by module.
-
-    Args:
-        root: the library's folder; None is the running Python's.
+    """Reads the library in `root`, by default the running Python's, and splits it by module.
 
     Raises:
         FileNotFoundError: when a part would be empty, as where the library has no source files.

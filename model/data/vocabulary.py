@@ -56,14 +56,9 @@ def for_pairs(
     targets: Sequence[str],
     alphabet: Sequence[str] | None = None,
 ) -> Tokenizers:
-    """The tokenizers of an encoder-decoder.
+    """The tokenizers of an encoder-decoder, for texts of the training side.
 
-    Args:
-        config: the data.
-        model: its vocabulary sizes are bounds.
-        sources: texts of the training side.
-        targets: texts of the training side.
-        alphabet: texts with every possible character, if that is known; characters are then case-folded.
+    With an `alphabet`, texts with every possible character, characters are case-folded.
 
     Raises:
         DataError: when a vocabulary is too small, or a given tokenizer does not match.

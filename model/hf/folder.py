@@ -72,14 +72,6 @@ class HfFolder:
         path = self.path / name
         return path if path.is_file() and not _escapes(self.path, name) else None
 
-    def read_text(self, name: str, problems: list[str]) -> str | None:
-        """A text file's contents; None if it is missing, or unreadable, which is a problem."""
-        return _read_text(self.path, name, problems)
-
-    def read_json(self, name: str, problems: list[str]) -> dict[str, Any]:
-        """A JSON object; empty if the file is missing, or is not an object, which is a problem."""
-        return _read_json(self.path, name, problems)
-
 
 def read_folder(path: Path, problems: list[str]) -> HfFolder:
     """Reads the JSON files and the headers; appends to `problems`."""
@@ -93,9 +85,9 @@ def read_folder(path: Path, problems: list[str]) -> HfFolder:
     tensors, unread = _read_headers(path, problems)
     return HfFolder(
         path=path,
-        config=_read_json(path, CONFIG, problems),
-        generation=_read_json(path, GENERATION, problems),
-        tokenizer_config=_read_json(path, TOKENIZER_CONFIG, problems),
+        config=read_json(path, CONFIG, problems),
+        generation=read_json(path, GENERATION, problems),
+        tokenizer_config=read_json(path, TOKENIZER_CONFIG, problems),
         tensors=tensors,
         unread=frozenset(unread),
     )
@@ -111,7 +103,8 @@ def _escapes(folder: Path, name: str) -> bool:
         return True
 
 
-def _read_text(folder: Path, name: str, problems: list[str]) -> str | None:
+def read_text(folder: Path, name: str, problems: list[str]) -> str | None:
+    """A text file's contents; None if it is missing, or unreadable, which is a problem."""
     path = folder / name
     if not path.is_file():
         return None
@@ -128,8 +121,9 @@ def _read_text(folder: Path, name: str, problems: list[str]) -> str | None:
         return None
 
 
-def _read_json(folder: Path, name: str, problems: list[str]) -> dict[str, Any]:
-    text = _read_text(folder, name, problems)
+def read_json(folder: Path, name: str, problems: list[str]) -> dict[str, Any]:
+    """A JSON object; empty if the file is missing, or is not an object, which is a problem."""
+    text = read_text(folder, name, problems)
     if text is None:
         return {}
     try:
@@ -169,7 +163,7 @@ def _read_headers(folder: Path, problems: list[str]) -> _Headers:
 
 def _read_shards(folder: Path, problems: list[str]) -> _Headers:
     """All tensors of all shards, checked against the index."""
-    placed = _read_json(folder, INDEX, problems).get("weight_map")
+    placed = read_json(folder, INDEX, problems).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()) or not placed:
         problems.append(f"{INDEX}: weight_map is {shorten(placed)}, must be an object of file names")
         return {}, set()

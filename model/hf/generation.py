@@ -81,12 +81,14 @@ def read_tokens(folder: HfFolder, problems: list[str], notes: list[str], *, is_e
     if not eos_ids:
         problems.append(f"no token ends an output: neither {GENERATION} nor {CONFIG} has eos_token_id")
         return None
-    bos = asked.token("bos_token_id") if asked.get("bos_token_id") is not None else described.token("bos_token_id")
-    start = bos
+
+    def first(name: str) -> int | None:
+        return asked.token(name) if asked.get(name) is not None else described.token(name)
+
+    start = first("bos_token_id")
     if is_encoder_decoder:
-        name = "decoder_start_token_id"
-        start = asked.token(name) if asked.get(name) is not None else described.token(name)
-        start = bos if start is None else start
+        own = first(name := "decoder_start_token_id")
+        start = start if own is None else own
         if start is None:
             problems.append(f"no token begins an output: neither {GENERATION} nor {CONFIG} has {name} or bos_token_id")
     rules = GenerationRules(

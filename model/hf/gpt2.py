@@ -79,8 +79,5 @@ def _layout(config: ModelConfig, prefix: str) -> Layout:
         layout.add_norm(f"{ours}.self_attention_residual.norm", f"{theirs}.ln_1", width, bias=True)
         layout.add_norm(f"{ours}.feed_forward_residual.norm", f"{theirs}.ln_2", width, bias=True)
     layout.add_norm("final_norm", f"{prefix}ln_f", width, bias=True)
-    if config.tie_embeddings:
-        layout.copies["lm_head.weight"] = table
-    else:
-        layout.add("head.weight", Part("lm_head.weight", (config.vocab_size, width)))
+    layout.add_head(table, is_tied=config.tie_embeddings)
     return layout

@@ -47,14 +47,7 @@ class Layout:
         self.tensors[name] = parts
 
     def add_linear(self, name: str, theirs: Mapping[str, int], width: int, *, bias: bool) -> None:
-        """Adds a linear layer.
-
-        Args:
-            name: our module.
-            theirs: their modules in order, with the width of each one's output.
-            width: of the input.
-            bias: whether it has one.
-        """
+        """Adds a linear layer over `width` inputs; `theirs` are their modules in order with their output widths."""
         self.add(f"{name}.weight", *(Part(f"{module}.weight", (rows, width)) for module, rows in theirs.items()))
         if bias:
             self.add(f"{name}.bias", *(Part(f"{module}.bias", (rows,)) for module, rows in theirs.items()))
@@ -63,6 +56,13 @@ class Layout:
         """Adds a norm's weight, and its bias if it has one."""
         for part in ("weight", "bias") if bias else ("weight",):
             self.add(f"{name}.{part}", Part(f"{theirs}.{part}", (width,)))
+
+    def add_head(self, table: Part, *, is_tied: bool) -> None:
+        """The output matrix: a copy of the token table, or one of its own."""
+        if is_tied:
+            self.copies["lm_head.weight"] = table
+        else:
+            self.add("head.weight", Part("lm_head.weight", table.shape))
 
     @property
     def parts(self) -> Iterable[Part]:

@@ -120,8 +120,5 @@ def _layout(config: ModelConfig) -> Layout:
         layout.add_norm(f"{ours}.self_attention_residual.norm", f"{theirs}.input_layernorm", width, bias=False)
         layout.add_norm(f"{ours}.feed_forward_residual.norm", f"{theirs}.post_attention_layernorm", width, bias=False)
     layout.add_norm("final_norm", "model.norm", width, bias=False)
-    if config.tie_embeddings:
-        layout.copies["lm_head.weight"] = table
-    else:
-        layout.add("head.weight", Part("lm_head.weight", (config.vocab_size, width)))
+    layout.add_head(table, is_tied=config.tie_embeddings)
     return layout

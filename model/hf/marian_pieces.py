@@ -23,7 +23,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from tokenizers import decoders, models, normalizers, processors
 
-from model.hf.folder import TOKENIZER_CONFIG, HfFolder
+from model.hf.folder import TOKENIZER_CONFIG, HfFolder, read_json
 from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER
 from model.spec.tokenizer import CONTROL_MARK
 
@@ -56,7 +56,7 @@ def _read_vocabulary(folder: HfFolder, name: str, problems: list[str]) -> dict[s
         problems.append(missing)
         return None
     num_problems = len(problems)
-    values = folder.read_json(name, problems)
+    values = read_json(folder.path, name, problems)
     if len(problems) > num_problems:
         return None
     if not all(isinstance(index, int) and 0 <= index < 2 * len(values) for index in values.values()):

@@ -19,14 +19,7 @@ _DEFAULT_THETA = 10000.0
 
 
 def read_rope(values: Values, context: int, problems: list[str], notes: list[str]) -> dict[str, Any]:
-    """The `rope_` fields of a `ModelConfig`.
-
-    Args:
-        values: the whole configuration.
-        context: its `max_position_embeddings`.
-        problems: appended to.
-        notes: appended to.
-    """
+    """The `rope_` fields of a `ModelConfig`; `context` is the configuration's `max_position_embeddings`."""
     new, old = values.table("rope_parameters"), values.table("rope_scaling")
     if new and old and dict(new) != dict(old):
         problems.append(f"{CONFIG}: rope_parameters and rope_scaling are both there and differ")

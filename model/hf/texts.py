@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from model.hf.folder import TOKENIZER_CONFIG, HfFolder
+from model.hf.folder import TOKENIZER_CONFIG, HfFolder, read_json, read_text
 from model.hf.values import shorten
 from model.spec.artifact import CHAT, TARGET_TOKENIZER, TOKENIZER
 from model.spec.chat import VARIABLES, Chat, ChatSettings, ChatTemplateError, ConversationError, Message
@@ -32,7 +32,7 @@ def read_tokenizers(
     Without a configuration, the tokenizers are checked for everything but their vocabulary sizes.
     """
     names = _special_spellings(folder, problems)
-    text = folder.read_text(TOKENIZER, problems)
+    text = read_text(folder.path, TOKENIZER, problems)
     if text is not None:
         made = {TOKENIZER: text}
     elif folder.config.get("model_type") == "marian":
@@ -66,7 +66,7 @@ def read_chat(folder: HfFolder, tokenizer_json: str | None, problems: list[str],
 
     Without a tokenizer, a template is still compiled to report problems.
     """
-    source = folder.read_text(CHAT_TEMPLATE, problems)
+    source = read_text(folder.path, CHAT_TEMPLATE, problems)
     if source is None:
         source = _default_template(folder.tokenizer_config.get("chat_template"), problems, notes)
     if source is None:
@@ -104,7 +104,7 @@ def _default_template(value: Any, problems: list[str], notes: list[str]) -> str 
 
 def _special_values(folder: HfFolder, problems: list[str]) -> dict[str, Any]:
     """Control tokens by name; tokenizer_config.json overrides the older file."""
-    return {**folder.read_json(SPECIAL_TOKENS, problems), **folder.tokenizer_config}
+    return {**read_json(folder.path, SPECIAL_TOKENS, problems), **folder.tokenizer_config}
 
 
 def _special_spellings(folder: HfFolder, problems: list[str]) -> set[str]:

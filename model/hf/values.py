@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 _MOST = 2**31 - 1
@@ -38,51 +38,45 @@ class Values:
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = _MOST) -> int:
         """An integer; required if there is no default."""
-        value = self.get(name)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            self._problems.append(f"{self._source} lacks {name}")
-        elif not isinstance(value, int) or isinstance(value, bool) or value < least:
-            self.refuse(name, f"must be a whole number of at least {least}")
-        elif value > most:
-            self.refuse(name, f"must be at most {most}")
-        else:
-            return value
-        return least
+
+        def problem(value: Any) -> str:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                return f"must be a whole number of at least {least}"
+            return f"must be at most {most}" if value > most else ""
+
+        return int(self._read(name, default, least, problem))
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number; required if there is no default."""
+
+        def problem(value: Any) -> str:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            return "" if is_number and abs(value) <= sys.float_info.max else "must be a finite number"
+
+        return float(self._read(name, default, 1.0, problem))
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false."""
+        wanted = "must be true or false"
+        return bool(self._read(name, default, default, lambda value: "" if isinstance(value, bool) else wanted))
+
+    def word(self, name: str, default: str, allowed: Collection[str]) -> str:
+        """One of the allowed words."""
+        wanted = f"must be one of {', '.join(allowed)}"
+        return str(self._read(name, default, default, lambda value: "" if value in tuple(allowed) else wanted))
+
+    def _read(self, name: str, default: Any, stand_in: Any, problem: Callable[[Any], str]) -> Any:
+        """A field's value if there is no problem with it; `default` if it is absent."""
         value = self.get(name)
         if value is None and default is not None:
             return default
         if value is None:
             self._problems.append(f"{self._source} lacks {name}")
-        elif not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
-            self.refuse(name, "must be a finite number")
+        elif found := problem(value):
+            self.refuse(name, found)
         else:
-            return float(value)
-        return 1.0
-
-    def flag(self, name: str, *, default: bool) -> bool:
-        """True or false."""
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self.refuse(name, "must be true or false")
-            return default
-        return value
-
-    def word(self, name: str, default: str, allowed: Collection[str]) -> str:
-        """One of the allowed words."""
-        value = self.get(name)
-        if value is None:
-            return default
-        if value not in allowed if isinstance(value, str) else True:
-            self.refuse(name, f"must be one of {', '.join(allowed)}")
-            return default
-        return str(value)
+            return value
+        return stand_in
 
     def token(self, name: str) -> int | None:
         """A token id, or None; a list of one id is accepted."""

@@ -62,9 +62,7 @@ def dry_run(
     """Reads the data, builds the model and measures two updates.
 
     Raises:
-        TaskError: when the data are missing or do not fit the model.
-        SetupError: when this machine or these processes cannot run the recipe.
-        TrainingError: when the loss is not finite.
+        TaskError, SetupError, TrainingError: as `model.training.trainer.train`.
     """
     config = recipe_config(recipe)
     parallel = alone(config) if parallel is None else parallel
@@ -105,14 +103,13 @@ def overfit_one_batch(
     batch = task.batch(0)
     loop = Loop(model, lambda _: batch, _overfit_config(config, parallel), parallel)
     reporter.say(f"one batch: {_shape(batch)}")
-    with reporter:
-        first = last = loop.update()
-        seconds = first.seconds
-        while last.loss > _OVERFIT_SHARE * first.loss and loop.step < _OVERFIT_STEPS:
-            last = loop.update()
-            seconds += last.seconds
-            left = (_OVERFIT_STEPS - loop.step) * seconds / loop.step
-            reporter.update(Progress(loop.step, _OVERFIT_STEPS, last.loss, last.num_targets / last.seconds, left))
+    first = last = loop.update()
+    seconds = first.seconds
+    while last.loss > _OVERFIT_SHARE * first.loss and loop.step < _OVERFIT_STEPS:
+        last = loop.update()
+        seconds += last.seconds
+        left = (_OVERFIT_STEPS - loop.step) * seconds / loop.step
+        reporter.update(Progress(loop.step, _OVERFIT_STEPS, last.loss, last.num_targets / last.seconds, left))
     return Overfit(loop.step, first.loss, last.loss, last.loss <= _OVERFIT_SHARE * first.loss)
 
 

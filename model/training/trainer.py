@@ -88,11 +88,7 @@ def train(
         make: prepares the data.
 
     Raises:
-        TaskError: before the first step, when the data are missing or do not fit the model.
-        ResumeError: when there is no state to resume from, or it belongs to another run.
-        OSError: before the first step, when the folder cannot be written to.
-        SetupError: when this machine or these processes cannot run the recipe.
-        ParallelError: when the processes disagree before the first step.
+        TaskError, ResumeError, SetupError, ParallelError, OSError: before the first step.
         TrainingError: when the run cannot continue; the message names the checkpoint that is left.
         Terminated: when SIGTERM or Ctrl-C ended it.
     """
@@ -107,8 +103,7 @@ def train(
     run.open_curves()
     with interruption:
         try:
-            with reporter:
-                run.train()
+            run.train()
             interruption.end_at_once()
             return run.finish()
         except (StopRequested, Interrupted):

@@ -131,26 +131,29 @@ def test_translating_is_of_a_bounded_number_of_pairs(tsv: Path, monkeypatch: pyt
     assert task.facts["validation"]["num_examples"] > 4
 
 
-def test_two_tokenizers_make_two_vocabularies_that_do_not_share(tsv: Path) -> None:
-    run = recipe("paper", paths(tsv), "shared_tokenizer=false", "tokenizer=characters")
-    task = make_task(run)
-    fitted = fit_vocabulary(run.model, task)
-    assert fitted.vocab_size == task.tokenizers[TARGET_TOKENIZER].vocab_size
-    assert fitted.source_vocab_size == task.tokenizers[TOKENIZER].vocab_size
-    assert fitted.vocab_size != fitted.source_vocab_size
-    assert not fitted.share_embeddings
-
-
-def test_one_tokenizer_makes_one_vocabulary(tsv: Path) -> None:
+def test_the_vocabulary_is_that_of_the_tokenizers_which_two_do_not_share(tsv: Path) -> None:
     run = recipe("paper", paths(tsv))
     task = make_task(run)
     fitted = fit_vocabulary(run.model, task)
     assert list(task.tokenizers) == [TOKENIZER]
     assert fitted.vocab_size == fitted.source_vocab_size == task.tokenizers[TOKENIZER].vocab_size
     assert fitted.share_embeddings
+    run = recipe("paper", paths(tsv), "shared_tokenizer=false", "tokenizer=characters")
+    task = make_task(run)
+    fitted = fit_vocabulary(run.model, task)
+    assert fitted.vocab_size == task.tokenizers[TARGET_TOKENIZER].vocab_size
+    assert fitted.source_vocab_size == task.tokenizers[TOKENIZER].vocab_size != fitted.vocab_size
+    assert not fitted.share_embeddings
 
 
-def test_pairs_longer_than_the_context_are_left_out_counted_and_said(tsv: Path) -> None:
+def shapes_of(task: Task) -> tuple[int, int]:
+    """The longest padded source and target of the first batches."""
+    batches = [task.batch(index) for index in range(60)]
+    sources = [batch.source_ids.shape[1] for batch in batches if batch.source_ids is not None]
+    return max(sources), max(batch.input_ids.shape[1] for batch in batches)
+
+
+def test_pairs_longer_than_the_context_are_left_out_counted_and_reported(tsv: Path) -> None:
     long = [f"{line} {'much longer ' * 10}{index}" for index, line in enumerate(LINES)]
     tsv.write_text("\n".join([*LINES, *(f"long {line}" for line in long)]), encoding="utf-8")
     task = make_task(recipe("paper", paths(tsv), "tokenizer=bytes", "test_fraction=0.1"))
@@ -161,22 +164,11 @@ def test_pairs_longer_than_the_context_are_left_out_counted_and_said(tsv: Path) 
         f"{facts['num_too_long']['training']} of {facts['training']['num_examples']} training pairs are longer than "
         "source_context 64 or context 64 tokens and left out"
     )
-    for index in range(40):
-        batch = task.batch(index)
-        assert batch.source_ids is not None
-        assert max(batch.source_ids.shape[1], batch.input_ids.shape[1]) <= 64
-
-
-def test_padding_never_exceeds_a_context_that_is_no_multiple_of_anything(tsv: Path) -> None:
+    assert max(shapes_of(task)) <= 64
+    # Padding stays within contexts that are no multiple of anything.
     run = recipe("paper", paths(tsv), "tokenizer=bytes", "context=13", "source_context=15", "test_fraction=0.1")
     task = make_task(run)
-    shapes = set()
-    for index in range(60):
-        batch = task.batch(index)
-        assert batch.source_ids is not None
-        shapes.add((batch.source_ids.shape[1], batch.input_ids.shape[1]))
-    assert max(source for source, _ in shapes) == 15
-    assert max(target for _, target in shapes) == 13
+    assert shapes_of(task) == (15, 13)
     task.validate(model_of(task, run))
 
 
@@ -284,25 +276,17 @@ def test_the_standard_library_is_split_three_ways() -> None:
     assert task.validate(model_of(task, run)).keys() == {"bits_per_byte", "perplexity"}
 
 
-def test_json_lines_serve_both_families(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    lines = [
-        json.dumps({"text": f"{line} more text", **dict(zip("st", line.split("\t"), strict=True))}) for line in LINES
-    ]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    text = make_task(recipe("stdlib", "source=jsonl", paths(path)))
-    pairs = make_task(recipe("paper", "source=jsonl", paths(path), "source_field=s", "target_field=t"))
+def test_other_formats_serve_the_families_that_they_suit(tmp_path: Path) -> None:
+    jsonl, catalog = tmp_path / "a.jsonl", tmp_path / "de.po"
+    entries = [{"text": f"{line} more text", **dict(zip("st", line.split("\t"), strict=True))} for line in LINES]
+    jsonl.write_text("\n".join(map(json.dumps, entries)), encoding="utf-8")
+    messages = ('msgid "{}"\nmsgstr "{}"\n\n'.format(*line.split("\t")) for line in LINES)
+    catalog.write_text("".join(messages), encoding="utf-8")
+    text = make_task(recipe("stdlib", "source=jsonl", paths(jsonl)))
     assert text.batch(0).source_ids is None
+    pairs = make_task(recipe("paper", "source=jsonl", paths(jsonl), "source_field=s", "target_field=t"))
     assert pairs.batch(0).source_ids is not None
-
-
-def test_catalogs_make_pairs(tmp_path: Path) -> None:
-    path = tmp_path / "de.po"
-    path.write_text(
-        "".join('msgid "{}"\nmsgstr "{}"\n\n'.format(*line.split("\t")) for line in LINES), encoding="utf-8"
-    )
-    task = make_task(recipe("paper", "source=gettext", paths(path)))
-    assert task.facts["num_read"] == 300
+    assert make_task(recipe("paper", "source=gettext", paths(catalog))).facts["num_read"] == 300
 
 
 @pytest.mark.parametrize("preset", ["paper", "stdlib", "dates"])

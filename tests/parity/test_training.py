@@ -42,12 +42,6 @@ def test_equal_seeds_train_equal_weights_and_others_do_not(architecture: Archite
     assert first == again != other
 
 
-def test_training_leaves_the_callers_random_generator_alone(tmp_path: Path) -> None:
-    before = torch.get_rng_state()
-    run(make_recipe(Architecture.DECODER_ONLY, dropout=0.1, steps=2), tmp_path)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_finished_run_leaves_a_checkpoint_its_curves_and_nothing_else(tmp_path: Path) -> None:
     result = run(make_recipe(Architecture.DECODER_ONLY, checkpoint_every=5), tmp_path)
     assert names(tmp_path) == CHECKPOINT | PICTURES
@@ -198,12 +192,6 @@ def test_a_wish_that_the_machine_cannot_grant_comes_before_any_file(tmp_path: Pa
     with pytest.raises(SetupError, match="parallelism fsdp needs optimizer adamw"):
         run(recipe, tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_dropout_is_off_once_a_run_is_over(tmp_path: Path) -> None:
-    run(make_recipe(Architecture.DECODER_ONLY, dropout=0.5, steps=2), tmp_path)
-    model = checkpoint.load(tmp_path).model
-    assert not any(module.training for module in model.modules() if isinstance(module, nn.Dropout))
 
 
 def test_a_half_written_last_line_of_the_curves_is_dropped(tmp_path: Path) -> None:

@@ -35,11 +35,6 @@ def test_equal_seeds_give_equal_examples_and_others_do_not() -> None:
     assert dates.held_out(100, seed=3) != dates.held_out(100, seed=4)
 
 
-def test_as_many_training_examples_come_as_were_asked_for() -> None:
-    assert len(dates.training(7, seed=0)) == 7
-    assert dates.training(0, seed=0) == []
-
-
 def test_every_language_has_its_share_of_the_held_out_examples() -> None:
     counts = Counter(example.locale for example in dates.held_out(504, seed=0))
     assert counts == dict.fromkeys(dates.LOCALES, 42)
@@ -54,13 +49,6 @@ def test_a_text_names_one_day_only() -> None:
     days: dict[str, str] = {}
     for example in dates.training(20_000, seed=0):
         assert days.setdefault(example.text, example.iso) == example.iso
-
-
-def test_days_are_of_the_century_and_in_iso_form() -> None:
-    for example in dates.training(2_000, seed=0):
-        day = datetime.date.fromisoformat(example.iso)
-        assert dates.FIRST_YEAR <= day.year <= dates.LAST_YEAR
-        assert len(example.iso) == len("YYYY-MM-DD")
 
 
 @pytest.mark.parametrize(

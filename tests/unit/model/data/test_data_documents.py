@@ -126,10 +126,6 @@ def test_copies_and_empty_files_are_left_out_and_counted(folder: str) -> None:
     assert facts["num_read"] == 302
 
 
-def test_training_takes_at_most_so_many_texts(folder: str) -> None:
-    assert len(load(folder, max_examples=20).training) == 20
-
-
 def test_text_keeps_its_line_ends_and_loses_a_byte_order_mark(tmp_path: Path) -> None:
     corpus = load(write(tmp_path / "a.txt", b"\xef\xbb\xbf" + BOOK.replace("\n", "\r\n").encode()))
     assert "".join(side[0].text for side in (corpus.training, corpus.validation, corpus.test)) == BOOK.replace(
@@ -148,14 +144,6 @@ def test_json_lines_go_by_a_hash_of_their_text(tmp_path: Path) -> None:
     assert len({*names(corpus.training), *names(corpus.validation), *names(corpus.test)}) == 300
 
 
-def test_the_hash_follows_every_side(tmp_path: Path, folder: str) -> None:
-    hashes = {load(folder).facts["sha256"], load(folder).facts["sha256"]}
-    assert len(hashes) == 1
-    side = load(folder).test[0]
-    write(Path(folder) / side.name, "changed")
-    assert load(folder).facts["sha256"] not in hashes
-
-
 @pytest.mark.parametrize("content", ["", " \n\n", b"\xef\xbb\xbf"])
 def test_a_file_without_text_is_refused_by_name(tmp_path: Path, content: str | bytes) -> None:
     path = write(tmp_path / "a.txt", content)
@@ -167,20 +155,8 @@ def test_an_empty_folder_and_a_missing_path_are_refused_by_name(tmp_path: Path) 
     assert refusal(f"{tmp_path}/no.txt") == f"{tmp_path}/no.txt: no such file or folder"
 
 
-def test_a_byte_that_is_not_utf8_is_refused_by_line_and_offset(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", b"one\ntwo \xe9\n")
-    assert refusal(path) == f"{path}:2: byte 0xe9 at offset 8 is not valid UTF-8"
-
-
 @pytest.mark.parametrize("text", ["no line break at all", "one\ntwo"])
 def test_a_text_too_short_to_split_is_refused_with_its_size(tmp_path: Path, text: str) -> None:
     message = refusal(write(tmp_path / "a.txt", text))
     assert message.startswith("too few texts (")
     assert f", {len(text)} bytes) to take validation_fraction 0.02" in message
-
-
-def test_nothing_to_score_by_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", BOOK)
-    assert refusal(path, validation_fraction=0.0) == (
-        "validation_fraction is 0 and validation_paths is empty: there is nothing to score by"
-    )

@@ -98,17 +98,14 @@ def test_copies_empty_and_short_pairs_are_left_out_and_counted(tmp_path: Path) -
     assert sum(facts[side]["num_examples"] for side in ("training", "validation", "test")) == len(LINES)
 
 
-def test_training_takes_at_most_so_many_and_always_the_same(tsv: str) -> None:
+def test_training_takes_at_most_so_many_from_everywhere_in_the_file_and_always_the_same(tsv: str) -> None:
     corpus, every = load(tsv, max_examples=50), load(tsv)
     assert len(corpus.training) == 50
     assert set(corpus.training) <= set(every.training)
     assert (corpus.validation, corpus.test) == (every.validation, every.test)
     assert corpus.training == load(tsv, max_examples=50).training
     assert corpus.facts["left_out"] == {"training: more than max_examples": len(every.training) - 50}
-
-
-def test_a_subset_is_drawn_from_everywhere_in_the_file(tsv: str) -> None:
-    numbers = [int(pair.source.split()[-1]) for pair in load(tsv, max_examples=50).training]
+    numbers = [int(pair.source.split()[-1]) for pair in corpus.training]
     assert numbers == sorted(numbers)
     assert numbers[-1] > 300
 
@@ -135,33 +132,22 @@ def test_the_hash_follows_every_side(tmp_path: Path, tsv: str) -> None:
     assert load(tsv).facts["sha256"] in hashes
 
 
-def test_a_folder_is_read_recursively_and_hidden_and_other_files_are_not(tmp_path: Path) -> None:
+def test_a_folder_is_read_recursively_and_once_without_hidden_and_other_files(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     write(folder / "a.tsv", "\n".join(LINES[:200]))
-    write(folder / "deep" / "b.tsv", "\n".join(LINES[200:]))
+    deep = write(folder / "deep" / "b.tsv", "\n".join(LINES[200:]))
     write(folder / "empty.tsv", "")
     for name in (".hidden.tsv", ".git/c.tsv", "notes.txt"):
         write(folder / name, "one column")
-    corpus = load(str(folder))
-    assert corpus.facts["num_files"] == 3
-    assert corpus.facts["num_read"] == 400
+    facts = load(deep, str(folder)).facts
+    assert (facts["num_files"], facts["num_read"]) == (3, 400)
 
 
-def test_a_file_given_twice_is_read_once(tmp_path: Path, tsv: str) -> None:
-    assert load(tsv, str(tmp_path)).facts["num_read"] == 400
-
-
-def test_line_ends_and_a_byte_order_mark_are_no_text(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.tsv", b"\xef\xbb\xbf" + "\r\n".join(LINES).encode())
-    corpus = load(path)
-    assert sorted([*corpus.training, *corpus.validation, *corpus.test]) == sorted(
-        TextPair(*line.split("\t")) for line in LINES
-    )
-
-
-def test_a_line_separator_inside_a_text_does_not_end_its_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.tsv", "\n".join(["a\N{LINE SEPARATOR}b\x85c\td", *LINES]))
-    assert load(path).facts["num_read"] == 401
+def test_only_line_feeds_end_a_line_and_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    lines = ["a\N{LINE SEPARATOR}b\x85c\td", *LINES]
+    corpus = load(write(tmp_path / "a.tsv", b"\xef\xbb\xbf" + "\r\n".join(lines).encode()))
+    found = [*corpus.training, *corpus.validation, *corpus.test]
+    assert sorted(found) == sorted(TextPair(*line.split("\t")) for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -173,15 +159,17 @@ def test_another_number_of_columns_is_refused_by_line(tmp_path: Path, line: str,
 
 
 @pytest.mark.parametrize("source", ["tsv", "jsonl", "gettext"])
-def test_a_byte_that_is_not_utf8_is_refused_by_line_and_offset(tmp_path: Path, source: str) -> None:
-    path = write(tmp_path / "a.po", b"# \n\na\tb\xff\n")
-    assert refusal(path, source=source) == f"{path}:3: byte 0xff at offset 7 is not valid UTF-8"
-
-
-@pytest.mark.parametrize("source", ["tsv", "jsonl", "gettext"])
-def test_a_nul_is_refused_by_line_and_offset(tmp_path: Path, source: str) -> None:
-    path = write(tmp_path / "a.po", b"\n\n" + "a\tb\n".encode("utf-16-le"))
-    assert refusal(path, source=source) == f"{path}:3: NUL at offset 3: not a text in UTF-8"
+def test_damaged_empty_and_missing_files_are_refused_by_name_and_line(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "a.po"
+    for content, problem in (
+        (b"# \n\na\tb\xff\n", ":3: byte 0xff at offset 7 is not valid UTF-8"),
+        (b"\n\n" + "a\tb\n".encode("utf-16-le"), ":3: NUL at offset 3: not a text in UTF-8"),
+        (b"", ": no pair in this file"),
+    ):
+        assert refusal(write(path, content), source=source) == f"{path}{problem}"
+    (tmp_path / "folder").mkdir()
+    assert refusal(str(tmp_path / "folder"), source=source).startswith(f"{tmp_path}/folder: no .")
+    assert refusal(str(tmp_path / "none"), source=source) == f"{tmp_path}/none: no such file or folder"
 
 
 def test_a_file_of_blanks_alone_is_refused_by_name_and_in_a_folder_passed_over(tmp_path: Path, tsv: str) -> None:
@@ -214,41 +202,22 @@ def test_a_folder_that_cannot_be_read_is_refused_and_not_passed_over(
     assert refusal(str(tmp_path)) == f"{closed}: Permission denied"
 
 
-@pytest.mark.parametrize("source", ["tsv", "jsonl", "gettext"])
-def test_an_empty_file_an_empty_folder_and_no_file_are_refused_by_name(tmp_path: Path, source: str) -> None:
-    path = write(tmp_path / "a.po", "")
-    (tmp_path / "folder").mkdir()
-    assert refusal(path, source=source) == f"{path}: no pair in this file"
-    assert refusal(str(tmp_path / "folder"), source=source).startswith(f"{tmp_path}/folder: no .")
-    assert refusal(str(tmp_path / "none"), source=source) == f"{tmp_path}/none: no such file or folder"
-
-
-def test_a_folder_of_empty_files_has_no_usable_pairs(tmp_path: Path) -> None:
-    write(tmp_path / "a.tsv", "")
-    assert refusal(str(tmp_path)) == f"no usable pairs in {tmp_path}: left out were nothing"
-    write(tmp_path / "b.tsv", "a\t\n")
-    assert refusal(str(tmp_path)) == f"no usable pairs in {tmp_path}: left out were 1 empty"
-
-
-def test_too_few_pairs_to_split_are_refused_with_their_number(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.tsv", "\n".join(LINES[:3]))
-    message = refusal(path)
+def test_a_side_without_a_pair_is_refused_with_what_to_change(tmp_path: Path, tsv: str) -> None:
+    folder = tmp_path / "folder"
+    write(folder / "a.tsv", "")
+    assert refusal(str(folder)) == f"no usable pairs in {folder}: left out were nothing"
+    write(folder / "b.tsv", "a\t\n")
+    assert refusal(str(folder)) == f"no usable pairs in {folder}: left out were 1 empty"
+    message = refusal(write(tmp_path / "few.tsv", "\n".join(LINES[:3])))
     assert message.startswith("too few pairs (3, ")
     assert "validation_fraction 0.02" in message
-
-
-def test_nothing_to_score_by_is_refused(tmp_path: Path, tsv: str) -> None:
     assert refusal(tsv, test_fraction=0.0) == (
         "test_fraction is 0 and test_paths is empty: there is nothing to score by"
     )
-    path = write(tmp_path / "dev.tsv", LINES[0])
-    assert refusal(tsv, validation_paths=[path], test_paths=[path]) == (
-        f"validation_paths: nothing to score by in {path}"
+    known, other = write(tmp_path / "known.tsv", LINES[0]), write(tmp_path / "other.tsv", "else\twhere")
+    assert refusal(tsv, validation_paths=[known], test_paths=[known]) == (
+        f"validation_paths: nothing to score by in {known}"
     )
-
-
-def test_nothing_left_to_train_on_is_refused(tmp_path: Path, tsv: str) -> None:
-    other = write(tmp_path / "dev.tsv", "else\twhere")
     assert refusal(tsv, validation_paths=[other], test_paths=[tsv]) == (
         f"no pair is left to train on in {tsv}: all 401 are for validation and test"
     )
