@@ -166,7 +166,7 @@ def test_a_new_file_does_not_renew_an_allowance(path: Path) -> None:
         use(keys, "a")
 
 
-def test_everything_wrong_with_a_file_is_told_at_once_and_no_digest(path: Path) -> None:
+def test_everything_wrong_with_a_file_is_reported_at_once_without_digests(path: Path) -> None:
     path.write_text(
         'title = "x"\n'
         '[keys.a]\nsha256 = "12"\npermissions = ["all"]\n'
@@ -177,15 +177,15 @@ def test_everything_wrong_with_a_file_is_told_at_once_and_no_digest(path: Path) 
     )
     with pytest.raises(StartupError) as caught:
         read_keys(path)
-    told = "\n".join(caught.value.problems)
+    listed = "\n".join(caught.value.problems)
     for each in (
         "title", "keys.a.sha256", "keys.a.permissions", "keys.b.rate", "keys.b.permissions",
         "keys.c.requests_per_second", "keys.c.burst", "keys.d.burst", "keys.d.max_concurrent_requests",
         "keys.e.sha256", "keys.f.sha256",
     ):  # fmt: skip
-        assert f": {each}: " in told
+        assert f": {each}: " in listed
     assert len(caught.value.problems) == 11
-    assert digest("b") not in told
+    assert digest("b") not in listed
 
 
 @pytest.mark.parametrize("content", ["", "[keys]\n", "keys = 3\n"])
