@@ -97,18 +97,21 @@ async def test_a_slow_sender_loses_its_place_to_a_caller_who_has_none(monkeypatc
     await end(held)
 
 
-async def test_nobody_loses_a_place_to_those_who_hold_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("holders", "waiters"), [("aabb", "ab"), ("aabc", "b")], ids=["as many", "one more"])
+async def test_no_read_ends_for_a_caller_that_holds_as_many_or_one_less(
+    holders: str, waiters: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(read_places, "_PATIENCE_SECONDS", 0.01)
     bound = receiver(4)
-    held = begin(bound, *"aabb")
+    held = begin(bound, *holders)
     looked, look = asyncio.Semaphore(0), bound.places._end_a_read
     monkeypatch.setattr(bound.places, "_end_a_read", lambda caller: (look(caller), looked.release()))
-    waiting = begin(bound, *"ab")
+    waiting = begin(bound, *waiters)
     async with asyncio.timeout(60):
         for _ in range(4):
             await looked.acquire()
-    assert reads(waiting) == [False, False]
-    assert await end(held + waiting) == [b"x"] * 6
+    assert not any(reads(waiting))
+    assert await end(held + waiting) == [b"x"] * (len(holders) + len(waiters))
 
 
 async def test_the_only_read_of_a_caller_is_not_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
