@@ -220,6 +220,9 @@ def test_requests_of_a_call_have_no_more_places_than_calls(path: Path) -> None:
         for _ in range(3):
             with allowance.request(), keys.admitted("Generate", "a"), pytest.raises(RateLimited), allowance.request():
                 pass
+        # The call keeps its place when a request of it ends.
+        with keys.admitted("Generate", "a"), pytest.raises(RateLimited):
+            use(keys, "a")
         first, second = ExitStack(), ExitStack()
         first.enter_context(allowance.request())
         second.enter_context(allowance.request())
